@@ -33,6 +33,7 @@ EXTRAS = {
 PROGRAMS = [
     "pretrain_bert",
     "pretrain_gpt",
+    "pretrain_t5",
     "tools/benchmark",
     "tools/checkpoint_convert",
     "tools/checkpoint_inspect",

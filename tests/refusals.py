@@ -308,3 +308,61 @@ BERT_REFUSALS = {
         "--global-batch-size 3 --data-path {tmp}/no --seq-length 4 CLS SEP MASK PAD BertWordPieceCase",
     ),
 }
+
+T5 = MOCK + "--decoder-seq-length 16 "
+T5_REFUSALS = {
+    "order of its own": (1, T5 + "--reset-position-ids", "--reset-position-ids T5"),
+    "no length": (1, MOCK, "--decoder-seq-length"),
+    "too short": (1, MOCK + "--decoder-seq-length 5 --seq-length 32", "--decoder-seq-length 5 --mask-prob 0.15 32 4 9"),
+    "no text": (1, T5 + "--seq-length 3", "--seq-length 3 4 2"),
+    "few words": (1, T5 + "--vocab-size 9", "10 4 20"),
+    "gpt's": (
+        1,
+        T5 + "--context-parallel-size 1 --window-size 4,0 --compile regions",
+        "--window-size --compile regions",
+    ),
+    "texts of two lengths": (2, T5 + "--context-parallel-size 2", "--context-parallel-size"),
+    "rotation": (1, T5 + "--position-embedding-type rope", "--position-embedding-type rope"),
+    "places of norms": (1, T5 + "--norm-placement post", "--norm-placement post"),
+    "shared keys": (1, T5 + "--group-query-attention --num-query-groups 2", "--group-query-attention"),
+    "norms of heads": (1, T5 + "--qk-layernorm", "--qk-layernorm"),
+    "caps and sinks": (
+        1,
+        T5 + "--attn-logit-softcapping 3 --softmax-type learnable",
+        "--attn-logit-softcapping --softmax-type learnable",
+    ),
+    "buckets": (1, T5 + "--relative-attention-num-buckets 6", "--relative-attention-num-buckets 6 4"),
+    "far": (
+        1,
+        T5 + "--relative-attention-max-distance 16",
+        "--relative-attention-max-distance 16 --relative-attention-num-buckets",
+    ),
+    "sequence parts": (
+        2,
+        T5 + "--decoder-seq-length 15 --tensor-model-parallel-size 2 --sequence-parallel",
+        "--sequence-parallel --decoder-seq-length 15 --tensor-model-parallel-size 2",
+    ),
+    "no rank to split at": (
+        1,
+        T5 + "--pipeline-model-parallel-split-rank 1",
+        "--pipeline-model-parallel-split-rank 1 1",
+    ),
+    "uneven stacks": (
+        4,
+        T5 + "--pipeline-model-parallel-split-rank 3 --pipeline-model-parallel-size 4",
+        "--pipeline-model-parallel-split-rank 3 4 encoder",
+    ),
+    "split chunks": (
+        2,
+        T5
+        + "--pipeline-model-parallel-split-rank 1 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+        "--pipeline-model-parallel-split-rank 1 2",
+    ),
+    "another tokenizer": (
+        1,
+        REAL + "--decoder-seq-length 16 --data-path {tmp}/no",
+        "--data-path {tmp}/no sentinels BertWordPieceCase",
+    ),
+}
+# Flags of two stacks, for a model that has one.
+ONE_STACK = "--decoder-num-layers 2 --decoder-seq-length 9 --pipeline-model-parallel-split-rank 1 --position-embedding-type relative"

@@ -159,7 +159,7 @@ def build_chunks(
         stage: subject.make(
             config,
             vocab_size=vocab,
-            layers=split_layers(config.num_layers, stages.last + 1)[stage],
+            layers=split_layers(config.all_layers, stages.last + 1)[stage],
             context=LayerContext.on(mesh, config.params_dtype, keys, tier=tier, **options),
             pre_process=stage == 0,
             post_process=stage == stages.last,
@@ -197,11 +197,13 @@ def build_pipeline(
     chunks, keys, store = parts
     length = SEQ // layout.cp // (layout.tp if layout.sp else 1)
     spec = TensorSpec((length, batch.micro_batch_size, config.hidden_size), config.residual_dtype)
+    model = next(iter(chunks.values())).module
+    between = (spec,) if config.decoder_num_layers is None else model.boundary(batch.micro_batch_size, SEQ)
     return Pipeline(
         chunks,
         mesh,
         batch,
-        boundary=(spec,),
+        boundary=between,
         forward_step=forward_step,
         keys=keys,
         weight_grads=store,

@@ -46,6 +46,11 @@ class ParallelConfig(FlagConfig):
     decoder_last_pipeline_num_layers: int | None = knob(
         None, "layers on the last pipeline rank; default: an equal share"
     )
+    pipeline_model_parallel_split_rank: Count | None = knob(
+        None,
+        "pretrain_t5.py: pipeline rank where the decoder begins; the ranks before it share the encoder. Default: all share all "
+        "layers evenly",
+    )
     account_for_embedding_in_pipeline_split: bool = knob(False, "count the embedding as a layer of the first stage")
     account_for_loss_in_pipeline_split: bool = knob(False, "count output layer and loss as a layer of the last stage")
     scatter_gather_tensors_in_pipeline: bool = knob(

@@ -20,7 +20,7 @@ from megatron.core.transformer.context import LayerContext
 from megatron.core.weight_grads import WeightGradStore
 from megatron.training.command_line import Arguments
 from megatron.training.settings.config import Config
-from megatron.training.watch.flops import ModelShape
+from megatron.training.watch.flops import ModelShape, TwoStackShape
 from megatron.training.watch.timers import Timers
 
 
@@ -74,9 +74,12 @@ class Runtime:
         return size
 
     @property
-    def model_shape(self) -> ModelShape:
+    def model_shape(self) -> ModelShape | TwoStackShape:
         """The sizes that determine the model's FLOPs."""
-        return ModelShape.of(self.config.transformer, self.vocab_size, self.config.data.seq_length)
+        model, data = self.config.transformer, self.config.data
+        shape = ModelShape.of(model, self.vocab_size, data.seq_length)
+        layers, length = model.decoder_layers, data.decoder_seq_length
+        return TwoStackShape(shape, layers, length) if layers and length else shape
 
     @property
     def layer_context(self) -> LayerContext:

@@ -77,6 +77,8 @@ def pretrain(
     message of the failing rank.
     A job of one process raises that error, unless the message alone says what to change (for example for a NaN loss).
 
+    model_type: encoder_and_decoder has a second stack of layers (--decoder-num-layers), which the pipeline's stages share too
+
     train_valid_test_dataset_provider([n_train, n_valid, n_test]) -> three data sets, or None in place of a set. A data set has
         a length, and its items are dictionaries of arrays. Every rank calls the provider, whatever its `is_distributed` says.
     model_provider(pre_process, post_process[, vp_stage]) -> this stage's part of the model
@@ -95,6 +97,10 @@ def pretrain(
         if isinstance(forward_step_func, ModelType) or not callable(forward_step_func):
             expected = "forward_step(data_iterator, model) -> (output, loss_func)"
             raise TypeError(f"pretrain() needs {expected}, after the model type")
+    if (
+        model_type is ModelType.encoder_and_decoder
+    ):  # has a decoder, as long as the encoder unless the flag says another
+        args_defaults = {"decoder_num_layers": 0, **(args_defaults or {})}
     ranks_of = {
         "get_embedding_ranks": get_embedding_ranks,
         "get_position_embedding_ranks": get_position_embedding_ranks,

@@ -132,6 +132,29 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+_T5 = {
+    **{"model_type": "t5", "vocab_size": 31, "d_model": 24, "d_kv": 6, "d_ff": 40, "num_layers": 3, "num_heads": 6},
+    **{"num_decoder_layers": 2, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 7},
+    "dropout_rate": 0.0,
+}
+# Two stacks: with texts of `texts`.
+T5_CASES: dict[str, dict[str, Any]] = {
+    "t5": {**_T5, "feed_forward_proj": "relu", "layer_norm_epsilon": 1e-4},
+    "t5-gated": {
+        **{**_T5, "feed_forward_proj": "gated-gelu", "d_kv": 4},
+        **{"tie_word_embeddings": False, "scale_decoder_outputs": False},
+    },
+}
+
+
+def texts() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Of two samples: the encoder's ids [2, 14] and 0 at its padding, the decoder's ids [2, 10] and what it should say."""
+    draw = np.random.RandomState(SEED)
+    encoder, asked = draw.randint(1, 31, (2, LENGTH)), draw.randint(1, 31, (2, 10))
+    seen = np.arange(LENGTH)[None] < np.array([[LENGTH], [9]])
+    return encoder * seen, seen.astype(np.int64), np.concatenate((np.zeros_like(asked[:, :1]), asked[:, :-1]), 1), asked
+
+
 def ids() -> np.ndarray:
     """Two texts, [2, LENGTH]."""
     return np.random.RandomState(SEED).randint(0, 31, (2, LENGTH))

@@ -5,10 +5,11 @@ import shlex
 import sys
 from pathlib import Path
 
+import pretrain_t5
 import pytest
 import torch
 from processes import free_port
-from refusals import BASE, BERT_REFUSALS, MOCK, REAL, REFUSALS
+from refusals import BASE, BERT_REFUSALS, MOCK, ONE_STACK, REAL, REFUSALS, T5_REFUSALS
 from said import tells, tells_each
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
@@ -16,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.comm import PeerError
 from megatron.core.config import ConfigError
 from megatron.core.enums import ModelType
-from megatron.core.models.rules import BERT_RULES, GPT_RULES
+from megatron.core.models.rules import BERT_RULES, GPT_RULES, T5_RULES
 from megatron.training import pretrain
 from megatron.training.initialize import read_settings, stop_with
 
@@ -59,6 +60,22 @@ def test_what_bert_cannot_do_is_refused_before_the_ranks_meet(launched, tmp_path
     with pytest.raises(ConfigError) as error:
         read_settings(None, None, words, BERT_RULES)
     assert tells(error.value, said.replace("{tmp}", str(tmp_path)))
+
+
+@pytest.mark.parametrize("ranks, flags, said", T5_REFUSALS.values(), ids=T5_REFUSALS)
+def test_what_t5_cannot_do_is_refused_before_the_ranks_meet(launched, tmp_path, ranks, flags, said):
+    words = launched(ranks, flags)
+    with pytest.raises(ConfigError) as error:
+        read_settings(None, pretrain_t5.DEFAULTS | {"decoder_num_layers": 0}, words, T5_RULES)
+    assert tells(error.value, said.replace("{tmp}", str(tmp_path)))
+
+
+@pytest.mark.parametrize("rules", [GPT_RULES, BERT_RULES], ids=["gpt", "bert"])
+def test_flags_of_two_stacks_are_refused_by_models_of_one(launched, rules):
+    with pytest.raises(ConfigError) as error:
+        read_settings(None, None, launched(1, MOCK + ONE_STACK), rules)
+    refused = [problem.split()[0] for problem in error.value.problems if "pretrain_t5.py" in problem]
+    assert refused == [word for word in ONE_STACK.split() if word.startswith("--")]
 
 
 def test_the_script_of_bert_refuses_by_its_rules(launched, monkeypatch, capsys):

@@ -5,13 +5,16 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import pretrain_t5
 import pytest
 from test_bert import BERT
+from test_t5 import T5
 from tiny_run import GPT, Layout, run
 
 from megatron.core.inference.load import lone_mesh
 from megatron.core.models.bert_model import BertModel
 from megatron.core.models.gpt_model import GPTModel
+from megatron.core.models.t5_model import T5Model
 from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
@@ -20,6 +23,8 @@ from megatron.training.settings.config import Config
 from megatron.training.settings.rules import check
 
 RECIPES = sorted((Path(__file__).parents[2] / "examples" / "recipes").glob("*.yaml"), reverse=True)
+# Of each script but GPT's: its model, what the tiny form is trained on, and its own defaults of settings.
+OTHERS = {"bert": (BertModel, BERT, {}), "t5": (T5Model, T5, pretrain_t5.DEFAULTS | {"decoder_num_layers": 0})}
 RUN = ["--train-iters", "1000", "--mock-data", "--tokenizer-type", "NullTokenizer"]
 # Of transformers' classes on the meta device, 5.23.0, with the published fields.
 PUBLISHED = {
@@ -43,12 +48,17 @@ PUBLISHED = {
     "granite-3.0-2b": 2_533_531_648,
     "command-r-35b": 34_980_831_232,
     "bert-base": 110_106_428,
+    "t5-small": 60_506_624,
     "tiny": 854_400,
 }
 
 
+def kind_of(path: Path) -> tuple:
+    return OTHERS.get(path.stem.split("-")[0], (GPTModel, GPT, {}))
+
+
 def settings_of(path: Path) -> Config:
-    config, _, notes = parse_args(["--yaml-cfg", str(path), *RUN])
+    config, _, notes = parse_args(["--yaml-cfg", str(path), *RUN], args_defaults=kind_of(path)[2])
     assert not [note for note in notes if "is given" not in note], notes
     return config
 
@@ -56,12 +66,13 @@ def settings_of(path: Path) -> Config:
 def parameters_of(path: Path, config: Config) -> int:
     model = config.transformer
     parts = {
-        "layers": range(model.num_layers),
+        "layers": range(model.all_layers),
         "positions": config.data.seq_length,
         "vocab_size": config.tokenizer.vocab_size,
     }
     context = LayerContext.on(lone_mesh(), model.params_dtype, device="meta", fills=False)
-    made = (BertModel if path.stem.startswith("bert") else GPTModel)(model, context=context, **parts)
+    parts |= {"decoder_seq_length": config.data.decoder_seq_length} if model.decoder_layers else {}
+    made = kind_of(path)[0](model, context=context, **parts)
     return sum(math.prod(parameter.placement.shape) for parameter in made.parameters())
 
 
@@ -71,6 +82,7 @@ def tiny_form(model: ModelConfig) -> ModelConfig:
     return replace(
         model,
         num_layers=4,
+        decoder_num_layers=model.decoder_num_layers and 4,
         hidden_size=40,
         num_attention_heads=4,
         num_query_groups=groups if model.group_query_attention else 1,
@@ -100,7 +112,7 @@ def test_a_recipe_parses_and_has_the_published_parameters(path: Path):
 @pytest.mark.full
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_its_tiny_form_trains_at_tp_2_and_pp_2(path: Path):
-    subject = BERT if path.stem.startswith("bert") else GPT
+    subject = kind_of(path)[1]
     again = replace(
         subject, sample=lambda number, texts: subject.sample(number % 4, texts)
     )  # four texts, to learn by heart

@@ -47,6 +47,7 @@ class DataConfig(FlagConfig):
     seq_length: Count | None = knob(
         None, "tokens per sample", flags=("--seq-length", "--encoder-seq-length"), required=True
     )
+    decoder_seq_length: Count | None = knob(None, "pretrain_t5.py: tokens per sample of the decoder")
     data_cache_path: str | None = knob(
         None, "folder for index files; default: PREFIX/cache/GPTDataset_indices", metavar="DIR"
     )

@@ -17,6 +17,7 @@ from megatron.core.transformer.model_config import LossConfig, ModelConfig, Prec
 # What settings together say, by properties of a `ModelConfig`; they are compared instead of these settings.
 _SAID_TOGETHER = {
     "MLP width": (("ffn_hidden_size",), lambda model: model.ffn_size),
+    "decoder layers": (("decoder_num_layers",), lambda model: model.decoder_layers),
     "head width": (("kv_channels",), lambda model: model.head_width),
     "key/value heads": (("group_query_attention", "num_query_groups"), lambda model: model.query_groups),
     "activation": (("swiglu", "gated", "activation"), lambda model: model.activation_region),

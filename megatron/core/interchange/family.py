@@ -8,11 +8,13 @@ from megatron.core.interchange.fields import Field, Given, ModelSettings, only, 
 
 
 class Row(NamedTuple):
-    """One tensor of ours, and the tensors of theirs that it is made of by an operation; {i} is a layer."""
+    """One tensor of ours, and the tensors of theirs that it is made of by an operation; {i} is a layer, {j} one of a decoder
+    behind an encoder. gated: the row is about a gated MLP, or about another; None: about both."""
 
     ours: str
     operation: str
     theirs: tuple[str, ...]
+    gated: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class Family:
 
     architecture: the class that transformers builds. settings: what all its models have, by names of `ModelConfig`. ignored:
     names of tensors, as regular expressions, that hold nothing to learn. prefix: of names, which some old files leave out.
-    vocab_size: the class's own, where a config.json says none.
+    vocab_size: the class's own, where a config.json says none. model: our class.
     """
 
     architecture: str
@@ -31,6 +33,7 @@ class Family:
     ignored: tuple[str, ...] = ()
     prefix: str = ""
     vocab_size: int | None = None
+    model: str = "GPTModel"
 
 
 STAGE = "language_model."

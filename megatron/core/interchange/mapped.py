@@ -33,8 +33,11 @@ from megatron.core.transformer.model_config import ModelConfig
 def rows_of(family: Family, config: ModelConfig) -> Iterator[Row]:
     """The rows of all layers, whether or not the model has the tensor."""
     for row in family.rows:
-        for i in range(config.num_layers if "{i}" in row.ours else 1):
-            yield Row(row.ours.format(i=i), row.operation, tuple(name.format(i=i) for name in row.theirs))
+        if row.gated not in (None, config.is_gated):
+            continue
+        layers = config.num_layers if "{i}" in row.ours else config.decoder_layers if "{j}" in row.ours else 1
+        for i in range(layers):
+            yield Row(row.ours.format(i=i, j=i), row.operation, tuple(name.format(i=i, j=i) for name in row.theirs))
 
 
 def heads_of(config: ModelConfig) -> HeadCounts:
@@ -49,7 +52,7 @@ def records_of(
     tensors = _with_prefix(family, rows, tensors)
     records, used = {}, set()
     problems = []
-    for ours, operation, theirs in rows:
+    for ours, operation, theirs, _ in rows:
         there = [name for name in theirs if name in tensors]
         used.update(there)
         if not there or (ours == f"{OUTPUT}.weight" and not config.untie_embeddings_and_output_weights):
@@ -97,8 +100,8 @@ def check_tied(folder: HFFolder, family: Family, config: ModelConfig, root: Path
 def manifest_of(folder: HFFolder, root: Path) -> Manifest:
     """The folder as a checkpoint of iteration 0: weights, and the settings of their model."""
     settings, words = settings_of(folder.config, str(root / CONFIG))
-    config = ModelConfig(**settings)
-    records = records_of(family_of(folder.config, CONFIG), config, folder.tensors, root)
+    config, family = ModelConfig(**settings), family_of(folder.config, CONFIG)
+    records = records_of(family, config, folder.tensors, root)
     ends: dict[str, int] = {}
     for x in folder.tensors.values():
         ends[x.file] = max(ends.get(x.file, 0), x.start + x.nbytes)
@@ -106,7 +109,7 @@ def manifest_of(folder: HFFolder, root: Path) -> Manifest:
         "train": {"iteration": 0, "consumed_train_samples": 0},
         "log": None,
         "optimizer_steps": 0,
-        "model": "GPTModel",
+        "model": family.model,
         "origin": origin_of(folder.config, root),
         "vocab_size": words,
         "config": {

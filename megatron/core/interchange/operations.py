@@ -94,6 +94,13 @@ def _qkv_transposed(heads: HeadCounts, theirs: list[View]) -> Places:
     return _qkv_rows(heads, [x.transposed() for x in theirs])
 
 
+def _kv(heads: HeadCounts, theirs: list[View]) -> Places:
+    """Ours has, for each head, its key rows, its value rows."""
+    g = heads.groups
+    parts = [x.parts((rows // g,) * g) for x, rows in zip(theirs, heads.rows[1:])]
+    return _stacked(heads, [x for head in zip(*parts) for x in head])
+
+
 def _flat(heads: HeadCounts, theirs: list[View]) -> Places:
     """Ours has no dimension of heads."""
     for x in theirs:
@@ -113,6 +120,7 @@ OPERATIONS = {
     "transpose": Operation(_transposed, _reversed),  # GPT-2's Conv1D has [in, out]
     "flat": Operation(_flat, lambda heads, ours: [(ours[0] // heads.width, heads.width)]),
     "gate_up": Operation(_stacked, lambda heads, ours: [(ours[0] // 2, *ours[1:])] * 2),
+    "kv": Operation(_kv, lambda heads, ours: [(ours[0] // 2, *ours[1:])] * 2),
     "qkv": Operation(_qkv, lambda heads, ours: [(rows, *ours[1:]) for rows in heads.rows]),
     "qkv_rows": Operation(_qkv_rows, _same),
     "qkv_transpose": Operation(_qkv_transposed, _reversed),

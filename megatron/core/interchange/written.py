@@ -139,9 +139,11 @@ def write_hf_folder(
 def _model_in(state: dict[str, Any], folder: Path) -> tuple[ModelConfig, int]:
     """(the model's settings, its words)."""
     saved = state.get("config", {}).get("transformer")
-    if saved is None or "vocab_size" not in state or state.get("model", "GPTModel") != "GPTModel":
+    known_models = {family.model for family in FAMILIES.values()}
+    if saved is None or "vocab_size" not in state or state.get("model", "GPTModel") not in known_models:
+        known = " or a ".join(sorted(known_models))
         raise ConfigError(
-            f"{folder} holds a {state.get('model', 'model without a name')}; what is written is a GPTModel"
+            f"{folder} holds a {state.get('model', 'model without a name')}; what is written is a {known}"
         )
     known = {f.name for f in fields(ModelConfig)}
     if unknown := sorted(saved.keys() - known):

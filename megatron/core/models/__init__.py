@@ -10,5 +10,11 @@ To add a model: a `LanguageModelStage` with its head and loss, or any module tha
 from megatron.core.lazy import lazy_names
 
 __getattr__, __dir__ = lazy_names(
-    __name__, {".bert_model": "BertModel", ".gpt_model": "GPTModel", ".language_model": "TransformerLanguageModel"}
+    __name__,
+    {
+        ".bert_model": "BertModel",
+        ".gpt_model": "GPTModel",
+        ".language_model": "TransformerLanguageModel",
+        ".t5_model": "T5Model",
+    },
 )

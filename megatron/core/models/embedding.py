@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from megatron.core.random import HiddenDropout
 from megatron.core.tensor_parallel.linear_layers import VocabParallelEmbedding, my_sequence_part
 from megatron.core.tensor_parallel.lookup import lookup
 from megatron.core.transformer.context import LayerContext
@@ -62,7 +63,14 @@ class Embedding(nn.Module):
         self.multiplier = torch.tensor(config.embedding_multiplier, dtype=tp.dtype).item()  # as Gemma rounds it
         self.dropout = context.hidden_dropout(config.hidden_dropout, "embedding", 0)
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, tokentype_ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        tokentype_ids: Tensor | None = None,
+        dropout: HiddenDropout | None = None,
+    ) -> Tensor:
+        """dropout: in place of the embedding's own, for another sequence."""
         x = self.word_embeddings(input_ids.t()).to(self.dtype)
         x = x if self.multiplier == 1 else x * self.multiplier
         mine = my_sequence_part(input_ids.shape[1], self.tp)
@@ -70,4 +78,4 @@ class Embedding(nn.Module):
             x = x + self.position_embeddings(position_ids.t()[mine])
         if self.tokentype_embeddings is not None:
             x = x + self.tokentype_embeddings(tokentype_ids.t()[mine])
-        return self.dropout(x if self.norm is None else self.norm(x))
+        return (dropout or self.dropout)(x if self.norm is None else self.norm(x))

@@ -1,6 +1,6 @@
 """The common part of the language models: embedding on the first stage, layers, output layer on the last."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -84,19 +84,20 @@ class LanguageModelStage(nn.Module):
     """
 
     rules = NO_RULES
+    body: Callable[..., nn.Module] = TransformerLanguageModel  # what is between words and scores
     parallel_output = True
     flattens = False  # whether a script flattens what the forward returns, by a view
 
     def __init__(self, config: ModelConfig, *, vocab_size: int, context: LayerContext, **parts: Any):
-        """parts: further arguments of `TransformerLanguageModel`."""
+        """parts: further arguments of the `body`."""
         super().__init__()
         self.config, self.context = config, context  # a script's model may show another config, of Megatron's names
         self.settings = config
         self.vocab_size, self.axis = vocab_size, context.tp.axis
-        self.language_model = TransformerLanguageModel(config, vocab_size=vocab_size, context=context, **parts)
+        self.language_model = self.body(config, vocab_size=vocab_size, context=context, **parts)
         self.pre_process, self.post_process = self.language_model.pre_process, self.language_model.post_process
 
-    def set_input_tensor(self, x: Tensor | None) -> None:
+    def set_input_tensor(self, x: Tensor | tuple[Tensor, ...] | None) -> None:
         self.language_model.set_input_tensor(x)
 
     def batch_first(self, losses: Tensor) -> Tensor:

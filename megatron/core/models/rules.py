@@ -13,6 +13,7 @@ from typing import Any
 from megatron.core.config import knobs
 from megatron.core.datasets.bert import bert_problems
 from megatron.core.datasets.masking import MaskedDataConfig
+from megatron.core.datasets.t5 import t5_problems
 from megatron.core.tokenizers.tokenizer_config import NO_TOKENIZER
 from megatron.core.tokenizers.tokenizers import Tokenizer
 
@@ -36,8 +37,24 @@ def text_problems(config: Any) -> list[str]:
     return problems + ([NO_TOKENIZER] if config.tokenizer.tokenizer_type is None else [])
 
 
+def _problems_of_one_stack(config: Any) -> list[str]:
+    """Settings of an encoder and a decoder, for a model that has one stack of layers."""
+    given = {
+        "--decoder-num-layers": config.transformer.decoder_num_layers is not None,
+        "--decoder-seq-length": config.data.decoder_seq_length is not None,
+        "--pipeline-model-parallel-split-rank": config.parallel.pipeline_model_parallel_split_rank is not None,
+        "--position-embedding-type relative": config.transformer.position_embedding_type == "relative",
+    }
+    return [
+        f"{flag} is about an encoder and a decoder, as pretrain_t5.py has them; leave it out"
+        for flag, is_given in given.items()
+        if is_given
+    ]
+
+
 def _problems_of_bert(config: Any, tokenizer: Tokenizer | None) -> list[str]:
     problems = text_problems(config) + bert_problems(config.data, config.masked_data, tokenizer)
+    problems += _problems_of_one_stack(config)
     if config.fim.fim_data:
         problems.append("--fim-data rearranges documents for a GPT; a BERT has masked words instead: leave it out")
     model = config.transformer
@@ -52,12 +69,46 @@ def _problems_of_bert(config: Any, tokenizer: Tokenizer | None) -> list[str]:
     return problems
 
 
+def _problems_of_t5(config: Any, tokenizer: Tokenizer | None) -> list[str]:
+    problems = text_problems(config) + t5_problems(config.data, config.masked_data, tokenizer)
+    if config.fim.fim_data:
+        problems.append("--fim-data rearranges documents for a GPT; a T5 has spans to fill in any case: leave it out")
+    model, parallel = config.transformer, config.parallel
+    tensor, length = parallel.tensor_model_parallel_size, config.data.decoder_seq_length
+    if model.decoder_num_layers is None:
+        problems.append("a T5 has a decoder: give --decoder-num-layers N, or pretrain(ModelType.encoder_and_decoder)")
+    if parallel.sequence_parallel_on and (length or 0) % tensor:
+        problems.append(
+            f"--sequence-parallel needs a --decoder-seq-length ({length}) that is a multiple of --tensor-model-parallel-size "
+            f"({tensor}); change one"
+        )
+    unbuilt = {
+        "--context-parallel-size above 1, which would cut two texts of different lengths": parallel.context_parallel_size
+        > 1,
+        "--position-embedding-type rope": model.position_embedding_type == "rope",
+        f"--norm-placement {model.norm_placement}": model.norm_placement != "pre",
+        "--apply-residual-connection-post-layernorm": model.apply_residual_connection_post_layernorm,
+        "--group-query-attention, which attention to the encoder does not have": model.query_groups
+        != model.num_attention_heads,
+        "--qk-layernorm, which attention to the encoder does not have": model.qk_layernorm,
+        "--window-size, which looks back alone": model.window_size is not None,
+        "--attn-logit-softcapping": model.attn_logit_softcapping is not None,
+        f"--softmax-type {model.softmax_type}": model.softmax_type != "vanilla",
+        "--scale-attn-by-inverse-layer-idx": model.scale_attn_by_inverse_layer_idx,
+        f"--compile {model.compile}, which has no programs for a decoder's layer": model.compile != "off",
+    }
+    return problems + [f"{what} is not built for a T5; leave it out" for what, given in unbuilt.items() if given]
+
+
 NO_RULES = ModelRules()  # for a script with data of its own
 GPT_RULES = ModelRules(
     unread=dict.fromkeys(
         (f.name for f in knobs(MaskedDataConfig)), "only masked words need it, as pretrain_bert.py has them"
     ),
-    problems=lambda config, tokenizer: text_problems(config),
+    problems=lambda config, tokenizer: text_problems(config) + _problems_of_one_stack(config),
     reads_text=True,
 )
 BERT_RULES = ModelRules(problems=_problems_of_bert, reads_text=True)
+T5_RULES = ModelRules(
+    unread={"bert_binary_head": "only pretrain_bert.py has pairs of texts"}, problems=_problems_of_t5, reads_text=True
+)

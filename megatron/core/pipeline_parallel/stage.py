@@ -46,6 +46,36 @@ def split_layers(
     return [range(end - count, end) for end, count in zip(ends, counts)]
 
 
+def split_two_stacks(encoder: int, decoder: int, stages: StageMap, split: int) -> list[range]:
+    """The layer numbers, over the whole model, of each stage, where the encoder has the first `split` stages by itself.
+
+        4 and 6 layers on 4 stages, split 1     0 1 2 3    4 5    6 7    8 9
+
+    Raises ValueError if a stack's layers do not divide into its stages, or a rank has several stages.
+    """
+    flag, num_stages = f"--pipeline-model-parallel-split-rank ({split})", stages.last + 1
+    if stages.chunks > 1:
+        raise ValueError(
+            f"pipeline: {flag} is about one stage per rank, and this schedule has {stages.chunks}; leave it out: all stages then "
+            "share all layers evenly"
+        )
+    if not 0 < split < num_stages:
+        raise ValueError(
+            f"pipeline: {flag} leaves no rank to the encoder or to the decoder; with --pipeline-model-parallel-size {num_stages} "
+            f"give 1 to {num_stages - 1}, or leave it out"
+        )
+    problems = [
+        f"pipeline: {flag} gives {layers} layers of the {what} to {parts} ranks; that must be a multiple of {parts}; change one"
+        for what, layers, parts in (("encoder", encoder, split), ("decoder", decoder, num_stages - split))
+        if layers % parts
+    ]
+    if problems:
+        raise ValueError("\n".join(problems))
+    counts = [encoder // split] * split + [decoder // (num_stages - split)] * (num_stages - split)
+    ends = list(accumulate(counts))
+    return [range(end - count, end) for end, count in zip(ends, counts)]
+
+
 def _count_evenly(num_layers: int, num_stages: int, embedding: bool, loss: bool) -> list[int]:
     """Layers by stage; the embedding and the loss may each count as a layer."""
     slots = num_layers + embedding + loss

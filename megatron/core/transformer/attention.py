@@ -21,7 +21,7 @@ from megatron.core.transformer.context_parallel.method import SharedAttention
 from megatron.core.transformer.head_norms import make_query_key_norms, normed_heads
 from megatron.core.transformer.kernels import AttentionCase, Scoring, kernel_for
 from megatron.core.transformer.kv_cache import KeyValueCache
-from megatron.core.transformer.masks import Mask, windowed
+from megatron.core.transformer.masks import Biased, Mask, windowed
 from megatron.core.transformer.model_config import ModelConfig, query_group_problem
 from megatron.core.transformer.recompute import recomputed
 from megatron.core.transformer.regions import REGIONS
@@ -64,21 +64,22 @@ class CoreAttention(nn.Module):
     def of_whole_samples(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         """q [s, b, n, d]; k, v [s, b, groups, d] -> as q, by a kernel of KERNELS."""
         heads = [x.permute(1, 2, 0, 3) for x in (q, k, v)]  # [b, n, s, d]
-        scoring = self.scoring(heads[0])
+        mask, bias = (mask.within, mask.bias) if isinstance(mask, Biased) else (mask, None)
+        scoring = self.scoring(heads[0], bias)
         probability = self.dropout.probability if self.training else 0.0
         case = AttentionCase(*heads[:2], mask, probability, self.compiled, scoring)
         more = () if scoring is None else (scoring,)  # which a script's own kernel need not take
         return kernel_for(self.backend, case).compute(*heads, mask, self.dropout, *more).permute(2, 0, 1, 3)
 
-    def scoring(self, q: Tensor) -> Scoring | None:
-        """What differs from a plain softmax of the scores of q [b, n, s, d], n of this rank's heads."""
+    def scoring(self, q: Tensor, bias: Tensor | None = None) -> Scoring | None:
+        """What differs from a plain softmax of the scores of q [b, n, s, d], n of this rank's heads. bias: of `Biased`."""
         if self.cap is None and not self.sinks:
-            return None
+            return None if bias is None else Scoring(None, None, bias)
         ones = q.new_zeros(q.shape[1]) if self.sinks and self.softmax_offset is None else None
         if self.softmax_offset is None:
-            return Scoring(self.cap, ones)
+            return Scoring(self.cap, ones, bias)
         first = self.sharing.rank * q.shape[1] if q.shape[1] < len(self.softmax_offset) else 0
-        return Scoring(self.cap, self.softmax_offset[first : first + q.shape[1]])
+        return Scoring(self.cap, self.softmax_offset[first : first + q.shape[1]], bias)
 
 
 class ParallelAttention(nn.Module):

@@ -36,7 +36,8 @@ def plain_attention(
     if scoring is None:
         probabilities = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
     else:
-        capped = scoring.capped(scores).masked_fill(hidden, float("-inf"))
+        capped = scoring.capped(scores)
+        capped = (capped if scoring.bias is None else capped + scoring.bias).masked_fill(hidden, float("-inf"))
         probabilities = scoring.softmax(capped, None if scoring.sinks is None else scoring.sinks[:, None, None])
     return dropout(probabilities).to(q.dtype) @ v
 
@@ -111,7 +112,7 @@ class Kernel:
 
     def why_not(self, case: AttentionCase) -> str | None:
         if case.scoring is not None and not self.takes_scoring:
-            return "has a plain softmax, without a soft cap or sinks"
+            return "has a plain softmax, without a soft cap, sinks or relative positions"
         return self.refuses(case)
 
 
@@ -123,6 +124,8 @@ def _not_for_tiles(case: AttentionCase) -> str | None:
 
 
 def _not_for_eager_tiles(case: AttentionCase) -> str | None:
+    if case.scoring is not None and case.scoring.bias is not None:
+        return "adds nothing to scores, as relative positions do"
     return None if case.q.shape[2] == case.k.shape[2] else "has no cache of keys and values"
 
 

@@ -45,7 +45,25 @@ class Window:
     within: Tensor | Documents | None
 
 
-Mask = Tensor | Documents | Window | None  # a tensor: [.., s, s], True where attention is masked; None: causal
+@dataclass(frozen=True)
+class Biased:
+    """In place of a mask: `within` hides keys, and `bias` is added to the scores of all heads of this rank."""
+
+    bias: Tensor  # [n, s, s]
+    within: Tensor | None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.bias,) if self.within is None else (self.bias, self.within)
+
+
+Mask = Tensor | Documents | Window | Biased | None  # a tensor: [.., s, s], True where attention is masked; None: causal
+
+
+def tensors_of(mask: object) -> tuple[Tensor, ...]:
+    """The tensors of a mask, which layers share. mask: a `Mask`, or what a model's own layers take in its place, with its
+    `tensors`."""
+    return (mask,) if isinstance(mask, Tensor) else getattr(mask, "tensors", ())
 
 
 def windowed(mask: Tensor | Documents | None, before: int | None, keys: int) -> Mask:

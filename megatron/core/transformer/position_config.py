@@ -8,7 +8,7 @@ from functools import cache
 from math import log, sqrt
 from typing import Annotated, Any, Literal, NamedTuple
 
-from megatron.core.config import Positive, knob, out_of_range
+from megatron.core.config import Count, Positive, knob, out_of_range
 from megatron.core.transformer.layer_pattern import is_exception, layer_pattern, read_pattern
 from megatron.core.transformer.shape_config import ShapeConfig
 
@@ -139,8 +139,12 @@ class Rope(NamedTuple):
 class PositionConfig(ShapeConfig):
     """Positions of tokens."""
 
-    position_embedding_type: Literal["learned_absolute", "rope", "none"] = knob(
-        "learned_absolute", "position embedding"
+    position_embedding_type: Literal["learned_absolute", "rope", "relative", "none"] = knob(
+        "learned_absolute", "position embedding; relative: T5's, by buckets of distances"
+    )
+    relative_attention_num_buckets: Count = knob(32, "relative positions: buckets that distances fall into")
+    relative_attention_max_distance: Count = knob(
+        128, "relative positions: distance from which on all share the last bucket"
     )
     rotary_base: Positive = knob(10000.0, "base of the rotary frequencies")
     rotary_percent: Annotated[float, "(0, 1]"] = knob(1.0, "share of each head that is rotated")
@@ -175,6 +179,22 @@ class PositionConfig(ShapeConfig):
         else:
             for flag in (flag for flag, given in self._rotary_options().items() if given):
                 yield f"{flag} needs --position-embedding-type rope; give that too, or leave it out"
+        yield from self._relative_problems()
+
+    def _relative_problems(self) -> Iterator[str]:
+        buckets, far = self.relative_attention_num_buckets, self.relative_attention_max_distance
+        if self.position_embedding_type != "relative":
+            given = {"--relative-attention-num-buckets": buckets != 32, "--relative-attention-max-distance": far != 128}
+            for flag in (flag for flag, differs in given.items() if differs):
+                yield f"{flag} needs --position-embedding-type relative; give that too, or leave it out"
+            return
+        if buckets < 4 or buckets % 4:
+            yield f"--relative-attention-num-buckets ({buckets}) must be a multiple of 4: two directions, each near and far"
+        if far <= buckets // 2:
+            yield (
+                f"--relative-attention-max-distance ({far}) must be above {buckets // 2}, half of "
+                "--relative-attention-num-buckets: so many distances have buckets of their own; raise it"
+            )
 
     def _rotary_options(self) -> dict[str, bool]:
         return {

@@ -7,10 +7,12 @@ from torch import Tensor
 
 
 class Scoring(NamedTuple):
-    """cap: of scores, before the mask. sinks: [n], a further score of each head, which takes probability and has no value."""
+    """cap: of scores, before the mask. sinks: [n], a further score of each head, which takes probability and has no value.
+    bias: [n, queries, keys], added to scores after the cap."""
 
     cap: float | None
     sinks: Tensor | None
+    bias: Tensor | None = None
 
     def capped(self, scores: Tensor) -> Tensor:
         return scores if self.cap is None else (scores / self.cap).tanh() * self.cap

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.core.config import BelowOne, Count, FlagConfig, NotNegative, knob, out_of_range
+from megatron.core.config import BelowOne, Count, FlagConfig, NotNegative, WholeNumber, knob, out_of_range
 from megatron.core.placement import Normal, XavierUniform
 from megatron.core.transformer.kernels import KERNELS
 from megatron.core.transformer.layer_pattern import layer_pattern, read_pattern
@@ -15,7 +15,12 @@ from megatron.core.transformer.window import keys_before, read_window, window_pa
 class ShapeConfig(FlagConfig):
     """Layers, widths, and the functions in a layer."""
 
-    num_layers: Count = knob(12, "transformer layers", flags=("--num-layers", "--encoder-num-layers"))
+    num_layers: Count = knob(
+        12, "transformer layers; pretrain_t5.py: of the encoder", flags=("--num-layers", "--encoder-num-layers")
+    )
+    decoder_num_layers: WholeNumber | None = knob(
+        None, "pretrain_t5.py: layers of the decoder; 0: as many as of the encoder"
+    )
     hidden_size: Count = knob(768, "hidden size")
     num_attention_heads: Count = knob(12, "attention (query) heads")
     ffn_hidden_size: Count | None = knob(None, "MLP hidden size; default: 4 x hidden, or 8/3 x hidden with --swiglu")
@@ -72,6 +77,16 @@ class ShapeConfig(FlagConfig):
         if self.num_query_groups != 1 and not self.group_query_attention:
             yield "--num-query-groups needs --group-query-attention"
         yield from window_problems(self.window_size, self.window_attn_skip_freq, self.num_layers)
+
+    @property
+    def decoder_layers(self) -> int:
+        """Layers of the second stack of a model that has two; 0: there is one stack."""
+        return 0 if self.decoder_num_layers is None else self.decoder_num_layers or self.num_layers
+
+    @property
+    def all_layers(self) -> int:
+        """Layers of the whole model, which pipeline stages share: those of the encoder come first."""
+        return self.num_layers + self.decoder_layers
 
     @property
     def head_width(self) -> int:

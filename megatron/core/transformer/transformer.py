@@ -11,7 +11,7 @@ from megatron.core.held_rows import positions_of
 from megatron.core.tiers.activations import StageActivations
 from megatron.core.transformer.context import LayerContext, MakePart
 from megatron.core.transformer.kv_cache import KeyValueCache
-from megatron.core.transformer.masks import Mask
+from megatron.core.transformer.masks import Mask, tensors_of
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.norm import make_norm
 from megatron.core.transformer.recompute import recomputed
@@ -87,8 +87,8 @@ class ParallelTransformer(nn.Module):
             return recomputed(run, self.keys, x, mask, angles, parts_over=self.parts_over, keep=kept.keeper(first))
         if not torch.is_grad_enabled() or first >= kept.offloaded:
             return run(x, mask, angles)
-        masks = mask if isinstance(mask, Tensor) else None
-        with kept.saving(first, x, (masks, angles, *(p for layer in group.layers for p in layer.parameters()))):
+        beside = (*tensors_of(mask), angles, *(p for layer in group.layers for p in layer.parameters()))
+        with kept.saving(first, x, beside):
             return run(x, mask, angles)
 
     def _groups(self) -> "list[LayerGroup]":

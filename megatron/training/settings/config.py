@@ -25,7 +25,7 @@ from megatron.core.optimizer.loss_scale import LossScaleConfig
 from megatron.core.optimizer.lr_schedule import LearningRateConfig, RunLength
 from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.parallel_config import ParallelConfig
-from megatron.core.pipeline_parallel.stage import split_layers
+from megatron.core.pipeline_parallel.stage import split_layers, split_two_stacks
 from megatron.core.pipeline_parallel.table import default_chunks, stage_map
 from megatron.core.stage_map import StageMap
 from megatron.core.storage.paths import is_url
@@ -278,7 +278,7 @@ class Config:
     @property
     def chunks_per_rank(self) -> int:
         """Model chunks (virtual stages) per pipeline rank. Raises ConfigError if the layers do not divide into them."""
-        parallel, num_layers = self.parallel, self.transformer.num_layers
+        parallel, num_layers = self.parallel, self.transformer.all_layers
         if parallel.num_layers_per_virtual_pipeline_stage is None:
             return parallel.num_virtual_stages_per_pipeline_rank or default_chunks(parallel.pipeline_schedule)
         per_pass = parallel.num_layers_per_virtual_pipeline_stage * parallel.pipeline_model_parallel_size
@@ -293,9 +293,11 @@ class Config:
     @property
     def layer_split(self) -> list[range]:
         """The layer numbers, over the whole model, of each stage. Raises ValueError if the layers cannot be divided."""
-        parallel = self.parallel
+        parallel, model = self.parallel, self.transformer
+        if (split := parallel.pipeline_model_parallel_split_rank) is not None and model.decoder_layers:
+            return split_two_stacks(model.num_layers, model.decoder_layers, self.stages, split)
         return split_layers(
-            self.transformer.num_layers,
+            model.all_layers,
             self.stages.last + 1,
             stages=self.stages,
             first=parallel.decoder_first_pipeline_num_layers,
@@ -317,7 +319,7 @@ class Config:
     @property
     def positions(self) -> int:
         """Rows of a learned position table."""
-        return self.transformer.max_position_embeddings or self.data.seq_length
+        return self.transformer.max_position_embeddings or max(self.data.seq_length, self.data.decoder_seq_length or 0)
 
     @property
     def without_effect(self) -> dict[str, str]:

@@ -180,7 +180,6 @@ NO_EFFECT_BY_REASON: dict[str, str] = {
     "Muon's products of a matrix with itself are PyTorch's": "--muon-use-syrk",
     "only Lion reads it, and that optimizer is not built yet": "--lion-beta1 X --lion-beta2 X",
     "only an option that is refused reads it": """
-        --relative-attention-num-buckets N --relative-attention-max-distance N
         --mrope-section N... --mtp-loss-scaling-factor X --cuda-graph-warmup-steps N
         --cuda-graph-scope NAME --sft-tokenizer-prompt-format NAME
         --adlr-autoresume-interval N --one-logger-async --inprocess-max-iterations N --inprocess-monitor-thread-interval X
@@ -237,9 +236,6 @@ _GENERATES = (
     "pretraining writes no text; tools/generate.py has --num-samples, --max-new-tokens, --temperature and --top-p"
 )
 _BERT = "there is pretrain_bert.py, but nothing that starts from a BERT or writes what it makes of texts; leave it out"
-_TWO_STACKS = (
-    "models of an encoder and a decoder are not built yet; leave it out, --num-layers and --seq-length are GPT's"
-)
 
 REFUSED_BY_REASON: dict[str, str] = {
     # ---- old names
@@ -252,7 +248,6 @@ REFUSED_BY_REASON: dict[str, str] = {
     "mixtures of experts are not built yet; leave it out": """
         --num-experts 0|1|N --expert-tensor-parallel-size 1|N --moe-use-upcycling""",
     _BERT: "--output-bert-embeddings --bert-load DIR --ict-load DIR",
-    _TWO_STACKS: "--decoder-num-layers N --decoder-seq-length N",
     "retrieval is not built yet; leave it out": "--retro-add-retriever --retro-project-dir DIR --ict-head-size N",
     "models of pictures are not built yet; leave it out": "--vision-pretraining --vision-pretraining-type NAME",
     "multi-latent attention is not built yet; use --group-query-attention": "--multi-latent-attention",
@@ -308,7 +303,7 @@ REFUSED_BY_REASON: dict[str, str] = {
     "is not built yet; use --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers, or the two "
     "--account-for-...-in-pipeline-split": "--pipeline-model-parallel-layout TEXT",
     "a decoder on ranks of its own is not built yet; leave it out": """
-        --pipeline-model-parallel-split-rank N --standalone-embedding-stage --encoder-tensor-model-parallel-size 0|N
+        --standalone-embedding-stage --encoder-tensor-model-parallel-size 0|N
         --encoder-pipeline-model-parallel-size 0|N""",
     # ---- data
     "every sample has --seq-length tokens; leave it out": "--variable-seq-lengths",

@@ -171,9 +171,11 @@ def _model_problems(config: Config, _: int) -> Iterator[str]:
         instead = parts if tensor > 1 else flag
         yield f"--distribute-saved-activations shards copies that tensor-parallel ranks hold; leave it out {instead}"
     yield from _layer_problems(config)
-    limit = model.max_position_embeddings
-    if limit is not None and length is not None and limit < length:
-        yield f"--max-position-embeddings ({limit}) must be at least --seq-length ({length})"
+    limit, lengths = model.max_position_embeddings, {"--seq-length": length}
+    lengths["--decoder-seq-length"] = config.data.decoder_seq_length
+    for flag, tokens in lengths.items() if model.position_embedding_type != "relative" else ():
+        if limit is not None and tokens is not None and limit < tokens:
+            yield f"--max-position-embeddings ({limit}) must be at least {flag} ({tokens})"
 
 
 def _optimizer_problems(config: Config, _: int) -> Iterator[str]:

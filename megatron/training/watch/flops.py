@@ -10,6 +10,8 @@ Model FLOPs are those of the mathematics, whatever the implementation: no recomp
                        counted as s / 2
         windows        a layer where a query sees w keys, its own among them: w s - w^2 / 2 keys a sequence instead of s^2 / 2;
                        full attention would count w s
+        two stacks     an encoder of s tokens, where a query sees all keys, and a decoder of t tokens, whose queries see the keys
+                       of both; its attention to the encoder multiplies s tokens with the matrices of keys and values
 
 nanoGPT, llm.c, PaLM (Chowdhery et al. 2022, appendix B) and most releases of Megatron count full attention, 6 N + 12 L s a:
 `full_attention=True`.
@@ -66,3 +68,27 @@ class ModelShape:
     def flops_per_sample(self) -> int:
         """FLOPs of one sequence, with causal attention."""
         return self.flops_per_token() * self.seq_length
+
+
+@dataclass(frozen=True)
+class TwoStackShape:
+    """The sizes that determine the FLOPs of a sample of an encoder and a decoder."""
+
+    encoder: ModelShape  # and its tokens
+    decoder_layers: int
+    decoder_length: int
+
+    @property
+    def flops_per_sample(self) -> int:
+        return self.count_flops()
+
+    def count_flops(self, *, full_attention: bool = False) -> int:
+        """FLOPs of one sample. full_attention: of the decoder's to itself too."""
+        one, t = self.encoder, self.decoder_length
+        h, a = one.hidden_size, one.attention_width
+        s, heads = one.seq_length, h * a
+        layer = 4 * heads + (3 if one.gated else 2) * h * one.ffn_size
+        products = one.num_layers * s * layer + t * h * one.vocab_size
+        products += self.decoder_layers * (t * (layer + 2 * heads) + 2 * s * heads)
+        twice_the_scores = 2 * one.num_layers * s * s + self.decoder_layers * (t * t * (1 + full_attention) + 2 * s * t)
+        return 6 * products + 6 * a * twice_the_scores

@@ -1,0 +1,221 @@
+"""T5 (arXiv:1910.10683): an encoder that sees a text with spans left out, and a decoder that looks at it and writes the spans.
+
+What the pipeline's stages hand on, forwards, and backwards as gradients:
+
+    first stage       embeds both texts
+    encoder's layers  x ---- x ---- x, normed --------------+ --------------+      to the last decoder layer
+    decoder's layers  y - - - - - - - - - - - - - y ------- y ------------- y ---- final norm, scores
+    tables            of relative positions, one for each stack, used by all of its layers
+
+So the first stage alone has the tables' parameters, the word table is on the first and, if tied, the last, as a GPT's is, and
+a stage may end in any place, in the middle of a stack too.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.models.embedding import Embedding
+from megatron.core.models.head import LanguageModelHead
+from megatron.core.models.language_model import LanguageModelStage
+from megatron.core.models.rules import T5_RULES
+from megatron.core.pipeline_parallel.transport import TensorSpec
+from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
+from megatron.core.transformer.context import LayerContext, MakePart
+from megatron.core.transformer.cross_attention import ParallelCrossAttention
+from megatron.core.transformer.kv_cache import KeyValueCache
+from megatron.core.transformer.masks import Biased, Mask, tensors_of
+from megatron.core.transformer.model_config import ModelConfig
+from megatron.core.transformer.norm import make_norm
+from megatron.core.transformer.recompute import recomputed
+from megatron.core.transformer.relative_positions import RelativeBias, RelativePositions
+from megatron.core.transformer.transformer import ParallelTransformer
+from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
+
+
+@dataclass(frozen=True)
+class BesideEncoder:
+    """In place of a mask: what a decoder's layers see."""
+
+    own: Mask  # of the decoder's own text
+    memory: Tensor  # [s, b, h], or [s/t, b, h] under sequence parallelism: the encoder's result
+    hidden: Tensor  # [b, 1, 1, s], True where the encoder's text is padding
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*tensors_of(self.own), self.memory, self.hidden)
+
+
+class T5DecoderLayer(ParallelTransformerLayer):
+    """A layer with attention to the encoder's result between its own attention and its MLP, with a norm before each.
+
+    forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), what it sees, angles) -> the shape of x.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, context: LayerContext):
+        super().__init__(config, layer, context)
+        self.pre_cross_attn_layernorm = make_norm(config, context)
+        # Numbered behind all layers, so that its dropout is not that of the layer's own attention.
+        self.cross_attention = ParallelCrossAttention(config, config.all_layers + layer, context)
+        self.cross_attention_dropout = context.hidden_dropout(config.hidden_dropout, "after cross attention", layer)
+
+    def forward(
+        self, x: Tensor, mask: BesideEncoder, angles: Tensor | None = None, cache: KeyValueCache | None = None
+    ) -> Tensor:
+        x, out = self._of_norm(self.input_layernorm, x, lambda normed: self.self_attention(normed, mask.own, angles))
+        x = self._sum(x, out, self.attention_dropout)
+        look = lambda normed: self.cross_attention(normed, mask.memory.to(normed.dtype), mask.hidden)  # noqa: E731
+        x, out = self._of_norm(self.pre_cross_attn_layernorm, x, look)
+        x = self._sum(x, out, self.cross_attention_dropout)
+        mlp = partial(recomputed, self.mlp, self.keys) if self.recomputes_mlp else self.mlp
+        x, out = self._of_norm(self.pre_mlp_layernorm, x, mlp)
+        return self._sum(x, out, self.mlp_dropout)
+
+
+class EncoderDecoder(nn.Module):
+    """One pipeline stage of a model of two stacks.
+
+    forward(encoder ids [b, s], decoder ids [b, t], hidden keys of the encoder [b, 1, 1, s]) -> (x [s, b, h], y [t, b, h], the
+    tables of relative positions if the model has them), what the next stage starts from; under sequence parallelism a part of
+    each text. layers: numbers over the whole model, those of the encoder first; their names count each stack from 0.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        vocab_size: int,
+        positions: int,
+        layers: Iterable[int],
+        context: LayerContext,
+        pre_process: bool = True,
+        post_process: bool = True,
+        make_layer: MakePart = ParallelTransformerLayer,
+        make_decoder_layer: MakePart = T5DecoderLayer,
+    ):
+        super().__init__()
+        tied, n = not config.untie_embeddings_and_output_weights, config.num_layers
+        self.pre_process, self.post_process = pre_process, post_process
+        self.settings, self.rows = config, context.rows
+        self.embedding = self.output_layer = None
+        self.encoder = self.decoder = None
+        if pre_process or (post_process and tied):
+            self.embedding = Embedding(config, vocab_size, positions, context, words_only=not pre_process)
+            uses = 2 * pre_process + (tied and post_process)  # two texts, and the scores
+            if uses > 1:
+                self.embedding.word_embeddings.weight.uses = uses
+        if pre_process and self.embedding.position_embeddings is not None:
+            self.embedding.position_embeddings.weight.uses = 2
+        self.decoder_dropout = context.hidden_dropout(config.hidden_dropout, "embedding of the decoder", 0)
+        self.has_tables = config.position_embedding_type == "relative"
+        has_parameters = self.has_tables and pre_process
+        self.encoder_relative_pos_emb = RelativePositions(config, context) if has_parameters else None
+        self.decoder_relative_pos_emb = RelativePositions(config, context) if has_parameters else None
+        self._biases = [RelativeBias(config, context.tp.axis, bidirectional=both) for both in (True, False)]
+        numbers = list(layers)
+        if mine := [i for i in numbers if i < n]:
+            self.encoder = ParallelTransformer(
+                config, mine, context, post_process=mine[-1] == n - 1, make_layer=make_layer
+            )
+        mine = [i - n for i in numbers if i >= n]
+        if mine or post_process:
+            self.decoder = ParallelTransformer(
+                config,
+                mine,
+                context,
+                post_process=post_process,
+                make_layer=lambda config, i, context: make_decoder_layer(config, n + i, context),
+            )
+        if post_process:
+            self.output_layer = LanguageModelHead(config, vocab_size, context, shares_table=tied and pre_process)
+        self._input_tensor: Sequence[Tensor] | None = None
+
+    def set_input_tensor(self, x: Sequence[Tensor] | None) -> None:
+        """Set what the previous stage hands on, on every stage but the first."""
+        self._input_tensor = x
+
+    def forward(self, ids: Tensor | None, decoder_ids: Tensor | None, hidden: Tensor) -> tuple[Tensor, ...]:
+        given = self._embedded(ids, decoder_ids) if self.pre_process else self._input_tensor
+        x, y = given[:2]
+        tables = given[2:]
+        if self.encoder is not None:
+            x = self.encoder(x, self._mask(0, tables, x, hidden)).to(self.settings.residual_dtype)
+        if self.decoder is not None:
+            y = self.decoder(y, BesideEncoder(self._mask(1, tables, y, None), x, hidden))
+        return x, y, *tables
+
+    def _embedded(self, *texts: Tensor) -> list[Tensor]:
+        x, y = (
+            self.embedding(ids, torch.arange(ids.shape[1], device=ids.device).expand_as(ids), None, dropout)
+            for ids, dropout in zip(texts, (None, self.decoder_dropout))
+        )
+        return [x, y, *([self.encoder_relative_pos_emb(), self.decoder_relative_pos_emb()] if self.has_tables else [])]
+
+    def _mask(self, stack: int, tables: Sequence[Tensor], x: Tensor, hidden: Tensor | None) -> Mask:
+        """hidden: of keys; None: causal."""
+        if not tables:
+            return hidden
+        return Biased(self._biases[stack].of(tables[stack], self.rows.length_of(x.shape[0])), hidden)
+
+    def scores(self, x: Tensor) -> Tensor:
+        """Hidden states [t, b, h] -> scores [t, b, padded vocabulary / t]; on the last stage."""
+        has_its_own = self.output_layer.weight is not None
+        return self.output_layer(x, None if has_its_own else self.embedding.word_embeddings.weight)
+
+
+class T5Model(LanguageModelStage):
+    """One pipeline stage of a T5. The other keyword arguments are those of `EncoderDecoder`.
+
+    forward(encoder_input_ids [b, s], decoder_input_ids [b, t], encoder_mask [b, s] (1 for a token, 0 for padding; every stage
+    needs it), lm_labels [b, t]): what the next stage starts from; on the last stage the loss of each token [b, t], or without
+    labels the scores [b, t, padded vocabulary / t].
+
+    The decoder is causal and has no mask of its own: padding stands at the end, where no token looks. With tied weights hidden
+    states are divided by the square root of their width before the scores, as the published models of version 1.0 have it.
+    """
+
+    rules = T5_RULES
+    body = EncoderDecoder
+
+    def __init__(self, config: ModelConfig, *, decoder_seq_length: int, **parts):
+        super().__init__(config, **parts)
+        self.decoder_seq_length = decoder_seq_length
+        self.factor = 1.0 if config.untie_embeddings_and_output_weights else config.hidden_size**-0.5
+
+    def forward(
+        self,
+        encoder_input_ids: Tensor | None,
+        decoder_input_ids: Tensor | None,
+        encoder_mask: Tensor,
+        lm_labels: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, ...]:
+        # Only keys are masked: a query without any key would give NaN, and the results of padding are not used.
+        handed_on = self.language_model(encoder_input_ids, decoder_input_ids, encoder_mask[:, None, None, :] == 0)
+        if not self.post_process:
+            return handed_on
+        scores = self.language_model.scores(handed_on[1] * self.factor)
+        if lm_labels is None:
+            return self.returned(scores)
+        settings = self.settings
+        losses = sharded_cross_entropy(
+            scores,
+            lm_labels.t(),
+            self.axis,
+            self.vocab_size,
+            label_smoothing=settings.label_smoothing,
+            z_loss=settings.z_loss_coeff,
+        )
+        return self.batch_first(losses)
+
+    def boundary(self, micro_batch_size: int, seq_length: int) -> tuple[TensorSpec, ...]:
+        """x, y, and both tables if there are any."""
+        config, context = self.settings, self.context
+        states = (
+            context.hidden_states(config, micro_batch_size, length) for length in (seq_length, self.decoder_seq_length)
+        )
+        shape = config.relative_attention_num_buckets, config.num_attention_heads
+        tables = [TensorSpec(shape, config.params_dtype)] * 2 if self.language_model.has_tables else []
+        return *states, *tables
