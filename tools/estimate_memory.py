@@ -6,9 +6,9 @@
     python tools/estimate_memory.py --measure --rank 2 --world-size 8 ...    train rank 2 here, alone; print both numbers
     python tools/estimate_memory.py --model mine/pretrain.py ...             the model of a script
 
-Takes the flags of the script, too: `python pretrain_gpt.py --help`, or docs/flags.md, lists them (--model bert: those of
-pretrain_bert.py). Flags of data and of steps may be left out, and --vocab-size N replaces a tokenizer. docs/memory.md
-says what is counted.
+Takes the flags of the script, too: `python pretrain_gpt.py --help`, or docs/flags.md, lists them (--model bert
+or t5: those of pretrain_bert.py or pretrain_t5.py). Flags of data and of steps may be left out, and --vocab-size N replaces a
+tokenizer. docs/memory.md says what is counted.
 """
 
 import argparse

@@ -5,14 +5,15 @@
 
 Needs one process, no accelerator and no model, so that a job of many nodes does not wait while one rank builds; a run with the
 same flags then builds nothing. If the batch size depends on the number of ranks (no --global-batch-size), give
---prepare-cache-world-size. The script is pretrain_gpt.py; with --prepare-cache-model bert it is pretrain_bert.py.
+--prepare-cache-world-size. The script is pretrain_gpt.py; with --prepare-cache-model bert or t5 it is pretrain_bert.py or
+pretrain_t5.py.
 """
 
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from megatron.core.config import ConfigError, FlagParser, knobs
 from megatron.core.datasets.bert import build_bert_datasets
 from megatron.core.datasets.gpt import build_gpt_datasets
 from megatron.core.datasets.index_map import SPLIT_NAMES
-from megatron.core.models.rules import BERT_RULES, GPT_RULES, ModelRules
+from megatron.core.datasets.t5 import build_t5_datasets
+from megatron.core.models.rules import BERT_RULES, GPT_RULES, T5_RULES, ModelRules
 from megatron.training.command_line import parse_args
 from megatron.training.initialize import examine_without_device
 from megatron.training.resume.state import TrainState
@@ -41,6 +43,7 @@ class Script:
     tokenizer: str
     rules: ModelRules
     build: Callable[..., tuple]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _build_gpt(config: Config, *request: Any, **heard: Any) -> tuple:
@@ -51,9 +54,14 @@ def _build_bert(config: Config, *request: Any, **heard: Any) -> tuple:
     return build_bert_datasets(config.data, config.masked_data, *request, **heard)
 
 
+def _build_t5(config: Config, *request: Any, **heard: Any) -> tuple:
+    return build_t5_datasets(config.data, config.masked_data, *request, **heard)
+
+
 SCRIPTS = {
     "gpt": Script("GPT2BPETokenizer", GPT_RULES, _build_gpt),
     "bert": Script("BertWordPieceLowerCase", BERT_RULES, _build_bert),
+    "t5": Script("BertWordPieceLowerCase", T5_RULES, _build_t5, {"decoder_num_layers": 0}),
 }
 _TEXT = ("data", "fim", "masked_data", "tokenizer")  # components whose every setting counts
 # Settings that say how many samples a run asks for; --lr is required as in training.
@@ -71,7 +79,9 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     help_text = "processes of the run to prepare for; needed if its step size depends on them"
     group.add_argument("--prepare-cache-world-size", type=int, metavar="N", help=help_text, default=None)
     names = ", ".join(SCRIPTS)
-    help_text = f"what the run trains, one of {names}: the other flags are those of pretrain_gpt.py, pretrain_bert.py"
+    help_text = (
+        f"what the run trains, one of {names}: the other flags are those of pretrain_gpt.py, pretrain_bert.py, ..."
+    )
     group.add_argument("--prepare-cache-model", choices=list(SCRIPTS), metavar="NAME", help=help_text, default="gpt")
     return parser
 
@@ -96,7 +106,7 @@ def world_size_of(config: Config, given: int | None) -> int:
 def prepare(argv: Sequence[str] | None, say: Callable[[str], None]) -> dict[str, int]:
     """Build the indices of the run of this command line; returns {split: samples}. Raises ConfigError or ValueError."""
     script = script_of(argv)
-    parsed = parse_args(argv, add_flags, {"tokenizer_type": script.tokenizer}, UNREAD)
+    parsed = parse_args(argv, add_flags, {"tokenizer_type": script.tokenizer, **script.defaults}, UNREAD)
     config = parsed.config
     world_size = world_size_of(config, parsed.args.prepare_cache_world_size)
     problems, tokenizer = examine_without_device(config, world_size, script.rules)

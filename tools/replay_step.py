@@ -141,7 +141,7 @@ def replay(root: str, model: str, more: list[str]) -> None:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("dump", metavar="DIR", help="the folder of --bad-step-dir")
-    parser.add_argument("--model", default="gpt", help="gpt, bert, or the script that trained")
+    parser.add_argument("--model", default="gpt", help="gpt, bert, t5, or the script that trained")
     given, more = parser.parse_known_args(arguments)
     try:
         replay(given.dump, given.model, more)

@@ -18,11 +18,14 @@ class _ReadyToTrain(Exception):
 def script_at(model: str) -> Script:
     """What the script gives `pretrain`. It runs up to that call as in a job; what it adds to tables stays.
 
-    model: gpt, bert, or the path of a script. Raises ConfigError if there is no such script, or if it does not call `pretrain`.
+    model: gpt, bert, t5, or the path of a script. Raises ConfigError if there is no such script, or if it does not call
+    `pretrain`.
     """
-    path = ROOT / f"pretrain_{model}.py" if model in ("gpt", "bert") else Path(model)
+    path = ROOT / f"pretrain_{model}.py" if model in ("gpt", "bert", "t5") else Path(model)
     if not path.is_file():
-        raise ConfigError(f"--model is {model}; it must be gpt, bert, or the path of a script such as pretrain_gpt.py")
+        raise ConfigError(
+            f"--model is {model}; it must be gpt, bert, t5, or the path of a script such as pretrain_gpt.py"
+        )
 
     def taken(script: Script) -> None:
         raise _ReadyToTrain(script)

@@ -271,12 +271,13 @@ def get_global_memory_buffer() -> GlobalMemoryBuffer:
     return here.memory_buffer
 
 
+_SPLIT = "a stage of two stacks knows its layers; the split is the setting --pipeline-model-parallel-split-rank"
 _NOT_BUILT = {
     "get_tensor_and_data_parallel_group": "use the tensor- and data-parallel groups one after the other",
     "get_amax_reduction_group": "8-bit numbers are not built yet",
-    "get_pipeline_model_parallel_split_rank": "models of an encoder and a decoder are not built yet",
-    "is_pipeline_stage_before_split": "models of an encoder and a decoder are not built yet",
-    "is_pipeline_stage_after_split": "models of an encoder and a decoder are not built yet",
+    "get_pipeline_model_parallel_split_rank": _SPLIT,
+    "is_pipeline_stage_before_split": _SPLIT,
+    "is_pipeline_stage_after_split": _SPLIT,
 }
 
 __getattr__ = not_built(__name__, _NOT_BUILT)

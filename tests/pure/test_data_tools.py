@@ -251,7 +251,7 @@ def test_a_cache_is_prepared_once_for_all_that_a_run_asks_for(tmp_path, capsys):
         ("--micro-batch-size 1 --global-batch-size 2 --train-iters 1 --mock-data", 2, "--mock-data"),
         ("--micro-batch-size 1 --global-batch-size 2 --train-iters 1 --data-path none", 2, "none.idx"),
         (
-            "--micro-batch-size 1 --global-batch-size 2 --train-iters 1 --data-path a --prepare-cache-model t5",
+            "--micro-batch-size 1 --global-batch-size 2 --train-iters 1 --data-path a --prepare-cache-model rnn",
             2,
             "choose from",
         ),

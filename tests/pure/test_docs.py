@@ -111,6 +111,10 @@ COMMANDS = {
         "python pretrain_bert.py ...": TRAINS_A_BERT,
         "torchrun --nproc-per-node 4 pretrain_bert.py ...": "tests/gloo/test_bert.py::test_losses_equal_one_process",
     },
+    "docs/t5.md": {
+        "python pretrain_t5.py ...": "tests/ranks/test_pretrain_t5.py::test_the_commands_of_the_page_train",
+        "torchrun --nproc-per-node 8 pretrain_t5.py ...": "tests/ranks/test_pretrain_t5.py::test_the_commands_of_the_page_train",
+    },
     "docs/adding_a_model.md": {
         "python tools/plot_schedule.py ...": "tests/pure/test_plot_schedule.py::test_a_schedule_of_a_fork_is_drawn_from_its_file",
         "torchrun --nproc-per-node 2 examples/minimal_fork/pretrain.py ...": "tests/gloo/test_documents.py::test_the_fork_of_the_page_trains",

@@ -4,6 +4,7 @@ import re
 import shlex
 
 import numpy as np
+import pretrain_t5
 import pytest
 from whole_run import run
 
@@ -11,6 +12,7 @@ import pretrain_bert
 from megatron.core.datasets import IndexedDatasetWriter
 from tools import prepare_cache
 
+T5 = "--decoder-seq-length 12 --vocab-extra-ids 5"
 LOG_LINE = re.compile(r"\| consumed samples:|validation loss at")
 
 
@@ -45,7 +47,7 @@ def test_a_prepared_run_builds_nothing(tmp_path, capsys, blended):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("blended, head", [(True, ""), (False, "--bert-no-binary-head")])
+@pytest.mark.parametrize("blended, head", [(True, ""), (False, "--bert-no-binary-head"), (False, T5)])
 def test_a_prepared_bert_builds_nothing(tmp_path, capsys, blended, head):
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(30))]
     (tmp_path / "vocab.txt").write_text("\n".join(words))
@@ -58,10 +60,11 @@ def test_a_prepared_bert_builds_nothing(tmp_path, capsys, blended, head):
         f"--micro-batch-size 2 --global-batch-size 8 --device cpu --split 8,1,1 --train-iters 2 --eval-interval 2 --eval-iters 1 {head}"
     ) + ["--vocab-file", str(tmp_path / "vocab.txt"), "--data-cache-path", str(cache)]
     flags += ["--data-path", *(["0.7", prefix, "0.3", prefix] if blended else [prefix])]
-    assert prepare_cache.main(["--prepare-cache-model", "bert", *flags]) == 0
+    script, model = (pretrain_t5, "t5") if head == T5 else (pretrain_bert, "bert")
+    assert prepare_cache.main(["--prepare-cache-model", model, *flags]) == 0
     assert "building the index of" in capsys.readouterr().out
     files = {path: path.stat().st_mtime_ns for path in cache.iterdir()}
-    run(flags, tiny=[], script=pretrain_bert, args_defaults={"tokenizer_type": "BertWordPieceLowerCase"})
+    run(flags, tiny=[], script=script, args_defaults={"tokenizer_type": "BertWordPieceLowerCase"})
     printed = capsys.readouterr().out
     assert "building the index" not in printed and len(LOG_LINE.findall(printed)) == 2 + 2
     assert {path: path.stat().st_mtime_ns for path in cache.iterdir()} == files

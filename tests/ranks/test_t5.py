@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from local_ranks import run_ranks
-from tiny_run import SEQ, Layout, Outcome, Subject, Texts, assert_equal, run
+from tiny_run import SEQ, Layout, Outcome, Subject, Texts, TinyTrainer, assert_equal, run
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -22,6 +22,7 @@ from megatron.core.interchange.hf_folder import read_json
 from megatron.core.interchange.mapped import heads_of, rows_of
 from megatron.core.interchange.written import their_tensors, write_hf_folder
 from megatron.core.models.t5_model import T5Model
+from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.pipeline_parallel.stage import split_layers
 from megatron.core.placement import pieces
 from megatron.core.transformer.context import LayerContext
@@ -230,6 +231,7 @@ T5 = Subject(
 OVERLAP = DataParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=1500)
 ZERO = replace(OVERLAP, use_distributed_optimizer=True, overlap_param_gather=True)
 LAYOUTS = [
+    Layout(tp=2, sp=True, pp=2, m=2, schedule="zb-h1", data_parallel=ZERO, delayed=True),
     Layout(tp=2, sp=True, pp=2, dp=2, m=2, schedule="zb-h1", data_parallel=ZERO, delayed=True),
     Layout(tp=2, m=4),
     Layout(tp=4, sp=True, m=4, recompute="selective", delayed=True),
@@ -256,7 +258,7 @@ def cases():
     """The first layout always, two more in the whole test command, all of all models in the sweep."""
     for name in CONFIGS:
         for i, layout in enumerate(LAYOUTS):
-            covering = (name, i) in (("t5", 5), ("gated", 11), ("learned", 13))
+            covering = (name, i) in (("t5", 6), ("gated", 12), ("learned", 14))
             marks = [] if (name, i) == ("t5", 0) else [pytest.mark.full if covering else pytest.mark.sweep]
             yield pytest.param(name, layout, marks=marks, id=f"{name}-{layout}")
 
@@ -279,3 +281,28 @@ def test_flops_are_those_that_torch_counts():
         assert 3 * counted.get_total_flops() == shape.count_flops(full_attention=True)
         fewer = shape.count_flops(full_attention=True) - shape.flops_per_sample
         assert fewer == 6 * config.decoder_layers * 5 * 5 * config.num_attention_heads * config.head_width
+
+
+@pytest.mark.full
+def test_a_checkpoint_goes_on_in_any_layout(tmp_path: Path):
+    """Two steps over TP, SP and PP with ZeRO 1, then one over more stages, and one over ZeRO 3."""
+    config = CONFIGS["t5"]
+    expected = run(config, Layout(), steps=3, global_batch=8, subject=T5).losses[2]
+
+    def before(mesh):
+        tiny = TinyTrainer(mesh, config, Layout(tp=2, sp=True, pp=2, m=2, data_parallel=ZERO), **trained)
+        for step in range(2):
+            tiny.step(step)
+        tiny.finish_param_gather()
+        tiny.save(tmp_path, 2)
+
+    def after(mesh, layout):
+        tiny = TinyTrainer(mesh, config, layout, **trained)
+        tiny.load(tmp_path)
+        return tiny.step(2).losses.get("lm loss")
+
+    trained = {"global_batch": 8, "subject": T5, "optimizer": OptimizerConfig(clip_grad=0.5, weight_decay=0.1)}
+    run_ranks({"tp": 2, "pp": 2}, before)
+    for layout in (Layout(pp=4, m=2), Layout(dp=2, m=2, data_parallel=DataParallelConfig(zero_stage=3)), Layout(m=4)):
+        got = run_ranks(layout.sizes, partial(after, layout=layout))[-1]
+        assert abs(got - expected) < 1e-10 * expected, layout
