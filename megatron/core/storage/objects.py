@@ -148,7 +148,9 @@ class _Reader:
         if not self._held_at <= self._at < self._held_at + len(self._held):
             wanted = len(buffer) if self.stop is None else min(max(len(buffer), _READ), self.stop - self._at)
             with _answering_for(self._path):
-                found = self._store.cat_file(str(self._path), self._at, self._at + wanted) if wanted > 0 else b""
+                # By name: not every store has them in the same places.
+                span = {"start": self._at, "end": self._at + wanted}
+                found = self._store.cat_file(str(self._path), **span) if wanted > 0 else b""
             self._held, self._held_at = memoryview(found), self._at
         some = self._held[self._at - self._held_at :][: len(buffer)]
         buffer[: len(some)] = some

@@ -1,0 +1,52 @@
+"""Checkpoints in a store that speaks S3's protocol, by the client that the extra s3 installs."""
+
+import pytest
+import torch
+from small_checkpoints import loaded, refused, save_one
+
+from megatron.core.config import ConfigError
+from megatron.core.storage import objects
+from megatron.core.storage.paths import path_of
+from megatron.training.resume.save_folder import _prepare_url
+
+pytest.importorskip("s3fs", reason="the extra [s3] is not installed")
+pytestmark = pytest.mark.full
+from s3_server import s3_server  # noqa: E402
+
+ROOT = "s3://bucket/run"
+
+
+def test_a_save_is_read_back_and_leaves_only_its_objects():
+    with s3_server() as store:
+        for number in (1, 2, 2):
+            save_one(ROOT, number)
+        assert loaded(ROOT).equal(torch.arange(12.0).view(3, 4))
+        assert len(store.objects) == 5 and not store.uploads
+
+
+def test_a_long_object_goes_in_parts_and_comes_back_by_ranges(monkeypatch):
+    monkeypatch.setattr(objects, "PART", 5 << 20)
+    x = torch.arange(5 << 20, dtype=torch.float32)
+    with s3_server() as store:
+        save_one(ROOT, 1, w=x)
+        assert [request.kind for request in store.made].count("PART") >= 2 and not store.uploads
+        store.bytes_read = 0
+        assert loaded(ROOT, shape=x.shape).equal(x)
+        assert x.nbytes <= store.bytes_read < x.nbytes + 10_000
+
+
+def test_a_store_that_answers_no_more_loses_nothing_and_is_told_of():
+    with s3_server() as store:
+        save_one(ROOT, 1)
+        store.arm(3, "before", lambda request: request.kind == "PUT")
+        with refused("iter_0000002.partial"):
+            save_one(ROOT, 2)
+        store.revive()
+        assert loaded(ROOT).equal(torch.arange(12.0).view(3, 4))
+        save_one(ROOT, 2)
+        assert len(store.objects) == 5
+
+
+def test_a_bucket_that_is_not_there_is_named():
+    with s3_server(), pytest.raises(ConfigError, match="s3://nobody/run"):
+        _prepare_url(str(path_of("s3://nobody/run")))
