@@ -71,7 +71,7 @@ def slow(iteration: int, number: int | None):
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.full)], ids=["SIGTERM", "SIGUSR1"]
+    "number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.sweep)], ids=["SIGTERM", "SIGUSR1"]
 )
 def test_a_signal_while_a_save_is_in_flight_leaves_both_saves(number, tmp_path, capsys):
     root = tmp_path / "root"
@@ -100,10 +100,15 @@ def test_a_time_limit_ends_a_run_with_its_save_on_disk(tmp_path, capsys):
     assert end_of(root)["manifest"] == whole()["manifest"]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("how", ["ENOSPC", "EIO", "killed"])
-@pytest.mark.parametrize("kind", ["write", "sync", "rename"])
-def test_a_writer_that_fails_in_the_last_save_ends_the_run_with_an_error_and_loses_nothing(how, kind, tmp_path, capsys):
+FAILS = [
+    pytest.param(kind, how, marks=pytest.mark.full if (kind, how) == ("sync", "EIO") else pytest.mark.sweep)
+    for kind in ("write", "sync", "rename")
+    for how in ("ENOSPC", "EIO", "killed")
+]
+
+
+@pytest.mark.parametrize("kind, how", FAILS)
+def test_a_writer_that_fails_in_the_last_save_ends_the_run_with_an_error_and_loses_nothing(kind, how, tmp_path, capsys):
     root = tmp_path / "root"
     flags = ALONE.format(root=root) + "--async-save"
     only = lambda call: call.kind == kind and "0000005" in call.name  # noqa: E731
@@ -145,8 +150,10 @@ OFFLOADED = {
 }
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("what", OFFLOADED)
+@pytest.mark.parametrize(
+    "what",
+    [pytest.param(what, marks=pytest.mark.full if "parameters" in what else pytest.mark.sweep) for what in OFFLOADED],
+)
 def test_state_in_files_is_copied_before_the_next_step_changes_it(what, tmp_path):
     """Against a run that waits; stopped after iteration 3 and gone on, every step saved."""
     flags = "--train-iters 6 --save-interval 1 --global-batch-size 2 --save {root} --load {root} " + OFFLOADED[what]

@@ -30,7 +30,11 @@ LAYOUTS = {
     "global, ZeRO 2, fp16": (GLOBAL + "--zero-stage 2 --fp16 --initial-loss-scale 16 --global-batch-size 2 ", DP),
 }
 FAST = "local, ZeRO 1, bf16"
-NAMES = [pytest.param(name, marks=[pytest.mark.full] * (name != FAST)) for name in LAYOUTS]
+# The rest of the command takes one more; the others are for -m sweep.
+NAMES = [
+    pytest.param(name, marks=[] if name == FAST else pytest.mark.full if "TP 2" in name else pytest.mark.sweep)
+    for name in LAYOUTS
+]
 
 
 def run(name: str, root: Path, more: str = "") -> str:
@@ -118,8 +122,9 @@ HARM = {
 }
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("harm", HARM)
+@pytest.mark.parametrize(
+    "harm", [pytest.param(harm, marks=pytest.mark.full if "machine" in harm else pytest.mark.sweep) for harm in HARM]
+)
 def test_a_damaged_or_partly_lost_copy_gives_way_to_the_checkpoint_on_all_ranks(harm: str, root: Path):
     stop(FAST, root, 4)
     parts = copies(root)
@@ -140,7 +145,7 @@ def test_without_a_checkpoint_a_lost_copy_starts_anew_and_a_damaged_one_is_refus
     assert tells(goes_on(FAST, root, 0), "WARNING: copy initial weights")
 
 
-@pytest.mark.full
+@pytest.mark.sweep
 def test_only_the_newest_copy_is_kept_and_another_folder_has_no_part_in_it(root: Path):
     run(FAST, root)
     assert [part.name for part in copies(root)] == ["iter_0000005"] * 2 and len(slots(root)) == 2
@@ -150,7 +155,7 @@ def test_only_the_newest_copy_is_kept_and_another_folder_has_no_part_in_it(root:
     assert next(iter(lines(run(FAST, root)))) == "1"  # started anew on purpose: the copies are of a run that is gone
 
 
-@pytest.mark.full
+@pytest.mark.sweep
 def test_another_layout_goes_on_from_the_checkpoint(root: Path):
     stop(FAST, root, 4)
     flags, _ = LAYOUTS[FAST]
@@ -158,11 +163,16 @@ def test_another_layout_goes_on_from_the_checkpoint(root: Path):
     assert list(lines(said)) == ["5", "6"] and "WARNING" in said
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "kind", ["open", "write", "sync", "rename", "sync_folder", "remove", "remove_folder", "make_folder"]
-)
-@pytest.mark.parametrize("how", ["killed", "killed alone", "EIO", "ENOSPC"])
+KINDS = ("open", "write", "sync", "rename", "sync_folder", "remove", "remove_folder", "make_folder")
+FEW = (("rename", "killed"), ("write", "EIO"))
+FAULTS = [
+    pytest.param(kind, how, marks=pytest.mark.full if (kind, how) in FEW else pytest.mark.sweep)
+    for kind in KINDS
+    for how in ("killed", "killed alone", "EIO", "ENOSPC")
+]
+
+
+@pytest.mark.parametrize("kind, how", FAULTS)
 def test_a_fault_in_the_third_copy_loses_nothing(kind: str, how: str, root: Path):
     """The first call of this kind in the slot of the third copy, or on the pointer, on the second rank or the first."""
     is_alone = how.endswith("alone")

@@ -113,8 +113,15 @@ def right(flags: str) -> dict[str, float]:
 FAST = ("dp2-pp2",)
 
 
+MORE = ("dp3", "dp2-vpp")  # in the rest of the command; the others are for -m sweep
+
+
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[pytest.mark.full] * (name not in FAST)) for name in LAYOUTS]
+    "layout",
+    [
+        pytest.param(name, marks=[] if name in FAST else pytest.mark.full if name in MORE else pytest.mark.sweep)
+        for name in LAYOUTS
+    ],
 )
 def test_every_layout_reads_each_sample_once_and_has_the_loss_of_a_plain_loop(layout):
     """37, 5 and 24 samples are no multiples of a global batch of 24, nor of microbatches of 2 on 2, 3 or 4 ranks."""
