@@ -12,13 +12,24 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
 import cases  # noqa: E402
 
+ALL = cases.CASES | cases.T5_CASES
+
 
 def write(root: Path) -> None:
     from megatron.core.interchange import open_foreign, write_hf_folder
 
-    for name in cases.CASES:
+    for name in ALL:
         cases.write_folder(root / "in" / name, cases.read_record(name))
         write_hf_folder(open_foreign(root / "in" / name), root / "out" / name, most_bytes=20_000)
+
+
+def given(name: str) -> dict:
+    import torch
+
+    if name not in cases.T5_CASES:
+        return {"input_ids": torch.tensor(cases.ids())}
+    names = ("input_ids", "attention_mask", "decoder_input_ids")
+    return dict(zip(names, map(torch.tensor, cases.texts())))
 
 
 def check(root: Path, names: list[str]) -> None:
@@ -28,16 +39,17 @@ def check(root: Path, names: list[str]) -> None:
     torch.Tensor.float = torch.Tensor.double
     torch.set_default_dtype(torch.float64)
     import transformers
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     print(f"transformers {transformers.__version__}")
-    for name in names or cases.CASES:
+    for name in names or ALL:
         try:
-            model, told = AutoModelForCausalLM.from_pretrained(
+            kind = AutoModelForSeq2SeqLM if name in cases.T5_CASES else AutoModelForCausalLM
+            model, told = kind.from_pretrained(
                 root / "out" / name, attn_implementation="eager", torch_dtype=torch.float64, output_loading_info=True
             )
             with torch.no_grad():
-                scores = model.eval()(torch.tensor(cases.ids())).logits
+                scores = model.eval()(**given(name)).logits
             difference = (scores - torch.tensor(cases.read_record(name)["scores"])).abs().max().item()
             names_off = sum(len(told[kind]) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
             print(f"{name:20} {difference:.1e} {names_off}")

@@ -82,6 +82,17 @@ def test_parameters_of_bert_base(more: str, expected: int):
     assert one.parameters == expected
 
 
+@pytest.mark.full
+def test_stages_of_an_encoder_and_of_a_decoder_are_told_apart():
+    """As many layers on each of four stages: the sum over the stages is the model of one process."""
+    words = f"--model t5 {LAYERS} --num-layers 4 --decoder-seq-length 16 --untie-embeddings-and-output-weights"
+    split = "--world-size 4 --pipeline-model-parallel-size 4 --pipeline-model-parallel-split-rank 2"
+    (one,), four = ranks_of(words), ranks_of(f"{words} {split}")
+    assert sum(stage.parameters for stage in four) == one.parameters
+    cross = 4 * 64 * 64 + 64  # of a decoder's layer
+    assert four[2].parameters == four[1].parameters - 64 + 2 * cross, "the encoder's end has a norm"
+
+
 def kept_by_layer(more: str) -> float:
     """What one more layer adds to what a microbatch keeps, in units of s b h."""
     kept = []

@@ -16,6 +16,7 @@ from megatron.core import comm
 from megatron.core.config import ConfigError
 from megatron.core.pipeline_parallel.schedule import Op
 from megatron.training.memory.dry_run import COMPUTES, PASSING, Job, Profile, dry_run, mesh_of
+from megatron.training.settings.config import Config
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "communication")
 STATE, ACTIVATIONS = "parameters, gradients and optimizer state", "activations"
@@ -116,11 +117,21 @@ def forecast(job: Job) -> list[RankMemory]:
     for pp_rank, rank in enumerate(mesh_of(config, job.runtime.world_size, 0)["pp"].ranks):
         mine = stages.of_rank(pp_rank)
         # Layers of one stage cost the same as those of another; the ends add a table and a loss.
-        like = tuple((len(config.layer_split[stage]), stage == 0, stage == stages.last) for stage in mine)
+        like = tuple((_layers_like(config, stage), stage == 0, stage == stages.last) for stage in mine)
         if like not in tried:
             tried[like] = dry_run(job, rank, values=_is_small(job))
         ranks.append(predicted_of(tried[like], pp_rank))
     return ranks
+
+
+def _layers_like(config: Config, stage: int) -> tuple[int, int, bool]:
+    """What tells the layers of two stages apart: how many, how many of an encoder, and whether its end is among them."""
+    layers, model = config.layer_split[stage], config.transformer
+    return (
+        len(layers),
+        sum(layer < model.num_layers for layer in layers),
+        model.decoder_layers > 0 and model.num_layers - 1 in layers,
+    )
 
 
 def predicted_of(profile: Profile, pp_rank: int) -> RankMemory:
