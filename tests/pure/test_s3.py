@@ -11,7 +11,8 @@ from megatron.training.resume.save_folder import _prepare_url
 
 pytest.importorskip("s3fs", reason="the extra [s3] is not installed")
 pytestmark = pytest.mark.full
-from s3_server import s3_server  # noqa: E402
+from request_points import Point, outcome  # noqa: E402
+from s3_server import Request, s3_server  # noqa: E402
 
 ROOT = "s3://bucket/run"
 
@@ -45,6 +46,13 @@ def test_a_store_that_answers_no_more_loses_nothing_and_is_told_of():
         assert loaded(ROOT).equal(torch.arange(12.0).view(3, 4))
         save_one(ROOT, 2)
         assert len(store.objects) == 5
+
+
+@pytest.mark.parametrize("name", ["iter_0000002/rank_00001.bin", "iter_0000004/manifest.json"])
+def test_a_run_whose_store_ends_goes_on_to_the_same_bits(name):
+    """tests/request_points.py has every request."""
+    scenario = "TP 2, async" if "rank" in name else "ZeRO 1, one kept"
+    outcome(Point(scenario, Request("PUT", f"run/{name}"), 0, "after"))
 
 
 def test_a_bucket_that_is_not_there_is_named():

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from megatron.core.checkpoint.folder import find, latest_iteration, read_manifest, saved_iterations
 from megatron.core.checkpoint.format import LATEST, MANIFEST, CheckpointError, folder_name, iteration_of, parse_manifest
+from megatron.core.checkpoint.publishing import is_ours
 from megatron.core.config import ConfigError
 from megatron.core.interchange import is_foreign
 from megatron.core.storage.files import at, exists, is_file, is_folder
@@ -169,6 +170,8 @@ def mistake_in(root: Path) -> str | None:
             return f"does not exist; give the folder that --save wrote to: {root.parent}"
         return f"is the folder of one iteration; give its parent: --load {root.absolute().parent}"
     names = at(root).names(root) if is_folder(root) else []
+    if is_url(root):  # where a save that was killed leaves objects under the iteration's own name
+        names = [name for name in names if is_file(root / name / MANIFEST) or not is_ours(root / name)]
     iterations = sorted(number for name in names if (number := iteration_of(name)) is not None)
     if iterations:
         return (
