@@ -33,7 +33,7 @@ PURE = """
     core.grid core.sequence_rows core.boxes core.placement core.config core.batch_size core.job.launch core.job.lines core.errors
     core.parallel_config core.stage_map core.open_table core.storage.atomic core.storage.files core.storage.objects core.storage.paths core.distributed.data_parallel_config core.distributed.plan
     core.distributed.traffic core.distributed.uses core.tiers.plan core.tiers.block_file core.tiers.folder
-    core.optimizer.lr_schedule core.optimizer.loss_scale core.optimizer.settings core.optimizer.muon_config
+    core.optimizer.lr_schedule core.optimizer.loss_scale core.optimizer.settings core.optimizer.muon_config core.optimizer.owners
     core.optimizer.param_groups core.checkpoint.folder core.checkpoint.in_place core.checkpoint.publishing core.checkpoint.format core.checkpoint.writing core.checkpoint.writer core.pipeline_parallel.schedule
     core.pipeline_parallel.table core.pipeline_parallel.zero_bubble_v core.pipeline_parallel.lower
     core.pipeline_parallel.simulate core.pipeline_parallel.stage core.pipeline_parallel.plot

@@ -347,12 +347,16 @@ def _sum_in(dtype: torch.dtype, parts: tuple[Tensor, ...]) -> Tensor:
     return total
 
 
+def start_broadcast(x: Tensor, axis: Axis, source: int = 0) -> Pending[Tensor]:
+    """Start to copy `x` of the rank at position `source` into `x` of the others. x: any shape, contiguous."""
+    if axis.size == 1:
+        return done(x)
+    return _issue("broadcast", axis, x, lambda: axis.group.broadcast(x, source))
+
+
 def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
     """Copies `x` of the rank at position `source` into `x` of the others."""
-    if axis.size == 1:
-        return x
-    _issue("broadcast", axis, x, lambda: axis.group.broadcast(x, source)).wait()
-    return x
+    return start_broadcast(x, axis, source).wait()
 
 
 def all_to_all(x: Tensor, axis: Axis) -> Tensor:

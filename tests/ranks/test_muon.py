@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from megatron.core.optimizer.muon import muon_update, orthogonalized, scale_fact
 from megatron.core.optimizer.muon_config import NS_COEFFICIENTS, MuonConfig
 from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.optimizer.update import UpdateStep
-from megatron.core.optimizer.whole import WholeTensor
+from megatron.core.optimizer.whole import Owners, WholeTensor
 from megatron.core.placement import Placement
 
 MUON = OptimizerConfig(optimizer="muon", clip_grad=0.5, weight_decay=0.1, muon_extra_scale_factor=0.2)
@@ -232,25 +233,62 @@ def test_states_are_torchs_and_a_run_goes_on_bit_for_bit_and_in_another_layout(t
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_a_step_gathers_each_matrix_once_over_the_ranks_that_divide_it_and_at_stage_1_on_its_owner_alone(stage: int):
-    """Bytes of all matrices: those of both data-parallel ranks at stage 1 are those of one at stage 0."""
+def test_a_step_gathers_each_matrix_on_its_owner_alone_which_at_stage_0_sends_the_result_once(stage: int):
+    """Bytes of all matrices, over both data-parallel ranks. The update of stage 1 sends no more than parameters."""
     layout = Layout(tp=2, dp=2, data_parallel=DataParallelConfig(zero_stage=stage))
 
-    def gathered(optimizer: OptimizerConfig) -> list[Counter]:
+    def made(optimizer: OptimizerConfig) -> list[Counter]:
         ranks = run(TINY_LLAMA, layout, steps=2, optimizer=optimizer).calls
-        return [
-            Counter({call: n for call, n in calls.items() if call[:2] == ("all_gather", "tp")}) for _, calls in ranks
-        ]
+        matrices = (("all_gather", "tp"), ("broadcast", "dp"))
+        return [Counter({call: n for call, n in calls.items() if call[:2] in matrices}) for _, calls in ranks]
 
     h, ffn, layers, kv = 16, 24, 4, 2 * 2 * 4
     local = Counter([(h + kv) * h // 2, h * h // 2, 2 * ffn * h // 2, h * ffn // 2])  # elements of a rank's matrices
     expected = Counter({("all_gather", "tp", 8 * n): layers * count for n, count in local.items()})
-    by_rank = [mine - others for mine, others in zip(gathered(MUON), gathered(OptimizerConfig()))]
-    if stage == 0:
-        assert by_rank == [expected] * 4
-    else:
-        assert by_rank[0] == by_rank[1] and by_rank[2] == by_rank[3], "ranks of a tensor-parallel group own the same"
-        assert by_rank[0] + by_rank[2] == expected and min(map(len, by_rank)) > 0
+    sent = Counter({("broadcast", "dp", 8 * n): layers * count for n, count in local.items()})
+    by_rank = [mine - others for mine, others in zip(made(MUON), made(OptimizerConfig()))]
+    for mine in by_rank if stage == 0 else ():
+        assert mine & sent == sent, "every rank takes part in each broadcast"
+        mine -= sent
+    assert by_rank[0] == by_rank[1] and by_rank[2] == by_rank[3], "ranks of a tensor-parallel group own the same"
+    assert by_rank[0] + by_rank[2] == expected and min(map(len, by_rank)) > 0
+
+
+@pytest.mark.parametrize("precision", ["medium", "highest"])
+def test_owners_send_the_bits_that_every_rank_would_find_and_in_bfloat16_if_all_ranks_have_it(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+):
+    """In float32, over three data-parallel ranks, with and without units for bfloat16."""
+    config = MuonConfig(muon_fp32_matmul_prec=precision, muon_nesterov=True)
+    shapes, step = [(12, 8), (8, 24), (24, 8), (8, 8)], UpdateStep(0.1, 0.5, 0)
+    fused = {0: {"interleaved": (2, 2, 2)}, 2: {"blocks": (12, 12)}}
+    units = SimpleNamespace(present=True)
+    monkeypatch.setattr("megatron.core.optimizer.muon.multiplies_bfloat16", lambda device: units.present)
+
+    def train(mesh: Mesh, shared: bool) -> tuple[list[Tensor], list]:
+        weights = [number(i, *shape, dtype=torch.float32) for i, shape in enumerate(shapes)]
+        gradients = [number(9 + i, *shape, dtype=torch.float32) for i, shape in enumerate(shapes)]
+        states = {"momentum_buffer": [torch.zeros_like(weight) for weight in weights]}
+        owners = Owners(mesh["dp"]) if shared else Owners()
+        wholes = [
+            WholeTensor(Placement(shape, None, **fused.get(i, {})), shape, ALONE, owners=owners)
+            for i, shape in enumerate(shapes)
+        ]
+        with mesh.ledger.record() as calls:
+            muon_update(weights, gradients, states, step, wholes, config=config)
+        return weights, [call.bytes for call in calls if call.op == "broadcast"]
+
+    for units.present in (True, False):
+        together, alone = (run_ranks({"dp": 3}, partial(train, shared=shared)) for shared in (True, False))
+        for (weights, sent), (expected, _) in zip(together, alone):
+            assert all(torch.equal(mine, theirs) for mine, theirs in zip(weights, expected))
+            width = 2 if precision == "medium" and units.present else 4
+            assert sorted(sent) == sorted(width * rows * columns for rows, columns in shapes)
+
+
+def test_ranks_that_differ_in_their_units_send_float32():
+    answers = run_ranks({"dp": 3}, lambda mesh: Owners(mesh["dp"]).all_say(mesh["dp"].rank != 2, "cpu"))
+    assert answers == [False] * 3
 
 
 # ---------------------------------------------------------------- who is updated by what, and what is refused

@@ -67,7 +67,8 @@ class FlatOptimizer:
         self._updates = {group: make_update(config, group.optimizer) for group in self._group_of.values()}
         self._states = {group: config.rule(group.optimizer).states(config) for group in self._updates}
         whole = self._of_whole_tensors(offloads=tier is not None and offload_fraction > 0)
-        self._whole_tensors = whole_tensors(whole, mesh, self.device) if whole else {}
+        copies = {name: buffer.axes.replica for buffer in self.buffers for name in buffer.parameters}
+        self._whole_tensors = whole_tensors(whole, mesh, self.device, copies=copies) if whole else {}
         self.masters = [one.master() for one in kept]
         kinds = dict.fromkeys([*config.moments, *(kind for states in self._states.values() for kind in states)])
         self.moments = {

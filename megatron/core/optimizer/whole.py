@@ -4,11 +4,13 @@
     momentum_part = tensor.part(direction(whole))
 
 An update is written as for one process and gives the same numbers in every layout. Ranks of tp repeat each other's
-computation.
+computation. Ranks that hold the same parts (data-parallel ones at ZeRO stage 0) do, too, unless the update divides it:
+`Owners.share`.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
 import torch
@@ -19,19 +21,69 @@ from megatron.core.boxes import Box, slices
 from megatron.core.config import ConfigError
 from megatron.core.grid import ALONE, Axis
 from megatron.core.mesh import Mesh
+from megatron.core.optimizer.owners import turns_of
+from megatron.core.pending import Pending
 from megatron.core.placement import Placement, pieces
 
 Pieces = list[tuple[Box, Box]]  # (box in the whole tensor, box in the local one)
 
 
+_IN_FLIGHT = 2  # results on their way, which take memory: enough that one travels while the next is found
+
+
+class Owners:
+    """The ranks of `axis`, which hold the same parts of some tensors: each can find the results of some, for all."""
+
+    def __init__(self, axis: Axis = ALONE):
+        self.axis = axis
+        self._all_say: bool | None = None
+
+    def share(
+        self,
+        work: Sequence[int],
+        find: Callable[[int], Tensor],
+        empty: Callable[[int], Tensor],
+        use: Callable[[int, Tensor], None],
+    ) -> None:
+        """Call use(i, result) for every tensor i, whose owner alone has called find(i); the others receive it into empty(i),
+        of the same shape and dtype, contiguous. Every rank of the axis must call, with equal work.
+
+        One broadcast a tensor, in flight while the next results are found. work: of each tensor, to divide it evenly.
+        """
+        sent: deque[tuple[int, Pending[Tensor]]] = deque()
+        for turn in turns_of(tuple(work), self.axis.size):
+            found = {i: find(i) for i, rank in turn if rank == self.axis.rank}
+            for i, rank in turn:
+                result = found.pop(i) if i in found else empty(i)
+                sent.append((i, comm.start_broadcast(result, self.axis, rank)))
+                while len(sent) > min(_IN_FLIGHT, self.axis.size - 1):
+                    first, sending = sent.popleft()
+                    use(first, sending.wait())
+        for i, sending in sent:
+            use(i, sending.wait())
+
+    def all_say(self, yes: bool, device: torch.device | str) -> bool:
+        """Whether all ranks of the axis say yes, when they are asked first. Every rank must call."""
+        if self._all_say is None:
+            noes = comm.all_reduce(torch.tensor([not yes], dtype=torch.int64, device=device), self.axis)
+            self._all_say = not noes.item()
+        return self._all_say
+
+
 class WholeTensor:
     """One parameter. local: shape of this rank's part, with padding; pieces: of each rank of the axis, whose ranks call it
-    together."""
+    together; owners: the ranks that hold the same part."""
 
     def __init__(
-        self, placement: Placement, local: tuple[int, ...], axis: Axis, pieces: Callable[[], list[Pieces]] = list
+        self,
+        placement: Placement,
+        local: tuple[int, ...],
+        axis: Axis,
+        pieces: Callable[[], list[Pieces]] = list,
+        owners: Owners | None = None,
     ):
         self.shape = placement.shape if axis.size > 1 else local
+        self.owners = owners or Owners()
         self._placement, self._local = placement, local
         self._axis, self._pieces = axis, pieces
 
@@ -62,13 +114,25 @@ class WholeTensor:
             return whole.unflatten(0, (-1, sum(group))).split(group, dim=1)
         return whole.split(blocks) if blocks else (whole,)
 
+    def rows_of_matrices(self, *, split_groups: bool = True) -> tuple[int, ...]:
+        """Rows of each of `matrices`, those of all groups together."""
+        blocks, group = self._placement.blocks, self._placement.interleaved
+        if group and split_groups:
+            return tuple(self.shape[0] // sum(group) * rows for rows in group)
+        return tuple(blocks) or (self.shape[0],)
+
 
 def whole_tensors(
-    parameters: Mapping[str, nn.Parameter], mesh: Mesh, device: torch.device | str
+    parameters: Mapping[str, nn.Parameter],
+    mesh: Mesh,
+    device: torch.device | str,
+    *,
+    copies: Mapping[str, Axis] | None = None,
 ) -> dict[str, WholeTensor]:
     """The WholeTensor of each parameter, of which each rank of tp must have a part. The ranks exchange their pieces when the
-    first tensor is gathered."""
+    first tensor is gathered. copies: the axis of ranks that hold the same part of a parameter and its state."""
     tp, divided = mesh["tp"], {}
+    owners = {axis: Owners(axis) for axis in (copies or {}).values()}
     for name, parameter in parameters.items():
         placement = parameter.placement
         if others := set(placement.shard) - {"tp"}:
@@ -82,9 +146,11 @@ def whole_tensors(
     def held() -> list[dict[str, Pieces]]:
         return [json.loads(text) for text in comm.all_gather_texts(json.dumps(divided), tp, device)]
 
-    return {
-        name: WholeTensor(p.placement, tuple(p.shape), tp, lambda name=name: [theirs[name] for theirs in held()])
-        if name in divided
-        else WholeTensor(p.placement, tuple(p.shape), ALONE)
-        for name, p in parameters.items()
-    }
+    def tensor(name: str, parameter: nn.Parameter) -> WholeTensor:
+        axis = tp if name in divided else ALONE
+        pieces_of = lambda: [theirs[name] for theirs in held()]  # noqa: E731
+        return WholeTensor(
+            parameter.placement, tuple(parameter.shape), axis, pieces_of, owners[copies[name]] if copies else None
+        )
+
+    return {name: tensor(name, parameter) for name, parameter in parameters.items()}
