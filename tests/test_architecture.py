@@ -320,7 +320,7 @@ BUDGETS = {
     "megatron/core/interchange": 1_600,
     "megatron/core/job": 800,
     "megatron/core/models": 600,
-    "megatron/core/optimizer": 1_400,
+    "megatron/core/optimizer": 1_500,
     "megatron/core/pipeline_parallel": 1_300,
     "megatron/core/storage": 500,
     "megatron/core/tensor_parallel": 800,

@@ -4,10 +4,10 @@
     d = m, or mu m + (1 - mu) g            the latter with Nesterov's momentum
     w = w - lr (scale U V^T + decay w)     of d = U S V^T, approximately: Newton-Schulz steps instead of the decomposition
 
-Matrices that lie fused in one parameter are orthogonalized one by one: gate and up, and query, key and value, each with all its
-heads. The whole matrix is gathered over the tensor-parallel ranks, which repeat each other's computation. Of ranks that hold the
-same part of it (data-parallel ones at ZeRO stage 0), one takes the steps and sends its part of U V^T to the others: in bfloat16 if
-the steps were taken in it, which is exact.
+Matrices that lie fused in one parameter are orthogonalized one by one: gate and up, and query, key and value, each with all
+its heads. The whole matrix is gathered over the tensor-parallel ranks, which repeat each other's computation. Of ranks that hold
+the same part of it (data-parallel ones at ZeRO stage 0), one takes the steps and sends its part of U V^T to the others: in
+bfloat16 if the steps were taken in it, which is exact.
 """
 
 import torch
