@@ -9,6 +9,7 @@
 #   MICRO_BATCH_SIZE GLOBAL_BATCH_SIZE TRAIN_ITERS      the run (2, 4 for each process, 100)
 #   DEVICE            cpu, or auto for the accelerator, if any
 #   GPUS_PER_NODE NNODES NODE_RANK MASTER_ADDR MASTER_PORT     of scripts over several processes, as torchrun names them
+#   RESTARTS          how often torchrun starts all processes again after one has failed (0)
 #   TENSOR_MP_SIZE PIPELINE_MP_SIZE     ranks that share a layer, and stages, of scripts that divide the model (2, 2)
 #   LAUNCHER          what starts the processes; unset: torchrun. Another: LAUNCHER="python -m torch.distributed.launch"
 #   VENV              the virtual environment of examples/setup_env.sh (.venv in the repository; if there is none, the python3
@@ -38,6 +39,7 @@ DISTRIBUTED_ARGS=(
     --master-addr "${MASTER_ADDR:-localhost}"
     --master-port "${MASTER_PORT:-6000}"
 )
+[ -z "${RESTARTS:-}" ] || DISTRIBUTED_ARGS+=(--max-restarts "$RESTARTS")
 
 # As GPT-2: learned positions, LayerNorm, GELU, biases, tied embeddings.
 GPT_MODEL_ARGS=(

@@ -1,7 +1,7 @@
 """pretrain_gpt.py, of which one rank hangs, or is signalled: HANG="rank how place nth" says who, how and where; of a run that a launcher
 starts again "first attempt;second attempt;...", and in the attempts after those nothing happens.
 
-    how     stop (SIGSTOP), loop (in Python), lock (in C, with the interpreter's lock), sleep; or a signal, by its name
+    how     stop (SIGSTOP), loop (in Python), lock (in C, with the interpreter's lock), sleep; pause: for two seconds; or a signal, by its name
     place   a phase of `core/whereabouts.py` with _ for blanks, or op@phase: before its nth call of a collective in that phase;
             op: a name, or "any"; op+phase: after it has issued the call, before it waits
 
@@ -30,6 +30,10 @@ RANK, HOW, PLACE, NTH = [*os.environ.get("HANG", NOTHING).split(";"), *[NOTHING]
 def hang() -> None:
     if HOW.startswith("SIG"):
         os.kill(os.getpid(), signal.Signals[HOW])
+        return
+    if HOW == "pause":
+        print("pausing", flush=True)
+        time.sleep(2.0)
         return
     print(f"hanging in process {os.getpid()}", flush=True)
     if HOW == "stop":

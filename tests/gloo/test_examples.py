@@ -135,10 +135,11 @@ def slurm(tmp_path) -> dict[str, str]:
 SBATCH = str(EXAMPLES / "slurm" / "pretrain_gpt.sbatch")
 
 
+@pytest.mark.full
 def test_sbatch_trains_on_two_nodes(slurm, tmp_path):
     done = bash([SBATCH, *QUIET], tmp_path / "saved", **slurm)
     assert_trained(done, tmp_path / "saved", "2 rank(s) on cpu: tp 1, pp 2, dp 1")
-    assert Path(slurm["CALLS"]).read_text() == "show hostnames node[1-2]\n"
+    assert Path(slurm["CALLS"]).read_text() == "show hostnames node[1-2]\nshow job 17\n"
 
 
 def test_sbatch_queues_the_job_again_before_the_limit(slurm, tmp_path):
