@@ -44,6 +44,7 @@ _ACTIVE, _WENT_ON = 5, 6
 _PHASE, _ITERATION = 7, 8
 _WAITING, _LAST = 9, 10
 _SLOTS, _STEPS = 11, 12
+_STARVED = 13
 # Words of a slot: name (3), ranks as text (6), peer + 1, calls so far, operation, bytes.
 _PEER, _COUNT = 9, 10
 _OP, _SIZE = 11, 12
@@ -76,6 +77,7 @@ class Place:
     started: int  # the process's start in clock ticks after boot: with the pid, its identity
     active: float  # when its watcher last saw it compute, read or write
     went_on: float  # of its main thread
+    starved: float  # seconds since it went on in which a thread of it was ready to run, and other work had the cores
     phase: str
     iteration: int
     steps: int  # since its start
@@ -120,6 +122,9 @@ class Whereabouts:
 
     def be_active(self) -> None:
         self._words[_ACTIVE] = time.monotonic_ns()
+
+    def be_starved(self, seconds: float) -> None:
+        self._words[_STARVED] = int(1e9 * seconds)
 
     def go_on(self) -> None:
         self._words[_WENT_ON] = time.monotonic_ns()
@@ -186,6 +191,7 @@ def read_place(path: Path) -> Place | None:
         started=words[_STARTED],
         active=words[_ACTIVE] / 1e9,
         went_on=words[_WENT_ON] / 1e9,
+        starved=words[_STARVED] / 1e9,
         phase=PHASES[words[_PHASE]],
         iteration=words[_ITERATION],
         steps=words[_STEPS],

@@ -1,6 +1,9 @@
 """Who hangs, told from the places of all ranks; and how a place is written by one process and read by another."""
 
 import os
+import subprocess
+import sys
+import threading
 import time
 from dataclasses import replace
 
@@ -9,7 +12,7 @@ import pytest
 from megatron.core.whereabouts import Calls, Place, Whereabouts, begin_step, group_text, ranks_of, read_place
 from megatron.training.ending.hang_config import HangConfig
 from megatron.training.ending.hangs import HangWatch
-from megatron.training.ending.outside import ProcessState, look_at
+from megatron.training.ending.outside import ProcessState, look_at, waits_for_cores
 from megatron.training.ending.run_folder import leave_run_folder, make_run_folder
 from megatron.training.ending.verdict import Seen, hang_report, judge
 
@@ -23,7 +26,9 @@ def calls(axis: str, group: str, count: int, peer: int | None = None, op: str = 
 def seen(rank: int, *made: Calls, waits: int | None = None, state: ProcessState = SLEEPS, **more) -> Seen:
     """A rank in its tenth step, that has made these calls, and waits in one of them."""
     waiting = None if waits is None else made[waits]
-    place = Place(rank, 4, 100 + rank, 1, 0.0, 0.0, "training", 10, 10, waiting, waiting, made)
+    place = Place(
+        rank, 4, 100 + rank, 1, 0.0, 0.0, more.pop("starved", 0.0), "training", 10, 10, waiting, waiting, made
+    )
     if "phase" in more:
         place = replace(place, phase=more.pop("phase"), steps=0)
     return Seen(place, "gpu07", state, 9.0, **more)
@@ -84,6 +89,39 @@ def test_a_rank_that_writes_in_a_save_is_slow_until_the_back_end_gives_up():
     assert judge([replace(ranks[0], rested=6.0, state=ProcessState("D")), waiting], rest=5.0, patience=100.0).slow
     assert not judge(ranks, rest=5.0, patience=8.0).slow
     assert not judge([replace(ranks[0], state=STOPPED), waiting], rest=5.0, patience=100.0).slow
+
+
+def test_on_a_crowded_machine_the_time_without_a_core_does_not_count():
+    """Whichever rank's thread it is that all wait for; a rank that does not answer is no question of cores."""
+    behind, waiting = seen(0, calls("dp", "0:2:1", 6)), seen(1, calls("dp", "0:2:1", 7), waits=0)
+    limits = {"patience": 100.0, "allowed": 2.0}
+    assert not judge([behind, waiting], **limits).slow
+    for starved in (
+        [replace(behind, place=replace(behind.place, starved=7.5)), waiting],
+        [behind, seen(1, starved=7.5)],
+    ):
+        assert judge(starved, **limits).slow and not judge(starved, patience=100.0, allowed=1.0).slow
+        assert not judge(starved, patience=8.0, allowed=2.0).slow or not starved[1].place.waiting
+    stopped = [replace(behind, place=replace(behind.place, starved=7.5), state=STOPPED), waiting]
+    assert not judge(stopped, **limits).slow
+    mutual = [seen(rank, calls("dp", "0:2:1", 7), waits=0, starved=7.5) for rank in range(2)]
+    assert judge(mutual, **limits).slow and "without a core" in hang_report(judge(mutual), mutual)
+
+
+def test_a_thread_tells_how_long_it_has_waited_for_a_core():
+    """Two busy processes on one core: each waits about half of the time."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, [min(before)])
+    busy = subprocess.Popen([sys.executable, "-IS", "-c", "while True: pass"])
+    try:
+        began, end = waits_for_cores(os.getpid())[threading.get_native_id()], time.monotonic() + 0.3
+        while time.monotonic() < end:
+            pass
+        assert 0.03 < waits_for_cores(os.getpid())[threading.get_native_id()] - began < 0.4
+    finally:
+        busy.kill()
+        busy.wait()
+        os.sched_setaffinity(0, before)
 
 
 def test_equal_stacks_are_shown_once():

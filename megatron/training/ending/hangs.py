@@ -30,7 +30,7 @@ from megatron.core.errors import write_error_file
 from megatron.core.whereabouts import Place, Whereabouts, read_place
 from megatron.training.ending import run_folder
 from megatron.training.ending.hang_config import HangConfig
-from megatron.training.ending.outside import kill, look_at
+from megatron.training.ending.outside import kill, look_at, waits_for_cores
 from megatron.training.ending.verdict import Seen, Verdict, hang_report, is_hurried, judge
 
 HUNG = 4  # exit code of every rank that answers
@@ -64,6 +64,8 @@ class HangWatch:
         self._excused = self._last_look = time.monotonic()
         self._quiet_until = 0.0
         self._did = 0.0, 0
+        self._waits = waits_for_cores(os.getpid())
+        self._starved, self._starved_since = 0.0, 0.0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watch for hangs", daemon=True)
         whereabouts.write_to(self._here)
@@ -115,6 +117,16 @@ class HangWatch:
         before, self._did = self._did, (seconds, moved)
         if seconds - before[0] > _ACTIVE * self._tick or moved - before[1] > _MOVES * self._tick:
             self._here.be_active()
+        self._note_starvation()
+
+    def _note_starvation(self) -> None:
+        """Of a crowded machine: the time that the thread which waited longest for a core has lost."""
+        waits, before = waits_for_cores(os.getpid()), self._waits
+        lost = max((seconds - before[thread] for thread, seconds in waits.items() if thread in before), default=0.0)
+        went_on = self._here.went_on
+        self._starved = self._starved + lost if went_on == self._starved_since else 0.0
+        self._waits, self._starved_since = waits, went_on
+        self._here.be_starved(self._starved)
 
     def _stalled(self, now: float) -> float:
         return now - max(self._here.went_on, self._excused)
@@ -162,7 +174,7 @@ class HangWatch:
         before = self._here.went_on
         time.sleep(self._tick)  # the others stall a little later
         seen = self._look()
-        verdict = judge(seen, rest=self._floor, patience=self._most)
+        verdict = judge(seen, rest=self._floor, patience=self._most, allowed=self._allowed())
         if self._here.went_on != before:
             return
         if verdict.slow or not (verdict.hung or all(one.place.waiting for one in seen)):

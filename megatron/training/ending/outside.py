@@ -80,6 +80,16 @@ def _bytes(folder: Path) -> int:
     return sum(int(n) for name, n in itertools.pairwise(words) if name in ("rchar:", "wchar:"))
 
 
+def waits_for_cores(pid: int) -> dict[int, float]:
+    """Thread -> seconds, since its start, in which it was ready to run and had no core. Empty where the system does not tell."""
+    waits = {}
+    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        words = _text(path).split()  # nanoseconds on a core, nanoseconds ready without one, turns
+        if len(words) == 3:
+            waits[int(path.parent.name)] = int(words[1]) / 1e9
+    return waits
+
+
 def kill(pid: int, started: int) -> bool:
     """SIGKILL to the process, if it is surely the one that began at `started`, and of this user. Whether it was sent."""
     if not started or pid == os.getpid() or look_at(pid, started).has_ended:

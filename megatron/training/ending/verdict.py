@@ -4,7 +4,8 @@ W waits for R      W is in call n of a group, and R, of the same group, has issu
 hangs              a rank that is stopped, or that cannot be heard; if there is none: a rank that is waited for and waits for
                    nobody; during the start-up, before any call: a rank in the earliest phase
 slow               such a rank in a phase whose length nobody knows (start-up, first steps, a save), as long as it computes,
-                   reads or writes now and then; it may do so until the back end gives up
+                   reads or writes now and then; and on a crowded machine any rank that answers, as long as it has not stood
+                   still for the allowed time without counting what the ranks waited for a core; both until the back end gives up
 """
 
 import re
@@ -62,17 +63,20 @@ def is_hurried(place: Place) -> bool:
     return place.phase in _HURRIED and place.steps > _FIRST_STEPS
 
 
-def judge(seen: Sequence[Seen], unheard: Iterable[int] = (), *, rest: float = 0.0, patience: float = 0.0) -> Verdict:
+def judge(
+    seen: Sequence[Seen], unheard: Iterable[int] = (), *, rest: float = 0.0, patience: float = 0.0, allowed: float = 0.0
+) -> Verdict:
     """The verdict on ranks of which some have made no progress for longer than allowed.
 
     unheard: ranks that no machine reports. rest, patience: seconds that a rank may do nothing, and that others may wait for it,
-    in a phase of unknown length.
+    in a phase of unknown length. allowed: seconds that a rank may stand still in a step while it has a core.
     """
     by_rank = {one.rank: one for one in seen}
     gone = {one.rank for one in seen if not one.answers} | set(unheard)
     awaited = {rank: _awaited_by(one, by_rank, gone) for rank, one in by_rank.items() if one.answers}
     hung = sorted(gone) or _roots(awaited, by_rank)
     slow = bool(hung) and all(rank not in gone and _may_be_slow(by_rank[rank], rest) for rank in hung)
+    slow = slow or (not gone and _are_starved(seen, [by_rank[rank] for rank in hung] or seen, allowed))
     slow = slow and all(one.stalled < patience for one in seen if one.place.waiting)
     verb = "is slow" if slow else "has hung"
     return Verdict(tuple(hung), _headline(hung, verb, awaited, by_rank), slow)
@@ -81,6 +85,11 @@ def judge(seen: Sequence[Seen], unheard: Iterable[int] = (), *, rest: float = 0.
 def _may_be_slow(one: Seen, rest: float) -> bool:
     # R: it would compute, and other work has the core. D: the disk does not answer.
     return not is_hurried(one.place) and (one.rested < rest or one.state.state in ("R", "D"))
+
+
+def _are_starved(seen: Sequence[Seen], blamed: Sequence[Seen], allowed: float) -> bool:
+    """Whether the blamed might have gone on by now, had other work not had the cores. All may wait for any rank's thread."""
+    return min(one.stalled for one in blamed) - max(one.place.starved for one in seen) < allowed
 
 
 def _awaited_by(one: Seen, by_rank: dict[int, Seen], gone: set[int]) -> tuple[int, ...]:
@@ -171,7 +180,10 @@ def _row(one: Seen) -> str:
     call = "has issued no call"
     if place.last is not None:
         call = f"waits in {place.waiting}" if place.waiting else f"last call {place.last}"
-    return f"  {one.name}: {_when(place)}; {call}; no progress for {one.stalled:.1f} s; process {one.state}"
+    starved = (
+        f" ({place.starved:.1f} s of it ready to run, without a core)" if place.starved > 0.1 * one.stalled else ""
+    )
+    return f"  {one.name}: {_when(place)}; {call}; no progress for {one.stalled:.1f} s{starved}; process {one.state}"
 
 
 def main_stack(text: str) -> str:
