@@ -56,6 +56,7 @@ DIMENSIONS: dict[str, tuple] = {
     "dropout": (0.0, 0.1),
     "recompute": ("none", "selective", "uniform 2", "block 1"),
     "positions": ("learned", "rope"),
+    "tiled": (False, True),  # MLP and loss
     "delayed": (False, True),
 }
 NEW = ("cp", "kind")  # the pairs with one of these are the tests'
@@ -82,6 +83,7 @@ class ContextCase:
     dropout: float
     recompute: str
     positions: str
+    tiled: bool
     delayed: bool
 
     @property
@@ -92,6 +94,11 @@ class ContextCase:
     def ranks(self) -> int:
         return self.cp * int(self.tp[0]) * PIPELINES[self.pipeline][0] * self.dp
 
+    @property
+    def can_be(self) -> bool:
+        """Whether it fits, and no rule refuses it: ZeRO 3 has no table that two chunks of a rank share."""
+        return self.ranks <= RANKS and not (self.pipeline == "zb-v" and self.zero == 3 and self.positions == "learned")
+
     def __str__(self) -> str:
         parts = [f"cp{self.cp}-{self.kind}-tp{self.tp}-{self.pipeline}-dp{self.dp}-zero{self.zero}", self.groups]
         parts += ["windows"] * self.windows + [self.texts] * (self.texts != "one text")
@@ -100,7 +107,7 @@ class ContextCase:
             + ["dropout"] * (self.dropout > 0)
             + [self.recompute] * (self.recompute != "none")
         )
-        return "-".join([*parts, self.positions, *["delayed"] * self.delayed]).replace(" ", "")
+        return "-".join([*parts, self.positions, *["tiled"] * self.tiled, *["delayed"] * self.delayed]).replace(" ", "")
 
     @property
     def model(self) -> ModelConfig:
@@ -112,6 +119,8 @@ class ContextCase:
             num_query_groups=GROUPS[self.groups],
             hidden_dropout=self.dropout,
             attention_dropout=self.dropout,
+            tiled_mlp=2 if self.tiled else 1,
+            tiled_loss=2 if self.tiled else 1,
             window_size="3,0" if self.windows else None,
             **({} if self.scores == "plain" else {"attn_logit_softcapping": 0.7, "softmax_type": "learnable"}),
         )
@@ -149,6 +158,7 @@ class ContextCase:
 # ---------------------------------------------------------------- covering sets
 
 _FIRST = {name: choices[0] for name, choices in DIMENSIONS.items()}
+_UNTIED = _FIRST | {"positions": "rope"}
 
 
 def _parts(case: ContextCase, strength: int, only: tuple[str, ...]) -> set[tuple]:
@@ -164,7 +174,7 @@ def _all_parts(strength: int, only: tuple[str, ...]) -> list[tuple]:
             continue
         for choices in product(*(DIMENSIONS[name] for name in names)):
             part = tuple(zip(names, choices))
-            if _completed(dict(part), _FIRST).ranks <= RANKS:
+            if any(_completed(dict(part), others).can_be for others in (_FIRST, _UNTIED)):
                 found.append(part)
     return found
 
@@ -189,8 +199,8 @@ def covering_cases(strength: int, only: tuple[str, ...] = ()) -> tuple[ContextCa
     while missing:
         seed = dict(next(iter(missing)))
         drawn = ({name: random.choice(values) for name, values in DIMENSIONS.items()} for _ in range(_CANDIDATES))
-        fits = [case for case in (_completed(seed, others) for others in drawn) if case.ranks <= RANKS]
-        fits.append(_completed(seed, _FIRST))
+        fits = [case for case in (_completed(seed, others) for others in drawn) if case.can_be]
+        fits += [case for others in (_FIRST, _UNTIED) if (case := _completed(seed, others)).can_be]
         gains = [(sum(part in missing for part in _parts(case, strength, only)), case) for case in fits]
         chosen.append(max(gains, key=lambda pair: pair[0] / (8 + pair[1].ranks))[1])
         for part in _parts(chosen[-1], strength, only):
@@ -212,10 +222,10 @@ def outcomes(case: ContextCase, steps: int = 2) -> tuple[Outcome, Outcome]:
         got = run(case.model, case.layout, global_batch=BATCH, steps=steps, texts=TEXTS[case.texts])
     assert computed.keys() == expected_kernels(case), f"kernels that ran: {dict(computed)}"
     for pp_rank, calls in got.calls:
-        over = Counter({(op, nbytes): n for (op, axis, nbytes), n in calls.items() if axis.startswith("cp")})
+        over = Counter({call: n for call, n in calls.items() if call[1].startswith("cp")})
         expected = expected_calls(case, pp_rank)
         assert over == expected, f"calls of pipeline rank {pp_rank}: {dict(over)}, by the formulas {dict(expected)}"
-    return got, one_process(case.model, TEXTS[case.texts], steps)
+    return got, one_process(replace(case.model, tiled_mlp=1, tiled_loss=1), TEXTS[case.texts], steps)
 
 
 def worst_difference(case: ContextCase) -> tuple[float, str]:
@@ -250,7 +260,7 @@ def expected_kernels(case: ContextCase) -> set[str]:
 
 
 def expected_calls(case: ContextCase, pp_rank: int) -> Counter:
-    """(op, bytes) -> how often a rank of this pipeline stage calls it over the axis in a step: the formulas of each type."""
+    """(op, axis, bytes) -> how often a rank of this pipeline stage calls it over the axis in a step: the formulas of each type."""
     layout, calls = case.layout, Counter()
     chunk = case.model.num_layers // (layout.pp * layout.v)
     for stage in layout.stages.of_rank(pp_rank):
@@ -267,20 +277,21 @@ def _of_layer(case: ContextCase, kind: str, again: bool) -> Counter:
     heads, groups = model.num_attention_heads // layout.tp, max(1, model.query_groups // layout.tp)
     head = rows * b * model.head_width * BYTES
     if kind == "p2p":
-        return Counter({("send", 2 * groups * head): (c - 1) * (2 + again) + c})
+        return Counter({("send", "cp", 2 * groups * head): (c - 1) * (2 + again) + c})
     if kind == "all_gather":
         pair = 2 * groups * head
-        return Counter({("all_gather", pair): 1 + again, ("reduce_scatter", c * pair): 1})
+        return Counter({("all_gather", "cp", pair): 1 + again, ("reduce_scatter", "cp", c * pair): 1})
     # The result's exchange keeps nothing, so that a recomputed core ends before it.
     results, calls = 2 + (again and layout.recompute != "selective"), Counter()
-    dealt, ring = (c, 1) if kind == "a2a" else (layout.cp_heads, c // layout.cp_heads)
+    among, dealt = ("cp", c) if kind == "a2a" else ("cp_heads", layout.cp_heads)
+    ring = c // dealt
     pairs = math.lcm(groups, dealt)
-    calls[("all_to_all", heads * head)] += 2 + again + results
-    calls[("all_to_all", pairs * head)] += 2 * (2 + again)
+    calls[("all_to_all", among, heads * head)] += 2 + again + results
+    calls[("all_to_all", among, pairs * head)] += 2 * (2 + again)
     if case.texts == "mask":
-        calls[("all_gather", rows * b * SEQ)] += 1 + again
+        calls[("all_gather", among, rows * b * SEQ)] += 1 + again
     if ring > 1:  # all rows of the neighbours, of a share of the heads: as many elements
-        calls[("send", 2 * pairs * head)] += (ring - 1) * (2 + again) + ring
+        calls[("send", "cp_ring", 2 * pairs * head)] += (ring - 1) * (2 + again) + ring
     return calls
 
 

@@ -44,6 +44,12 @@ REFUSALS = {
         "--cp-comm-type 3 --num-layers 4",
     ),
     "context-parallel communication": (1, MOCK + "--cp-comm-type ring", "--cp-comm-type ring p2p all_gather a2a"),
+    "tiles without tokens": (1, MOCK + "--tiled-loss 33", "--tiled-loss 33 32"),
+    "an MLP computed again twice": (
+        1,
+        MOCK + "--tiled-mlp 2 --recompute-granularity selective --recompute-modules mlp",
+        "--tiled-mlp 2 --recompute-modules mlp",
+    ),
     "a ring of groups": (
         4,
         MOCK + "--context-parallel-size 4 --cp-comm-type a2a+p2p",

@@ -36,7 +36,8 @@ def test_the_cases_have_every_pair_and_triple_that_fits():
     for names in new:
         assert sum(tuple(name for name, _ in pair) == names for pair in pairs) == sizes[names[0]] * sizes[names[1]]
     triples = {three for case in covering_cases(3) for three in combinations(zip(DIMENSIONS, case.choices), 3)}
-    everything = sum(prod(sizes[name] for name in names) for names in combinations(DIMENSIONS, 3))
+    refused = 1  # one triple is refused: zb-v, ZeRO 3 and a tied table
+    everything = sum(prod(sizes[name] for name in names) for names in combinations(DIMENSIONS, 3)) - refused
     assert len(triples) == everything and max(case.ranks for case in covering_cases(3)) == RANKS
     assert len({str(case) for case in covering_cases(3)}) == len(covering_cases(3))
 

@@ -284,7 +284,7 @@ class DistributedDataParallel(nn.Module):
 
     def flats(self) -> list[Flat]:
         """Each buffer by the numbers that its traffic follows from."""
-        twice = [bucket for bucket in self._buckets if any(hasattr(s.parameter, "uses") for s in bucket.slots)]
+        twice = [bucket for bucket in self._buckets if any(hasattr(s.parameter, "is_lent") for s in bucket.slots)]
         result = []
         for buffer in self.buffers:
             lent = sum(b.plan.stop - b.plan.start for b in twice if b.buffer is buffer)

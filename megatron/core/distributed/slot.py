@@ -3,6 +3,7 @@
 parameter.placement    where the parameter lives; set by the layer that makes it
 parameter.main_grad    where its gradient is accumulated, a view of a gradient buffer; Megatron's name
 parameter.uses         gradients that one backward adds, set by a model whose parameter gets more than one
+parameter.is_lent      set by a model that passes the parameter to another module too, as a tied table
 """
 
 from typing import Any

@@ -33,14 +33,17 @@ class GPTModel(LanguageModelStage):
         x = self.language_model(input_ids, position_ids, attention_mask, cache=cache)  # [s, b, h]
         if not self.post_process:
             return x
-        scores = self.language_model.scores(x if cache is None else x[-1:])  # [s, b, v/t]
-        if labels is None:
-            return self.returned(scores)
+        if labels is not None:
+            return self.batch_first(self.language_model.scores(x, labels.t(), self.losses))
+        return self.returned(self.language_model.scores(x if cache is None else x[-1:]))  # of [s, b, v/t]
+
+    def losses(self, scores: Tensor, labels: Tensor) -> Tensor:
+        """scores [s, b, v/t], labels [s, b] -> [s, b]."""
         smoothing, z_loss = self.settings.label_smoothing, self.settings.z_loss_coeff
         compiled = compiles(self.settings, scores.device)
-        losses = sharded_cross_entropy(
+        return sharded_cross_entropy(
             scores,
-            labels.t(),
+            labels,
             self.axis,
             self.vocab_size,
             label_smoothing=smoothing,
@@ -48,4 +51,3 @@ class GPTModel(LanguageModelStage):
             compiled=compiled,
             overwrite=compiled,
         )
-        return self.batch_first(losses)

@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.context import LayerContext, MakePart
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.model_config import ModelConfig
+from megatron.core.transformer.sequence_tiles import declare_tiles
 from megatron.core.transformer.transformer import ParallelTransformer
 from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
 
@@ -50,8 +51,11 @@ class TransformerLanguageModel(nn.Module):
         self.decoder = ParallelTransformer(config, layers, context, post_process=post_process, make_layer=make_layer)
         if post_process:
             self.output_layer = LanguageModelHead(config, vocab_size, context, shares_table=tied and pre_process)
-        if tied and pre_process and post_process:
-            self.embedding.word_embeddings.weight.uses = 2
+        if tied and post_process:
+            table = self.embedding.word_embeddings.weight
+            declare_tiles(table, config.tiled_loss)
+            if pre_process:
+                table.uses, table.is_lent = 1 + config.tiled_loss, True
         self._input_tensor: Tensor | None = None
 
     def set_input_tensor(self, x: Tensor | None) -> None:
@@ -70,10 +74,12 @@ class TransformerLanguageModel(nn.Module):
         x = self.embedding(tokens, position_ids, token_types) if self.pre_process else self._input_tensor
         return self.decoder(x, mask, cache)
 
-    def scores(self, x: Tensor) -> Tensor:
-        """Hidden states [s, b, h] -> scores [s, b, padded vocabulary / t]; on the last stage."""
+    def scores(self, x: Tensor, *losses: Any) -> Tensor:
+        """Hidden states [s, b, h] -> scores [s, b, padded vocabulary / t]; on the last stage.
+
+        losses: labels [s, b], and loss(scores, labels) -> [s, b], which then is the result."""
         has_its_own = self.output_layer.weight is not None  # ZeRO stage 3 would gather a table that is passed in vain
-        return self.output_layer(x, None if has_its_own else self.embedding.word_embeddings.weight)
+        return self.output_layer(x, None if has_its_own else self.embedding.word_embeddings.weight, *losses)
 
 
 class LanguageModelStage(nn.Module):

@@ -60,6 +60,8 @@ def _problems_of_bert(config: Any, tokenizer: Tokenizer | None) -> list[str]:
     model = config.transformer
     if model.logit_multiplier != 1 or model.final_logit_softcapping is not None:
         problems.append("--logit-multiplier and --final-logit-softcapping are not built for a BERT; leave them out")
+    if model.tiled_loss > 1:
+        problems.append("--tiled-loss is not built yet for a BERT; leave it out")
     if config.transformer.add_output_bias:
         problems.append("--add-output-bias: the scores of a BERT have a bias in any case; leave it out")
     if config.transformer.window_size is not None:

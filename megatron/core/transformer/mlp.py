@@ -8,6 +8,7 @@ from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear, Ro
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.regions import activation_of
+from megatron.core.transformer.sequence_tiles import declare_tiles, in_tiles
 
 
 class ParallelMLP(nn.Module):
@@ -23,6 +24,7 @@ class ParallelMLP(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, context: LayerContext):
         super().__init__()
         del layer  # all layers have the same MLP
+        self.tiles, self.keys = config.tiled_mlp, context.keys
         f, tp = config.ffn_size, context.tp
         self.activation = activation_of(
             config.activation_region, config.activation_func_clamp_value, config.glu_linear_offset
@@ -39,9 +41,11 @@ class ParallelMLP(nn.Module):
         self.linear_fc2 = RowParallelLinear(
             f, config.hidden_size, tp=tp, init=config.output_init, bias=config.has_mlp_bias
         )
+        for linear in (self.linear_fc1, self.linear_fc2):
+            declare_tiles(linear.weight, self.tiles)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear_fc2(self.inner(x))[0]
+        return in_tiles(lambda part: self.linear_fc2(self.inner(part))[0], self.tiles, self.keys, x)
 
     def inner(self, x: Tensor) -> Tensor:
         """[s, b, f/t]: activations, before the output layer."""

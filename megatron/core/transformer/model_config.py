@@ -44,6 +44,13 @@ class RecomputeConfig(FlagConfig):
         "full: save the inputs of recomputed layers in one preallocated buffer per stage",
         flags=("--contiguous-checkpointing", "--contigious-checkpointing"),
     )
+    tiled_mlp: Count = knob(
+        1, "compute the MLP in N tiles of a rank's tokens, each again in the backward: 1/N of its activations at a time"
+    )
+    tiled_loss: Count = knob(
+        1,
+        "compute output layer and loss in N tiles of a rank's tokens, each again in the backward: no scores of all tokens",
+    )
     cpu_offloading_num_layers: WholeNumber = knob(
         0,
         "first layers of each stage whose saved activations are offloaded to host memory, or with --offload-dir to files",
@@ -69,6 +76,8 @@ class RecomputeConfig(FlagConfig):
             yield "--min-offloaded-tensor-size is about what --cpu-offloading-num-layers moves, which is 0; give that too"
         if self.recompute_modules != ["core_attn"] and self.recompute_granularity != "selective":
             yield "--recompute-modules needs --recompute-granularity selective"
+        if self.tiled_mlp > 1 and self.recomputes("mlp"):
+            yield f"--tiled-mlp {self.tiled_mlp} computes the MLP again, as --recompute-modules mlp does; leave one of them out"
         for name in self.recompute_modules:
             if name in _NOT_HERE:
                 yield f"--recompute-modules {name}: there is no {_NOT_HERE[name]} to compute again; leave it out"

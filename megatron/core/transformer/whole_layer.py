@@ -103,6 +103,8 @@ def _why_in_parts(config: ModelConfig, tp: TensorParallel) -> str | None:
         return f"the collectives of {tp.axis.size} tensor-parallel ranks lie inside a layer"
     if given_up := [name for name in ("mlp", "layernorm") if config.recomputes(name)]:
         return f"--recompute-modules {' '.join(given_up)} recomputes what lies inside a program"
+    if config.tiled_mlp > 1:
+        return "--tiled-mlp cuts what lies inside a program into tiles"
     if (
         config.norm_placement != "pre"
         or config.apply_residual_connection_post_layernorm
