@@ -13,18 +13,15 @@ from typing import Any
 import torch
 
 from megatron.core import comm
-from megatron.core.checkpoint import Checkpoint, open_checkpoint
 from megatron.core.checkpoint.format import CheckpointError, Manifest, TensorRecord
-from megatron.core.config import ConfigError
 from megatron.core.grid import ALONE, Axis
 from megatron.core.interchange.config_json import family_of, settings_of
 from megatron.core.interchange.family import OUTPUT, WORD_TABLE, Family, Row
-from megatron.core.interchange.hf_folder import CONFIG, HFFolder, are_equal, is_hf_folder, read_hf_folder, read_json
+from megatron.core.interchange.hf_folder import CONFIG, HFFolder, are_equal, read_hf_folder
 from megatron.core.interchange.operations import HeadCounts
 from megatron.core.interchange.safetensors import FETCH_AGAIN, TensorInFile
 from megatron.core.interchange.strided import StridedCheckpoint, record_of
 from megatron.core.storage.files import is_file
-from megatron.core.storage.paths import is_url
 from megatron.core.transformer.model_config import ModelConfig
 
 # ---------------------------------------------------------------- tensors
@@ -113,7 +110,7 @@ def manifest_of(folder: HFFolder, root: Path) -> Manifest:
         "origin": origin_of(folder.config, root),
         "vocab_size": words,
         "config": {
-            **_components(folder.config, root),
+            **components_of(folder.config, root),
             "data": {"seq_length": config.max_position_embeddings},
             "optimizer": {},
             "checkpoint": {"save_optim": False},
@@ -128,15 +125,11 @@ def origin_of(config: Mapping[str, Any], root: Path) -> dict[str, Any]:
     return {"model_type": config["model_type"], "folder": str(root), "kept": kept}
 
 
-def settings_in(root: Path) -> dict[str, dict[str, Any]]:
-    """The settings that a folder's config.json gives to a run, by component."""
-    return _components(read_json(root / CONFIG), root)
-
-
 _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 
 
-def _components(config: Mapping[str, Any], root: Path) -> dict[str, dict[str, Any]]:
+def components_of(config: Mapping[str, Any], root: Path) -> dict[str, dict[str, Any]]:
+    """The settings that a config.json gives to a run, by component."""
     settings, words = settings_of(config, str(root / CONFIG))
     dtype = config.get("dtype", config.get("torch_dtype"))
     precision = {flag: True for name, flag in _PRECISIONS.items() if name == dtype}
@@ -146,30 +139,12 @@ def _components(config: Mapping[str, Any], root: Path) -> dict[str, dict[str, An
     return {"transformer": settings | precision, "tokenizer": tokenizer}
 
 
-def is_foreign(root: Path | str) -> bool:
-    """Whether a folder holds a model of another project that is read as it lies."""
-    return not is_url(root) and is_hf_folder(Path(root))
-
-
-def open_any(
-    root: Path | str, iteration: int | None = None, world: Axis = ALONE, device: torch.device | str = "cpu"
-) -> Checkpoint:
-    """`open_checkpoint`, also of a folder of another project. Every rank of `world` must call."""
-    with comm.together(world, device):
-        foreign = json.dumps(is_foreign(root)) if world.is_first else None
-    if not json.loads(comm.broadcast_text(foreign, world, device)):
-        return open_checkpoint(root, iteration, world, device)
-    if iteration is not None:
-        raise ConfigError(f"{root} is no folder of iterations: leave iteration {iteration} out")
-    return open_foreign(root, world, device)
-
-
-def open_foreign(root: Path | str, world: Axis = ALONE, device: torch.device | str = "cpu") -> StridedCheckpoint:
-    """The model in a folder of another project, as a checkpoint that any layout reads; reads no tensors.
+def open_hf_folder(root: Path, world: Axis = ALONE, device: torch.device | str = "cpu") -> StridedCheckpoint:
+    """The model in a Hugging Face folder, as a checkpoint that any layout reads; reads no tensors.
 
     Every rank of `world` must call. The first rank reads config and headers for all.
     """
-    root, text = Path(root), None
+    text = None
     with comm.together(world, device):
         if world.is_first:
             folder = read_hf_folder(root)

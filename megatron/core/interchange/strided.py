@@ -37,11 +37,12 @@ def record_of(operation: str, heads: HeadCounts, theirs: Sequence[TensorInFile])
     """The tensor of ours that an operation makes of theirs. Raises ValueError if their shapes do not fit."""
     views = [View.of(which, x.shape) for which, x in enumerate(theirs)]
     places = list(OPERATIONS[operation].places(heads, views))
-    pieces = tuple(_piece(box, view, theirs[view.which]) for box, view in places)
+    pieces = tuple(piece_of(box, view, theirs[view.which]) for box, view in places)
     return TensorRecord(theirs[0].dtype, shape_of([box for box, _ in places]), pieces)
 
 
-def _piece(box: Box, view: View, x: TensorInFile) -> StridedPiece:
+def piece_of(box: Box, view: View, x: TensorInFile) -> StridedPiece:
+    """The box of ours that a view of their tensor holds."""
     start = x.start + view.start * ITEM_BYTES[x.dtype]
     return StridedPiece(box, x.file, start, format.item_bytes_of(view.shape, x.dtype), "", x.dtype, view.strides)
 

@@ -49,7 +49,8 @@ def taken_from_checkpoint(given: Mapping[str, Any], parser: FlagParser) -> Taken
     Raises ConfigError where --load names no folder of checkpoints, or one whose settings cannot be read.
     """
     roots = [root for name in ("load", "pretrained_checkpoint") if (root := given.get(name))]
-    if any(is_foreign(root) for root in roots):  # whose settings no command line has given
+    # Of another project, whose settings no command line has given.
+    if any(map(is_foreign, roots)) or (given.get("load") and is_foreign(given["load"], given.get("ckpt_step"))):
         given = {**given, "use_checkpoint_args": True}
     asked = [name for name in ("use_checkpoint_args", "use_mp_args_from_checkpoint_args") if given.get(name)]
     if not asked or not roots:
@@ -58,11 +59,12 @@ def taken_from_checkpoint(given: Mapping[str, Any], parser: FlagParser) -> Taken
     start = where_to_start(config)
     if start is None:
         return Taken([], [f"{flag}: {config.load} holds no checkpoint yet, so nothing is taken from it"])
-    if start.iterations:
+    step = next(iter(start.iterations), None)
+    if is_foreign(start.root, step):
+        saved, where = settings_in(Path(start.root), step), start.root
+    else:
         saved, iteration = _saved_settings(path_of(start.root), start.iterations)
         where = f"iteration {iteration} of {start.root}"
-    else:  # another project's folder
-        saved, where = settings_in(Path(start.root)), start.root
     words, taken = [], []
     notes = []
     own = [(action.dest, saved.get("own_model", {}).get(action.dest)) for action in parser.own]

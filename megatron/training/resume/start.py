@@ -8,7 +8,7 @@ from megatron.core.checkpoint.folder import find, latest_iteration, read_manifes
 from megatron.core.checkpoint.format import LATEST, MANIFEST, CheckpointError, folder_name, iteration_of, parse_manifest
 from megatron.core.checkpoint.publishing import is_ours
 from megatron.core.config import ConfigError
-from megatron.core.interchange import is_foreign
+from megatron.core.interchange import is_foreign, unreadable
 from megatron.core.storage.files import at, exists, is_file, is_folder
 from megatron.core.storage.paths import is_url, path_of
 from megatron.training.settings.config import CheckpointConfig
@@ -20,7 +20,7 @@ class Start(NamedTuple):
     flag: str  # that gave `root`
     root: str
     weights_only: bool
-    iterations: list[int]  # the one to load, then older ones to go back to; none in another project's folder
+    iterations: list[int]  # the one to load, then older ones to go back to; of another project none, or --ckpt-step
     warning: str = ""  # why the first may surprise
     spoiled: tuple[int, ...] = ()  # iterations whose folder is there and holds no checkpoint
 
@@ -40,8 +40,14 @@ def where_to_start(config: CheckpointConfig) -> Start | None:
 
 
 def _choose(config: CheckpointConfig) -> Start | None:
-    if config.load is not None and is_foreign(config.load):
-        return Start("--load", config.load, True, [])
+    step = config.ckpt_step
+    if config.load is not None and is_foreign(config.load, step):
+        if loads_what_it_saves(config) and is_file(Path(config.load) / LATEST):
+            raise ConfigError(
+                f"--load and --save are both {config.load}, which holds checkpoints of Megatron-LM; give it as "
+                "--pretrained-checkpoint, and another folder as --load and --save"
+            )
+        return Start("--load", config.load, True, [] if step is None else [step])
     if config.load is not None and _load_holds_checkpoint(config):
         return Start("--load", config.load, config.finetune, *_iterations(config))
     root = config.pretrained_checkpoint
@@ -172,6 +178,8 @@ def mistake_in(root: Path) -> str | None:
     names = at(root).names(root) if is_folder(root) else []
     if is_url(root):  # where a save that was killed leaves objects under the iteration's own name
         names = [name for name in names if is_file(root / name / MANIFEST) or not is_ours(root / name)]
+    if names and not is_url(root) and (said := unreadable(root)) is not None:
+        return said
     iterations = sorted(number for name in names if (number := iteration_of(name)) is not None)
     if iterations:
         return (

@@ -1,0 +1,92 @@
+"""A checkpoint of Megatron-LM as one of ours: its weights by our names, each a list of pieces of its files."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.core import comm
+from megatron.core.checkpoint.format import CheckpointError, Manifest, TensorRecord
+from megatron.core.grid import ALONE, Axis
+from megatron.core.interchange.family import WORD_TABLE
+from megatron.core.interchange.megatron_classic import MegatronModel, args_of, read_classic
+from megatron.core.interchange.megatron_folder import find_megatron
+from megatron.core.interchange.operations import shape_of
+from megatron.core.interchange.safetensors import FETCH_AGAIN
+from megatron.core.interchange.strided import StridedCheckpoint, StridedPiece, piece_of
+from megatron.core.transformer.model_config import ModelConfig
+
+_NOTE = "is a checkpoint of Megatron-LM: its weights are read, and not its optimizer's state"
+
+
+def open_megatron(
+    root: Path, iteration: int | None = None, world: Axis = ALONE, device: torch.device | str = "cpu"
+) -> StridedCheckpoint:
+    """The model in a folder of Megatron-LM's checkpoints, as a checkpoint that any layout reads; reads no tensors.
+
+    Every rank of `world` must call. The first rank reads the files' indices for all.
+    """
+    text = None
+    with comm.together(world, device):
+        if world.is_first:
+            folder = find_megatron(root, iteration)
+            manifest = manifest_of_megatron(read_classic(folder.path), folder.iteration, folder.path)
+            text = json.dumps([str(folder.path), asdict(manifest)])
+    path, raw = json.loads(comm.broadcast_text(text, world, device))
+    tensors = {name: _record(**record) for name, record in raw.pop("tensors").items()}
+    return StridedCheckpoint(Path(path), Manifest(**raw, tensors=tensors), f"{path} {_NOTE}")
+
+
+def _record(dtype: str, shape: list[int], pieces: list[dict[str, Any]]) -> TensorRecord:
+    found = []
+    for piece in pieces:
+        box, strides = tuple(map(tuple, piece.pop("box"))), tuple(piece.pop("strides"))
+        found.append(StridedPiece(**piece, box=box, strides=strides))
+    return TensorRecord(dtype, tuple(shape), tuple(found))
+
+
+def manifest_of_megatron(model: MegatronModel, iteration: int, path: Path) -> Manifest:
+    """The model as a checkpoint of ours. Raises CheckpointError for parts that do not fit together."""
+    records, problems = {}, []
+    for name, parts in model.parts.items():
+        try:
+            pieces = tuple(piece_of(*part) for part in parts)
+            records[f"model/{name}"] = TensorRecord(parts[0].tensor.dtype, shape_of([x.box for x in parts]), pieces)
+        except ValueError as error:
+            problems.append(f"{name!r:.90}: {error}")
+    if (table := records.get(f"model/{WORD_TABLE}")) is None or len(table.shape) != 2:
+        problems.append("has no word table")
+    if problems:
+        raise CheckpointError(path, problems, FETCH_AGAIN)
+    state = {
+        "train": {"iteration": iteration, "consumed_train_samples": 0},
+        "log": None,
+        "optimizer_steps": 0,
+        "model": "BertModel" if model.is_bert else "GPTModel",
+        "vocab_size": table.shape[0],
+        "config": _components(model.settings, model.args, table.shape[0]),
+    }
+    ends: dict[str, int] = {}
+    for x in (part.tensor for parts in model.parts.values() for part in parts):
+        ends[x.file] = max(ends.get(x.file, 0), x.start + x.nbytes)
+    ModelConfig(**model.settings)
+    return Manifest(iteration, state, ends, records)
+
+
+def settings_of_megatron(root: Path, iteration: int | None = None) -> dict[str, dict[str, Any]]:
+    """The settings that a checkpoint's args give to a run, by component."""
+    return _components(*args_of(find_megatron(root, iteration).path))
+
+
+def _components(settings: dict[str, Any], args: dict[str, Any], words: int) -> dict[str, dict[str, Any]]:
+    length = args.get("seq_length")
+    usable = type(length) is int and 0 < length <= settings["max_position_embeddings"]
+    return {
+        "transformer": dict(settings),
+        "tokenizer": {"model_vocab_size": words},
+        "data": {"seq_length": length if usable else settings["max_position_embeddings"]},
+        "optimizer": {},
+        "checkpoint": {"save_optim": False},
+    }

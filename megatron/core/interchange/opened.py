@@ -1,0 +1,62 @@
+"""Opening what lies in a folder, whoever wrote it: a checkpoint of ours, a Hugging Face folder, a checkpoint of Megatron-LM."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.core import comm
+from megatron.core.checkpoint import Checkpoint, open_checkpoint
+from megatron.core.config import ConfigError
+from megatron.core.grid import ALONE, Axis
+from megatron.core.interchange.hf_folder import CONFIG, is_hf_folder, read_json
+from megatron.core.interchange.mapped import components_of, open_hf_folder
+from megatron.core.interchange.mapped_megatron import open_megatron, settings_of_megatron
+from megatron.core.interchange.megatron_folder import check_readable, is_megatron_folder
+from megatron.core.interchange.strided import StridedCheckpoint
+from megatron.core.storage.paths import is_url
+
+
+def is_foreign(root: Path | str, iteration: int | None = None) -> bool:
+    """Whether a folder, at an iteration if it has some, holds a model of another project that is read as it lies."""
+    return not is_url(root) and (is_hf_folder(Path(root)) or is_megatron_folder(Path(root), iteration))
+
+
+def settings_in(root: Path, iteration: int | None = None) -> dict[str, dict[str, Any]]:
+    """The settings that another project's folder gives to a run, by component."""
+    if is_hf_folder(root):
+        return components_of(read_json(root / CONFIG), root)
+    return settings_of_megatron(root, iteration)
+
+
+def open_any(
+    root: Path | str, iteration: int | None = None, world: Axis = ALONE, device: torch.device | str = "cpu"
+) -> Checkpoint:
+    """`open_checkpoint`, also of a folder of another project. Every rank of `world` must call."""
+    foreign = None
+    with comm.together(world, device):
+        if world.is_first:
+            if not (is_it := is_foreign(root, iteration)) and not is_url(root):
+                check_readable(Path(root))
+            foreign = json.dumps(is_it)
+    if json.loads(comm.broadcast_text(foreign, world, device)):
+        return open_foreign(root, world, device, iteration=iteration)
+    return open_checkpoint(root, iteration, world, device)
+
+
+def open_foreign(
+    root: Path | str, world: Axis = ALONE, device: torch.device | str = "cpu", *, iteration: int | None = None
+) -> StridedCheckpoint:
+    """The model in a folder of another project, as a checkpoint that any layout reads; reads no tensors.
+
+    Every rank of `world` must call. The first rank reads what describes the tensors for all.
+    """
+    root = Path(root)
+    with comm.together(world, device):
+        is_hf = json.dumps(is_hf_folder(root)) if world.is_first else None
+    if not json.loads(comm.broadcast_text(is_hf, world, device)):
+        return open_megatron(root, iteration, world, device)
+    if iteration is not None:
+        raise ConfigError(f"{root} is no folder of iterations: leave iteration {iteration} out")
+    return open_hf_folder(root, world, device)

@@ -1,0 +1,98 @@
+"""Megatron-LM's files with bytes changed: python tests/exchange/mutated_pickles.py [COUNT [SEED]]
+
+Two kinds of change: of any byte but those of tensors, where the zip's own checksums must notice; and of the pickle, with a checksum
+that fits, which a hostile writer would make. What loads after the first has the values of the untouched files. Nothing but the two
+errors of a folder is raised, each in bounded words, and nothing that a file names is called.
+"""
+
+import random
+import struct
+import sys
+import tempfile
+import zlib
+from pathlib import Path
+
+import torch
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+
+import megatron_files  # noqa: E402
+
+from megatron.core.boxes import whole  # noqa: E402
+from megatron.core.checkpoint import CheckpointError  # noqa: E402
+from megatron.core.checkpoint.local_tensor import LocalTensor  # noqa: E402
+from megatron.core.config import ConfigError  # noqa: E402
+from megatron.core.interchange import open_foreign  # noqa: E402
+
+
+def read_all(root: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder, by our names."""
+    checkpoint, found = open_foreign(root), {}
+    for name, record in checkpoint.manifest.tensors.items():
+        found[name] = torch.empty(record.shape, dtype=getattr(torch, record.dtype))
+        box = whole(record.shape)
+        checkpoint.read_into({name: LocalTensor(found[name], record.shape, [(box, box)], is_writer=False)})
+    return found
+
+
+def records_of(data: bytes) -> list[tuple[str, int, int, int]]:
+    """(name, start and end of the content, place in the directory) of each record of a zip."""
+    at, found = struct.unpack("<I", data[-6:-2])[0], []
+    while data[at : at + 4] == b"PK\x01\x02":
+        size, names, extras = struct.unpack("<IHH", data[at + 24 : at + 32])
+        (header,) = struct.unpack("<I", data[at + 42 : at + 46])
+        begin = header + 30 + sum(struct.unpack("<HH", data[header + 26 : header + 30]))
+        found.append((data[at + 46 : at + 46 + names].decode(), begin, begin + size, at))
+        at += 46 + names + extras
+    return found
+
+
+def with_pickle(data: bytes, change) -> bytes:
+    """The file with `data.pkl` changed to another of the same length, and the checksum of that."""
+    begin, end, at = next((b, e, at) for name, b, e, at in records_of(data) if name.endswith("/data.pkl"))
+    made = change(data[begin:end])
+    assert len(made) == end - begin
+    check = struct.pack("<I", zlib.crc32(made))
+    data = data[:begin] + made + data[end : end + 4] + check + data[end + 8 :]
+    return data[: at + 16] + check + data[at + 20 :]
+
+
+def mutated(text: bytes, draw: random.Random, places: list[int]) -> bytes:
+    """One to four bytes changed: by a bit, to any value, or to another instruction's."""
+    made = bytearray(text)
+    for _ in range(draw.randrange(1, 5)):
+        at = draw.choice(places)
+        made[at] = draw.choice([made[at] ^ (1 << draw.randrange(8)), draw.randrange(256), draw.choice(text[:200])])
+    return bytes(made)
+
+
+def run(root: Path, count: int, seed: int) -> tuple[int, int]:
+    """(mutations that were refused, that loaded)."""
+    folder = megatron_files.write(root, "gpt2", tp=2, version=1.0)
+    path = folder / "mp_rank_01" / "model_optim_rng.pt"
+    data, expected = path.read_bytes(), read_all(root)
+    of_tensors = [range(b, e) for name, b, e, _ in records_of(data) if "/data/" in name]
+    others = sorted({*range(len(data))} - {i for span in of_tensors for i in span})
+    draw, refused = random.Random(seed), 0
+    for number in range(count):
+        checked = number % 2 == 0
+        if checked:
+            made = mutated(data, draw, others)
+        else:
+            made = with_pickle(data, lambda text: mutated(text, draw, [*range(len(text))]))
+        path.write_bytes(made)
+        try:
+            found = read_all(root)
+        except (CheckpointError, ConfigError) as error:
+            assert len(str(error)) < 4000, error
+            refused += 1
+            continue
+        for name, tensor in found.items() if checked else ():
+            assert torch.equal(tensor, expected[name]), name
+    return refused, count - refused
+
+
+if __name__ == "__main__":
+    count, seed = (*map(int, sys.argv[1:]), *(2000, 0)[len(sys.argv) - 1 :])
+    with tempfile.TemporaryDirectory() as place:
+        print("{} refused, {} loaded, as they should".format(*run(Path(place), count, seed)))
