@@ -32,6 +32,8 @@ PACKAGES = {  # package -> its use
     "zstandard": "tools/preprocess_data.py on .zst files",
     "pyarrow": "tools/preprocess_data.py on .parquet files",
     "nltk": "tools/preprocess_data.py --sentence-splitter nltk",
+    "fsspec": "--save and --load with a URL",
+    "s3fs": "--save and --load with s3://...",
     "transformers": "tools/benchmark.py beside other models",
     "grouped_gemm": "scripts that take it from grouped_gemm_util; nothing here uses it",
     "pytest": "tests",

@@ -72,7 +72,13 @@ MUTATIONS = [
             "start_reduce_scatter(x, axis)._keep[0]",
         ),
         ("parts that are summed wide", "comm.py", CALLS, "exchanging.wait().chunk", "exchanging._keep[0].chunk"),
-        ("broadcast", "comm.py", CALLS, "broadcast(x, source)).wait()", "broadcast(x, source))"),
+        (
+            "broadcast",
+            "comm.py",
+            CALLS,
+            "start_broadcast(x, axis, source).wait()",
+            "start_broadcast(x, axis, source)._keep[0]",
+        ),
         (
             "input gathered again for a weight gradient",
             "tensor_parallel/linear.py",
