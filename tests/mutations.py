@@ -48,7 +48,7 @@ _OWN = "self.transfers.pop(action.with_op(BEGIN_OF[action.op]))"
 MUTATIONS = [
     Mutation(*row)
     for row in [
-        ("a call's wait", "comm.py", CALLS, "work.wait()\n        whereabouts", "pass\n        whereabouts"),
+        ("a call's wait", "comm.py", CALLS, "work.wait()\n        whereabouts", "None\n        whereabouts"),
         (
             "all-reduce",
             "comm.py",

@@ -49,8 +49,6 @@ class LanguageModelHead(nn.Module):
         weight = tied_weight if self.weight is None else self.weight
         if loss is None:
             return self.scores(x, weight)
-        if self.tiles == 1:
-            return loss(self.scores(x, weight), labels)
         # A tile of x holds some rows of each rank that divides the sequence, and so must a tile of labels: [s/t, t, b].
         ranks = len(labels) // len(x)
 

@@ -79,7 +79,11 @@ class TransformerLanguageModel(nn.Module):
 
         losses: labels [s, b], and loss(scores, labels) -> [s, b], which then is the result."""
         has_its_own = self.output_layer.weight is not None  # ZeRO stage 3 would gather a table that is passed in vain
-        return self.output_layer(x, None if has_its_own else self.embedding.word_embeddings.weight, *losses)
+        weight = None if has_its_own else self.embedding.word_embeddings.weight
+        if losses and self.output_layer.tiles == 1:  # whoever hooks the output layer gets its scores
+            labels, loss = losses
+            return loss(self.output_layer(x, weight), labels)
+        return self.output_layer(x, weight, *losses)
 
 
 class LanguageModelStage(nn.Module):
