@@ -9,40 +9,28 @@ import numpy as np
 from megatron.core.config import ConfigError, flag_of
 from megatron.core.datasets.blend import BlendedDataset
 from megatron.core.datasets.data_config import DataConfig
-from megatron.core.datasets.indexed import IndexedDataset
 from megatron.core.datasets.known_ids import tokenizer_name
 from megatron.core.datasets.masked import BertDataset, TextSample
 from megatron.core.datasets.masking import MaskedDataConfig, MaskingRules, WordPieces
-from megatron.core.datasets.sample_map import SampleRequest, build_sample_map
-from megatron.core.datasets.split_plan import Building, Part, SampleKind, Say, build_datasets, size_problems
+from megatron.core.datasets.sample_map import SampleRequest
+from megatron.core.datasets.sentence_samples import SentenceSamples
+from megatron.core.datasets.split_plan import Building, Part, build_datasets, size_problems
 
 _SPECIAL = 3  # tokens of a sample that are not text: [CLS], and [SEP] after each part
 
 
 @dataclass(eq=False)
-class BertSamples(SampleKind):
-    """Runs of sentences of one document, from files whose sequences are sentences. --split divides documents."""
-
-    name, arrays = "BertDataset", ("sample_index",)
+class BertSamples(SentenceSamples):
+    name = "BertDataset"
 
     seq_length: int
     masking: MaskedDataConfig
     pieces: WordPieces
     seed: int
 
-    def elements(self, indexed: IndexedDataset) -> int:
-        return indexed.document_count
-
     def request(self, ids: tuple[int, int], num_samples: int | None) -> SampleRequest:
         short, sentences = self.masking.short_seq_prob, 1 + self.masking.bert_binary_head
         return SampleRequest(ids, num_samples, self.seq_length - _SPECIAL, sentences, short, self.seed)
-
-    def build(self, part: Part, say: Say) -> tuple[np.ndarray]:
-        indexed = part.indexed
-        try:
-            return (build_sample_map(indexed.sequence_lengths, indexed.document_indices, part.request),)
-        except ValueError as error:
-            raise ValueError(f"{indexed.prefix}, {part.split} split: {error}") from None
 
     def dataset(self, part: Part, arrays: tuple[np.ndarray, ...]) -> BertDataset:
         rules, binary_head = MaskingRules(self.masking.mask_prob), self.masking.bert_binary_head

@@ -9,41 +9,29 @@ import numpy as np
 from megatron.core.config import ConfigError, flag_of
 from megatron.core.datasets.blend import BlendedDataset
 from megatron.core.datasets.data_config import DataConfig
-from megatron.core.datasets.indexed import IndexedDataset
 from megatron.core.datasets.known_ids import tokenizer_name
 from megatron.core.datasets.masked import T5Dataset, TextSample
 from megatron.core.datasets.masking import MaskedDataConfig, MaskingRules, WordPieces
-from megatron.core.datasets.sample_map import SampleRequest, build_sample_map
-from megatron.core.datasets.split_plan import Building, Part, SampleKind, Say, build_datasets, size_problems
+from megatron.core.datasets.sample_map import SampleRequest
+from megatron.core.datasets.sentence_samples import SentenceSamples
+from megatron.core.datasets.split_plan import Building, Part, build_datasets, size_problems
 
 _SPECIAL = 2  # tokens of --seq-length that Megatron leaves to special ones
 _LONGEST_SPAN = 10  # words
 
 
 @dataclass(eq=False)
-class T5Samples(SampleKind):
-    """Runs of sentences of one document, from files whose sequences are sentences. --split divides documents."""
-
-    name, arrays = "T5Dataset", ("sample_index",)
+class T5Samples(SentenceSamples):
+    name = "T5Dataset"
 
     config: DataConfig
     masking: MaskedDataConfig
     pieces: WordPieces
     seed: int
 
-    def elements(self, indexed: IndexedDataset) -> int:
-        return indexed.document_count
-
     def request(self, ids: tuple[int, int], num_samples: int | None) -> SampleRequest:
         length, short = self.config.seq_length - _SPECIAL, self.masking.short_seq_prob
         return SampleRequest(ids, num_samples, length, 1, short, self.seed)
-
-    def build(self, part: Part, say: Say) -> tuple[np.ndarray]:
-        indexed = part.indexed
-        try:
-            return (build_sample_map(indexed.sequence_lengths, indexed.document_indices, part.request),)
-        except ValueError as error:
-            raise ValueError(f"{indexed.prefix}, {part.split} split: {error}") from None
 
     def dataset(self, part: Part, arrays: tuple[np.ndarray, ...]) -> T5Dataset:
         reading = self.config.seq_length, self.seed, self.pieces, _rules(self.masking)

@@ -1,0 +1,23 @@
+"""What data sets of sentences (BERT, T5) share: how their samples are drawn from a file."""
+
+import numpy as np
+
+from megatron.core.datasets.indexed import IndexedDataset
+from megatron.core.datasets.sample_map import build_sample_map
+from megatron.core.datasets.split_plan import Part, SampleKind, Say
+
+
+class SentenceSamples(SampleKind):
+    """Runs of sentences of one document, from files whose sequences are sentences. --split divides documents."""
+
+    arrays = ("sample_index",)
+
+    def elements(self, indexed: IndexedDataset) -> int:
+        return indexed.document_count
+
+    def build(self, part: Part, say: Say) -> tuple[np.ndarray]:
+        indexed = part.indexed
+        try:
+            return (build_sample_map(indexed.sequence_lengths, indexed.document_indices, part.request),)
+        except ValueError as error:
+            raise ValueError(f"{indexed.prefix}, {part.split} split: {error}") from None
