@@ -16,6 +16,7 @@ from megatron.core.enums import ModelType
 from megatron.core.models.bert_model import BertModel
 from megatron.core.tensor_parallel.broadcast import broadcast_batch
 from megatron.training import get_runtime, get_timers, get_tokenizer, pretrain
+from megatron.training.batches import get_batch_on_this_cp_rank, mean_over_shared_samples
 
 
 def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> nn.Module:
@@ -44,13 +45,15 @@ def train_valid_test_datasets_provider(num_samples: list[int]) -> tuple[Any, Any
 
 
 def get_batch(data_iterator: Iterator | None) -> dict[str, Tensor]:
-    """The batch: is_random [b], all other entries [b, s]. Read on the first tensor-parallel rank, broadcast to the others."""
+    """The batch: is_random [b], padding_mask [b, s], all other entries [b, s] of this rank's tokens. Read on the first
+    tensor-parallel rank, broadcast to the others."""
     runtime = get_runtime()
     b, s = runtime.config.training.micro_batch_size, runtime.config.data.seq_length
     data = next(data_iterator) if data_iterator is not None else None
     where = (runtime.mesh["tp"], runtime.device.torch_device)
     keys = ["text", "types", "labels", "loss_mask", "padding_mask"]
-    batch = dict(zip(keys, broadcast_batch(keys, data, torch.int64, (b, s), *where)))
+    whole = dict(zip(keys, broadcast_batch(keys, data, torch.int64, (b, s), *where)))
+    batch = get_batch_on_this_cp_rank(whole) | {"padding_mask": whole["padding_mask"]}  # of keys, which all are seen
     (batch["is_random"],) = broadcast_batch(["is_random"], data, torch.int64, (b,), *where)
     return batch
 
@@ -66,7 +69,7 @@ def loss_func(
     losses, order = output
     mask = batch["loss_mask"].to(losses.dtype)
     words = torch.stack(((losses * mask).sum(), mask.sum()))
-    loss, report = words[0] / words[1].clamp(min=1), {"lm loss": words.detach()}
+    loss, report = mean_over_shared_samples(*words), {"lm loss": words.detach()}
     if order is None:
         return loss, report
     scores = order.to(torch.promote_types(order.dtype, torch.float32))

@@ -15,6 +15,7 @@ from megatron.core.enums import ModelType
 from megatron.core.models.t5_model import T5Model
 from megatron.core.tensor_parallel.broadcast import broadcast_batch
 from megatron.training import get_runtime, get_timers, get_tokenizer, pretrain
+from megatron.training.batches import get_batch_on_this_cp_rank
 
 
 def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> nn.Module:
@@ -38,19 +39,19 @@ def train_valid_test_datasets_provider(num_samples: list[int]) -> tuple[Any, Any
 
 
 def get_batch(data_iterator: Iterator | None) -> dict[str, Tensor]:
-    """The batch: text_enc, enc_mask [b, s]; text_dec, labels, loss_mask [b, t]. Read on the first tensor-parallel rank, broadcast
-    to the others."""
+    """The batch: enc_mask [b, s]; text_enc [b, s] and text_dec, labels, loss_mask [b, t] of this rank's tokens. Read on the first
+    tensor-parallel rank, broadcast to the others."""
     runtime = get_runtime()
     b, lengths = runtime.config.training.micro_batch_size, runtime.config.data
     data = next(data_iterator) if data_iterator is not None else None
     where = (runtime.mesh["tp"], runtime.device.torch_device)
-    batch = {}
+    whole = {}
     for length, keys in (
         (lengths.seq_length, ["text_enc", "enc_mask"]),
         (lengths.decoder_seq_length, ["text_dec", "labels", "loss_mask"]),
     ):
-        batch |= dict(zip(keys, broadcast_batch(keys, data, torch.int64, (b, length), *where)))
-    return batch
+        whole |= dict(zip(keys, broadcast_batch(keys, data, torch.int64, (b, length), *where)))
+    return get_batch_on_this_cp_rank(whole) | {"enc_mask": whole["enc_mask"]}  # of keys, which all are seen
 
 
 def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

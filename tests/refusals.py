@@ -327,7 +327,11 @@ T5_REFUSALS = {
         T5 + "--context-parallel-size 1 --window-size 4,0 --compile regions",
         "--window-size --compile regions",
     ),
-    "texts of two lengths": (2, T5 + "--context-parallel-size 2", "--context-parallel-size"),
+    "chunks of the decoder's text": (
+        4,
+        T5 + "--context-parallel-size 4 --decoder-seq-length 12",
+        "--decoder-seq-length 12 8 --context-parallel-size 4",
+    ),
     "rotation": (1, T5 + "--position-embedding-type rope", "--position-embedding-type rope"),
     "places of norms": (1, T5 + "--norm-placement post", "--norm-placement post"),
     "shared keys": (1, T5 + "--group-query-attention --num-query-groups 2", "--group-query-attention"),

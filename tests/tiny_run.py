@@ -105,13 +105,18 @@ def sample(number: int, texts: Texts = Texts()) -> dict[str, Tensor]:
 
 
 def microbatches(
-    batch: BatchShape, first_sample: int, mesh: Mesh, texts: Texts = Texts(), sample=sample
+    batch: BatchShape,
+    first_sample: int,
+    mesh: Mesh,
+    texts: Texts = Texts(),
+    sample=sample,
+    uncut: Collection[str] = ("documents",),
 ) -> Iterator[dict[str, Tensor]]:
     for i in range(batch.num_microbatches):
         rows = [sample(number, texts) for number in batch.samples_of(first_sample, i, mesh["dp"])]
         whole = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
         yield {
-            key: x if key == "documents" else of_my_rows(x, mesh["cp"], dim=2 if x.dim() == 4 else 1)
+            key: x if key in uncut else of_my_rows(x, mesh["cp"], dim=2 if x.dim() == 4 else 1)
             for key, x in whole.items()
         }
 
@@ -135,6 +140,7 @@ class Subject:
     make: Callable[..., nn.Module]
     forward_step: Callable
     sample: Callable[[int, Texts], dict[str, Tensor]]
+    uncut: Collection[str] = ("documents",)  # of a sample: what each rank that has a part of it needs whole
 
 
 GPT = Subject(lambda config, **parts: GPTModel(config, positions=SEQ, **parts), forward_step, sample)
@@ -257,7 +263,8 @@ class TinyTrainer:
         """Step `number` of a run. options: of `train_step`."""
         first = number * self.global_batch
         data = {
-            stage: microbatches(self.batch, first, self.mesh, self.texts, self.subject.sample) for stage in self.chunks
+            stage: microbatches(self.batch, first, self.mesh, self.texts, self.subject.sample, self.subject.uncut)
+            for stage in self.chunks
         }
         return train_step(self.pipeline, self.adam, data, first_sample=first, lr=lr, **options)
 

@@ -44,6 +44,17 @@ def get_batch_on_this_cp_rank(batch: dict[str, Tensor | None]) -> dict[str, Tens
     }
 
 
+def mean_over_shared_samples(total: Tensor, count: Tensor) -> Tensor:
+    """A mean over the tokens of a microbatch, as `loss_func` returns it in Megatron's older form, (loss, report).
+
+    total, count: of this rank's tokens. The ranks that share the samples each get a number, of which the step takes the mean; all
+    of them must call."""
+    sharing = parallel_state.get_mesh()["cp"]
+    if sharing.size > 1:
+        total, count = total * sharing.size, comm.all_reduce(count.clone(), sharing)
+    return total / count.clamp(min=1)
+
+
 def average_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
     """Mean of each loss over the data-parallel ranks: [len(losses)], detached. Every rank of the stage must call."""
     tokens = parallel_state.get_mesh().tokens

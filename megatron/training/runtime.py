@@ -90,7 +90,7 @@ class Runtime:
             self.dropout_keys,
             tier=self.tier if self.tier is not None and self.tier.name == "file" else None,
             cp_types=tuple(self.config.parallel.cp_comm_type),
-            longest=self.config.data.seq_length,
+            longest=max(self.config.data.seq_length, self.config.data.decoder_seq_length or 0),
             sequence_parallel=self.config.parallel.sequence_parallel_on,
             device=self.device.torch_device,
             weight_grads=self.weight_grads,

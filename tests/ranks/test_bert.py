@@ -50,17 +50,27 @@ def loss_func(batch: dict[str, Tensor], output: tuple[Tensor, Tensor | None]):
     return restored + told, {"lm loss": (restored + told).detach()}
 
 
-def forward_step(data, model):
+def sum_loss_func(batch: dict[str, Tensor], output: tuple[Tensor, Tensor | None]):
+    """Sums over words, which ranks that share samples can add up, and a share of the pairs' for each of these ranks."""
+    losses, order = output
+    told = functional.cross_entropy(order, batch["is_random"], reduction="sum") * losses.shape[1] / SEQ
+    total, count = (losses * batch["loss_mask"]).sum() + told, batch["loss_mask"].sum()
+    return total, count, {"lm loss": torch.stack((total.detach(), count))}
+
+
+def forward_step(data, model, loss=loss_func):
     batch = next(data)
     output = model(batch["text"], batch["padding_mask"], batch["types"], batch["labels"])
-    return output, partial(loss_func, batch)
+    return output, partial(loss, batch)
 
 
 def make(config, **parts) -> BertModel:
     return BertModel(config, positions=SEQ, **parts)
 
 
+UNCUT = "padding_mask", "is_random"
 BERT = Subject(make, forward_step, sample)
+SHARED_BERT = Subject(make, partial(forward_step, loss=sum_loss_func), sample, UNCUT)
 MICROBATCH = (
     2  # samples: the mean over a microbatch's masked words is no mean over all, so that all layouts must agree on it
 )
@@ -100,6 +110,29 @@ def one_process(name: str) -> Outcome:
 def test_every_layout_equals_one_process(name: str, layout: Layout):
     got = run(CONFIGS[name], layout, global_batch=4 * MICROBATCH, subject=BERT)
     assert_equal(got, one_process(name), 1e-10)
+
+
+KINDS = ("p2p", "all_gather", "a2a", "a2a+p2p")
+ZERO_2 = DataParallelConfig(zero_stage=2, overlap_grad_reduce=True, ddp_bucket_size=1500)
+SHARED = {
+    **{kind: Layout(cp=2, cp_heads=2, cp_types=(kind,), m=2) for kind in KINDS},
+    "mixed": Layout(
+        tp=2, sp=True, pp=2, cp=2, cp_heads=2, cp_types=KINDS, m=2, schedule="zb-h1", data_parallel=ZERO_2, delayed=True
+    ),
+    "of 4": Layout(cp=4, dp=2, m=2, recompute="uniform 2", data_parallel=DataParallelConfig(zero_stage=3)),
+}
+
+
+@pytest.mark.parametrize("name", ["p2p", *(pytest.param(n, marks=pytest.mark.full) for n in SHARED if n != "p2p")])
+def test_a_shared_text_gives_the_numbers_of_one_process(name: str):
+    """Padding, attention to both sides, the first token's order of sentences, and dropout, under context parallelism."""
+    got = run(CONFIGS["bert"], SHARED[name], steps=1, global_batch=4 * MICROBATCH, subject=SHARED_BERT)
+    assert_equal(got, sums_of_one_process(), 1e-10)
+
+
+@cache
+def sums_of_one_process() -> Outcome:
+    return run(CONFIGS["bert"], Layout(m=4), steps=1, global_batch=4 * MICROBATCH, subject=SHARED_BERT)
 
 
 def whole_model(config, **more) -> BertModel:

@@ -27,6 +27,7 @@ TP, PP, ZERO = "--tensor-model-parallel-size 2 ", "--pipeline-model-parallel-siz
 SP = TP + "--sequence-parallel "
 VPP = PP + "--num-layers-per-virtual-pipeline-stage 1 "
 OVERLAP = "--overlap-grad-reduce --ddp-bucket-size 1500 "
+CP = "--context-parallel-size 2 --cp-comm-type "
 LAYOUTS = {
     "tp": ({"tp": 2}, TP),
     "tp4-sp-selective": ({"tp": 4}, "--tensor-model-parallel-size 4 --sequence-parallel --recompute-activations "),
@@ -37,6 +38,18 @@ LAYOUTS = {
     "tp-sp-pp-dp-zero2": ({"tp": 2, "pp": 2, "dp": 2}, SP + PP + "--zero-stage 2 " + OVERLAP),
     "tp-vpp-dp": ({"tp": 2, "pp": 2, "dp": 2}, TP + VPP + OVERLAP),
     "dp-zero3": ({"dp": 2}, "--zero-stage 3 "),
+    "cp-p2p": ({"cp": 2}, CP + "p2p "),
+    "cp-a2a-tp-sp-pp-dp-zero1": (
+        {"tp": 2, "cp": 2, "pp": 2, "dp": 2},
+        CP + "a2a " + SP + PP + ZERO + "--recompute-activations ",
+    ),
+    "cp-all_gather-dp-zero3": ({"cp": 2, "dp": 2}, CP + "all_gather --zero-stage 3 "),
+    "cp4-mixed-full": (
+        {"cp": 4, "cp_heads": 2, "tp": 2},
+        "--context-parallel-size 4 --cp-comm-type a2a+p2p p2p all_gather p2p --hierarchical-context-parallel-sizes 2 2 "
+        + TP
+        + "--recompute-granularity full --recompute-method uniform ",
+    ),
 }
 HEADS = {"with the order of sentences": "", "words alone": "--bert-no-binary-head "}
 

@@ -38,6 +38,7 @@ MODEL = (
 TP, PP = "--tensor-model-parallel-size 2 ", "--pipeline-model-parallel-size 2 "
 SPLIT = "--decoder-num-layers 2 --pipeline-model-parallel-size 3 --pipeline-model-parallel-split-rank "
 OVERLAP = "--overlap-grad-reduce --ddp-bucket-size 1500 "
+CP, LONGER = "--context-parallel-size 2 --cp-comm-type ", "--decoder-seq-length 16 "
 # name: (sizes, flags, flags of one process)
 LAYOUTS = {
     "tp-sp-pp-dp-zero2": ({"tp": 2, "pp": 2, "dp": 2}, TP + PP + "--sequence-parallel --zero-stage 2 " + OVERLAP, ""),
@@ -65,6 +66,26 @@ LAYOUTS = {
         "",
     ),
     "dp-zero3-offloaded": ({"dp": 2}, "--zero-stage 3 --offload-params --optimizer-cpu-offload ", ""),
+    "cp-p2p-tp-sp-pp-zero2": (
+        {"cp": 2, "tp": 2, "pp": 2, "dp": 2},
+        CP + "p2p " + TP + PP + "--sequence-parallel --zero-stage 2 " + OVERLAP,
+        LONGER,
+    ),
+    "cp-all_gather-zb-v-full": (
+        {"cp": 2, "pp": 2},
+        CP + "all_gather " + PP + "--pipeline-schedule zb-v --recompute-granularity full --recompute-method uniform ",
+        LONGER,
+    ),
+    "cp-a2a-split": (
+        {"cp": 2, "pp": 3},
+        CP + "a2a " + SPLIT + "2 --untie-embeddings-and-output-weights ",
+        LONGER + "--decoder-num-layers 2 --untie-embeddings-and-output-weights ",
+    ),
+    "cp4-both-zero3": (
+        {"cp": 4, "cp_heads": 2},
+        "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2 --zero-stage 3 ",
+        LONGER,
+    ),
 }
 
 BESIDE = ("packed inputs", "dp-zero3-offloaded")  # of the sweep
@@ -110,8 +131,9 @@ def test_every_layout_trains_as_one_process(layout: str):
     """With dropout."""
     sizes, flags, alone = LAYOUTS[layout]
     expected_steps, expected = one_process(alone)
-    where = {"stages": stage_map("zb-v", 2, 2)} if layout == "zb-v-full" else {}
-    ranks = run_ranks(sizes, partial(train, flags=flags), **where)
+    where = {"stages": stage_map("zb-v", 2, 2)} if "zb-v-full" in layout else {}
+    longer = LONGER if LONGER in alone else ""  # a part of the decoder's text for each rank
+    ranks = run_ranks(sizes, partial(train, flags=longer + flags), **where)
     steps, validation = ranks[0 if where else -1]  # the last stage of zb-v is on the first rank
     for got, losses in zip(steps, expected_steps, strict=True):
         assert got == pytest.approx(losses, rel=1e-10)

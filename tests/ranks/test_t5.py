@@ -226,7 +226,10 @@ def forward_step(data, model):
 
 
 T5 = Subject(
-    lambda config, **parts: T5Model(config, positions=SEQ, decoder_seq_length=DECODER, **parts), forward_step, sample
+    lambda config, **parts: T5Model(config, positions=SEQ, decoder_seq_length=DECODER, **parts),
+    forward_step,
+    sample,
+    ("seen",),
 )
 OVERLAP = DataParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=1500)
 ZERO = replace(OVERLAP, use_distributed_optimizer=True, overlap_param_gather=True)
@@ -267,6 +270,39 @@ def cases():
 def test_every_layout_equals_one_process(name: str, layout: Layout):
     got = run(CONFIGS[name], layout, steps=2, global_batch=8, subject=T5)
     assert_equal(got, one_process(name), 1e-10)
+
+
+KINDS = ("p2p", "all_gather", "a2a", "a2a+p2p")
+SHARED = {
+    **{kind: Layout(cp=2, cp_heads=2, cp_types=(kind,), m=2) for kind in KINDS},
+    "mixed": Layout(
+        tp=2,
+        sp=True,
+        pp=2,
+        cp=2,
+        cp_heads=2,
+        cp_types=2 * KINDS,
+        m=2,
+        schedule="zb-h1",
+        data_parallel=ZERO,
+        delayed=True,
+    ),
+    "stage 3": Layout(cp=2, dp=2, m=2, recompute="uniform 2", data_parallel=DataParallelConfig(zero_stage=3)),
+    "core": Layout(cp=2, tp=2, cp_types=("all_gather",), m=2, recompute="selective"),
+}
+
+
+@pytest.mark.parametrize("name", ["p2p", *(pytest.param(n, marks=pytest.mark.full) for n in SHARED if n != "p2p")])
+def test_shared_texts_give_the_numbers_of_one_process(name: str):
+    """Both texts cut under context parallelism: relative positions, padding, attention to the encoder's text, dropout."""
+    model = "gated" if name in ("stage 3", "core") else "t5"
+    got = run(CONFIGS[model], SHARED[name], steps=1, global_batch=8, subject=T5)
+    assert_equal(got, one_step_of_one_process(model), 1e-10)
+
+
+@cache
+def one_step_of_one_process(name: str) -> Outcome:
+    return run(CONFIGS[name], Layout(m=4), steps=1, global_batch=8, subject=T5)
 
 
 def test_flops_are_those_that_torch_counts():

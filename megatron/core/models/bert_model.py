@@ -12,7 +12,6 @@ from megatron.core.compiler import compiles
 from megatron.core.models.language_model import LanguageModelStage
 from megatron.core.models.rules import BERT_RULES
 from megatron.core.placement import Constant, InitialValue, Placement
-from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
@@ -35,19 +34,18 @@ class Dense(nn.Module):
 
 
 class Pooler(nn.Module):
-    """tanh(W x + b) of one position of the sequence.
+    """tanh(W x + b) of the first token.
 
-    forward(x [s, b, h], or [s/t, b, h] under sequence parallelism) -> [b, h], the same on every tensor-parallel rank.
+    forward(x [s, b, h], or the rows of it that a rank has) -> [b, h], the same on every rank that has some.
     """
 
     def __init__(self, config: ModelConfig, context: LayerContext):
         super().__init__()
-        self.axis, self.sequence_parallel = context.tp.axis, context.tp.sequence_parallel
+        self.context = context
         self.dense = Dense(config.hidden_size, config.hidden_size, config.init, context, partial=False)
 
-    def forward(self, x: Tensor, position: int = 0) -> Tensor:
-        whole = mappings.whole_sequence(x, self.axis) if self.sequence_parallel else x
-        return torch.tanh(self.dense(whole[position]))
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.dense(self.context.first_token(x)))
 
 
 class WordBias(nn.Module):
@@ -81,7 +79,8 @@ class BertModel(LanguageModelStage):
     forward(input_ids, attention_mask, tokentype_ids, lm_labels, all [b, s]): hidden states [s, b, h]; on the last stage a pair:
         the loss of each token [b, s], or without labels the scores [b, s, padded vocabulary / t];
         the scores of the two orders of sentences [b, 2], or None without `add_binary_head`.
-    attention_mask: 1 for a token, 0 for padding, which no query attends to; every stage needs it.
+    Of ranks that share samples each gives its rows of them, but all columns of the attention_mask: 1 for a token, 0 for padding,
+    which no query attends to; every stage needs it.
     """
 
     rules = BERT_RULES
@@ -115,7 +114,7 @@ class BertModel(LanguageModelStage):
         positions = (
             None
             if input_ids is None
-            else torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+            else self.context.positions(input_ids.shape[1], input_ids.device).expand_as(input_ids)
         )
         # Only keys are masked: a query without any key would give NaN, and the results of padding are not used.
         nobody_looks_at = attention_mask[:, None, None, :] == 0  # [b, 1, 1, s]

@@ -66,8 +66,6 @@ def _problems_of_bert(config: Any, tokenizer: Tokenizer | None) -> list[str]:
         problems.append("--add-output-bias: the scores of a BERT have a bias in any case; leave it out")
     if config.transformer.window_size is not None:
         problems.append("--window-size looks back alone, and a word of a BERT sees both sides; leave it out")
-    if config.parallel.context_parallel_size > 1:
-        problems.append("--context-parallel-size above 1 is not built yet for a BERT; use 1")
     return problems
 
 
@@ -85,8 +83,6 @@ def _problems_of_t5(config: Any, tokenizer: Tokenizer | None) -> list[str]:
             f"({tensor}); change one"
         )
     unbuilt = {
-        "--context-parallel-size above 1, which would cut two texts of different lengths": parallel.context_parallel_size
-        > 1,
         "--position-embedding-type rope": model.position_embedding_type == "rope",
         f"--norm-placement {model.norm_placement}": model.norm_placement != "pre",
         "--apply-residual-connection-post-layernorm": model.apply_residual_connection_post_layernorm,

@@ -80,7 +80,8 @@ class EncoderDecoder(nn.Module):
 
     forward(encoder ids [b, s], decoder ids [b, t], hidden keys of the encoder [b, 1, 1, s]) -> (x [s, b, h], y [t, b, h], the
     tables of relative positions if the model has them), what the next stage starts from; under sequence parallelism a part of
-    each text. layers: numbers over the whole model, those of the encoder first; their names count each stack from 0.
+    each text. Ranks that share samples each give their rows of both texts, and all hidden keys. layers: numbers over the whole
+    model, those of the encoder first; their names count each stack from 0.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class EncoderDecoder(nn.Module):
         super().__init__()
         tied, n = not config.untie_embeddings_and_output_weights, config.num_layers
         self.pre_process, self.post_process = pre_process, post_process
-        self.settings, self.rows = config, context.rows
+        self.settings, self.context = config, context
         self.embedding = self.output_layer = None
         self.encoder = self.decoder = None
         if pre_process or (post_process and tied):
@@ -149,7 +150,7 @@ class EncoderDecoder(nn.Module):
 
     def _embedded(self, *texts: Tensor) -> list[Tensor]:
         x, y = (
-            self.embedding(ids, torch.arange(ids.shape[1], device=ids.device).expand_as(ids), None, dropout)
+            self.embedding(ids, self.context.positions(ids.shape[1], ids.device).expand_as(ids), None, dropout)
             for ids, dropout in zip(texts, (None, self.decoder_dropout))
         )
         return [x, y, *([self.encoder_relative_pos_emb(), self.decoder_relative_pos_emb()] if self.has_tables else [])]
@@ -158,7 +159,10 @@ class EncoderDecoder(nn.Module):
         """hidden: of keys; None: causal."""
         if not tables:
             return hidden
-        return Biased(self._biases[stack].of(tables[stack], self.rows.length_of(x.shape[0])), hidden)
+        rows = self.context.rows
+        held = x.shape[0] * rows.sp.size
+        mine = self.context.positions(held, torch.device("cpu"))
+        return Biased(self._biases[stack].of(tables[stack], rows.within_layers.length_of(held), mine), hidden)
 
     def scores(self, x: Tensor) -> Tensor:
         """Hidden states [t, b, h] -> scores [t, b, padded vocabulary / t]; on the last stage."""

@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.core.grid import ALONE, Axis
+from megatron.core.held_rows import positions_of
 from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.random import DropoutKeys, HiddenDropout
 from megatron.core.sequence_rows import SequenceRows
+from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.tiers.tier import Tier
 from megatron.core.transformer.context_parallel.method import ContextParallel
@@ -52,6 +54,16 @@ class LayerContext:
     def rows(self) -> SequenceRows:
         """The rows of each sample that this rank holds between layers."""
         return SequenceRows(self.cp.axis, self.tp.sequence_axis or ALONE)
+
+    def positions(self, held: int, device: torch.device) -> Tensor:
+        """[held], the place in its sample of each row that this rank holds inside a layer."""
+        return positions_of(self.rows.within_layers, held, device)
+
+    def first_token(self, x: Tensor) -> Tensor:
+        """[b, h], the first row of whole samples, of hidden states x between two layers, on every rank that has rows of them. All
+        of these must call."""
+        mine = mappings.whole_sequence(x[:1], self.tp.axis) if self.tp.sequence_parallel else x[:1]
+        return mappings.gather_sequence(mine[:1], self.cp.axis)[0]
 
     def hidden_dropout(self, probability: float, site: str, layer: int) -> HiddenDropout:
         """Dropout of hidden states. site: a unique name for each place in a layer."""

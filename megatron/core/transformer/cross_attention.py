@@ -13,8 +13,8 @@ class ParallelCrossAttention(nn.Module):
     """Queries from x, keys and values from another sequence; each rank computes n/t heads.
 
     The fused key/value weight holds the heads one after the other, each as its key head and its value head.
-    forward(x [s, b, h], memory [m, b, h], mask) -> [s, b, h]. mask: bool [.., s, m], True where attention is masked; None: all
-    of the other sequence is seen. Source: "Attention Is All You Need", Vaswani et al. 2017, section 3.2.3.
+    forward(x [s, b, h], memory [m, b, h], mask) -> [s, b, h]. mask: bool [.., s or 1, m], True where attention is masked; None:
+    all of the other sequence is seen. Source: "Attention Is All You Need", Vaswani et al. 2017, section 3.2.3.
     """
 
     gives_hidden_states = True
@@ -28,7 +28,7 @@ class ParallelCrossAttention(nn.Module):
         options = {"tp": context.tp, "init": config.init, "bias": config.add_bias_linear}
         self.linear_q = ColumnParallelLinear(config.hidden_size, n * d, **options)
         self.linear_kv = ColumnParallelLinear(config.hidden_size, 2 * n * d, interleaved=(d, d), **options)
-        self.core_attention = make_core(config, layer, context)
+        self.core_attention, self.rows = make_core(config, layer, context), context.rows.within_layers
         of_output = options | {"init": config.output_init}
         self.linear_proj = RowParallelLinear(n * d, config.hidden_size, **of_output)
 
@@ -40,5 +40,5 @@ class ParallelCrossAttention(nn.Module):
         q = self.linear_q(x)[0].unflatten(-1, (self.heads, self.head_width))
         k, v = self.linear_kv(memory)[0].unflatten(-1, (self.heads, 2, self.head_width)).unbind(3)
         if mask is None:
-            mask = torch.zeros(1, 1, len(q), len(k), dtype=torch.bool, device=q.device)
+            mask = torch.zeros(1, 1, 1, self.rows.length_of(len(k)), dtype=torch.bool, device=q.device)
         return self.core_attention(q, k, v, mask)

@@ -49,7 +49,7 @@ class Window:
 class Biased:
     """In place of a mask: `within` hides keys, and `bias` is added to the scores of all heads of this rank."""
 
-    bias: Tensor  # [n, s, s]
+    bias: Tensor  # [n, s, s], or of this rank's rows alone
     within: Tensor | None
 
     @property

@@ -154,7 +154,8 @@ def _model_problems(config: Config, _: int) -> Iterator[str]:
     model, tensor = config.transformer, config.parallel.tensor_model_parallel_size
     length, is_divided = config.data.seq_length, config.parallel.sequence_parallel_on
     yield from tensor_parallel_problems(model, tensor)
-    yield from context_parallel_problems(config.parallel, model, length or 0)
+    lengths = {"--seq-length": length, "--decoder-seq-length": config.data.decoder_seq_length}
+    yield from context_parallel_problems(config.parallel, model, lengths)
     if is_divided and (length or 0) % tensor:
         yield (
             f"--sequence-parallel needs a --seq-length ({length}) that is a multiple of --tensor-model-parallel-size ({tensor}); "
@@ -175,8 +176,7 @@ def _model_problems(config: Config, _: int) -> Iterator[str]:
         if length and tiles > max(rows, 1):
             yield f"{flag} {tiles} makes more tiles than a rank has tokens of a sample ({rows}); use at most {rows}"
     yield from _layer_problems(config)
-    limit, lengths = model.max_position_embeddings, {"--seq-length": length}
-    lengths["--decoder-seq-length"] = config.data.decoder_seq_length
+    limit = model.max_position_embeddings
     for flag, tokens in lengths.items() if model.position_embedding_type != "relative" else ():
         if limit is not None and tokens is not None and limit < tokens:
             yield f"--max-position-embeddings ({limit}) must be at least {flag} ({tokens})"

@@ -73,6 +73,7 @@ class Grads(NamedTuple):
     q: Tensor  # [b, n, rows, d]
     k: Tensor  # [b, groups, keys, d]
     v: Tensor  # as k
+    bias: Tensor | None = None  # [n, rows, s]
 
 
 # ---------------------------------------------------------------- torch's flash kernels
@@ -86,15 +87,17 @@ class FlashBlocks:
     size: int
     name = "flash"
 
-    def add(self, merged: Merged, q: Tensor, k: Tensor, v: Tensor, theirs: ChunkNumbers) -> None:
+    def add(self, merged: Merged, q: Tensor, k: Tensor, v: Tensor, theirs: ChunkNumbers, bias: None = None) -> None:
         for rows, keys, causal in blocks_between(self.mine, theirs, self.size):
             merged.add(rows, *_flash(q[:, :, rows], k[:, :, keys], v[:, :, keys], causal)[:2])
 
-    def add_grads(self, grads: Grads, up: Upstream, q: Tensor, k: Tensor, v: Tensor, theirs: ChunkNumbers) -> None:
+    def add_grads(
+        self, grads: Grads, up: Upstream, q: Tensor, k: Tensor, v: Tensor, theirs: ChunkNumbers, bias: None = None
+    ) -> None:
         for rows, keys, causal in blocks_between(self.mine, theirs, self.size):
             here = Upstream(*(x[:, :, rows] for x in up))
             found = _flash_backward(here, q[:, :, rows], k[:, :, keys], v[:, :, keys], causal)
-            for total, part, x in zip(grads, (rows, keys, keys), found):
+            for total, part, x in zip(grads[:3], (rows, keys, keys), found):
                 total[:, :, part] += x
 
 
@@ -143,26 +146,40 @@ def _summed(x: Tensor, groups: int) -> Tensor:
 @dataclass(frozen=True)
 class TiledBlocks:
     """Attention under any mask, with dropout or without, tile by tile. mask: as the kernels take it, for all of the sample; a
-    tensor's rows are mine [.., rows, s]."""
+    tensor's rows are mine, [.., rows or 1, s]. key_size: keys of a chunk, of another sequence than the rows'.
+
+    bias of `add` and `add_grads`: [n, my rows, s], of `Scoring`."""
 
     mine: ChunkNumbers
     size: int
     mask: Mask
     dropout: AttentionDropout
     cap: float | None = None  # as of `Scoring`
+    key_size: int | None = None
     name = "tiled"
 
-    def add(self, merged: Merged, q: Tensor, k: Tensor, v: Tensor, theirs: ChunkNumbers) -> None:
+    def add(
+        self, merged: Merged, q: Tensor, k: Tensor, v: Tensor, theirs: ChunkNumbers, bias: Tensor | None = None
+    ) -> None:
         k, v = _repeated(q, k, v)
         for tile in self._tiles(theirs):
-            scores = self._masked(self._products(q, k, tile), tile)
+            scores = self._masked(self._products(q, k, tile), tile, bias)
             log_sums = scores.logsumexp(dim=-1)
             base = log_sums.masked_fill(log_sums == -math.inf, 0)  # rows that see none of these keys
             probabilities = scores.sub_(base.unsqueeze(-1)).exp_()
             self._drop(self._kept(q, tile), probabilities)
             merged.add(tile.rows, probabilities.to(q.dtype) @ v[:, :, tile.keys], log_sums)
 
-    def add_grads(self, grads: Grads, up: Upstream, q: Tensor, k: Tensor, v: Tensor, theirs: ChunkNumbers) -> None:
+    def add_grads(
+        self,
+        grads: Grads,
+        up: Upstream,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        theirs: ChunkNumbers,
+        bias: Tensor | None = None,
+    ) -> None:
         groups = k.shape[1]
         k, v = _repeated(q, k, v)
         inner = up.inner.unsqueeze(-1)
@@ -170,12 +187,15 @@ class TiledBlocks:
             rows, keys = tile[:2]
             products, grad = self._products(q, k, tile), up.grad[:, :, rows]
             slope = self._scoring.slope(products) / math.sqrt(q.shape[-1])
-            scores = self._masked(products, tile)
+            scores = self._masked(products, tile, bias)
             probabilities = scores.sub_(up.log_sums[:, :, rows].unsqueeze(-1)).exp_()
             kept = self._kept(q, tile)
             by_probabilities = (grad @ v[:, :, keys].transpose(-1, -2)).to(scores.dtype)
             self._drop(kept, by_probabilities)
-            by_scores = (probabilities * (by_probabilities - inner[:, :, rows]) * slope).to(q.dtype)
+            by_sums = probabilities * (by_probabilities - inner[:, :, rows])  # of product and bias
+            if grads.bias is not None:
+                _of_tile(grads.bias, tile).add_(by_sums.sum(dim=0))
+            by_scores = (by_sums * slope).to(q.dtype)
             self._drop(kept, probabilities)
             grads.q[:, :, rows] += by_scores @ k[:, :, keys]
             grads.k[:, :, keys] += _summed(by_scores.transpose(-1, -2) @ q[:, :, rows], groups)
@@ -185,7 +205,7 @@ class TiledBlocks:
         before = self.mask.before if isinstance(self.mask, Window) else None
         is_causal = not isinstance(self.mask, Tensor)
         where = {"queries": _QUERIES, "keys": _KEYS, "before": before, "is_causal": is_causal}
-        return tiles_between(self.mine, theirs, self.size, **where)
+        return tiles_between(self.mine, theirs, self.size, **where, key_size=self.key_size)
 
     @property
     def _scoring(self) -> Scoring:
@@ -197,9 +217,11 @@ class TiledBlocks:
         scores = q @ k[:, :, tile.keys].transpose(-1, -2)
         return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
-    def _masked(self, products: Tensor, tile: ScoreTile) -> Tensor:
-        """Capped, and -inf where a key is hidden. May overwrite the products."""
-        return self._scoring.capped(products).masked_fill_(_hidden(self.mask, tile, products), -math.inf)
+    def _masked(self, products: Tensor, tile: ScoreTile, bias: Tensor | None) -> Tensor:
+        """Capped, with the bias, and -inf where a key is hidden. May overwrite the products."""
+        scores = self._scoring.capped(products)
+        scores = scores if bias is None else scores.add_(_of_tile(bias, tile))
+        return scores.masked_fill_(_hidden(self.mask, tile, products), -math.inf)
 
     def _kept(self, q: Tensor, tile: ScoreTile) -> Tensor | None:
         """1 where a probability of the tile is kept, 0 where dropout takes it; None: all are kept."""
@@ -217,9 +239,9 @@ class TiledBlocks:
 
 def _hidden(mask: Mask, tile: ScoreTile, scores: Tensor) -> Tensor:
     """The tile's part of `hidden_keys`, which broadcasts to its scores."""
-    device, keys = scores.device, slice(tile.first_key, tile.first_key + _length(tile.keys))
     if isinstance(mask, Tensor):
-        return mask[..., tile.rows, keys]
+        return _of_tile(mask, tile)
+    device, keys = scores.device, slice(tile.first_key, tile.first_key + _length(tile.keys))
     rows = slice(tile.first_row, tile.first_row + _length(tile.rows))
     before, within = (mask.before, mask.within) if isinstance(mask, Window) else (None, mask)
     distance = torch.arange(rows.start, rows.stop, device=device)[:, None] - torch.arange(
@@ -227,11 +249,17 @@ def _hidden(mask: Mask, tile: ScoreTile, scores: Tensor) -> Tensor:
     )
     hidden = distance < 0 if before is None else (distance < 0) | (distance > before)
     if isinstance(within, Tensor):
-        return hidden | within[..., tile.rows, keys]
+        return hidden | _of_tile(within, tile)
     if isinstance(within, Documents):
         other = within.numbers[:, rows, None] != within.numbers[:, None, keys]
         return (hidden | other)[:, None]
     return hidden
+
+
+def _of_tile(x: Tensor, tile: ScoreTile) -> Tensor:
+    """The tile's part of x [.., my rows or 1, s]."""
+    rows = tile.rows if x.shape[-2] > 1 else slice(None)
+    return x[..., rows, tile.first_key : tile.first_key + _length(tile.keys)]
 
 
 def _length(part: slice) -> int:

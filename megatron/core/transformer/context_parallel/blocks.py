@@ -64,19 +64,22 @@ def tiles_between(
     keys: int,
     before: int | None,
     is_causal: bool = True,
+    key_size: int | None = None,
 ) -> Iterator[ScoreTile]:
     """All visible pairs in tiles of at most `queries` x `keys` scores; those at the edges hold hidden pairs too.
 
-    before: how many keys a row sees before its own; None: all."""
+    before: how many keys a row sees before its own; None: all. key_size: keys of a chunk, of a sequence of another length; None:
+    as many as rows."""
+    key_size = size if key_size is None else key_size
     for at, row_chunk in enumerate(mine):
         for start in range(0, size, queries):
             first, count = row_chunk * size + start, min(queries, size - start)
             for place, key_chunk in enumerate(theirs):
-                begin = key_chunk * size
+                begin = key_chunk * key_size
                 low = begin if before is None else max(begin, first - before)
-                high = min(begin + size, first + count) if is_causal else begin + size
+                high = min(begin + key_size, first + count) if is_causal else begin + key_size
                 for key in range(low, high, keys):
-                    here = place * size + key - begin
+                    here = place * key_size + key - begin
                     rows = slice(at * size + start, at * size + start + count)
                     yield ScoreTile(rows, slice(here, here + min(keys, high - key)), first, key)
 

@@ -98,25 +98,38 @@ def by_rank(x: Tensor, ranks: int) -> Tensor:
 
 
 def attention_over_blocks(
-    q: Tensor, k: Tensor, v: Tensor, travel: Travel, kernel: FlashBlocks | TiledBlocks, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    travel: Travel,
+    kernel: FlashBlocks | TiledBlocks,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """Attention of my rows to the keys of all ranks: q [s / c, b, n, d]; k, v [s / c, b, groups, d] -> as q.
+    """Attention of my rows to the keys of all ranks: q [s / c, b, n, d]; k, v [s / c, b, groups, d] -> as q. Keys and values may
+    be those of another sequence, of another length.
 
-    sinks: [n], as of `Scoring`. Every rank that shares the sample must call, forward and backward."""
-    return _OverBlocks.apply(q, torch.stack((k, v), dim=1), sinks, travel, kernel)
+    sinks: [n], bias: [n, my rows, s], as of `Scoring`. Every rank that shares the sample must call, forward and backward."""
+    return _OverBlocks.apply(q, torch.stack((k, v), dim=1), sinks, bias, travel, kernel)
 
 
 class _OverBlocks(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, pairs: Tensor, sinks: Tensor | None, travel: Travel, kernel: FlashBlocks | TiledBlocks
+        ctx: Any,
+        q: Tensor,
+        pairs: Tensor,
+        sinks: Tensor | None,
+        bias: Tensor | None,
+        travel: Travel,
+        kernel: FlashBlocks | TiledBlocks,
     ) -> Tensor:
         """pairs: keys and values [s / c, 2, b, groups, d]."""
         heads = _heads(q)
         merged = Merged(heads, sinks)
-        saved = travel.forward(pairs, lambda chunks, x: kernel.add(merged, heads, *_pair(x), chunks))
+        saved = travel.forward(pairs, lambda chunks, x: kernel.add(merged, heads, *_pair(x), chunks, bias))
         out = merged.out.to(q.dtype)
-        ctx.save_for_backward(q, saved, out, merged.log_sums, sinks)
+        ctx.save_for_backward(q, saved, out, merged.log_sums, sinks, bias)
         ctx.travel, ctx.kernel = travel, kernel
         return out.permute(2, 0, 1, 3)
 
@@ -124,18 +137,21 @@ class _OverBlocks(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: recomputation fills it when it is read
         q, pairs = saved[:2]
-        up, sinks = Upstream(_heads(grad), *saved[2:4]), saved[4]
+        sinks, bias = saved[4:]
+        up = Upstream(_heads(grad), *saved[2:4])
         heads = _heads(q)
         of_q = wide_empty(heads.shape, heads).zero_()
+        of_bias = wide_empty(bias.shape, bias).zero_() if ctx.needs_input_grad[3] else None
 
         def visit(chunks: ChunkNumbers, here: Tensor) -> Tensor:
             of_pairs = wide_empty(here.shape, here).zero_()
-            ctx.kernel.add_grads(Grads(of_q, *_pair(of_pairs)), up, heads, *_pair(here), chunks)
+            ctx.kernel.add_grads(Grads(of_q, *_pair(of_pairs), of_bias), up, heads, *_pair(here), chunks, bias)
             return of_pairs
 
         of_pairs = ctx.travel.backward(pairs, visit)
         of_sinks = None if sinks is None else up.grad_of_sinks(sinks)
-        return of_q.permute(2, 0, 1, 3).to(q.dtype), of_pairs.to(q.dtype), of_sinks, None, None
+        of_bias = None if of_bias is None else of_bias.to(bias.dtype)
+        return of_q.permute(2, 0, 1, 3).to(q.dtype), of_pairs.to(q.dtype), of_sinks, of_bias, None, None
 
 
 def _heads(x: Tensor) -> Tensor:

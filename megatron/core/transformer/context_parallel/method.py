@@ -16,7 +16,7 @@ from megatron.core.sequence_rows import chunks_of
 from megatron.core.transformer.context_parallel.block_kernels import FlashBlocks, TiledBlocks, flash_refuses
 from megatron.core.transformer.context_parallel.merged import Gathered, Ring, Travel, attention_over_blocks, in_order
 from megatron.core.transformer.context_parallel.ulysses import my_rows, whole_sequences
-from megatron.core.transformer.masks import Mask, Window
+from megatron.core.transformer.masks import Biased, Mask, Window
 from megatron.core.transformer.scoring import Scoring
 
 
@@ -40,15 +40,18 @@ class ContextParallel:
             )
 
     def method_of(self, layer: int) -> "Method | None":
-        """layer: its number in the whole model. None: no other rank has a part of its samples."""
-        return None if self.axis.size == 1 else METHODS[self.types[layer if len(self.types) > 1 else 0]]
+        """layer: its number in the whole model; attentions that are numbered behind all layers begin again. None: no other rank
+        has a part of its samples."""
+        return None if self.axis.size == 1 else METHODS[self.types[layer % len(self.types)]]
 
 
 @dataclass(frozen=True)
 class SharedAttention:
-    """One attention: q [s / c, b, n, d]; k, v [s / c, b, groups, d], of my rows.
+    """One attention: q [s / c, b, n, d]; k, v [s / c, b, groups, d], of my rows; with a tensor for a mask, keys and values of
+    another sequence too.
 
-    mask: as the kernels take it. A tensor has my rows, and the columns of the whole sample, as the numbers of `Documents` are.
+    mask: as the kernels take it. A tensor, or the bias of `Biased`, has my rows, or one for all of them, and the columns of the
+    whole sample, as the numbers of `Documents` are.
     kernel(q, k, v, mask): the attention of whole samples. backend: its name in KERNELS.
     """
 
@@ -77,7 +80,8 @@ class Method:
 def over_blocks(travel: Callable[[Axis], Travel], work: SharedAttention, axis: Axis) -> Tensor:
     """Each rank computes its own rows, block by block of the keys that come to it."""
     mine = chunks_of(axis.rank, axis.size)
-    size = len(work.q) // len(mine)
+    size, key_size = len(work.q) // len(mine), len(work.k) // len(mine)
+    mask, bias = (work.mask.within, work.mask.bias) if isinstance(work.mask, Biased) else (work.mask, None)
     plain = work.mask is None and work.scoring is None and not work.dropout.is_active and flash_refuses(work.q) is None
     if work.backend not in (*_BY_FLASH, *_BY_TILES):
         raise ConfigError(
@@ -87,9 +91,10 @@ def over_blocks(travel: Callable[[Axis], Travel], work: SharedAttention, axis: A
     if plain and work.backend in _BY_FLASH:
         kernel = FlashBlocks(mine, size)
     else:
-        kernel = TiledBlocks(mine, size, work.mask, work.dropout, None if work.scoring is None else work.scoring.cap)
+        cap = None if work.scoring is None else work.scoring.cap
+        kernel = TiledBlocks(mine, size, mask, work.dropout, cap, key_size)
     sinks = None if work.scoring is None else work.scoring.sinks
-    return attention_over_blocks(work.q, work.k, work.v, travel(axis), kernel, sinks)
+    return attention_over_blocks(work.q, work.k, work.v, travel(axis), kernel, sinks, bias)
 
 
 _BY_FLASH, _BY_TILES = ("auto", "fused", "flash"), ("tiled", "tiled-eager", "unfused", "local")  # of KERNELS
@@ -126,10 +131,13 @@ def _dealt_out(work: SharedAttention, axis: Axis) -> SharedAttention:
 
 
 def _with_all_rows(mask: Mask, axis: Axis) -> Mask:
-    """The mask with the rows of all ranks of the axis, if it is a tensor."""
+    """The mask with the rows of all ranks of the axis, where it has rows; of a bias, those of my share of the heads."""
     if isinstance(mask, Window):
         return replace(mask, within=_with_all_rows(mask.within, axis))
-    if not isinstance(mask, Tensor):
+    if isinstance(mask, Biased):
+        per_row = whole_sequences(mask.bias.permute(1, 2, 0).unsqueeze(-1), axis)  # [rows, s, my share of the heads, 1]
+        return Biased(per_row.squeeze(-1).permute(2, 0, 1), _with_all_rows(mask.within, axis))
+    if not isinstance(mask, Tensor) or mask.shape[-2] == 1:
         return mask
     rows = comm.all_gather(mask.movedim(-2, 0).to(torch.uint8), axis)
     return in_order(rows, axis.size).movedim(0, -2).bool()

@@ -1,36 +1,41 @@
 """Rules of context parallelism. All problems are found before a process group exists."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.transformer.context_parallel.method import METHODS
 from megatron.core.transformer.model_config import ModelConfig
 
 
-def context_parallel_problems(parallel: ParallelConfig, model: ModelConfig, seq_length: int) -> Iterator[str]:
-    """One line for each violated rule."""
+def context_parallel_problems(
+    parallel: ParallelConfig, model: ModelConfig, lengths: Mapping[str, int | None]
+) -> Iterator[str]:
+    """One line for each violated rule. lengths: tokens of a sample by flag; None: not given."""
     ranks, types = parallel.context_parallel_size, parallel.cp_comm_type
     if unknown := sorted({*types} - {*METHODS}):
         yield f"--cp-comm-type {' '.join(unknown)} is none of {', '.join(METHODS)}; change it"
         return
-    if len(types) not in (1, model.num_layers):
+    if len(types) not in (1, model.all_layers):
+        layers = "--num-layers" if model.decoder_num_layers is None else "--num-layers + --decoder-num-layers"
         yield (
-            f"--cp-comm-type has {len(types)} entries and --num-layers is {model.num_layers}; give one for all layers, or one "
-            "for each"
+            f"--cp-comm-type has {len(types)} entries and {layers} is {model.all_layers}; give one for all layers, or one for "
+            "each"
         )
     if ranks == 1:
         return
-    if seq_length % (2 * ranks):
-        yield (
-            f"--seq-length ({seq_length}) must be a multiple of {2 * ranks}, 2 chunks for each of the --context-parallel-size "
-            f"({ranks}) ranks; change one"
-        )
     tensor = parallel.tensor_model_parallel_size
-    if parallel.sequence_parallel_on and seq_length // ranks % tensor:
-        yield (
-            f"--sequence-parallel divides {seq_length // ranks} tokens of a context-parallel rank by "
-            f"--tensor-model-parallel-size ({tensor}); change --seq-length ({seq_length}) or one of the sizes"
-        )
+    for flag, length in lengths.items():
+        length = length or 0
+        if length % (2 * ranks):
+            yield (
+                f"{flag} ({length}) must be a multiple of {2 * ranks}, 2 chunks for each of the --context-parallel-size "
+                f"({ranks}) ranks; change one"
+            )
+        if parallel.sequence_parallel_on and length // ranks % tensor:
+            yield (
+                f"--sequence-parallel divides {length // ranks} tokens of a context-parallel rank by "
+                f"--tensor-model-parallel-size ({tensor}); change {flag} ({length}) or one of the sizes"
+            )
     both, parts = "a2a+p2p" in types, parallel.hierarchical_context_parallel_sizes
     if both and parts is None:
         yield (
