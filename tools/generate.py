@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal, TextIO
 
@@ -45,13 +46,18 @@ from megatron.core.inference import SamplingConfig, chooser, layout_problems, lo
 from megatron.core.inference.generate import generate_batch, text_pieces
 from megatron.core.interchange import open_any
 from megatron.core.mesh import Mesh
+from megatron.core.parallel_config import ParallelConfig
 from megatron.core.random import seed_of
 from megatron.core.tokenizers import Tokenizer, TokenizerConfig, build_tokenizer
 from megatron.core.tokenizers.identity import tokenizer_sha256
+from megatron.core.transformer.context_parallel.problems import context_parallel_problems
 from megatron.training.initialize import available_cores
 from megatron.training.watch.contention import Contention
 from tools.errors import naming_flag
 from tools.script import script_at
+
+SIZES = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
+OF_LAYOUT = (*SIZES, "cp_comm_type", "hierarchical_context_parallel_sizes")
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,11 @@ class GenerateConfig(FlagConfig):
     recompute: bool = knob(False, "no key/value cache: recompute all tokens for each new one")
     tensor_model_parallel_size: Count = knob(1, "tensor-parallel ranks")
     pipeline_model_parallel_size: Count = knob(1, "pipeline-parallel ranks")
+    context_parallel_size: Count = knob(1, "context-parallel ranks: shards of each prompt")
+    cp_comm_type: list[str] = knob(
+        ["p2p"], "how context-parallel ranks see each other's tokens, as in training", metavar="TYPE"
+    )
+    hierarchical_context_parallel_sizes: list[int] | None = knob(None, "as in training, for --cp-comm-type a2a+p2p")
     device: Literal["auto", "cpu"] = knob("auto", "device to run on; auto: an accelerator if there is one")
     distributed_timeout_minutes: Count = knob(10, "minutes until an unfinished collective is an error")
     local_rank: int | None = knob(
@@ -113,11 +124,13 @@ def read_settings(arguments: list[str] | None) -> Settings:
         script_at(settings.model)
     if sampling.greedy and settings.num_samples > 1:
         raise ConfigError(f"--greedy gives {settings.num_samples} equal texts; leave out --num-samples")
-    layout = settings.tensor_model_parallel_size * settings.pipeline_model_parallel_size
+    layout = prod(getattr(settings, name) for name in SIZES)
     if layout != (ranks := parallel_state.launched_world_size()):
+        shared = settings.context_parallel_size
         raise ConfigError(
             f"{ranks} process(es) for --tensor-model-parallel-size {settings.tensor_model_parallel_size} x "
-            f"--pipeline-model-parallel-size {settings.pipeline_model_parallel_size}; start {layout}"
+            f"--pipeline-model-parallel-size {settings.pipeline_model_parallel_size}"
+            f"{f' x --context-parallel-size {shared}' if shared > 1 else ''}; start {layout}"
         )
     names = {f.name for f in fields(TokenizerConfig)}
     local_rank = parallel_state.launched_local_rank() if settings.local_rank is None else settings.local_rank
@@ -142,15 +155,22 @@ def load_model(settings: GenerateConfig, checkpoint: Checkpoint, device: Device)
     """This rank's stage of the checkpoint's model, and the mesh of its ranks. Every rank must call."""
     saved = read_saved_settings(checkpoint.state, str(checkpoint.folder))
     sizes = settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size
-    if problems := layout_problems(saved.transformer, *sizes):
+    parallel = build(
+        ParallelConfig, {f.name: getattr(settings, f.name) for f in fields(ParallelConfig) if f.name in OF_LAYOUT}
+    )
+    problems = layout_problems(saved.transformer, *sizes)
+    if problems := [*problems, *context_parallel_problems(parallel, saved.transformer, {})]:
         raise ConfigError(problems)
     mesh = parallel_state.initialize_model_parallel(
         *sizes,
+        context_parallel_size=settings.context_parallel_size,
+        hierarchical_context_parallel_sizes=settings.hierarchical_context_parallel_sizes,
         ranks_per_kv_head=saved.transformer.ranks_per_kv_head(sizes[0]),
         distributed_timeout_minutes=settings.distributed_timeout_minutes,
     )
     sizes = {"vocab_size": saved.vocab_size, "positions": saved.positions}
-    model = load_gpt(checkpoint, saved.transformer, **sizes, device=device.torch_device, mesh=mesh)
+    of_context = {"cp_types": tuple(settings.cp_comm_type)}
+    model = load_gpt(checkpoint, saved.transformer, **sizes, device=device.torch_device, mesh=mesh, **of_context)
     return model, mesh
 
 

@@ -46,6 +46,14 @@ def test_more_ranks_than_query_groups(saved):
     assert four.succeeded().stdout[0] == one.succeeded().stdout[0]
 
 
+@pytest.mark.full
+def test_ranks_that_share_prompts_write_what_one_process_writes(saved):
+    one = generate(saved, *PROMPTS, "--greedy").succeeded()
+    shared = ["--context-parallel-size", "2", "--cp-comm-type", "all_gather", "--batch-size", "2"]
+    four = generate(saved, *PROMPTS, "--greedy", *shared, layout=Layout(pp=2, cp=2)).succeeded()
+    assert four.stdout[0] == one.stdout[0] and set(four.stdout[1:]) == {""}
+
+
 @pytest.mark.full  # torchrun itself is tested in test_scripts.py
 def test_runs_under_torchrun(saved):
     command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()), TOOL]

@@ -81,6 +81,7 @@ COMMANDS = {
     "docs/generation.md": {
         "python tools/generate.py ...": READS_ON,
         "torchrun --nproc-per-node 4 tools/generate.py ...": READS_ON,
+        "torchrun --nproc-per-node 2 tools/generate.py ...": READS_ON,
     },
     "docs/watching.md": {
         'SMALL="--num-layers ...': WATCHES,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from local_ranks import run_ranks
 from option_cases import BUNDLES
-from tiny_run import GPT2, LLAMA, SEQ, VOCAB, build
+from tiny_run import GPT2, LLAMA, SEQ, VOCAB, Layout, build, build_chunks
 
 from megatron.core.inference.generate import generate_batch
 from megatron.core.inference.load import lone_mesh
@@ -39,7 +39,7 @@ def plain_scores(config, length: int) -> list[list[torch.Tensor]]:
     return scores
 
 
-def forced(mesh: Mesh, config, *, length: int, use_cache: bool = True) -> list[list[torch.Tensor]]:
+def forced(mesh: Mesh, config, *, length: int, use_cache: bool = True, kind: str = "p2p") -> list[list[torch.Tensor]]:
     """The scores that this rank was asked to draw from, by text and step."""
     seen: list[list[torch.Tensor]] = [[] for _ in PROMPTS]
 
@@ -47,8 +47,9 @@ def forced(mesh: Mesh, config, *, length: int, use_cache: bool = True) -> list[l
         seen[text].append(scores)
         return AFTER[text][len(seen[text]) - 1]
 
+    stages, _, _ = build_chunks(mesh, config, Layout(pp=mesh["pp"].size, cp_types=(kind,)))
     steps = generate_batch(
-        build(mesh, config, sp=False)[0].module,
+        stages[mesh["pp"].rank].module,
         PROMPTS,
         max_new_tokens=3,
         max_length=length,
@@ -61,6 +62,17 @@ def forced(mesh: Mesh, config, *, length: int, use_cache: bool = True) -> list[l
     return seen
 
 
+def assert_drawn_from_plain_scores(ranks: list, config, length: int, before_the_last_stage: int) -> None:
+    expected = plain_scores(config, length)
+    for rank, seen in enumerate(ranks):
+        if rank < before_the_last_stage:
+            assert seen == [[], [], []], "only the last stage draws"
+            continue
+        for got, want in zip(seen, expected, strict=True):
+            for a, b in zip(got, want, strict=True):
+                assert (a - b).abs().max() <= 1e-10 * b.abs().max()
+
+
 @pytest.mark.parametrize("delayed", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.parametrize(("tp", "pp"), LAYOUTS)
 @pytest.mark.parametrize("model", MODELS)
@@ -70,14 +82,25 @@ def test_cached_scores_equal_the_plain_forward(model, tp, pp, delayed):
     for length in (SEQ, 6):
         work = partial(forced, config=config, length=length)
         ranks = run_ranks({"tp": tp, "pp": pp}, work, delayed=delayed, ranks_per_kv_head=config.ranks_per_kv_head(tp))
-        expected = plain_scores(config, length)
-        for rank, seen in enumerate(ranks):
-            if rank < tp * (pp - 1):
-                assert seen == [[], [], []], "only the last stage draws"
-                continue
-            for got, want in zip(seen, expected, strict=True):
-                for a, b in zip(got, want, strict=True):
-                    assert (a - b).abs().max() <= 1e-10 * b.abs().max()
+        assert_drawn_from_plain_scores(ranks, config, length, tp * (pp - 1))
+
+
+KINDS = ("p2p", "all_gather", "a2a", "a2a+p2p")
+SHARED = [("llama", 2, "p2p", 1, 2), *(("windows", 2, kind, 2, 1) for kind in KINDS), ("gpt2", 4, "a2a+p2p", 1, 1)]
+SHARED += [("oss", 2, "a2a", 1, 2), ("two groups", 4, "all_gather", 2, 1), ("gemma3", 2, "p2p", 1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("model", "cp", "kind", "tp", "pp"),
+    [pytest.param(*case, marks=[pytest.mark.full] * (case is not SHARED[0])) for case in SHARED],
+)
+def test_prompts_shared_among_ranks_give_the_scores_of_the_plain_forward(model, cp, kind, tp, pp):
+    """Context parallelism: each rank computes its part of the prompts, padded to chunks, and has all keys for the next tokens."""
+    config, sizes = MODELS[model], {"tp": tp, "pp": pp, "cp": cp, "cp_heads": 2}
+    for length in (SEQ, 6):
+        work = partial(forced, config=config, length=length, kind=kind)
+        ranks = run_ranks(sizes, work, delayed=True, ranks_per_kv_head=config.ranks_per_kv_head(tp))
+        assert_drawn_from_plain_scores(ranks, config, length, tp * cp * (pp - 1))
 
 
 def test_without_the_cache_the_scores_are_the_same():

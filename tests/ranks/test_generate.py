@@ -337,6 +337,7 @@ FLAG_MISTAKES = [
     ((*PROMPT, "--temperature", "0"), "--temperature is 0.0"),
     ((*PROMPT, "--tempreture", "1"), "--tempreture --temperature"),
     ((*PROMPT, "--tensor-model-parallel-size", "2"), "1 --tensor-model-parallel-size 2 --pipeline-model-parallel-size"),
+    ((*PROMPT, "--context-parallel-size", "2"), "1 --pipeline-model-parallel-size 1 --context-parallel-size 2"),
     ((*LOAD, "--prompt-file", "-", "--sample-input-file", "-"), "cannot both be standard input"),
 ]
 OTHER_MISTAKES = [

@@ -1,6 +1,7 @@
-"""Generation token by token over tensor and pipeline parallel ranks, with a key/value cache.
+"""Generation token by token over the ranks of one replica, with a key/value cache.
 
-    prefill     one forward of all prompts, of any lengths; each stage caches its keys and values
+    prefill     one forward of all prompts, of any lengths; each stage caches its keys and values. Ranks that share samples each
+                compute a part, and then have the keys and values of all
     each step   the last stage samples a token per text, broadcasts them, and one forward takes only these tokens
 
 Beyond `max_length` a text is a window of its last `max_length` tokens, with positions from 0 again. Every step then shifts all
@@ -102,7 +103,7 @@ def _continue(
             windows = [ids[-max_length:] for ids in texts]
             columns = max(map(len, windows))
             padding = [columns - len(ids) for ids in windows]
-            cache = KeyValueCache(padding, min(max_length, columns + max_new_tokens), stage.device)
+            cache = stage.cache(padding, min(max_length, columns + max_new_tokens))
             new = [[0] * before + ids for before, ids in zip(padding, windows)]
         else:
             new = [ids[-1:] for ids in texts]
@@ -118,7 +119,7 @@ def _continue(
 def next_scores(model: nn.Module, ids: Sequence[int]) -> Tensor:
     """Logits [v] of the token after `ids`, without vocabulary padding, from a whole model in evaluation mode."""
     stage = _Stage(model, lone_mesh())
-    return stage.scores(torch.tensor([ids], device=stage.device), KeyValueCache([0], len(ids), stage.device))[0]
+    return stage.scores(torch.tensor([ids], device=stage.device), stage.cache([0], len(ids)))[0]
 
 
 class _Stage:
@@ -130,10 +131,14 @@ class _Stage:
         (self.stage,) = mesh.stages.of_rank(mesh["pp"].rank)
         self.device = next(model.parameters()).device
 
+    def cache(self, starts: Sequence[int], capacity: int) -> KeyValueCache:
+        return self.model.context.cache(starts, capacity, self.device)
+
     @torch.no_grad()
     def scores(self, tokens: Tensor, cache: KeyValueCache) -> Tensor | None:
         """Logits [b, v] of each text's next token, without vocabulary padding, on the last stage; else None. tokens: [b, new]"""
         stages, config = self.mesh.stages, self.model.config
+        tokens, was_shared = cache.take(tokens), cache.shares
         b, new = tokens.shape
         spec = TensorSpec((new, b, config.hidden_size), config.residual_dtype)
         transport = Transport(self.mesh, (spec,), self.device, copies_over=self.mesh["tp"])
@@ -146,7 +151,8 @@ class _Stage:
         if self.stage < stages.last:
             transport.send("forward", stages.ranks[self.stage + 1], (out,)).wait()
             return None
-        return comm.all_gather(out[:, -1], self.mesh["tp"], dim=-1)[:, : self.model.vocab_size]
+        scores = comm.all_gather(out[:, -1], self.mesh["tp"], dim=-1)[:, : self.model.vocab_size]
+        return cache.of_last_column(scores) if was_shared else scores
 
     def choose_next(self, tokens: Tensor, cache: KeyValueCache, going: Sequence[bool]) -> list[int]:
         """The next id of each text, on every rank; 0 for a finished text. All ranks of the last stage draw the same ids."""

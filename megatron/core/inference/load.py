@@ -1,5 +1,7 @@
 """A model for generation from a checkpoint that any layout wrote: this rank's stage, or all of it in one process."""
 
+from typing import Any
+
 import torch
 
 from megatron.core.checkpoint import Checkpoint, LocalTensor
@@ -23,11 +25,13 @@ def load_gpt(
     positions: int,
     device: torch.device | str = "cpu",
     mesh: Mesh | None = None,
+    **of_context: Any,
 ) -> GPTModel:
     """This rank's stage of the GPT of `config` with the checkpoint's weights, in evaluation mode, without sequence parallelism.
 
     Reads only the weights. Every rank of `mesh` must call; default: the whole model in this process, without
-    torch.distributed. A checkpoint without a model name is taken for a GPT. Raises ConfigError, CheckpointError, or
+    torch.distributed. of_context: further arguments of `LayerContext.on`.
+    A checkpoint without a model name is taken for a GPT. Raises ConfigError, CheckpointError, or
     PeerError if another rank fails.
     """
     theirs = checkpoint.state.get("model", GPTModel.__name__)
@@ -42,8 +46,8 @@ def load_gpt(
     asked = config.cpu_half_products
     products, _ = settle(config.params_dtype, device, mesh["world"], asked="measure" if asked == "auto" else asked)
     sizes = {"vocab_size": vocab_size, "positions": positions}
-    model = _stage(config, mesh, device, products, **sizes)
-    _check_same_parameters(checkpoint, _stage(config, lone_mesh(), "meta", products, **sizes))
+    model = _stage(config, mesh, device, products, of_context, **sizes)
+    _check_same_parameters(checkpoint, _stage(config, lone_mesh(), "meta", products, {}, **sizes))
     wanted = {}
     for name, parameter in model.named_parameters():
         parameter.data.zero_()  # checkpoints hold no padding
@@ -63,7 +67,14 @@ def layout_problems(config: ModelConfig, tensor: int, pipeline: int) -> list[str
     return problems
 
 
-def _stage(config: ModelConfig, mesh: Mesh, device: torch.device | str, products: Products, **sizes: int) -> GPTModel:
+def _stage(
+    config: ModelConfig,
+    mesh: Mesh,
+    device: torch.device | str,
+    products: Products,
+    of_context: dict[str, Any],
+    **sizes: int,
+) -> GPTModel:
     """This rank's stage, with layers split as evenly as possible, whatever the split in training."""
     stages, n = mesh.stages, config.num_layers
     (stage,) = stages.of_rank(mesh["pp"].rank)
@@ -72,7 +83,7 @@ def _stage(config: ModelConfig, mesh: Mesh, device: torch.device | str, products
         config,
         **sizes,
         layers=range(stage * n // size, (stage + 1) * n // size),
-        context=LayerContext.on(mesh, config.params_dtype, device=device, products=products, fills=False),
+        context=LayerContext.on(mesh, config.params_dtype, device=device, products=products, fills=False, **of_context),
         pre_process=stage == 0,
         post_process=stage == stages.last,
     )

@@ -29,7 +29,9 @@ from megatron.core.transformer.rotary import apply_rotary, cosines_and_sines, ro
 
 
 class CoreAttention(nn.Module):
-    """forward(q [s, b, n, d], k, v [s, b, groups, d], mask) -> [s, b, n d] of this rank's heads; a mask of None is causal."""
+    """forward(q [s, b, n, d], k, v [s, b, groups, d], mask) -> [s, b, n d] of this rank's heads; a mask of None is causal.
+
+    is_whole: every rank has these samples whole, whatever the context says."""
 
     def __init__(self, config: ModelConfig, layer: int, context: LayerContext):
         super().__init__()
@@ -48,12 +50,12 @@ class CoreAttention(nn.Module):
             self.softmax_offset = tp.parameter((size_per_rank("--num-attention-heads", n, tp.axis),), placement)
         self.compiled = compiles(config, context.tp.device)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask = None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask = None, is_whole: bool = False) -> Tensor:
         dtype = q.dtype
         heads = [x.float() for x in (q, k, v)] if self.way == "widened" else [q, k, v]  # to round once, at the end
         if self.factor != 1:
             heads[0] = heads[0] * self.factor
-        if self.method is None:
+        if self.method is None or is_whole:
             out = self.of_whole_samples(*heads, mask)
         else:
             scoring = self.scoring(heads[0].movedim(2, 1))
@@ -158,8 +160,11 @@ class ParallelAttention(nn.Module):
         """`attended`, from the product with the fused q/k/v weight."""
         heads = self.heads_of(fused, angles)
         k, v = heads[1:] if cache is None else cache.append(self.layer, *heads[1:])
+        mask = windowed(mask, self.keys_before, len(k) * self.cp_size)
+        if self.cp_size > 1 and cache is not None and not cache.shares:
+            return self.core_attention(heads.q, k, v, mask, is_whole=True)
         attend = partial(recomputed, self.core_attention, self.keys) if self.recomputes_core else self.core_attention
-        return attend(heads.q, k, v, windowed(mask, self.keys_before, len(k) * self.cp_size))
+        return attend(heads.q, k, v, mask)
 
     def heads_of(self, fused: Tensor, angles: Tensor | None = None) -> "Heads":
         """The heads of a fused product, normalized and rotated."""

@@ -1,6 +1,6 @@
 """LayerContext: every layer is built from the config of its model, its number, and this."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.tiers.tier import Tier
 from megatron.core.transformer.context_parallel.method import ContextParallel
+from megatron.core.transformer.context_parallel.shared_cache import SharedCache
+from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.model_config import ModelConfig
 
 
@@ -64,6 +66,11 @@ class LayerContext:
         of these must call."""
         mine = mappings.whole_sequence(x[:1], self.tp.axis) if self.tp.sequence_parallel else x[:1]
         return mappings.gather_sequence(mine[:1], self.cp.axis)[0]
+
+    def cache(self, starts: Sequence[int], capacity: int, device: torch.device | str) -> KeyValueCache:
+        """The cache of a chunk's layers; arguments as of `KeyValueCache`."""
+        given = starts, capacity, device
+        return KeyValueCache(*given) if self.cp.axis.size == 1 else SharedCache(*given, self.cp.axis)
 
     def hidden_dropout(self, probability: float, site: str, layer: int) -> HiddenDropout:
         """Dropout of hidden states. site: a unique name for each place in a layer."""

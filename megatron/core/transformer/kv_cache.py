@@ -15,6 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatron.core.grid import ALONE, Axis
+
 
 class KeyValueCache:
     """Keys and values of a batch of texts, for the attention layers of one pipeline stage. The caller owns it.
@@ -29,6 +31,17 @@ class KeyValueCache:
         self._starts = torch.tensor(starts, device=device)  # [b]
         self._is_padded = any(starts)
         self._held: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> keys, values [capacity, b, groups/t, d]
+
+    sharing: Axis = ALONE  # ranks of which each has a part of the prompts' columns
+    shares = False  # whether the next forward is of such a part
+
+    def take(self, tokens: Tensor) -> Tensor:
+        """The columns of the next tokens [b, new] that this rank computes, [b, new]."""
+        return tokens
+
+    def of_last_column(self, x: Tensor) -> Tensor:
+        """What the rank computed that had the prompts' last column, on every rank."""
+        return x
 
     def positions(self, new: int) -> Tensor:
         """Positions of the next `new` columns within their texts, 0 for padding. -> [b, new]"""

@@ -59,10 +59,10 @@ class ParallelTransformer(nn.Module):
         self.cp.check(rows.length_of(length))
         angles = None
         if cache is not None:
-            if self.rows.length_of(1) > 1:
+            if self.rows.length_of(1) != cache.sharing.size:
                 raise ValueError(
-                    "a cache needs the whole sequence on every rank; build the model without sequence parallelism, and without "
-                    "context parallelism"
+                    "a cache needs the whole sequence on every rank, or a part for each rank of its `sharing`; build the model "
+                    "without sequence parallelism, and make the cache by its context: model.context.cache(...)"
                 )
             mask = cache.mask(length)
         if self.ropes:
