@@ -5,7 +5,7 @@
 Goes on where it stopped. A case is a place (each phase of the start-up, each kind of collective before and after it is issued, a save, a
 validation), a rank (the first, the last) and a launcher (none, torchrun). It is right if within the deadline the stopped rank is named with its
 process, by operation and axis where there is a call and by phase where there is none, if every other rank ends with code 4 and nothing is left.
-`--calm` trains 1,000 steps with validations and saves instead, and counts alarms.
+`--calm` trains 1,000 steps with validations and saves instead, at a floor of 2 seconds and at the default, and counts alarms.
 """
 
 import argparse
@@ -45,18 +45,25 @@ CALLS = {
     "all_reduce": (2, ""),
     "all_gather": (3, "--zero-stage 1"),
     "reduce_scatter": (3, "--zero-stage 1"),
-    "all_to_all": (2, "--zero-stage 1"),
+    "all_to_all": (2, "--context-parallel-size 2 --cp-comm-type a2a"),
     "broadcast": (2, "--tensor-model-parallel-size 2"),
     "send": (2, "--pipeline-model-parallel-size 2"),
     "recv": (2, "--pipeline-model-parallel-size 2"),
+    "send of a ring": (2, "--context-parallel-size 2 --cp-comm-type p2p"),
+    "all_reduce of TP 2 x PP 2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
+    "recv of TP 2 x PP 2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
+    "reduce_scatter of TP 2 x DP 2": (4, "--tensor-model-parallel-size 2 --sequence-parallel --zero-stage 3"),
 }
+# place -> flags: nobody may be blamed
+CALM = {"calm": f"--hang-timeout-floor {FLOOR}", "calm at the default floor": ""}
 
 
 def cases() -> list[dict]:
     found = [{"place": name, "where": f"{where} 1", "ranks": 2, "flags": ""} for name, where in PHASES.items()]
-    for op, (ranks, flags) in CALLS.items():
+    for call, (ranks, flags) in CALLS.items():
         for when, sign in (("before", "@"), ("within", "+")):
-            found.append({"place": f"{when} {op}", "where": f"{op}{sign}training 30", "ranks": ranks, "flags": flags})
+            where = f"{call.split()[0]}{sign}training 30"
+            found.append({"place": f"{when} {call}", "where": where, "ranks": ranks, "flags": flags})
     return [
         {**case, "victim": victim, "launcher": launcher}
         for case in found
@@ -113,29 +120,15 @@ def _lives(process: str) -> bool:
     return Path(f"/proc/{process}").exists()
 
 
-def calm(folder: str) -> dict:
+def calm(place: str, folder: str) -> dict:
     """1,000 steps with 200 validations and 333 saves, which nobody disturbs."""
     os.environ.pop("HANG", None)
-    limits = [
-        "--train-iters",
-        "1000",
-        "--hang-timeout",
-        "10",
-        "--hang-timeout-floor",
-        str(FLOOR),
-        "--keep-checkpoints",
-        "2",
-    ]
+    limits = split(f"--train-iters 1000 --hang-timeout 10 {CALM[place]} --keep-checkpoints 2")
     with Job([[SCRIPT, *MODEL, *limits, "--save", folder]] * 2) as job:
-        ended = job.wait(900)
+        ended = job.wait(1800)
     said = "".join(ended.stderr)
-    return {
-        "place": "calm",
-        "codes": list(ended.codes),
-        "alarms": said.count("has hung"),
-        "slow": said.count("is slow"),
-        "said": said[-6000:],
-    }
+    alarms, slow = said.count("has hung"), said.count("is slow")
+    return {"place": place, "codes": list(ended.codes), "alarms": alarms, "slow": slow, "said": said[-6000:]}
 
 
 def table(results: list[dict]) -> str:
@@ -145,7 +138,7 @@ def table(results: list[dict]) -> str:
         defaultdict(list),
     )
     for one in results:
-        if one["place"] != "calm":
+        if one["place"] not in CALM:
             by_place[one["place"]].append(one)
     for place, found in by_place.items():
         right = [one for one in found if one["outcome"] == "right"]
@@ -154,9 +147,10 @@ def table(results: list[dict]) -> str:
         spread = f"{times[len(times) // 2]:.1f}, {times[-1]:.1f}" if times else ""
         rows.append(f"| {place} | {len(found)} | {len(right)} | {by} | {spread} |")
     for one in results:
-        if one["place"] == "calm":
+        if one["place"] in CALM:
+            flags = CALM[one["place"]] or "the default floor"
             rows.append(
-                f"\n1,000 steps with 200 validations and 333 saves over two ranks: {one['alarms']} alarms, exit codes {one['codes']}."
+                f"\n1,000 steps with 200 validations and 333 saves over two ranks, {flags}: {one['alarms']} alarms, exit codes {one['codes']}."
             )
     return "\n".join(rows)
 
@@ -171,7 +165,7 @@ def main() -> None:
     lines = given.results.read_text().splitlines() if given.results.exists() else []
     results, began = [json.loads(line) for line in lines], time.monotonic()
     done = {(one["place"], one.get("victim"), one.get("launcher")) for one in results}
-    todo = [{"place": "calm"}] if given.calm else cases()
+    todo = [{"place": place} for place in CALM] if given.calm else cases()
     for case in todo:
         if (
             case["place"],
@@ -181,7 +175,7 @@ def main() -> None:
             continue
         folder = f"{given.results}.saved"
         os.system(f"rm -rf {folder}")
-        found = calm(folder) if given.calm else run_case(case, folder)
+        found = calm(case["place"], folder) if given.calm else run_case(case, folder)
         results.append(found)
         with given.results.open("a") as file:
             file.write(json.dumps(found) + "\n")

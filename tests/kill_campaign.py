@@ -114,7 +114,7 @@ def drawn(seed: int, number: int) -> Case:
 # ---------------------------------------------------------------- one case
 
 
-class _Ranks:
+class Ranks:
     """The processes of a job, by what they have printed: torchrun's ranks are no children of this process."""
 
     def __init__(self, job: Job):
@@ -166,7 +166,7 @@ def run_case(case: Case, saved: Path) -> dict:
 
 
 def _kill_and_watch(case: Case, job: Job) -> dict:
-    ranks, began = _Ranks(job), time.monotonic()
+    ranks, began = Ranks(job), time.monotonic()
 
     def is_there() -> bool:
         return ranks.marks()[case.victim].count(case.place) >= case.occurrence and len(ranks.processes()) == case.ranks

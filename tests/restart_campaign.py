@@ -32,7 +32,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from fault_points import SCENARIOS, prepared
-from kill_campaign import _Ranks, lives
+from kill_campaign import Ranks, lives
 from parity_sweep import code_revision
 from processes import Job
 from stopped_runs import TINY, announced, differing, differs_in, ended, lines
@@ -164,7 +164,7 @@ def run_case(case: Case, expected: dict, seconds: float) -> dict:
 
 def _kill(case: Case, job: Job, seconds: float) -> dict:
     """Wait for the instant, and kill; where the ranks were."""
-    ranks, began = _Ranks(job), time.monotonic()
+    ranks, began = Ranks(job), time.monotonic()
     if case.kind == "saves":
         while max((marks.count("saving") for marks in ranks.marks().values()), default=0) < case.save:
             if not job.running() or time.monotonic() - began > PATIENCE:
@@ -189,7 +189,7 @@ def _kill(case: Case, job: Job, seconds: float) -> dict:
 
 def _wait_for_the_end(job: Job) -> float:
     """Until the launcher and every rank have ended; seconds. Those that have not are ended, and the case has failed."""
-    ranks, began = _Ranks(job), time.monotonic()
+    ranks, began = Ranks(job), time.monotonic()
     while job.running() or any(map(lives, ranks.processes().values())):
         if time.monotonic() - began > PATIENCE:
             left = [number for number in ranks.processes().values() if lives(number)]

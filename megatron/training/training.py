@@ -27,7 +27,7 @@ from megatron.core.signatures import takes
 from megatron.training.build import DatasetsProvider, build_train_valid_test_data_iterators, setup_model_and_optimizer
 from megatron.training.chunks import ModelProvider
 from megatron.training.command_line import ExtraArgs
-from megatron.training.ending import failures, hangs, interrupt
+from megatron.training.ending import failures, hangs, interrupt, orphans
 from megatron.training.ending.exits import stop_listening
 from megatron.training.initialize import initialize_megatron, stop_with
 from megatron.training.memory import shortage
@@ -121,6 +121,7 @@ def run_script(script: Script) -> None:
         return Trainer(runtime, *parts, began, script.non_loss)
 
     rank, ranks = parallel_state.launched_rank(), parallel_state.launched_world_size()
+    orphans.end_with_launcher(rank)
     with interrupt.Interrupt(rank) as ctrl_c, hangs.watching(rank, ranks):
         try:
             _run(initialize, make_trainer, ctrl_c)

@@ -371,6 +371,17 @@ def answers(host: str, port: int) -> bool:
     return False
 
 
+def refuses(host: str, port: int) -> bool:
+    """Whether the host is there, and nobody listens at its port. False without an answer: the network may be gone for a while."""
+    try:
+        socket.create_connection((host, port), timeout=_ANSWERS_WITHIN).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
 def _connect(hosts: Sequence[str], port: int) -> socket.socket:
     for host in dict.fromkeys(hosts):
         with contextlib.suppress(OSError):

@@ -22,13 +22,14 @@ from megatron.core.config import ConfigError
 from megatron.core.current_mesh import mesh_of_process, set_mesh_of_process
 from megatron.core.grid import Axis
 from megatron.core.job.launch import Launch, discover
-from megatron.core.job.lines import SAYS_EVERY, Exchange, Line, RefusedError, answers, listed, waiting
+from megatron.core.job.lines import SAYS_EVERY, Exchange, Line, RefusedError, answers, listed, refuses, waiting
 
 _joined = False  # whether start_distributed, not the caller, initialised torch.distributed
 _line: Line | None = None  # to rank 0, while this process is in the job
 _exchange: Exchange | None = None  # on rank 0
 _store: dist.Store | None = None  # kept alive for ranks that come late
 _STAYS_FOR_LATE_COMERS = 6.0  # seconds
+_AGENT_ANSWERS_WITHIN = 5.0  # seconds: its store was there before its ranks
 _meetings = itertools.count()  # rendezvous of this process; equal on all ranks
 
 
@@ -96,6 +97,8 @@ def _meet(launch: Launch, timeout: datetime.timedelta) -> dist.Store:
             now = time.monotonic()
             if now > deadline:
                 raise TimeoutError("rank 0 did not come")
+            if by_agent and now > began + _AGENT_ANSWERS_WITHIN and refuses(launch.address, launch.port):
+                raise ConnectionRefusedError("torchrun's agent, which keeps the store, has ended")
             if now > says:
                 says += SAYS_EVERY
                 print(waiting(launch.rank, launch.world_size, listed([0]), began), file=sys.stderr, flush=True)

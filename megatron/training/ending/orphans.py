@@ -1,0 +1,78 @@
+"""Ends a rank whose launcher has ended: nobody would stop it or start it again, and the next job may save where it saves.
+
+torchrun starts each rank in a session of its own, so the system tells a rank nothing when the agent is killed. A thread waits for
+the end of the agent's process, on a descriptor of it (Linux 5.3 or later; elsewhere nobody waits). It costs nothing until then.
+Slurm, MPI and DeepSpeed's launcher end their ranks themselves, or are ended with them. A rank whose agent is killed before this
+module is imported finds that the launcher's store is gone (`core/job/processes.py`).
+"""
+
+import contextlib
+import os
+import select
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from megatron.core.errors import write_error_file
+from megatron.training.ending import hangs
+
+_OF_A_RANK = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "RANK")  # a wrapper that a rank was started by has the same
+
+
+def agent_of(environment: Mapping[str, str]) -> int | None:
+    """The process of torchrun's agent: the nearest above this one that is not a part of this rank. None without torchrun."""
+    if not environment.get("TORCHELASTIC_RUN_ID"):
+        return None
+    mine = {f"{name}={environment.get(name, '')}".encode() for name in _OF_A_RANK}
+    above = os.getppid()
+    while above > 1 and mine <= _environment_of(above):
+        above = _parent_of(above)
+    return above or None  # 0: it is in another namespace
+
+
+def _environment_of(pid: int) -> set[bytes]:
+    try:
+        return set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+    except OSError:
+        return set()
+
+
+def _parent_of(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def _end_process(why: str) -> None:
+    with contextlib.suppress(OSError):  # what it prints to may have ended too
+        print(why, file=sys.stderr, flush=True)
+    write_error_file(why)
+    hangs.stop_watching()
+    os._exit(1)
+
+
+_thread: threading.Thread | None = None
+
+
+def end_with_launcher(rank: int, end: Callable[[str], None] = _end_process) -> None:
+    """From now on this process ends when torchrun's agent does. A no-op without torchrun."""
+    global _thread
+    agent = agent_of(os.environ)
+    if agent is None or _thread is not None or not hasattr(os, "pidfd_open"):
+        return
+    try:
+        process = os.pidfd_open(agent)
+    except ProcessLookupError:
+        process = None
+    except OSError:  # the system has no such descriptors, or forbids them
+        return
+
+    def wait() -> None:
+        if process is not None:
+            select.select([process], [], [])
+        end(f"rank {rank}: stopping, because its launcher (process {agent}) has ended")
+
+    _thread = threading.Thread(target=wait, name="waits for the launcher's end", daemon=True)
+    _thread.start()
