@@ -70,6 +70,24 @@ CASES = {
         (1,),
         "has hung, while connecting",
     ),
+    "on another machine": (
+        [seen(0, calls("dp", "0:2:1", 7), waits=0)],
+        (1,),
+        "rank 1 (on another machine) has hung: rank 0 waits in all_reduce, number 7 on axis dp (32 bytes), over ranks 0, 1, and rank 1 did not come",
+    ),
+    "on another machine, and so all wait": (
+        [
+            seen(0, calls("tp", "0:2:1", 7), calls("dp", "0:4:2", 3), waits=1),
+            seen(1, calls("tp", "0:2:1", 7), calls("dp", "1:4:2", 3), waits=1),
+        ],
+        (2, 3),
+        "ranks 2, 3 (on another machine) have hung",
+    ),
+    "that computes for ever, while others are elsewhere": (
+        [seen(0, calls("dp", "0:4:1", 7)), seen(1, calls("dp", "0:4:1", 7), calls("tp", "0:2:1", 3), waits=1)],
+        (0,),
+        "rank 1 waits in all_reduce, number 3 on axis tp (32 bytes), over ranks 0, 1, and rank 0 did not come",
+    ),
     "alone": ([seen(0)], (0,), "rank 0 (on gpu07, process 100) has hung, training, iteration 10"),
 }
 
@@ -79,6 +97,17 @@ def test_who_hangs(ranks, hung, said):
     verdict = judge(ranks, rest=5.0, patience=100.0)
     assert (verdict.hung, verdict.slow) == (hung, False) and said in verdict.headline, verdict
     assert all(f"rank {one.rank} (on gpu07, process {one.place.pid}): " in hang_report(verdict, ranks) for one in ranks)
+
+
+def test_nobody_is_blamed_for_waiting_for_ranks_that_come_late_or_work_elsewhere():
+    """The lines of the start name who has not come; what a rank of another machine does in the start-up is not known here."""
+    for phase in ("meeting the others", "connecting", "making groups"):
+        assert judge([seen(0, phase=phase, rested=99.0)], rest=5.0, patience=8.0).hung == ()
+    together = [seen(rank, phase="meeting the others", rested=99.0) for rank in range(2)]
+    assert judge(together, rest=5.0, patience=8.0).hung == ()
+    building = seen(0, calls("world", "0:4:1", 7), waits=0, phase="building the data sets", rested=99.0)
+    assert judge([building], rest=5.0, patience=100.0).slow
+    assert not judge([building], rest=5.0, patience=8.0).slow
 
 
 def test_a_rank_that_writes_in_a_save_is_slow_until_the_back_end_gives_up():

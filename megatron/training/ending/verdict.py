@@ -2,7 +2,8 @@
 
 W waits for R      W is in call n of a group, and R, of the same group, has issued fewer; in a transfer, its peer
 hangs              a rank that is stopped, or that cannot be heard; if there is none: a rank that is waited for and waits for
-                   nobody; during the start-up, before any call: a rank in the earliest phase
+                   nobody; else ranks of other machines that are waited for; during the start-up, before any call: a rank in the
+                   earliest phase, but never one that meets the others: it waits for ranks that have not come
 slow               such a rank in a phase whose length nobody knows (start-up, first steps, a save), as long as it computes,
                    reads or writes now and then; and on a crowded machine any rank that answers, as long as it has not stood
                    still for the allowed time without counting what the ranks waited for a core; both until the back end gives up
@@ -19,6 +20,7 @@ from megatron.training.ending.outside import ProcessState
 _FIRST_STEPS = 3  # of which nobody knows how long they take: they compile, and connect
 _HURRIED = ("training", "validating")
 _TRAINING = PHASES.index("training")
+_TOGETHER = ("meeting the others", "connecting", "making groups")  # a rank waits for all others without a call
 _MOST_ROWS, _MOST_LINES = 24, 40
 
 
@@ -75,8 +77,13 @@ def judge(
     gone = {one.rank for one in seen if not one.answers} | set(unheard)
     awaited = {rank: _awaited_by(one, by_rank, gone) for rank, one in by_rank.items() if one.answers}
     hung = sorted(gone) or _roots(awaited, by_rank)
-    slow = bool(hung) and all(rank not in gone and _may_be_slow(by_rank[rank], rest) for rank in hung)
-    slow = slow or (not gone and _are_starved(seen, [by_rank[rank] for rank in hung] or seen, allowed))
+    elsewhere = not gone and bool(hung) and hung[0] not in by_rank
+    blamed = [one for one in seen if (one.place.waiting if elsewhere else one.rank in hung)]
+    if elsewhere:  # what those do is not known here
+        slow = not all(is_hurried(one.place) for one in blamed)
+    else:
+        slow = bool(hung) and not gone and all(_may_be_slow(one, rest) for one in blamed)
+    slow = slow or (not gone and _are_starved(seen, blamed or seen, allowed))
     slow = slow and all(one.stalled < patience for one in seen if one.place.waiting)
     verb = "is slow" if slow else "has hung"
     return Verdict(tuple(hung), _headline(hung, verb, awaited, by_rank), slow)
@@ -97,10 +104,15 @@ def _awaited_by(one: Seen, by_rank: dict[int, Seen], gone: set[int]) -> tuple[in
     call = one.place.waiting or one.place.last  # an accelerator's host does not wait in its call
     if call is None:
         return ()
+
+    def may_be_behind(rank: int) -> bool:  # one of another machine is only if this one waits for it
+        return one.place.waiting is not None or rank in by_rank or rank in gone
+
     if call.peer is not None:
-        return (call.peer,) if call.peer in gone or _count(by_rank.get(call.peer), call, one.rank) < call.count else ()
+        is_behind = may_be_behind(call.peer) and _count(by_rank.get(call.peer), call, one.rank) < call.count
+        return (call.peer,) if call.peer in gone or is_behind else ()
     others = [rank for rank in ranks_of(call.group) if rank != one.rank]
-    behind = tuple(rank for rank in others if _count(by_rank.get(rank), call) < call.count)
+    behind = tuple(rank for rank in others if may_be_behind(rank) and _count(by_rank.get(rank), call) < call.count)
     return behind or tuple(rank for rank in others if rank in gone and one.place.waiting)
 
 
@@ -120,10 +132,14 @@ def _roots(awaited: dict[int, tuple[int, ...]], by_rank: dict[int, Seen]) -> lis
     wanted = {rank for ranks in awaited.values() for rank in ranks}
     if found := sorted(rank for rank in wanted if rank in by_rank and not awaited.get(rank)):
         return found
+    if elsewhere := sorted(wanted - by_rank.keys()):
+        return elsewhere
     first = min(PHASES.index(one.place.phase) for one in by_rank.values())
     early = sorted(rank for rank, one in by_rank.items() if PHASES.index(one.place.phase) == first)
     if first < _TRAINING and len(early) < len(by_rank):
         return early
+    if any(one.place.phase in _TOGETHER and one.place.ranks > len(by_rank) for one in by_rank.values()):
+        return []
     idle = sorted(rank for rank, one in by_rank.items() if one.place.waiting is None)
     if 0 < len(idle) < len(by_rank) or len(by_rank) == 1:
         return idle or list(by_rank)
@@ -136,7 +152,7 @@ def _roots(awaited: dict[int, tuple[int, ...]], by_rank: dict[int, Seen]) -> lis
 def _headline(hung: Sequence[int], verb: str, awaited: dict[int, tuple[int, ...]], by_rank: dict[int, Seen]) -> str:
     names = [by_rank[rank].name for rank in hung if rank in by_rank]
     unheard = [rank for rank in hung if rank not in by_rank]
-    names += [f"{listed(unheard)} (of which no machine reports anything)"] if unheard else []
+    names += [f"{listed(unheard)} (on another machine)"] if unheard else []
     if not names:
         return "the ranks wait for each other, each in a call that the others have not issued"
     if len(hung) > 1:
