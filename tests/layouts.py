@@ -22,6 +22,7 @@ class Layout:
     cp_heads: int = 1  # of a2a+p2p: neighbours that exchange heads
     m: int = 1  # microbatches of one rank and step
     v: int = 1  # model chunks of each pipeline rank
+    first: int | None = None  # layers of the first stage, where stages differ
     schedule: str = "1f1b"
     recompute: str = "none"  # "selective", "uniform 2", "block 1": full recomputation by method and number of layers
     scatter: bool = True

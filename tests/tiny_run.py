@@ -165,7 +165,7 @@ def build_chunks(
         stage: subject.make(
             config,
             vocab_size=vocab,
-            layers=split_layers(config.all_layers, stages.last + 1)[stage],
+            layers=split_layers(config.all_layers, stages.last + 1, first=layout.first)[stage],
             context=LayerContext.on(mesh, config.params_dtype, keys, tier=tier, **options),
             pre_process=stage == 0,
             post_process=stage == stages.last,
@@ -198,10 +198,11 @@ def build_pipeline(
     batch: BatchShape,
     parts: tuple[dict[int, DistributedDataParallel], DropoutKeys, WeightGradStore],
     forward_step: Callable = forward_step,
+    tokens: int = SEQ,
 ) -> Pipeline:
-    """What runs this rank's stages, from the parts that `build_chunks` gives."""
+    """What runs this rank's stages, from the parts that `build_chunks` gives. tokens: of a sample."""
     chunks, keys, store = parts
-    length = SEQ // layout.cp // (layout.tp if layout.sp else 1)
+    length = tokens // layout.cp // (layout.tp if layout.sp else 1)
     spec = TensorSpec((length, batch.micro_batch_size, config.hidden_size), config.residual_dtype)
     model = next(iter(chunks.values())).module
     between = (spec,) if config.decoder_num_layers is None else model.boundary(batch.micro_batch_size, SEQ)

@@ -146,6 +146,42 @@ T5_CASES: dict[str, dict[str, Any]] = {
     },
 }
 
+# Norms behind the blocks, and the heads of pretraining: with texts of `sentences`.
+BERT_CASES: dict[str, dict[str, Any]] = {
+    "bert": {
+        **{"model_type": "bert", **_SIZES, "max_position_embeddings": 16, "layer_norm_eps": 1e-4, "pad_token_id": None},
+        **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    }
+}
+
+
+def sentences() -> dict[str, np.ndarray]:
+    """Two samples: ids, padding, parts, what masked words should say [2, 14], which are masked, and the orders [2]."""
+    draw, place = np.random.RandomState(SEED), np.arange(LENGTH)[None]
+    seen = (place < np.array([[LENGTH], [9]])).astype(np.int64)
+    return {
+        **{"text": draw.randint(0, 31, (2, LENGTH)) * seen, "seen": seen, "asked": draw.randint(0, 31, (2, LENGTH))},
+        **{"types": (place > np.array([[5], [3]])) * seen, "masked": (place % 3 == np.array([[0], [2]])) * seen},
+        "order": np.array([1, 0]),
+    }
+
+
+# Of generation: prompts of several lengths in one batch, and how many ids follow; a text leaves its window on the way.
+_PROMPTS, _NEW = (3, 11, 7), 14
+_OTHER_PROMPTS = {
+    **dict.fromkeys(("gpt2", "gpt2-untied"), ((2, 6, 4), 10)),  # 16 positions
+    # Its frequencies depend on the length: transformers' on that of each step, ours on that which the text may reach.
+    "llama-dynamic": ((2, 4, 3), 4),
+    "phi3-long": ((9, 13, 11), 14),  # from the first id on longer than the length after which the factors change
+}
+
+
+def prompts(case: str) -> tuple[list[list[int]], int]:
+    """(prompts, ids that follow each)."""
+    lengths, new = _OTHER_PROMPTS.get(case, (_PROMPTS, _NEW))
+    draw = np.random.RandomState(SEED + 1)
+    return [draw.randint(0, 31, length).tolist() for length in lengths], new
+
 
 def texts() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Of two samples: the encoder's ids [2, 14] and 0 at its padding, the decoder's ids [2, 10] and what it should say."""

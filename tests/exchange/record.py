@@ -1,4 +1,4 @@
-"""Record what transformers computes, in float64, for the tests to compare with: python tests/exchange/record.py [CASE ...]
+"""Record what transformers computes, in float64, for the tests to compare with: python tests/exchange/record.py [--check] [CASE ...]
 
 Needs transformers, in an environment of its own: the tests need only the records. Scores, gradients (each as its product with
 another draw of the weight) and the losses of five AdamW steps, of the models of `cases.py`, with the config.json, and names and
@@ -21,10 +21,16 @@ torch.set_default_dtype(torch.float64)
 
 import cases  # noqa: E402
 import transformers  # noqa: E402
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForPreTraining,
+    AutoModelForSeq2SeqLM,
+)
 
 FOLDER = Path(__file__).parent / "records"
-ALL = cases.CASES | cases.T5_CASES
+ALL = cases.CASES | cases.T5_CASES | cases.BERT_CASES
+KINDS = {"t5": AutoModelForSeq2SeqLM, "bert": AutoModelForPreTraining}
 
 
 def filled(config: dict) -> torch.nn.Module:
@@ -34,7 +40,7 @@ def filled(config: dict) -> torch.nn.Module:
 
 
 def kind_of(config: dict) -> type:
-    return AutoModelForSeq2SeqLM if config["model_type"] == "t5" else AutoModelForCausalLM
+    return KINDS.get(config["model_type"], AutoModelForCausalLM)
 
 
 def tensors_of(root: Path) -> dict[str, list[int]]:
@@ -44,7 +50,7 @@ def tensors_of(root: Path) -> dict[str, list[int]]:
         return {name: list(file.get_slice(name).get_shape()) for name in sorted(file.keys())}
 
 
-def record(name: str) -> None:
+def record(name: str) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         wanted = ALL[name]
@@ -55,26 +61,53 @@ def record(name: str) -> None:
             config["tie_word_embeddings"], shapes["lm_head.weight"] = False, shapes["shared.weight"]
         cases.write_folder(root, {"config": config, "shapes": shapes})
         (root / "model.safetensors").unlink()
-        model, told = kind_of(wanted).from_pretrained(
-            root, attn_implementation="eager", dtype=torch.float64, output_loading_info=True
-        )
-        assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
-    model.eval()
+        # Several, since a dynamic scaling remembers the longest text that its model has seen.
+        model, trained, asked = (loaded(root, wanted) for _ in range(3))
     ids = torch.tensor(cases.ids())
-    scores = scores_of_texts(model) if name in cases.T5_CASES else model(ids).logits
     made = {
         "versions": {"transformers": transformers.__version__, "torch": torch.__version__.split("+")[0]},
         "config": config,
         "shapes": shapes,
-        "scores": scores.tolist(),
-        "gradients": gradients_of(model, ids, shapes),
-        "losses": losses_of(model, ids),
+        **scores_of(model, name, ids),
+        "gradients": gradients_of(trained, ids, shapes),
+        "losses": losses_of(trained, ids),
     }
-    FOLDER.mkdir(exist_ok=True)
-    (FOLDER / f"{name}.json").write_text(json.dumps(made) + "\n")
-    print(
-        f"{name}: scores up to {scores.abs().max().item():.2f}, losses {made['losses'][0]:.4f} to {made['losses'][-1]:.4f}"
+    return made | ({"greedy": greedy_ids(asked, name)} if name in cases.CASES else {})
+
+
+def scores_of(model: torch.nn.Module, name: str, ids: torch.Tensor) -> dict[str, list]:
+    if name in cases.BERT_CASES:
+        words, order = heads_of_sentences(model)
+        return {"scores": words.tolist(), "order": order.tolist()}
+    return {"scores": (scores_of_texts(model) if name in cases.T5_CASES else model(ids).logits).tolist()}
+
+
+def heads_of_sentences(model: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    given = {name: torch.tensor(x) for name, x in cases.sentences().items()}
+    made = model(input_ids=given["text"], attention_mask=given["seen"], token_type_ids=given["types"])
+    return made.prediction_logits, made.seq_relationship_logits
+
+
+def greedy_ids(model: torch.nn.Module, name: str) -> list[list[int]]:
+    """The ids that follow each prompt, each prompt alone."""
+    given, new = cases.prompts(name)
+    model.generation_config.eos_token_id = None
+    found = []
+    for prompt in given:
+        ids = torch.tensor([prompt])
+        said = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, pad_token_id=0
+        )
+        found.append(said[0, len(prompt) :].tolist())
+    return found
+
+
+def loaded(root: Path, wanted: dict) -> torch.nn.Module:
+    model, told = kind_of(wanted).from_pretrained(
+        root, attn_implementation="eager", dtype=torch.float64, output_loading_info=True
     )
+    assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
+    return model.eval()
 
 
 def scores_of_texts(model: torch.nn.Module) -> torch.Tensor:
@@ -83,6 +116,12 @@ def scores_of_texts(model: torch.nn.Module) -> torch.Tensor:
 
 
 def loss_of(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    if model.config.model_type == "bert":
+        given = {name: torch.tensor(x) for name, x in cases.sentences().items()}
+        words, order = heads_of_sentences(model)
+        masked = given["masked"].bool()
+        words_loss = torch.nn.functional.cross_entropy(words[masked], given["asked"][masked])
+        return words_loss + torch.nn.functional.cross_entropy(order, given["order"])
     if model.config.is_encoder_decoder:
         asked = torch.tensor(cases.texts()[3])
         return torch.nn.functional.cross_entropy(scores_of_texts(model).flatten(0, 1), asked.flatten())
@@ -118,6 +157,29 @@ def losses_of(model: torch.nn.Module, ids: torch.Tensor) -> list[float]:
     return losses
 
 
+def numbers(made: dict) -> torch.Tensor:
+    """Scores, gradients and losses in one row."""
+    parts = [made["scores"], made.get("order", []), [made["gradients"][name] for name in sorted(made["gradients"])]]
+    return torch.cat([torch.tensor(part, dtype=torch.float64).flatten() for part in (*parts, made["losses"])])
+
+
+def main(words: list[str]) -> int:
+    """With --check compare with what is recorded, to 1e-10, and write nothing; else write."""
+    check, wrong = "--check" in words, 0
+    for name in [word for word in words if word != "--check"] or ALL:
+        made = record(name)
+        path, says = FOLDER / f"{name}.json", f"losses {made['losses'][0]:.4f} to {made['losses'][-1]:.4f}"
+        if check:
+            kept = json.loads(path.read_text())
+            far = (numbers(made) - numbers(kept)).abs().max().item()
+            same = all(made.get(key) == kept.get(key) for key in ("shapes", "greedy"))
+            wrong += not (same and far < 1e-10)
+            says = f"differs by {far:.1e}" + ("" if same else ", and in shapes or ids")
+        else:
+            path.write_text(json.dumps(made) + "\n")
+        print(f"{name}: {says}", flush=True)
+    return 1 if wrong else 0
+
+
 if __name__ == "__main__":
-    for case in sys.argv[1:] or ALL:
-        record(case)
+    sys.exit(main(sys.argv[1:]))

@@ -23,7 +23,7 @@ from megatron.core.transformer.model_config import ModelConfig
 from tools import checkpoint_convert
 
 sys.path.append(str(Path(__file__).parent.parent / "exchange"))
-from cases import CASES, ids, read_record, read_tensors, weight, write_folder
+from cases import CASES, LENGTH, ids, read_record, read_tensors, weight, write_folder
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +44,8 @@ def model_of(root: Path, mesh=None, **options) -> torch.nn.Module:
     )
 
 
-def scores_of(model: torch.nn.Module, words: int) -> torch.Tensor:
-    tokens = torch.tensor(ids())
+def scores_of(model: torch.nn.Module, words: int, length: int = LENGTH) -> torch.Tensor:
+    tokens = torch.tensor(ids())[:, :length]
     return model(tokens, torch.arange(tokens.shape[1]).expand_as(tokens))[..., :words]
 
 
@@ -67,7 +67,8 @@ def test_a_folder_gives_the_scores_and_gradients_of_transformers(case: str, fold
     scores = scores_of(model, words)
     assert (scores - torch.tensor(record["scores"], dtype=torch.float64)).abs().max() < 1e-10
     tokens = torch.tensor(ids())
-    torch.nn.functional.cross_entropy(scores[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    said = scores_of(model, words, LENGTH - 1)
+    torch.nn.functional.cross_entropy(said.flatten(0, 1), tokens[:, 1:].flatten()).backward()
     gradients = {name: p.grad[:words] if "word_emb" in name else p.grad for name, p in model.named_parameters()}
     found = {
         name: (x * torch.tensor(weight(f"direction of {name}", tuple(x.shape)))).sum()

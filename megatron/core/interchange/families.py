@@ -4,7 +4,7 @@ To add one: a `Family` in a file of its own, and a line here; a fork adds its li
 several, it is written as the first.
 """
 
-from megatron.core.interchange import gpt_like, llama_like, t5_like
+from megatron.core.interchange import bert_like, gpt_like, llama_like, t5_like
 from megatron.core.interchange.family import Family
 from megatron.core.open_table import Table
 
@@ -31,5 +31,6 @@ FAMILIES = Table(
         "cohere": llama_like.COHERE,
         "cohere2": llama_like.COHERE2,
         "t5": t5_like.T5,
+        "bert": bert_like.BERT,
     },
 )

@@ -34,6 +34,8 @@ class Family:
     prefix: str = ""
     vocab_size: int | None = None
     model: str = "GPTModel"
+    old_endings: tuple[tuple[str, str], ...] = ()
+    copies: tuple[tuple[str, str], ...] = ()
 
 
 STAGE = "language_model."

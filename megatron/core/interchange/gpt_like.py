@@ -118,8 +118,9 @@ GPT_NEOX = Family(
         rope(partial=0.25, theta_key="rotary_emb_base", partial_key="rotary_pct"),
         _parallel(),
         _attention_biases("attention_bias"),
+        share("hidden_dropout", "hidden_dropout"),
         share("attention_dropout", "attention_dropout"),
-        unused("hidden_dropout", "rope_theta", "partial_rotary_factor"),
+        unused("rope_theta", "partial_rotary_factor"),
     ),
     (
         Row(WORD_TABLE, "copy", ("gpt_neox.embed_in.weight",)),
@@ -149,6 +150,7 @@ PHI = Family(
         activation("hidden_act", "gelu_new", gated=False),
         rope(partial=0.5),
         switch("qk_layernorm", "qk_layernorm", False),
+        share("resid_pdrop", "hidden_dropout"),
         share("attention_dropout", "attention_dropout"),
     ),
     (
@@ -172,6 +174,7 @@ STARCODER2 = Family(
         rope(),
         windows(None, lists=False),
         switch("use_bias", "add_bias_linear", True),
+        share("residual_dropout", "hidden_dropout"),
         share("attention_dropout", "attention_dropout"),
     ),
     (

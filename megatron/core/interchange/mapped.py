@@ -46,7 +46,7 @@ def records_of(
 ) -> dict[str, TensorRecord]:
     """The tensors of ours, by name. Raises CheckpointError for what is left over, half there, or of another shape."""
     rows = list(rows_of(family, config))
-    tensors = _with_prefix(family, rows, tensors)
+    tensors = _by_todays_names(family, rows, tensors)
     records, used = {}, set()
     problems = []
     for ours, operation, theirs, _ in rows:
@@ -69,26 +69,33 @@ def records_of(
     return records
 
 
-def _with_prefix(family: Family, rows: list[Row], tensors: Mapping[str, TensorInFile]) -> dict[str, TensorInFile]:
-    """The tensors by the names of the table, also of a file that leaves the family's prefix out."""
+def _by_todays_names(family: Family, rows: list[Row], tensors: Mapping[str, TensorInFile]) -> dict[str, TensorInFile]:
+    """The tensors by the names of the table, also of an old file: its names end otherwise, or lack the family's prefix."""
     known = {name for row in rows for name in row.theirs}
-    return {
-        name if name in known else family.prefix + name.removeprefix(family.prefix): x for name, x in tensors.items()
-    }
+
+    def today(name: str) -> str:
+        if name in known:
+            return name
+        for old, new in family.old_endings:
+            if name.endswith(old):
+                name = name.removesuffix(old) + new
+        return name if name in known else family.prefix + name.removeprefix(family.prefix)
+
+    return {today(name): x for name, x in tensors.items()}
 
 
 def check_tied(folder: HFFolder, family: Family, config: ModelConfig, root: Path) -> None:
-    """Refuse a head that differs from the word table with which the model is tied."""
-    (head,), (table,) = (
-        next(row.theirs for row in family.rows if row.ours == ours) for ours in (f"{OUTPUT}.weight", WORD_TABLE)
-    )
-    mine = _with_prefix(family, list(family.rows), folder.tensors)
-    if config.untie_embeddings_and_output_weights or head not in mine or table not in mine:
-        return
-    if not are_equal(root, mine[head], mine[table]):
-        raise CheckpointError(
-            root, f"{CONFIG} ties the output layer to the word table, and {head} differs from {table}", FETCH_AGAIN
+    """Refuse a head that differs from the word table with which the model is tied, and a copy that differs from its tensor."""
+    tensors, pairs = _by_todays_names(family, list(family.rows), folder.tensors), list(family.copies)
+    if not config.untie_embeddings_and_output_weights:
+        pairs.append(
+            tuple(row.theirs[0] for ours in (f"{OUTPUT}.weight", WORD_TABLE) for row in family.rows if row.ours == ours)
         )
+    for one, other in pairs:
+        if one in tensors and other in tensors and not are_equal(root, tensors[one], tensors[other]):
+            raise CheckpointError(
+                root, f"{CONFIG} makes {one} and {other} one tensor, and one differs from the other", FETCH_AGAIN
+            )
 
 
 # ---------------------------------------------------------------- the checkpoint
