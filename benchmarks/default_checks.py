@@ -2,6 +2,7 @@
 
     python benchmarks/default_checks.py                  a GPT of 5.3 M parameters, 2 microbatches of 256 tokens
     python benchmarks/default_checks.py --turns 40 --steps 3
+    python benchmarks/default_checks.py --alone          beside other work: the checks' own calls, timed alone
 
     finite    NaN and infinity in losses and gradients (off: --no-check-for-nan-in-loss-and-grad)
     rerun     the batches of a step kept, to compute it again after wrong numbers (off: --rerun-mode disabled)
@@ -10,14 +11,20 @@
 A turn is `--steps` steps of the loop with all of them, then as many with one of them off, in an order that turns round. Prints for each
 check the median over the turns of the difference of processor time, of all threads, and of wall time, in milliseconds a step and as a
 share of a step; beside it the interval that holds the median with 95 % (order statistics). Run it on a machine that does nothing else.
+
+`--alone` needs no quiet machine: it takes the arguments of each check's calls from a step, repeats the calls 30 times 1,000 in processor time
+of the thread, and divides by the shortest of 20 steps in processor time of the process. Its bound takes the slowest of the 30. The watch's
+notes are those of `--calls` collectives a step, and its look at the threads of this process is once in a second of processor time.
 """
 
 import argparse
 import contextlib
+import itertools
 import math
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +33,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 import pretrain_gpt
+from megatron.core import whereabouts
+from megatron.training import train_step
 from megatron.training.ending import hangs
+from megatron.training.guard.kept_batches import KeptBatches
 from megatron.training.initialize import initialize_megatron
 from megatron.training.trainer import Trainer
 
@@ -79,14 +89,73 @@ def with_bounds(numbers: list[float]) -> tuple[float, float, float]:
     return statistics.median(ordered), ordered[max(low, 0)], ordered[min(high, len(ordered) - 1)]
 
 
+# ---------------------------------------------------------------- the calls of the checks, alone
+
+
+def timed(call: Callable[[], object], calls: int = 1000, rounds: int = 30) -> tuple[float, float]:
+    """(median, most) of the rounds: milliseconds of the thread's processor time for one call."""
+    took = []
+    for _ in range(rounds):
+        began = time.thread_time()
+        for _ in range(calls):
+            call()
+        took.append(1000 * (time.thread_time() - began) / calls)
+    return statistics.median(took), max(took)
+
+
+def alone(run: Run, collectives: int) -> None:
+    """Print what the calls that each check adds to a step cost, as a share of it."""
+    seen: dict[str, tuple] = {}
+    judge, problem_of = run.trainer.guard.judge, train_step.problem_of
+    run.trainer.guard.judge = lambda *given: seen.setdefault("judge", given) and judge(*given)
+    train_step.problem_of = lambda *given: seen.setdefault("problem_of", given) and problem_of(*given)
+    run.turn(None, 2)
+    run.trainer.guard.judge, train_step.problem_of = judge, problem_of
+    step = min(run.turn(None, 1)[0] for _ in range(20))
+    microbatches = run.trainer.pipeline.batch.num_microbatches
+    kept = KeptBatches(itertools.repeat({}))
+
+    def keep() -> None:
+        kept.begin()
+        for _ in range(microbatches):
+            next(kept)
+
+    def check() -> None:
+        problem_of(*seen["problem_of"])
+        judge(*seen["judge"])
+
+    def note() -> None:
+        whereabouts.begin_step(1)
+        for _ in range(collectives):
+            whereabouts.issue("all_reduce", "dp", (0, 1), 4096, -1)
+            whereabouts.come_back()
+        hangs.step_took(0.1)
+
+    with hangs.watching(0, 1):
+        noted = timed(note, calls=100)
+        looked = timed(hangs._mine._note_activity, calls=100)
+        hangs._mine.step_took(0.1)
+    rows = {"finite": timed(check), "rerun": timed(keep), "hangs": noted}
+    rows["hangs"] = tuple(a + b * step / 1000 for a, b in zip(noted, looked))
+    print(f"a step: {step:.1f} ms of processor time, {microbatches} microbatches, {collectives} collectives")
+    for name, (cost, most) in rows.items():
+        print(
+            f"  {name:7} {1000 * cost:9.2f} microseconds   {100 * cost / step:.4f} % (at most {100 * most / step:.4f} %)"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=30)
     parser.add_argument("--steps", type=int, default=1, help="of a turn")
+    parser.add_argument("--alone", action="store_true", help="time the checks' own calls")
+    parser.add_argument("--calls", type=int, default=200, help="collectives of a step, with --alone")
     parser.add_argument("--flags", default=FLAGS, help="of the run")
     options = parser.parse_args()
     torch.set_num_threads(1)
     run = Run(options.flags)
+    if options.alone:
+        return alone(run, options.calls)
     run.turn(None, 2)
     took: dict[str, list[tuple[float, float]]] = {name: [] for name in CHECKS}
     whole: list[tuple[float, float]] = []

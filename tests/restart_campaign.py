@@ -6,6 +6,8 @@
     points     each kind of file call, on each rank that makes it, killed at, failed and cut short: one call of each, drawn by seed
     instants   at an instant drawn uniformly over the run a rank, all ranks, or the launcher are killed (SIGKILL)
     saves      the same at an instant within a save, over a slow file layer
+    starts     the launcher is killed in the first fifth of the run
+    ends       under a launcher, a rank, all, or the launcher are killed after a rank has begun to leave
 
 The scenarios are those of fault_points.py, each of two processes over gloo; launched jobs have torchrun's agent above them. What a
 case must keep is said there. A result has the seed, the instant, and the mark (gloo/marked_script.py) that each rank had come to.
@@ -42,20 +44,20 @@ SCRIPT, LAUNCHER = str(GLOO / "faulty_script.py"), str(GLOO / "forking_launcher.
 BEGIN, END = "<!-- restarts: begin -->", "<!-- restarts: end -->"
 RANKS, PATIENCE, SLOW = 2, 90.0, 0.002
 HOWS = {"write": ("killed in", "ENOSPC in", "EIO in", "short"), "read_into": ("EIO", "short", "killed")}
-COUNTS = {"instants": 140, "saves": 60, "beside": 40}
+COUNTS = {"instants": 140, "saves": 60, "beside": 40, "starts": 40, "ends": 40}
 BESIDE = "ZeRO 1, async"
 IN_ITS_WAY = tuple(name for name in SCENARIOS if name != BESIDE)
 
 
 @dataclass(frozen=True)
 class Case:
-    kind: str  # points, instants, saves (synchronous ones) or beside (instants of a run whose saves are asynchronous)
+    kind: str  # points, instants, saves (synchronous ones), beside (instants of a run with asynchronous saves), starts, ends
     number: int
     scenario: str
     launched: bool
     who: str  # "rank 0", "rank 1", "all", "launcher"; of points the rank that meets the fault
     fault: str  # "rank:call:how"; empty for kills
-    instant: float  # fraction of the run, or seconds after the save began
+    instant: float  # fraction of the run, or seconds after the save, or the rank's leaving, began
     save: int  # which save of the run
     call: str = ""  # the kind of call that meets the fault
 
@@ -79,7 +81,11 @@ def kills(seed: int) -> Iterator[Case]:
             launched = who == "launcher" or draw.random() < 0.2
             instant = draw.random() if kind != "saves" else draw.uniform(0, 0.25)
             scenario = draw.choice(IN_ITS_WAY) if kind != "beside" else BESIDE
-            yield Case(kind, number, scenario, launched, who, "", instant, draw.choice((1, 2)))
+            save = draw.choice((1, 2))
+            if kind in ("starts", "ends"):
+                launched, instant = True, draw.uniform(0, 0.2)
+                who = "launcher" if kind == "starts" else who
+            yield Case(kind, number, scenario, launched, who, "", instant, save)
 
 
 def points(seed: int, calls: dict[str, dict[str, list[str]]]) -> Iterator[Case]:
@@ -165,8 +171,9 @@ def run_case(case: Case, expected: dict, seconds: float) -> dict:
 def _kill(case: Case, job: Job, seconds: float) -> dict:
     """Wait for the instant, and kill; where the ranks were."""
     ranks, began = Ranks(job), time.monotonic()
-    if case.kind == "saves":
-        while max((marks.count("saving") for marks in ranks.marks().values()), default=0) < case.save:
+    if case.kind in ("saves", "ends"):
+        mark, times = ("saving", case.save) if case.kind == "saves" else ("leaving", 1)
+        while max((marks.count(mark) for marks in ranks.marks().values()), default=0) < times:
             if not job.running() or time.monotonic() - began > PATIENCE:
                 break
             time.sleep(0.005)
@@ -216,7 +223,7 @@ def read(path: Path) -> tuple[dict[str, dict], dict[str, dict]]:
     return wholes, {one["case"]: one for one in known if "case" in one}
 
 
-def campaign(path: Path, seed: int, limit_seconds: float) -> None:
+def campaign(path: Path, seed: int, limit_seconds: float, only: str | None = None) -> None:
     began, (wholes, results) = time.monotonic(), read(path)
 
     def note(one: dict) -> None:
@@ -231,7 +238,7 @@ def campaign(path: Path, seed: int, limit_seconds: float) -> None:
     random.Random(seed).shuffle(cases)
     recent = [whole(next(iter(SCENARIOS)))["seconds"] for _ in range(2)][1:]  # the first waits for torch to be imported
     for case in cases:
-        if str(case) in results or time.monotonic() - began > limit_seconds:
+        if only not in (None, case.kind) or str(case) in results or time.monotonic() - began > limit_seconds:
             continue
         result = {"case": str(case), "seed": seed, "code": code_revision(), **asdict(case)}
         try:
@@ -273,12 +280,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, help="a file of JSON lines, one per case, that is added to")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", help="the kind of cases to run")
     parser.add_argument("--limit-minutes", type=float, default=float("inf"), help="stop after so long")
     parser.add_argument("--write", type=Path, help="put the tables into this file, and run nothing")
     given = parser.parse_args()
     torch.set_num_threads(1)
     if given.write is None:
-        campaign(given.results, given.seed, 60 * given.limit_minutes)
+        campaign(given.results, given.seed, 60 * given.limit_minutes, given.only)
     results = list(read(given.results)[1].values())
     if given.write is not None:
         before, rest = given.write.read_text().split(BEGIN)

@@ -1,7 +1,11 @@
 """The files for supervisors, and the line of stragglers."""
 
 import json
+import os
 import re
+from pathlib import Path
+
+import pytest
 
 from megatron.training.watch.beacon import Beacon, prometheus_text
 from megatron.training.watch.stragglers import straggler_line
@@ -27,6 +31,31 @@ def test_supervisors_read_the_last_step_and_the_last_save(tmp_path):
     assert all(LINE.fullmatch(line) for line in text.splitlines()) and text.endswith("\n"), text
     assert "megatron_iteration 5\n" in text and 'megatron_loss{name="lm loss"} 2.0\n' in text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["heartbeat.json", "run.prom"]
+
+
+def test_a_killed_run_leaves_its_last_state_and_the_next_removes_the_rest(tmp_path, monkeypatch):
+    heartbeat, others = tmp_path / "heartbeat.json", tmp_path / ".heartbeat.json.bak"
+    others.touch()
+    Beacon(str(heartbeat), None, train_iters=90, tokens_per_sample=8).saved(4)
+    before, beacon = heartbeat.read_text(), Beacon(str(heartbeat), None, train_iters=90, tokens_per_sample=8)
+
+    def die(*names: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
+        killed.setattr(Path, "replace", die)
+        beacon.saved(5)
+    (partial,) = set(tmp_path.iterdir()) - {heartbeat, others}
+    assert heartbeat.read_text() == before
+    os.utime(partial, (0, 0))
+    Beacon(str(heartbeat), None, train_iters=90, tokens_per_sample=8)
+    assert set(tmp_path.iterdir()) == {heartbeat, others}
+
+
+def test_a_loss_that_is_no_number_is_null_in_json(tmp_path):
+    heartbeat = tmp_path / "heartbeat.json"
+    Beacon(str(heartbeat), None, train_iters=90, tokens_per_sample=8).step(3, 12, {"a": float("nan"), "b": 1.5})
+    assert '"losses": {"a": null, "b": 1.5}' in heartbeat.read_text()
 
 
 def test_numbers_that_are_none_are_written_as_prometheus_writes_them():

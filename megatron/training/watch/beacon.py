@@ -4,7 +4,10 @@ Both are replaced whole, at most once a second and at every save, by the rank th
 written; it says so once.
 """
 
+import contextlib
+import glob
 import json
+import math
 import os
 import socket
 import time
@@ -12,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 _EVERY = 1.0  # seconds
+_OLD = 10.0  # seconds: a younger file may be being written, on another machine too
 _HELP = {
     "iteration": "last finished iteration",
     "train_iterations": "iterations of the whole run",
@@ -45,6 +49,8 @@ class Beacon:
         self._at = time.monotonic(), 0, 0  # time, iteration and samples of the numbers before
         self._written = 0.0
         self._failed = False
+        for path in self._files:
+            _remove_partial(path)
 
     def step(self, iteration: int, consumed_samples: int, losses: Mapping[str, float]) -> None:
         """A step has ended."""
@@ -78,8 +84,17 @@ class Beacon:
                 self._failed = True
 
 
+def _remove_partial(path: Path) -> None:
+    """Remove what processes have left that were killed before they gave their numbers the final name."""
+    for partial in path.parent.glob(f".{glob.escape(path.name)}.*"):
+        with contextlib.suppress(OSError):
+            if partial.suffix[1:].isdigit() and time.time() - partial.stat().st_mtime > _OLD:
+                partial.unlink()
+
+
 def _as_json(numbers: Mapping[str, float], losses: Mapping[str, float]) -> str:
-    return json.dumps({"host": socket.gethostname(), "pid": os.getpid(), **numbers, "losses": dict(losses)}) + "\n"
+    known = {name: value if math.isfinite(value) else None for name, value in losses.items()}  # JSON has no NaN
+    return json.dumps({"host": socket.gethostname(), "pid": os.getpid(), **numbers, "losses": known}) + "\n"
 
 
 def prometheus_text(numbers: Mapping[str, float], losses: Mapping[str, float]) -> str:
