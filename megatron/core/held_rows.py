@@ -13,7 +13,7 @@ def positions_of(rows: SequenceRows, held: int, device: torch.device) -> Tensor:
 
 
 def of_my_rows(x: Tensor, axis: Axis, dim: int = 1) -> Tensor:
-    """The rows of a context-parallel rank, cut from whole samples along `dim`. Raises ConfigError if they do not divide."""
+    """A rank's rows of samples that the axis shares, cut along `dim`. Raises ConfigError if they do not divide."""
     if axis.size == 1:
         return x
     rows = SequenceRows(axis)

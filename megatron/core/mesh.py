@@ -79,6 +79,11 @@ class Mesh(Mapping[str, Axis]):
         return self["dp"]
 
     @property
+    def sequence(self) -> Axis:
+        """The axis whose ranks hold different tokens of the same samples."""
+        return self["cp"]
+
+    @property
     def tokens(self) -> Axis:
         """The axis whose ranks hold different tokens: for sums of losses and token counts."""
         return self["dp_cp"]

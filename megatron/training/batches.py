@@ -37,9 +37,9 @@ def get_batch_on_this_cp_rank(batch: dict[str, Tensor | None]) -> dict[str, Tens
     """This context-parallel rank's rows of each sample: of tensors [b, s], and of the queries of a mask [b, 1, s, s].
 
     `Documents` stay whole, since a query sees keys of other ranks. Labels must have been shifted before."""
-    cp = parallel_state.get_mesh()["cp"]
+    sequence = parallel_state.get_mesh().sequence
     return {
-        name: of_my_rows(x, cp, dim=2 if name == "attention_mask" else 1) if isinstance(x, Tensor) else x
+        name: of_my_rows(x, sequence, dim=2 if name == "attention_mask" else 1) if isinstance(x, Tensor) else x
         for name, x in batch.items()
     }
 
@@ -49,9 +49,9 @@ def mean_over_shared_samples(total: Tensor, count: Tensor) -> Tensor:
 
     total, count: of this rank's tokens. The ranks that share the samples each get a number, of which the step takes the mean; all
     of them must call."""
-    sharing = parallel_state.get_mesh()["cp"]
-    if sharing.size > 1:
-        total, count = total * sharing.size, comm.all_reduce(count.clone(), sharing)
+    sequence = parallel_state.get_mesh().sequence
+    if sequence.size > 1:
+        total, count = total * sequence.size, comm.all_reduce(count.clone(), sequence)
     return total / count.clamp(min=1)
 
 

@@ -147,7 +147,7 @@ def build_optimizer(chunks: ChunksByStage, runtime: Runtime, group_of: GroupRule
 def build_pipeline(chunks: ChunksByStage, runtime: Runtime, forward_step: ForwardStep) -> Pipeline:
     """The pipeline that runs this rank's chunks and exchanges tensors with the neighbouring stages."""
     config, tp = runtime.config, runtime.mesh["tp"]
-    tokens = config.data.seq_length // runtime.mesh["cp"].size  # of a sample on this rank
+    tokens = config.data.seq_length // runtime.mesh.sequence.size  # of a sample on this rank
     batch = BatchShape(config.training.micro_batch_size, runtime.num_microbatches, tokens)
     sends_parts = config.parallel.scatter_gather_tensors_in_pipeline and not config.parallel.sequence_parallel_on
     return Pipeline(

@@ -94,6 +94,6 @@ def test_a_length_that_does_not_divide_is_refused():
 def test_rows_that_sequence_parallelism_cannot_divide_are_refused():
     sizes = ParallelConfig(context_parallel_size=2, tensor_model_parallel_size=4, sequence_parallel=True)
     model = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4)
-    (problem,) = context_parallel_problems(sizes, model, 36)
+    (problem,) = context_parallel_problems(sizes, model, {"--seq-length": 36})
     assert tells(problem, "--sequence-parallel 18 --tensor-model-parallel-size 4 --seq-length 36")
-    assert not [*context_parallel_problems(sizes, model, 32)]
+    assert not [*context_parallel_problems(sizes, model, {"--seq-length": 32, "--decoder-seq-length": None})]

@@ -73,7 +73,7 @@ def forward_backward(
     here, trains = current(), not (forward_only or collect_non_loss_data)
     scale = grad_scale_func or _config_of(chunks[0], "grad_scale_func") if trains else None
     finalize = _config_of(chunks[0], "finalize_model_grads_func")
-    tokens = seq_length // here.mesh["cp"].size  # of a sample on this rank
+    tokens = seq_length // here.mesh.sequence.size  # of a sample on this rank
     reports = run_step(
         chunks,
         iterators,

@@ -57,6 +57,10 @@ class LayerContext:
         """The rows of each sample that this rank holds between layers."""
         return SequenceRows(self.cp.axis, self.tp.sequence_axis or ALONE)
 
+    def check_length(self, length: int) -> None:
+        """Raises ValueError if samples of `length` tokens cannot be: a rank was given more than its own."""
+        self.cp.check(length)
+
     def positions(self, held: int, device: torch.device) -> Tensor:
         """[held], the place in its sample of each row that this rank holds inside a layer."""
         return positions_of(self.rows.within_layers, held, device)

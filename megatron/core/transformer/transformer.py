@@ -49,14 +49,14 @@ class ParallelTransformer(nn.Module):
             tier=context.tier,
         )
         self.ropes = config.ropes
-        self.rows, self.cp = context.rows, context.cp
+        self.rows, self.check_length = context.rows, context.check_length
         self.layers = nn.ModuleDict({str(layer): make_layer(config, layer, context) for layer in layers})
         self.final_layernorm = make_norm(config, context) if post_process and config.norm_placement != "post" else None
 
     def forward(self, x: Tensor, mask: Mask = None, cache: KeyValueCache | None = None) -> Tensor:
         config, rows = self.settings, self.rows.within_layers
         length = x.shape[0] * self.rows.sp.size
-        self.cp.check(rows.length_of(length))
+        self.check_length(rows.length_of(length))
         angles = None
         if cache is not None:
             if self.rows.length_of(1) != cache.sharing.size:

@@ -25,7 +25,8 @@ def context_parallel_problems(
         return
     tensor = parallel.tensor_model_parallel_size
     for flag, length in lengths.items():
-        length = length or 0
+        if length is None:
+            continue
         if length % (2 * ranks):
             yield (
                 f"{flag} ({length}) must be a multiple of {2 * ranks}, 2 chunks for each of the --context-parallel-size "
