@@ -1,0 +1,76 @@
+"""Published models by their names and shapes: every tensor has its place here and every parameter its tensor, at the published count."""
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.core.checkpoint import CheckpointError
+from megatron.core.inference.load import lone_mesh
+from megatron.core.interchange.config_json import config_of, family_of, settings_of
+from megatron.core.interchange.mapped import records_of
+from megatron.core.interchange.safetensors import TensorInFile
+from megatron.core.models.bert_model import BertModel
+from megatron.core.models.gpt_model import GPTModel
+from megatron.core.models.t5_model import T5Model
+from megatron.core.transformer.context import LayerContext
+from megatron.core.transformer.model_config import ModelConfig
+
+sys.path.append(str(Path(__file__).parent.parent / "exchange"))
+from published import CONFIGS, tensors_of
+
+# Counted by transformers on the meta device.
+PARAMETERS = {
+    **{"gpt2": 124_439_808, "pythia-70m": 70_426_624, "Llama-2-7b": 6_738_415_616, "Llama-3.1-8B": 8_030_261_248},
+    **{"Llama-3.2-1B": 1_235_814_400, "Mistral-7B-v0.1": 7_241_732_096, "Qwen2.5-0.5B": 494_032_768},
+    **{"Qwen3-0.6B": 596_049_920, "gemma-2b": 2_506_172_416, "gemma-2-2b": 2_614_341_888, "gemma-3-1b": 999_885_952},
+    **{"phi-2": 2_779_683_840, "Phi-3-mini-4k": 3_821_079_552, "OLMo-2-7B": 7_298_617_344},
+    **{"Olmo-3-7B": 7_298_011_136, "SmolLM3-3B": 3_075_098_624, "starcoder2-3b": 3_030_371_328},
+    **{"granite-3.0-2b": 2_533_531_648, "command-r-35b": 34_980_831_232, "bert-base": 110_106_428},
+    "t5-small": 60_506_624,
+}
+MODELS = {model.__name__: model for model in (GPTModel, BertModel, T5Model)}
+
+
+def parameters_of(name: str) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of our model, without the padding of the word table."""
+    settings, words = settings_of(CONFIGS[name], name)
+    config, model = ModelConfig(**settings), MODELS[family_of(CONFIGS[name], name).model]
+    parts = {"decoder_seq_length": 512} if model is T5Model else {}
+    context = LayerContext.on(lone_mesh(), config.params_dtype, device="meta", fills=False)
+    positions = config.max_position_embeddings or 512
+    made = model(
+        config, vocab_size=words, positions=positions, layers=range(config.all_layers), context=context, **parts
+    )
+    return {key: tuple(parameter.placement.shape) for key, parameter in made.named_parameters()}
+
+
+def placed(name: str, tensors: dict[str, list[int]]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of ours that a folder with these tensors gives. Raises CheckpointError for what is left over."""
+    config = ModelConfig(**settings_of(CONFIGS[name], name)[0])
+    files = {key: TensorInFile("model.safetensors", "bfloat16", tuple(shape), 0) for key, shape in tensors.items()}
+    return {key: x.shape for key, x in records_of(family_of(CONFIGS[name], name), config, files, Path(name)).items()}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_published_model_maps_completely(name: str):
+    """No tensor left over, none missing, each of the right shape; and the number of all parameters."""
+    tensors, ours = tensors_of(name), parameters_of(name)
+    assert placed(name, tensors) == ours
+    assert sum(map(math.prod, tensors.values())) == sum(map(math.prod, ours.values())) == PARAMETERS[name]
+    with pytest.raises(CheckpointError):
+        placed(name, tensors | {"model.layers.0.self_attn.sinks": [8]})
+    last = list(tensors)[-1]
+    assert placed(name, {key: shape for key, shape in tensors.items() if key != last}) != ours
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_its_config_is_written_as_what_it_was(name: str):
+    """`config_of` reads what it writes, and refuses a model that would compute something else."""
+    settings, words = settings_of(CONFIGS[name], name)
+    written = config_of(CONFIGS[name]["model_type"], ModelConfig(**settings), words, "bfloat16")
+    sizes = {"hidden_size", "n_embd", "d_model", "num_hidden_layers", "vocab_size", "rope_theta", "sliding_window"}
+    for key in sizes & written.keys() & CONFIGS[name].keys():
+        off = key == "sliding_window" and not CONFIGS[name].get("use_sliding_window", True)
+        assert written[key] == (None if off else CONFIGS[name][key]), key
