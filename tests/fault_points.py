@@ -58,6 +58,7 @@ SCENARIOS = {
     "TP 2": Scenario(BOTH + "--tensor-model-parallel-size 2", (("tp", 2),)),
     "again, PP 2": Scenario(AGAIN + " --num-layers 2 --pipeline-model-parallel-size 2", (("pp", 2),), again=True),
     "ZeRO 1, async": Scenario(SIX + "--use-distributed-optimizer --async-save --global-batch-size 2", (("dp", 2),)),
+    "CP 2, ZeRO 1": Scenario(BOTH + "--use-distributed-optimizer --context-parallel-size 2", (("cp", 2),)),
     "ZeRO 3, one kept": Scenario(SIX + "--zero-stage 3 --keep-checkpoints 1 --global-batch-size 2", (("dp", 2),)),
 }
 ON_WRITES = ("killed in", "ENOSPC in", "EIO in", "short")

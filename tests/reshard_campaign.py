@@ -1,4 +1,4 @@
-"""What one layout has saved, another loads and saves again, and an independent reader compares the two: every pair of 12 layouts.
+"""What one layout has saved, another loads and saves again, and an independent reader compares the two: every pair of 15 layouts.
 
     python tests/reshard_campaign.py results.jsonl --write docs/reliability.md
 
@@ -55,6 +55,9 @@ LAYOUTS = {
     "TP 4": (Layout(tp=4), False),
     "PP 2, interleaved": (Layout(pp=2, v=2, m=2, schedule="interleaved"), False),
     "TP 2, PP 2": (Layout(tp=2, pp=2, m=2), False),
+    "CP 2, ring": (Layout(cp=2), False),
+    "CP 4, gathered, ZeRO 1": (Layout(cp=4, cp_types=("all_gather",), data_parallel=zero(1)), False),
+    "CP 2, heads, DP 2, ZeRO 3": (Layout(cp=2, dp=2, cp_types=("a2a",), data_parallel=zero(3)), False),
     "PP 2, DP 2, ZeRO 3, files": (Layout(pp=2, dp=2, m=2, data_parallel=zero(3)), False),
 }
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")

@@ -6,6 +6,8 @@
     points     each kind of file call, on each rank that makes it, killed at, failed and cut short: one call of each, drawn by seed
     instants   at an instant drawn uniformly over the run a rank, all ranks, or the launcher are killed (SIGKILL)
     saves      the same at an instant within a save, over a slow file layer
+    beside     the instants of a run whose saves are asynchronous
+    shared     the instants of a run whose ranks share each sample (context parallelism)
     starts     the launcher is killed in the first fifth of the run
     ends       under a launcher, a rank, all, or the launcher are killed after a rank has begun to leave
 
@@ -44,14 +46,14 @@ SCRIPT, LAUNCHER = str(GLOO / "faulty_script.py"), str(GLOO / "forking_launcher.
 BEGIN, END = "<!-- restarts: begin -->", "<!-- restarts: end -->"
 RANKS, PATIENCE, SLOW = 2, 90.0, 0.002
 HOWS = {"write": ("killed in", "ENOSPC in", "EIO in", "short"), "read_into": ("EIO", "short", "killed")}
-COUNTS = {"instants": 140, "saves": 60, "beside": 40, "starts": 40, "ends": 40}
-BESIDE = "ZeRO 1, async"
-IN_ITS_WAY = tuple(name for name in SCENARIOS if name != BESIDE)
+COUNTS = {"instants": 140, "saves": 60, "beside": 40, "starts": 40, "ends": 40, "shared": 40}
+OF_KINDS = {"beside": "ZeRO 1, async", "shared": "CP 2, ZeRO 1"}  # the others draw one of the rest
+IN_ITS_WAY = tuple(name for name in SCENARIOS if name not in OF_KINDS.values())
 
 
 @dataclass(frozen=True)
 class Case:
-    kind: str  # points, instants, saves (synchronous ones), beside (instants of a run with asynchronous saves), starts, ends
+    kind: str  # points, or a key of COUNTS
     number: int
     scenario: str
     launched: bool
@@ -80,7 +82,7 @@ def kills(seed: int) -> Iterator[Case]:
             who = draw.choices(["rank 0", "rank 1", "all", "launcher"], [3, 3, 4, 3])[0]
             launched = who == "launcher" or draw.random() < 0.2
             instant = draw.random() if kind != "saves" else draw.uniform(0, 0.25)
-            scenario = draw.choice(IN_ITS_WAY) if kind != "beside" else BESIDE
+            scenario = draw.choice(IN_ITS_WAY) if kind not in OF_KINDS else OF_KINDS[kind]
             save = draw.choice((1, 2))
             if kind in ("starts", "ends"):
                 launched, instant = True, draw.uniform(0, 0.2)
@@ -223,18 +225,20 @@ def read(path: Path) -> tuple[dict[str, dict], dict[str, dict]]:
     return wholes, {one["case"]: one for one in known if "case" in one}
 
 
-def campaign(path: Path, seed: int, limit_seconds: float, only: str | None = None) -> None:
+def campaign(path: Path, seed: int, limit_seconds: float, only: str | None = None, scenario: str | None = None) -> None:
     began, (wholes, results) = time.monotonic(), read(path)
 
     def note(one: dict) -> None:
         with path.open("a") as file:
             file.write(json.dumps(one) + "\n")
 
-    for scenario in SCENARIOS:
-        if scenario not in wholes:
-            wholes[scenario] = {"whole": scenario, "code": code_revision()} | whole(scenario)
-            note(wholes[scenario])
-    cases = [*points(seed, {name: one["calls"] for name, one in wholes.items()}), *kills(seed)]
+    names = tuple(SCENARIOS) if scenario is None else (scenario,)
+    for name in names:
+        if name not in wholes:
+            wholes[name] = {"whole": name, "code": code_revision()} | whole(name)
+            note(wholes[name])
+    cases = [*points(seed, {name: wholes[name]["calls"] for name in names})]
+    cases += [case for case in kills(seed) if case.scenario in names]
     random.Random(seed).shuffle(cases)
     recent = [whole(next(iter(SCENARIOS)))["seconds"] for _ in range(2)][1:]  # the first waits for torch to be imported
     for case in cases:
@@ -281,12 +285,13 @@ def main() -> int:
     parser.add_argument("results", type=Path, help="a file of JSON lines, one per case, that is added to")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", help="the kind of cases to run")
+    parser.add_argument("--scenario", choices=SCENARIOS, help="only cases of this one")
     parser.add_argument("--limit-minutes", type=float, default=float("inf"), help="stop after so long")
     parser.add_argument("--write", type=Path, help="put the tables into this file, and run nothing")
     given = parser.parse_args()
     torch.set_num_threads(1)
     if given.write is None:
-        campaign(given.results, given.seed, 60 * given.limit_minutes, given.only)
+        campaign(given.results, given.seed, 60 * given.limit_minutes, given.only, given.scenario)
     results = list(read(given.results)[1].values())
     if given.write is not None:
         before, rest = given.write.read_text().split(BEGIN)

@@ -10,6 +10,7 @@ last checkpoints (weights, masters, moments, loss scale, position) and all print
 
 import argparse
 import contextlib
+import math
 import random
 import sys
 import tempfile
@@ -61,6 +62,12 @@ DIMENSIONS = {
         "zb-h1": f"{_PP} --pipeline-schedule zb-h1",
         "zb-v": f"{_PP} --pipeline-schedule zb-v --untie-embeddings-and-output-weights",
     },
+    "context": {
+        "none": "",
+        "ring": "--context-parallel-size 2",
+        "gathered": "--context-parallel-size 2 --cp-comm-type all_gather",
+        "heads": "--context-parallel-size 2 --cp-comm-type a2a",
+    },
     "dropout": {"none": "--hidden-dropout 0 --attention-dropout 0", "0.1": ""},
     "batch": {
         "constant": f"--global-batch-size 4 --train-iters {STEPS}",
@@ -91,7 +98,12 @@ class Case:
 
     @property
     def sizes(self) -> dict[str, int]:
-        return {"dp": 2, "pp": 1 if "one stage" in self.choices else 2}
+        chosen = dict(zip(DIMENSIONS, self.choices))
+        return {
+            "dp": 2,
+            "pp": 1 if chosen["schedule"] == "one stage" else 2,
+            "cp": 1 if chosen["context"] == "none" else 2,
+        }
 
     def flags(self, folder: str) -> str:
         """folder: of its offloaded state."""
@@ -102,7 +114,7 @@ class Case:
     def is_refused(self) -> bool:
         try:
             config, _ = settings_of(pretrain_gpt, words(self.flags("/tmp")) + " --save /tmp/any")
-            check(config, self.sizes["dp"] * self.sizes["pp"])
+            check(config, math.prod(self.sizes.values()))
         except ConfigError:
             return True
         return False

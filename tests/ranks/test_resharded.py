@@ -10,6 +10,7 @@ from small_checkpoints import save_one
 
 PAIRS = [
     ("bf16", "one process, reuse", "bf16", "DP 4, ZeRO 3"),
+    ("fp32", "CP 2, heads, DP 2, ZeRO 3", "fp32", "CP 4, gathered, ZeRO 1"),
     ("fp32", "TP 2 with SP", "bf16", "DP 2, ZeRO 1, reuse"),
 ]
 
@@ -22,10 +23,10 @@ def test_what_one_layout_saves_another_loads_to_the_bit(pair: tuple[str, str, st
     assert result["tensors"] > 100
 
 
-def test_the_plan_has_every_ordered_pair_of_twelve_layouts():
+def test_the_plan_has_every_ordered_pair_of_fifteen_layouts():
     cases = list(reshard_campaign.plan(1))
     within = [case for case in cases if case[0] == case[2]]
-    assert len(reshard_campaign.LAYOUTS) == 12 and len(set(within)) == 4 * 144
+    assert len(reshard_campaign.LAYOUTS) == 15 and len(set(within)) == 4 * 225
     assert {(before, after) for before, _, after, _ in cases if before != after} == set(reshard_campaign.CROSSED)
     assert max(layout.ranks for layout, _ in reshard_campaign.LAYOUTS.values()) == 4
 

@@ -3,7 +3,19 @@
 import pytest
 from stop_matrix import Case, covering_cases, outcome
 
-ALL_AT_ONCE = "bfloat16", "3", "both", "file", "selective", "one stage", "0.1", "ramp-up", "blend", "asynchronous"
+ALL_AT_ONCE = (
+    "bfloat16",
+    "3",
+    "both",
+    "file",
+    "selective",
+    "one stage",
+    "ring",
+    "0.1",
+    "ramp-up",
+    "blend",
+    "asynchronous",
+)
 
 
 @pytest.mark.full
