@@ -1,8 +1,10 @@
-"""Megatron-LM's files with bytes changed: python tests/exchange/mutated_pickles.py [COUNT [SEED]]
+"""Megatron-LM's files with bytes changed: python tests/exchange/mutated_pickles.py [COUNT [SEED [classic | dist]]]
 
 Two kinds of change: of any byte but those of tensors, where the zip's own checksums must notice; and of the pickle, with a checksum
 that fits, which a hostile writer would make. What loads after the first has the values of the untouched files. Nothing but the two
 errors of a folder is raised, each in bounded words, and nothing that a file names is called.
+
+dist: of a folder in torch_dist, whose .metadata has no checksum: every byte of it, and all of the files but those of tensors.
 """
 
 import random
@@ -16,6 +18,7 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
+import dist_files  # noqa: E402
 import megatron_files  # noqa: E402
 
 from megatron.core.boxes import whole  # noqa: E402
@@ -92,7 +95,30 @@ def run(root: Path, count: int, seed: int) -> tuple[int, int]:
     return refused, count - refused
 
 
+def run_dist(root: Path, count: int, seed: int) -> tuple[int, int]:
+    """`run`, of a folder in torch_dist: no change gives another tensor."""
+    folder = dist_files.write_dist(root, "llama", tp=2)
+    expected, draw, refused = read_all(root), random.Random(seed), 0
+    files = {name: (folder / name).read_bytes() for name in (".metadata", "common.pt", "__0_0.distcp", "__0_1.distcp")}
+    places = {name: [*range(len(data))] for name, data in files.items()}
+    for piece in (piece for x in open_foreign(root).manifest.tensors.values() for piece in x.pieces):
+        of_tensor = range(piece.offset, piece.offset + piece.nbytes)
+        places[piece.file] = [i for i in places[piece.file] if i not in of_tensor]
+    for _ in range(count):
+        name = draw.choice([".metadata", ".metadata", *files])
+        (folder / name).write_bytes(mutated(files[name], draw, places[name]))
+        try:
+            for tensor, values in read_all(root).items():
+                assert torch.equal(values, expected[tensor]), (name, tensor)
+        except (CheckpointError, ConfigError) as error:
+            assert len(str(error)) < 4000, error
+            refused += 1
+        (folder / name).write_bytes(files[name])
+    return refused, count - refused
+
+
 if __name__ == "__main__":
-    count, seed = (*map(int, sys.argv[1:]), *(2000, 0)[len(sys.argv) - 1 :])
+    count, seed = (*map(int, sys.argv[1:3]), *(2000, 0)[len(sys.argv[1:3]) :])
     with tempfile.TemporaryDirectory() as place:
-        print("{} refused, {} loaded, as they should".format(*run(Path(place), count, seed)))
+        work = run_dist if sys.argv[3:] == ["dist"] else run
+        print("{} refused, {} loaded, as they should".format(*work(Path(place), count, seed)))

@@ -20,6 +20,7 @@ from megatron.core.interchange import inert_pickle, open_any, torch_file
 from megatron.core.interchange.inert_pickle import PickleError, read_pickle
 
 sys.path.append(str(Path(__file__).parent.parent / "exchange"))
+import dist_files
 import megatron_files
 import mutated_pickles
 
@@ -123,11 +124,35 @@ def mixture(root: Path) -> None:
     (folder / "mp_rank_00").rename(folder / "mp_rank_00_000_000")
 
 
-def distributed(root: Path) -> None:
-    (root / "iter_0000007").mkdir(parents=True)
-    (root / "iter_0000007" / ".metadata").write_bytes(b"")
-    latest = root / "latest_checkpointed_iteration.txt"
-    latest.write_text("7")
+def distributed(change: Any = lambda state: None, after: Any = lambda folder: None, **options: Any) -> Any:
+    """A folder in torch_dist; change: of its tensors before they are written, after: of its files."""
+    return lambda root: after(dist_files.write_dist(root, "llama", **{"tp": 2} | options, change=change))
+
+
+def metadata(old: bytes, new: bytes) -> Any:
+    """Metadata with bytes replaced by as many."""
+
+    def make(folder: Path) -> None:
+        data = (folder / ".metadata").read_bytes()
+        assert old in data and len(old) == len(new)
+        (folder / ".metadata").write_bytes(data.replace(old, new))
+
+    return make
+
+
+def metadata_that_calls(folder: Path) -> None:
+    (folder / ".metadata").write_bytes(pickle.dumps(Calls(os.system, "echo run > ran"), 4))
+
+
+def chunk_gone(state: dict) -> None:
+    """One rank's rows of the word table are not written."""
+    table = state["embedding.word_embeddings.weight"]
+    table.pieces.pop(torch.Size([16, 0]))
+
+
+def another_length(folder: Path) -> None:
+    path = folder / "__0_0.distcp"
+    path.write_bytes(path.read_bytes()[:-9])
 
 
 def nested(depth: int) -> bytes:
@@ -170,7 +195,18 @@ HOSTILE = {
     "more layers than files": (args(num_layers=4), "have 3 layers"),
     "sizes beyond bounds": (args(hidden_size=1 << 50), "hidden_size"),
     "more heads than features": (args(num_attention_heads=7), "num_attention_heads"),
-    "torch_dist": (distributed, "--ckpt-convert-format torch"),
+    "torch_dist: a command": (distributed(after=metadata_that_calls), "posix.system"),
+    "torch_dist: a path": (distributed(after=metadata(b"__0_0.distcp", b"../../x.dist")), "no name of a file"),
+    "torch_dist: a class that calls": (distributed(after=metadata(b"\x04Size", b"\x04load")), "no numbers"),
+    "torch_dist: no metadata": (distributed(after=lambda f: (f / ".metadata").write_bytes(b"")), "ends"),
+    "torch_dist: a chunk is gone": (distributed(chunk_gone), "do not cover"),
+    "torch_dist: a short file": (distributed(after=another_length), "__0_0.distcp"),
+    "torch_dist: a tensor of no model": (
+        distributed(lambda s: s.update({"x.weight": torch.ones(3)})),
+        "no such tensor",
+    ),
+    "torch_dist: a layer less": (distributed(num_layers=4), "3 layers, and args say 4"),
+    "torch_dist: no args": (distributed(after=lambda f: (f / "common.pt").unlink()), "what the model computes"),
     "DeepSpeed's": (deepspeed, "zero_to_fp32.py"),
 }
 
@@ -272,4 +308,10 @@ def test_tensors_of_a_torch_file_lie_where_it_is_said(tmp_path: Path):
 def test_mutated_files_never_give_a_wrong_tensor_nor_a_crash(seed: int, tmp_path: Path):
     """`python tests/exchange/mutated_pickles.py 2000` does more of them."""
     refused, loaded = mutated_pickles.run(tmp_path, 20 if seed == 0 else 250, seed)
+    assert refused > loaded
+
+
+def test_changed_bytes_of_torch_dist_never_give_another_tensor(tmp_path: Path):
+    """`python tests/exchange/mutated_pickles.py 2000 0 dist` does more of them."""
+    refused, loaded = mutated_pickles.run_dist(tmp_path, 30, 1)
     assert refused > loaded

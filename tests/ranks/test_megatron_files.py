@@ -17,6 +17,7 @@ from megatron.core.transformer.model_config import ModelConfig
 from tools import checkpoint_convert
 
 sys.path.append(str(Path(__file__).parent.parent / "exchange"))
+import dist_files
 import megatron_files
 from cases import ids, read_record, read_tensors
 
@@ -30,6 +31,14 @@ FILES = {
     "core, virtual stages": ("llama", {"tp": 2, "pp": 1, "vpp": 3}),
     "core, more ranks than groups": ("llama", {"tp": 4, "fused_norms": True}),
     "core, tied": ("llama-tied", {"tp": 2, "pp": 2, "rotary_base": 5e5, "kv_channels": 6, "fused_norms": True}),
+}
+
+# (case, options of `write_dist`): torch_dist, with layers stacked or apart, and arguments in a file or in an object of the folder.
+DIST = {
+    "layers stacked": ("gpt2", {"tp": 2}),
+    "layers apart, args within": ("llama", {"tp": 4, "stacked": False, "common": "item"}),
+    "gates and ups apart": ("llama", {"tp": 2, "halves": True}),
+    "tied": ("llama-tied", {"tp": 2, "rotary_base": 5e5, "kv_channels": 6}),
 }
 
 
@@ -54,13 +63,25 @@ def test_files_of_each_age_give_the_scores_of_transformers(files: str, tmp_path:
     assert (scores_of(model_of(tmp_path)) - expected).abs().max() < 1e-10
 
 
+@pytest.mark.parametrize("files", DIST)
+def test_torch_dist_gives_the_scores_of_transformers(files: str, tmp_path: Path):
+    case, options = DIST[files]
+    dist_files.write_dist(tmp_path, case, **options)
+    expected = torch.tensor(read_record(case)["scores"], dtype=torch.float64)
+    assert (scores_of(model_of(tmp_path)) - expected).abs().max() < 1e-10
+
+
 @pytest.mark.parametrize(
-    "files", ["version 1.0", *(pytest.param(name, marks=pytest.mark.full) for name in ("version 0", "core, tied"))]
+    "files",
+    [
+        *("version 1.0", "layers stacked"),
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("version 0", "core, tied", "gates and ups apart")),
+    ],
 )
 def test_every_rank_of_another_layout_reads_its_boxes(files: str, tmp_path: Path):
     """Files of one layout, read at TP 2 x PP 2: each parameter is the part of the whole that its placement says."""
-    case, options = FILES[files]
-    megatron_files.write(tmp_path, case, **options)
+    case, options = (FILES | DIST)[files]
+    (megatron_files.write if files in FILES else dist_files.write_dist)(tmp_path, case, **options)
     whole = dict(model_of(tmp_path).named_parameters())
 
     def work(mesh):

@@ -247,14 +247,14 @@ def _problems_of_places(manifest: Manifest) -> list[str]:
 
 def check_whole(manifest: Manifest, file: Path | str, advice: str = DAMAGED) -> None:
     """Raises CheckpointError unless the pieces of each tensor are disjoint and cover it, and those of each file fill it."""
-    broken = [(name, record) for name, record in manifest.tensors.items() if not _is_filled(record)]
+    broken = [(name, record) for name, record in manifest.tensors.items() if not is_filled(record)]
     problems = [_problem_of_cover(name, record) for name, record in broken[:_SHOWN]]
     problems += [name for name, _ in broken[_SHOWN:]]  # these are counted, not shown
     if problems := problems or _problems_of_files(manifest):
         raise CheckpointError(file, problems, advice)
 
 
-def _is_filled(record: TensorRecord) -> bool:
+def is_filled(record: TensorRecord) -> bool:
     """Whether the boxes of a tensor are disjoint and cover it, in time linear in their number.
 
     The indicator of a box is the cumulative sum, along each dimension, of +1 and -1 at its 2^d corners. So boxes cover each

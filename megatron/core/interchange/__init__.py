@@ -1,7 +1,9 @@
 """Exchange with other projects, as data: their folders read as they lie, and written back, by one table of rows a family.
 
     safetensors.py, hf_folder.py   what lies in a folder, checked (no torch)
-    inert_pickle.py, torch_file.py what torch.save has written, read without running it; megatron_*.py: of Megatron-LM (no torch)
+    inert_pickle.py, torch_file.py what torch.save has written, read without running it (no torch)
+    dcp.py                         folders of torch.distributed.checkpoint, likewise (no torch)
+    megatron_*.py                  checkpoints of Megatron-LM, classic and torch_dist, and their args (no torch)
     operations.py                  how their tensors lie in ours, the same list for both directions (no torch)
     fields.py, rope.py, windows.py what keys of a config.json say
     family.py, *_like.py           the tables: fields of config.json, names of tensors

@@ -11,7 +11,9 @@ from megatron.core import comm
 from megatron.core.checkpoint.format import CheckpointError, Manifest, TensorRecord
 from megatron.core.grid import ALONE, Axis
 from megatron.core.interchange.family import WORD_TABLE
+from megatron.core.interchange.megatron_args import unclear
 from megatron.core.interchange.megatron_classic import MegatronModel, args_of, read_classic
+from megatron.core.interchange.megatron_dist import args_of_dist, read_dist
 from megatron.core.interchange.megatron_folder import find_megatron
 from megatron.core.interchange.operations import shape_of
 from megatron.core.interchange.safetensors import FETCH_AGAIN
@@ -32,11 +34,16 @@ def open_megatron(
     with comm.together(world, device):
         if world.is_first:
             folder = find_megatron(root, iteration)
-            manifest = manifest_of_megatron(read_classic(folder.path), folder.iteration, folder.path)
-            text = json.dumps([str(folder.path), asdict(manifest)])
-    path, raw = json.loads(comm.broadcast_text(text, world, device))
+            read = {"classic": read_classic, "torch_dist": read_dist}[folder.kind]
+            model = read(folder.path)
+            manifest = manifest_of_megatron(model, folder.iteration, folder.path)
+            doubt = unclear(model.args)
+            note = f"{folder.path} {_NOTE}" + (f"; {doubt}" if doubt else "")
+            text = json.dumps({"path": str(folder.path), "note": note} | asdict(manifest))
+    raw = json.loads(comm.broadcast_text(text, world, device))
+    path, note = raw.pop("path"), raw.pop("note")
     tensors = {name: _record(**record) for name, record in raw.pop("tensors").items()}
-    return StridedCheckpoint(Path(path), Manifest(**raw, tensors=tensors), f"{path} {_NOTE}")
+    return StridedCheckpoint(Path(path), Manifest(**raw, tensors=tensors), note)
 
 
 def _record(dtype: str, shape: list[int], pieces: list[dict[str, Any]]) -> TensorRecord:
@@ -77,7 +84,8 @@ def manifest_of_megatron(model: MegatronModel, iteration: int, path: Path) -> Ma
 
 def settings_of_megatron(root: Path, iteration: int | None = None) -> dict[str, dict[str, Any]]:
     """The settings that a checkpoint's args give to a run, by component."""
-    return _components(*args_of(find_megatron(root, iteration).path))
+    folder = find_megatron(root, iteration)
+    return _components(*{"classic": args_of, "torch_dist": args_of_dist}[folder.kind](folder.path))
 
 
 def _components(settings: dict[str, Any], args: dict[str, Any], words: int) -> dict[str, dict[str, Any]]:

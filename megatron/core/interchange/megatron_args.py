@@ -1,7 +1,8 @@
 """The `args` of a checkpoint of Megatron-LM as settings of ours. No torch.
 
 Its namespace holds every flag of the run, hundreds that say nothing of the model. So what is read is a list; what would change
-the model and is not built is another, which is refused unless it is off.
+the model and is not built is another, which is refused unless it is off; what says nothing of it is a third (megatron_unused.py).
+The reader is told of all others that are on.
 """
 
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from typing import Any
 from megatron.core.config import ConfigError
 from megatron.core.interchange.fields import Given, ModelSettings
 from megatron.core.interchange.inert_pickle import Made, Named
+from megatron.core.interchange.megatron_unused import unclear_args
 
 # What would change what the model computes, and is not read.
 _MUST_BE_OFF = (
@@ -17,7 +19,14 @@ _MUST_BE_OFF = (
     *("heterogeneous_layers_config_encoded_json", "hybrid_override_pattern", "hybrid_layer_pattern", "is_hybrid_model"),
     *("attention_output_gate", "linear_attention_freq", "linear_attention_type", "experimental_attention_variant"),
     *("use_mup", "retro_add_retriever", "retro_project_dir", "geglu", "glu_activation", "parallel_attn"),
-    *("embed_layernorm", "alibi", "sliding_window_size"),
+    *("embed_layernorm", "alibi", "sliding_window_size", "enable_mhc_connections", "num_moe_experts"),
+)
+# What is read where another argument asks for it, and means nothing elsewhere.
+_READ_IF_ASKED = (
+    *("rotary_base", "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor", "rope_type"),
+    *("use_rope_scaling", "rope_scaling_factor", "no_rope_freq", "num_query_groups", "window_attn_skip_freq"),
+    *("num_layers", "encoder_num_layers", "norm_epsilon", "layernorm_epsilon", "bias_gelu_fusion"),
+    *("add_position_embedding", "disable_bias_linear"),
 )
 _BOOLS = (False, True)
 _MOST_LIST = 100_000
@@ -41,13 +50,23 @@ def _plain(value: Any) -> Any:
     return f"<{type(value).__name__}>"
 
 
+def unclear(args: Mapping[str, Any]) -> str:
+    """What is said of arguments that may change the model and are not known here; "" if there are none."""
+    given = Given(args, "args")
+    _settings(given)
+    return unclear_args(args, {*given.asked, *_READ_IF_ASKED, *_MUST_BE_OFF})
+
+
 def settings_of_args(args: Mapping[str, Any], source: str) -> ModelSettings:
     """The settings of the model, by names of `ModelConfig`. Raises ConfigError: what is missing, unclear or not built."""
-    given = Given(args, source)
     on = [name for name in _MUST_BE_OFF if args.get(name) not in (None, False, 0, "", [])]
     if on:
         shown = ", ".join(f"{name} ({args[name]!r:.40})" for name in on)
         raise ConfigError(f"{source}: the model was trained with {shown}, which is not read")
+    return _settings(Given(args, source))
+
+
+def _settings(given: Given) -> ModelSettings:
     return _shape(given) | _block(given) | _attention(given) | _positions(given) | _training(given)
 
 
@@ -77,7 +96,8 @@ def _shape(given: Given) -> ModelSettings:
 
 def _block(given: Given) -> ModelSettings:
     epsilon = _first(given, "norm_epsilon", "layernorm_epsilon")
-    biases = given.choice("add_bias_linear", True, _BOOLS)
+    # The second name is that of a few old checkpoints.
+    biases = given.choice("add_bias_linear", not given.choice("disable_bias_linear", False, _BOOLS), _BOOLS)
     found: ModelSettings = {
         "normalization": given.choice("normalization", "LayerNorm", ("LayerNorm", "RMSNorm")),
         "norm_epsilon": given.number(epsilon, 1e-5),

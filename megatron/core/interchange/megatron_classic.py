@@ -38,6 +38,12 @@ class MegatronModel:
     is_bert: bool
 
 
+def head_counts(settings: ModelSettings) -> HeadCounts:
+    queries = settings["num_attention_heads"]
+    groups = settings["num_query_groups"] if settings["group_query_attention"] else queries
+    return HeadCounts(queries, groups, settings["kv_channels"])
+
+
 RankChunks = list[dict[str, TensorInFile]]  # of one rank: name -> tensor
 
 
@@ -149,11 +155,7 @@ def _joined(
 ) -> MegatronModel:
     """One model of the ranks' parts. Raises CheckpointError with all that does not fit."""
     by_name, problems = _by_name(ranks, settings["num_layers"])
-    heads = HeadCounts(
-        settings["num_attention_heads"],
-        settings["num_query_groups"] if settings["group_query_attention"] else settings["num_attention_heads"],
-        settings["kv_channels"],
-    )
+    heads = head_counts(settings)
     is_gated = bool(settings.get("swiglu") or settings.get("gated"))
     tied = [] if settings["untie_embeddings_and_output_weights"] else [TIED_COPY, f"{OUTPUT}.weight"]
     parts: dict[str, list[PartOf]] = {}

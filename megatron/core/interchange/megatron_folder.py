@@ -3,7 +3,7 @@
     latest_checkpointed_iteration.txt              a number, or "release"
     iter_0000100/mp_rank_00/model_optim_rng.pt     classic: a file for each tensor- and pipeline-parallel rank
     iter_0000100/mp_rank_01_003/...                tensor-parallel rank 1, stage 3
-    iter_0000100/.metadata, __0_0.distcp, ...      torch_dist, which is refused by name
+    iter_0000100/.metadata, __0_0.distcp, ...      torch_dist, of all ranks together; common.pt or metadata.json beside them
 
 Only names that a folder lists are opened, and none that leads out of it.
 """
@@ -11,7 +11,7 @@ Only names that a folder lists are opened, and none that leads out of it.
 import os
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from megatron.core.checkpoint.format import LATEST, MANIFEST, CheckpointError, folder_name
 from megatron.core.config import ConfigError
@@ -21,7 +21,8 @@ from megatron.core.storage.files import at, is_file, is_folder, read_start
 _RELEASE = "release"
 _RANK = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?")
 _FILES = ("model_optim_rng.pt", "model_rng.pt")  # the second from 2022-03 to 2023-05, with the distributed optimizer
-_METADATA = ".metadata"
+METADATA, COMMON = ".metadata", "common.pt"
+_BACKEND = "metadata.json"  # of Megatron-core: which format it is
 
 
 class MegatronFolder(NamedTuple):
@@ -29,6 +30,7 @@ class MegatronFolder(NamedTuple):
 
     path: Path
     iteration: int  # 0 for a release
+    kind: Literal["classic", "torch_dist"]
 
 
 def is_megatron_folder(root: Path, iteration: int | None = None) -> bool:
@@ -44,15 +46,7 @@ def find_megatron(root: Path, iteration: int | None = None) -> MegatronFolder:
     path, number = _chosen(root, iteration)
     if (kind := _kind_of(path)) is None:
         raise CheckpointError(path, "holds no checkpoint of Megatron-LM", "give another folder or iteration")
-    if kind == "torch_dist":
-        convert = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch"
-        raise CheckpointError(
-            path,
-            "holds torch's distributed format (torch_dist, torchtitan), which is not read yet",
-            "save it with Megatron-LM's --ckpt-convert-format torch, or torchtitan's as a Hugging Face folder; its tensors "
-            f"alone: {convert} DIR FILE",
-        )
-    return MegatronFolder(path, number)
+    return MegatronFolder(path, number, kind)
 
 
 def _chosen(root: Path, iteration: int | None) -> tuple[Path, int]:
@@ -68,12 +62,13 @@ def _chosen(root: Path, iteration: int | None) -> tuple[Path, int]:
     return root / folder_name(int(text)), int(text)
 
 
-def _kind_of(path: Path) -> str | None:
+def _kind_of(path: Path) -> Literal["classic", "torch_dist"] | None:
     if not is_folder(path) or is_file(path / MANIFEST):  # which is ours
         return None
     if any(_RANK.fullmatch(name) and _file_of(path / name) for name in at(path).names(path)):
         return "classic"
-    return "torch_dist" if is_file(path / _METADATA) else None
+    is_dist = is_file(path / METADATA) and (is_file(path / COMMON) or is_file(path / _BACKEND))
+    return "torch_dist" if is_dist else None
 
 
 def _file_of(folder: Path) -> str | None:

@@ -180,3 +180,8 @@ def join_of(name: str, heads: HeadCounts, version: float, is_gated: bool) -> Joi
     if name in _FC1:
         return gated if is_gated else rows
     return _DIVIDED.get(name) or (copies if _WHOLE.fullmatch(name) else None)
+
+
+def is_known(name: str, heads: HeadCounts, is_gated: bool) -> bool:
+    """Whether a model of ours has this parameter."""
+    return join_of(name, heads, 3.0, is_gated) is not None
