@@ -220,13 +220,20 @@ def write_folder(root: Path, record: dict[str, Any], dtype: str = "F64") -> None
         header, data = {"__metadata__": {"format": "pt"}}, b""
         for tensor in part:
             shape = record["shapes"][tensor]
-            values = weight(tensor, tuple(shape)).astype({"F64": "<f8", "F32": "<f4"}[dtype]).tobytes()
+            values = bytes_of(weight(tensor, tuple(shape)), dtype)
             header[tensor] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(values)]}
             data += values
         text = json.dumps(header).encode()
         (root / file).write_bytes(struct.pack("<Q", len(text)) + text + data)
     index = {"metadata": {}, "weight_map": {tensor: file for file, part in halves.items() for tensor in part}}
     (root / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def bytes_of(values: np.ndarray, dtype: str) -> bytes:
+    if dtype != "BF16":
+        return values.astype({"F64": "<f8", "F32": "<f4"}[dtype]).tobytes()
+    bits = values.astype("<f4").view("<u4").astype(np.uint64)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2").tobytes()  # to the nearest, ties to even
 
 
 def read_tensors(root: Path) -> dict[str, tuple[str, list[int], bytes]]:

@@ -51,6 +51,19 @@ def test_scores_are_those_of_transformers(name: str):
     assert difference(scores_of(model_of(settings, settings.get("apply_layernorm_1p", False))), name) < 1e-10
 
 
+# Options that cannot stay where another is set back, and are set back with it.
+RESTS_ON_IT = {
+    "group_query_attention": {"num_query_groups"},
+    "position_embedding_type": {
+        *("rope_scaling", "rotary_base_of_windows", "rotary_interleaved", "rotary_seq_len_interpolation_factor"),
+        "no_rope_freq",
+    },
+    "window_size": {"window_attn_skip_freq", "rotary_base_of_windows"},
+    "qk_layernorm": {"qk_norm_over"},
+    "normalization": {"qk_norm_over"},
+}
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_option_of_a_family_is_seen(name: str):
@@ -58,9 +71,7 @@ def test_every_option_of_a_family_is_seen(name: str):
     plus = settings.get("apply_layernorm_1p", False)
     shapes = {key: p.shape for key, p in model_of(settings, plus).named_parameters()}
     for option in (option for option, value in FAMILIES[name].ours.items() if value != DEFAULTS[option]):
-        try:
-            model = model_of(settings | {option: DEFAULTS[option]}, plus)
-        except ValueError:  # another option needs it
-            continue
+        back = {option, *(RESTS_ON_IT.get(option, set()) & settings.keys())}
+        model = model_of(settings | {key: DEFAULTS[key] for key in back}, plus)
         if {key: p.shape for key, p in model.named_parameters()} == shapes:
             assert difference(scores_of(model), name) > 1e-6, f"{option} is not seen"

@@ -11,7 +11,8 @@ from local_ranks import run_ranks
 from whole_run import run
 
 from megatron.core.boxes import slices
-from megatron.core.checkpoint import placed_tensor, save_checkpoint
+from megatron.core.checkpoint import CheckpointError, placed_tensor, save_checkpoint
+from megatron.core.config import ConfigError
 from megatron.core.grid import ALONE
 from megatron.core.inference.load import load_gpt, lone_mesh
 from megatron.core.interchange import open_foreign
@@ -35,9 +36,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: root / name for name in CASES}
 
 
-def model_of(root: Path, mesh=None, **options) -> torch.nn.Module:
+def model_of(root: Path, mesh=None, changed: dict | None = None, **options) -> torch.nn.Module:
     checkpoint = open_foreign(root, **({"world": mesh["world"]} if mesh else {}))
-    config = ModelConfig(**checkpoint.state["config"]["transformer"] | {"make_vocab_size_divisible_by": 8})
+    config = ModelConfig(
+        **checkpoint.state["config"]["transformer"] | {"make_vocab_size_divisible_by": 8} | (changed or {})
+    )
     positions = config.max_position_embeddings
     return load_gpt(
         checkpoint, config, vocab_size=checkpoint.state["vocab_size"], positions=positions, mesh=mesh, **options
@@ -77,6 +80,55 @@ def test_a_folder_gives_the_scores_and_gradients_of_transformers(case: str, fold
     assert found.keys() == record["gradients"].keys()
     for name, value in record["gradients"].items():
         assert abs(found[name] - value) < 1e-10 * max(1, abs(value)), name
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES)
+def test_float32_stays_near_transformers_float64(case: str, folders: dict[str, Path]):
+    """Scores to 1e-4 of what is recorded, gradients to 1e-4 of each tensor's largest value in float64."""
+    record, tokens, made = read_record(case), torch.tensor(ids()), []
+    for fp64 in (True, False):
+        model = model_of(folders[case], changed={"fp64": fp64})
+        scores = scores_of(model, record["config"]["vocab_size"])
+        torch.nn.functional.cross_entropy(scores[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        made.append((scores, {name: p.grad for name, p in model.named_parameters()}))
+    (_, exact), (scores, gradients) = made
+    assert scores.dtype == torch.float32
+    assert (scores - torch.tensor(record["scores"], dtype=torch.float64)).abs().max() < 1e-4
+    for name, expected in exact.items():
+        assert (gradients[name] - expected).abs().max() <= 1e-4 * expected.abs().max(), name
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES)
+def test_a_bfloat16_folder_keeps_its_bits(case: str, tmp_path: Path):
+    """Read into bfloat16 parameters and written again; read into float64 ones, they are the same numbers."""
+    write_folder(tmp_path / "in", read_record(case), "BF16")
+    half, whole = (model_of(tmp_path / "in", changed=x) for x in ({"fp64": False, "bf16": True}, {"fp64": True}))
+    for (name, mine), other in zip(half.named_parameters(), whole.parameters()):
+        assert mine.dtype == torch.bfloat16 and torch.equal(mine.double(), other), name
+    write_hf_folder(open_foreign(tmp_path / "in"), tmp_path / "out", most_bytes=20_000)
+    found = read_tensors(tmp_path / "out")
+    assert found == read_tensors(tmp_path / "in")
+    for name, (dtype, shape, data) in found.items():
+        rounded = torch.tensor(weight(name, tuple(shape))).bfloat16()
+        assert dtype == "BF16" and data == rounded.view(torch.uint8).numpy().tobytes(), name
+
+
+@pytest.mark.parametrize(
+    "case, lacking",
+    [
+        ("llama", ["lm_head.weight"]),
+        ("qwen2", ["model.layers.1.self_attn.q_proj.bias"]),
+        ("qwen2", [f"model.layers.2.self_attn.{x}_proj.bias" for x in "qkv"]),
+        ("gpt2", ["transformer.h.0.mlp.c_fc.bias"]),
+    ],
+)
+def test_a_head_or_a_bias_that_the_config_wants_must_be_there(case: str, lacking: list[str], tmp_path: Path):
+    record = read_record(case)
+    write_folder(tmp_path, record | {"shapes": {k: x for k, x in record["shapes"].items() if k not in lacking}})
+    with pytest.raises((CheckpointError, ConfigError), match=r"linear_qkv|linear_fc1|output_layer|q_proj"):
+        model_of(tmp_path)
 
 
 @pytest.mark.parametrize("case", CASES)
