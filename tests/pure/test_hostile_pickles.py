@@ -4,6 +4,7 @@ import io
 import os
 import pickle
 import struct
+import subprocess
 import sys
 import warnings
 import zipfile
@@ -113,6 +114,11 @@ def args(**more: Any) -> Any:
     return lambda root: written(root, **more)
 
 
+def titan(root: Path) -> None:
+    root.mkdir()
+    dist_files.write_dcp(root, {"tok_embeddings.weight": torch.ones(3, 2)})
+
+
 def deepspeed(root: Path) -> None:
     (root / "global_step5").mkdir(parents=True)
     (root / "latest").write_text("global_step5")
@@ -207,8 +213,17 @@ HOSTILE = {
     ),
     "torch_dist: a layer less": (distributed(num_layers=4), "3 layers, and args say 4"),
     "torch_dist: no args": (distributed(after=lambda f: (f / "common.pt").unlink()), "what the model computes"),
+    "torchtitan's": (titan, "convert_to_hf.py"),
     "DeepSpeed's": (deepspeed, "zero_to_fp32.py"),
 }
+
+
+def test_the_command_for_tensors_of_torchtitan_does_what_is_said(tmp_path: Path):
+    titan(tmp_path / "step-5")
+    command = [sys.executable, "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch"]
+    assert " ".join(command[1:]) in refused(tmp_path / "step-5")
+    subprocess.run([*command, "step-5", "file"], cwd=tmp_path, check=True, capture_output=True)
+    assert torch.load(tmp_path / "file")["tok_embeddings.weight"].tolist() == [[1, 1]] * 3
 
 
 @pytest.mark.parametrize("case", HOSTILE)

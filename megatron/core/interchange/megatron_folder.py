@@ -129,6 +129,12 @@ def unreadable(root: Path) -> str | None:
             "holds a universal checkpoint of DeepSpeed; what is read is the weights of the checkpoint that it was made of: in "
             f"that folder, python zero_to_fp32.py . OUT --safe_serialization; {_TO_HF}"
         )
+    if METADATA in names and any(name.endswith(".distcp") for name in names):
+        return (
+            "holds a checkpoint of torch.distributed.checkpoint, as torchtitan writes them, whose model nothing in it describes: "
+            f"write it as a Hugging Face folder with torchtitan's convert_to_hf.py, {_TO_HF}; its tensors alone: "
+            "python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIR FILE"
+        )
     if any(_DEEPSPEED.fullmatch(name) for name in names):
         return (
             f"holds a checkpoint of DeepSpeed; in it, run python zero_to_fp32.py . OUT --safe_serialization; {_TO_HF}"
