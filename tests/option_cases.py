@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 from layout_space import DIMENSIONS, Case, covering_cases
 from parity_cases import layout_of, model_of, one_process, texts_of, worst_of
-from tiny_run import run
+from tiny_run import TINY_LLAMA, Layout, run
 
+from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.transformer.model_config import ModelConfig
 
 _ROPE = {"position_embedding_type": "rope"}
@@ -112,3 +113,28 @@ def worst_difference_of(case: OptionCase, compile: str = "off", steps: int = 2) 
     shared = {"global_batch": case.case.global_batch, "texts": texts, "steps": steps}
     got = run(replace(config, compile=compile), layout_of(case.case), **shared)
     return worst_of(got, one_process(config, **shared))
+
+
+def _sharded(stage: int) -> dict[str, Layout]:
+    """A ZeRO stage with data parallel ranks alone, with overlap and buckets; with tensor and with pipeline parallel ranks."""
+    overlap = DataParallelConfig(zero_stage=stage, overlap_grad_reduce=True, ddp_bucket_size=1500)
+    plain = DataParallelConfig(zero_stage=stage)
+    beside = {f"zero{stage}-tp2sp-dp2": Layout(tp=2, sp=True, dp=2, data_parallel=plain)}
+    beside |= {f"zero{stage}-pp2-dp2": Layout(pp=2, dp=2, m=2, data_parallel=plain)} if stage == 1 else {}
+    return {f"zero{stage}-dp2": Layout(dp=2, m=2, data_parallel=overlap)} | beside
+
+
+# Axes that the layout space has not: ZeRO stages and context parallelism.
+OTHER_LAYOUTS: dict[str, Layout] = {
+    **(_sharded(1) | _sharded(2) | _sharded(3)),
+    **{f"cp2-{kind}": Layout(cp=2, cp_types=(kind,)) for kind in ("p2p", "all_gather", "a2a")},
+    "cp2-tp2-p2p": Layout(cp=2, tp=2),
+    "cp2-pp2-all_gather": Layout(cp=2, pp=2, m=2, cp_types=("all_gather",)),
+    "cp2-zero3-p2p": Layout(cp=2, dp=2, data_parallel=DataParallelConfig(zero_stage=3)),
+}
+
+
+def worst_difference_in(layout: Layout, bundle: str, steps: int = 2) -> tuple[float, str]:
+    """As `worst_difference_of`, of a bundle over Llama's style."""
+    config, shared = replace(TINY_LLAMA, **BUNDLES[bundle]), {"global_batch": 12, "steps": steps}
+    return worst_of(run(config, layout, **shared), run(config, Layout(), **shared))

@@ -7,7 +7,7 @@ a set in which each pair of choices occurs.
 from dataclasses import replace
 
 import pytest
-from option_cases import BUNDLES, OptionCase, option_cases, worst_difference_of
+from option_cases import BUNDLES, OTHER_LAYOUTS, OptionCase, option_cases, worst_difference_in, worst_difference_of
 from parity_cases import TOLERANCE
 
 
@@ -38,4 +38,12 @@ def test_norms_of_a_head_that_ranks_share(bundle: str):
     layout = {"tp": 4, "sp": True, "pp": 1, "v": 1, "dp": 1, "schedule": "1f1b", "microbatches": "equal"}
     models = {"corner": "one group", "style": "llama", "recompute": "none", "dropout": 0.0}
     worst, where = worst_difference_of(OptionCase(bundle, replace(next(option_cases()).case, **layout, **models)))
+    assert worst <= TOLERANCE, f"{where} differs by {worst}"
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("layout", OTHER_LAYOUTS)
+@pytest.mark.parametrize("bundle", BUNDLES)
+def test_options_with_zero_and_context_parallelism(bundle: str, layout: str):
+    worst, where = worst_difference_in(OTHER_LAYOUTS[layout], bundle)
     assert worst <= TOLERANCE, f"{where} differs by {worst}"
