@@ -30,6 +30,8 @@ from parity_sweep import read_results, run_case, sweep
 from tiny_run import GPT2, LLAMA, SEQ, Layout, Outcome, Texts, run
 
 from megatron.core.distributed.data_parallel import DataParallelConfig
+from megatron.core.optimizer.settings import OptimizerConfig
+from megatron.core.tiers.offload_config import OffloadConfig
 from megatron.core.transformer.context_parallel import block_kernels
 from megatron.core.transformer.model_config import ModelConfig
 
@@ -39,6 +41,23 @@ PIPELINES = {  # ranks, chunks of each, schedule
     "zb-h1": (2, 1, "zb-h1"),
     "interleaved": (2, 2, "interleaved"),
     "zb-v": (2, 2, "zb-v"),
+    "gpipe": (2, 1, "gpipe"),
+    "zb-interleaved": (2, 2, "zb-interleaved"),
+}
+BESIDE: dict[str, dict] = {  # of the model
+    "nothing": {},
+    "fixed order": {},
+    "muon": {},
+    "offload": {},  # of masters and moments, and of the inputs of a layer
+    "options": {
+        **{
+            "qk_layernorm": True,
+            "rotary_interleaved": True,
+            "embedding_multiplier": 4.0,
+            "final_logit_softcapping": 1.5,
+        },
+        **{"rotary_percent": 0.5, "no_rope_freq": "3", "norm_placement": "sandwich"},
+    },
 }
 GROUPS = {"8 groups": 8, "2 groups": 2, "1 group": 1}  # of 8 heads
 TEXTS = {"one text": Texts(), "documents": Texts(documents=True, as_mask=False), "mask": Texts(documents=True)}
@@ -57,6 +76,7 @@ DIMENSIONS: dict[str, tuple] = {
     "recompute": ("none", "selective", "uniform 2", "block 1"),
     "positions": ("learned", "rope"),
     "tiled": (False, True),  # MLP and loss
+    "beside": tuple(BESIDE),
     "delayed": (False, True),
 }
 NEW = ("cp", "kind")  # the pairs with one of these are the tests'
@@ -84,6 +104,7 @@ class ContextCase:
     recompute: str
     positions: str
     tiled: bool
+    beside: str
     delayed: bool
 
     @property
@@ -96,8 +117,16 @@ class ContextCase:
 
     @property
     def can_be(self) -> bool:
-        """Whether it fits, and no rule refuses it: ZeRO 3 has no table that two chunks of a rank share."""
-        return self.ranks <= RANKS and not (self.pipeline == "zb-v" and self.zero == 3 and self.positions == "learned")
+        """Whether it fits, and no rule refuses it: ZeRO 3 and sums in a fixed order have no table that two chunks of a rank
+        share, and Muon and these sums no gradients in shards."""
+        needs_one_table = self.zero == 3 or self.beside == "fixed order"
+        refused = (
+            self.pipeline == "zb-v" and self.positions == "learned" and needs_one_table,
+            self.zero > 1 and self.beside in ("muon", "fixed order"),
+            self.beside == "options" and self.positions == "learned",
+            self.beside == "offload" and (self.zero == 0 or self.recompute != "none"),
+        )
+        return self.ranks <= RANKS and not any(refused)
 
     def __str__(self) -> str:
         parts = [f"cp{self.cp}-{self.kind}-tp{self.tp}-{self.pipeline}-dp{self.dp}-zero{self.zero}", self.groups]
@@ -107,7 +136,8 @@ class ContextCase:
             + ["dropout"] * (self.dropout > 0)
             + [self.recompute] * (self.recompute != "none")
         )
-        return "-".join([*parts, self.positions, *["tiled"] * self.tiled, *["delayed"] * self.delayed]).replace(" ", "")
+        parts += [self.positions, *["tiled"] * self.tiled, *[self.beside] * (self.beside != "nothing")]
+        return "-".join([*parts, *["delayed"] * self.delayed]).replace(" ", "")
 
     @property
     def model(self) -> ModelConfig:
@@ -123,7 +153,14 @@ class ContextCase:
             tiled_loss=2 if self.tiled else 1,
             window_size="3,0" if self.windows else None,
             **({} if self.scores == "plain" else {"attn_logit_softcapping": 0.7, "softmax_type": "learnable"}),
+            **BESIDE[self.beside],
+            **({"cpu_offloading_num_layers": 1, "min_offloaded_tensor_size": 0} if self.beside == "offload" else {}),
         )
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        shared = {"clip_grad": 0.5, "weight_decay": 0.1}
+        return OptimizerConfig(optimizer="muon", **shared) if self.beside == "muon" else OptimizerConfig(**shared)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -150,7 +187,9 @@ class ContextCase:
                 zero_stage=self.zero,
                 overlap_grad_reduce=self.zero > 1,
                 ddp_bucket_size=BUCKET if self.zero > 1 else None,
+                fixed_order_grad_reduce=self.beside == "fixed order",
             ),
+            offload=OffloadConfig(optimizer_cpu_offload=self.beside == "offload"),
             delayed=self.delayed,
         )
 
@@ -158,7 +197,11 @@ class ContextCase:
 # ---------------------------------------------------------------- covering sets
 
 _FIRST = {name: choices[0] for name, choices in DIMENSIONS.items()}
-_UNTIED = _FIRST | {"positions": "rope"}
+_SEEDS = (
+    _FIRST,
+    _FIRST | {"positions": "rope"},
+    _FIRST | {"positions": "rope", "zero": 1},
+)  # of completions that may be
 
 
 def _parts(case: ContextCase, strength: int, only: tuple[str, ...]) -> set[tuple]:
@@ -174,7 +217,7 @@ def _all_parts(strength: int, only: tuple[str, ...]) -> list[tuple]:
             continue
         for choices in product(*(DIMENSIONS[name] for name in names)):
             part = tuple(zip(names, choices))
-            if any(_completed(dict(part), others).can_be for others in (_FIRST, _UNTIED)):
+            if any(_completed(dict(part), others).can_be for others in _SEEDS):
                 found.append(part)
     return found
 
@@ -200,7 +243,7 @@ def covering_cases(strength: int, only: tuple[str, ...] = ()) -> tuple[ContextCa
         seed = dict(next(iter(missing)))
         drawn = ({name: random.choice(values) for name, values in DIMENSIONS.items()} for _ in range(_CANDIDATES))
         fits = [case for case in (_completed(seed, others) for others in drawn) if case.can_be]
-        fits += [case for others in (_FIRST, _UNTIED) if (case := _completed(seed, others)).can_be]
+        fits += [case for others in _SEEDS if (case := _completed(seed, others)).can_be]
         gains = [(sum(part in missing for part in _parts(case, strength, only)), case) for case in fits]
         chosen.append(max(gains, key=lambda pair: pair[0] / (8 + pair[1].ranks))[1])
         for part in _parts(chosen[-1], strength, only):
@@ -212,20 +255,22 @@ def covering_cases(strength: int, only: tuple[str, ...] = ()) -> tuple[ContextCa
 
 
 @cache
-def one_process(model: ModelConfig, texts: Texts, steps: int) -> Outcome:
-    return run(model, Layout(), global_batch=BATCH, steps=steps, texts=texts)
+def one_process(model: ModelConfig, texts: Texts, steps: int, optimizer: OptimizerConfig) -> Outcome:
+    return run(model, Layout(), global_batch=BATCH, steps=steps, texts=texts, optimizer=optimizer)
 
 
 def outcomes(case: ContextCase, steps: int = 2) -> tuple[Outcome, Outcome]:
     """What the case computes, and what one process does. AssertionError if calls or kernels are not those of its types."""
     with kernels_that_run() as computed:
-        got = run(case.model, case.layout, global_batch=BATCH, steps=steps, texts=TEXTS[case.texts])
+        options = {"steps": steps, "texts": TEXTS[case.texts], "optimizer": case.optimizer}
+        got = run(case.model, case.layout, global_batch=BATCH, **options)
     assert computed.keys() == expected_kernels(case), f"kernels that ran: {dict(computed)}"
     for pp_rank, calls in got.calls:
         over = Counter({call: n for call, n in calls.items() if call[1].startswith("cp")})
         expected = expected_calls(case, pp_rank)
         assert over == expected, f"calls of pipeline rank {pp_rank}: {dict(over)}, by the formulas {dict(expected)}"
-    return got, one_process(replace(case.model, tiled_mlp=1, tiled_loss=1), TEXTS[case.texts], steps)
+    alone = replace(case, tiled=False, beside="nothing" if case.beside == "offload" else case.beside)
+    return got, one_process(alone.model, **options)
 
 
 def worst_difference(case: ContextCase) -> tuple[float, str]:
