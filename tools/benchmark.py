@@ -23,7 +23,7 @@ from megatron.core.compiler import CompileConfig
 from megatron.core.config import BelowOne, Count, FlagConfig, Positive, WholeNumber, knob
 from megatron.core.device import Device, multiplies_bfloat16
 from tools.benchmarking import records, works
-from tools.benchmarking.contest import Contest, Plan, ceilings
+from tools.benchmarking.contest import TURN, Contest, Plan, ceilings
 from tools.benchmarking.picture import draw
 from tools.benchmarking.records import Record
 from tools.benchmarking.report import markdown, overview
@@ -80,8 +80,8 @@ class BenchmarkConfig(FlagConfig):
     json: str | None = knob(None, "file for all measurements", metavar="FILE")
     works: list[str] = knob(
         [],
-        "instead of --model: works by name or prefix; readme: all of README's table, parallel: those on two ranks. Prints a row "
-        "for each",
+        "instead of --model: works by name or prefix, the most important first; readme: all of README's table, parallel: those on "
+        "two ranks. Prints beforehand what each may take, and a row for each",
         metavar="NAME",
     )
     records: str | None = knob(
@@ -148,21 +148,46 @@ def measure_works(config: BenchmarkConfig, until: float) -> dict[str, Record]:
     """The works of --works by name, with rounds from --records and those that are missing there."""
     half = multiplies_bfloat16(Device.select(config.device).torch_device)
     path = Path(config.records) if config.records else None
-    limits: dict[str, float] = {}
-    found: dict[str, Record] = {}
-    for name, work in works.chosen(config.works, half=half).items():
+    chosen = works.chosen(config.works, half=half)
+    if lacking := [name for name in works.chosen(config.works) if name not in chosen]:
+        print(f"left out, as the device has no units for bfloat16: {', '.join(lacking)}", file=sys.stderr)
+    known: dict[str, list[Record]] = {}
+    for name, work in chosen.items():
         wanted = records.identity(work, installed(config.contenders(work), work)[0])
-        mine = records.same(records.read_records(path), wanted) if path else []
-        rounds = config.rounds - records.rounds_of(mine)
-        if rounds > 0 and time.monotonic() < until:
-            limits = limits or limits_of(config)
-            mine.append(measure(config, work, limits, rounds, until))
+        known[name] = records.same(records.read_records(path), wanted) if path else []
+    missing = {name: config.rounds - records.rounds_of(mine) for name, mine in known.items()}
+    limits = limits_of(config) if any(rounds > 0 for rounds in missing.values()) else {}
+    tell_plan(config, {chosen[name]: (name, rounds) for name, rounds in missing.items() if rounds > 0}, limits)
+    for name, mine in known.items():
+        if missing[name] > 0 and time.monotonic() < until:
+            mine.append(measure(config, chosen[name], limits, missing[name], until))
             if path:
                 records.append_record(path, mine[-1])
         if mine:
-            found[name] = records.merged(mine)
             print(f"{name}: {records.rounds_of(mine)} of {config.rounds} rounds", file=sys.stderr)
-    return found
+    return {name: records.merged(mine) for name, mine in known.items() if mine}
+
+
+def tell_plan(config: BenchmarkConfig, todo: dict[Work, tuple[str, int]], limits: dict[str, float]) -> None:
+    """What each work may take, to stderr. todo: its name and missing rounds. Nothing without --ceilings."""
+    total = 0.0
+    for work, (name, rounds) in todo.items() if limits else ():
+        contenders = len(installed(config.contenders(work), work)[0])
+        seconds = seconds_of(work, limits, contenders * (rounds + config.warmup))
+        total += seconds
+        print(
+            f"{name}: {rounds} rounds of {contenders} contenders, about {seconds:.0f} s and their starts",
+            file=sys.stderr,
+        )
+    if total:
+        limited = f", and --limit-seconds {config.limit_seconds:g} begins no turn later" if config.limit_seconds else ""
+        print(f"all: about {total:.0f} s and the starts, which compile at the first time{limited}", file=sys.stderr)
+
+
+def seconds_of(work: Work, limits: dict[str, float], turns: int) -> float:
+    """Of turns of at least `TURN` seconds, at half the measured GEMM ceiling."""
+    ceiling = limits["bf16_tflops" if work.bf16 else "fp32_tflops"] * 1e12
+    return turns * max(TURN, 2 * work.flops_per_token * work.tokens / ceiling)
 
 
 def run(config: BenchmarkConfig) -> None:

@@ -74,16 +74,32 @@ def test_it_measures_ours_and_says_what_is_missing(tmp_path, monkeypatch, capsys
     assert sum(ours["phases"].values()) == pytest.approx(ours["seconds"], rel=0.5)
     assert markdown(measured) in printed
     (row,) = [line for line in printed.splitlines() if line.startswith("| ours bf16")]
-    assert len(row.split("|")) == 11 and "| operator of our step" in printed
+    assert len(row.split("|")) == 12 and "| operator of our step" in printed
 
 
 def test_works_are_chosen_by_prefix_and_group():
     assert len(works.chosen(["readme"])) == 20 and len(works.chosen(["readme"], half=False)) == 10
-    assert list(works.chosen(["parallel", "llama-4x512-fp32"])) == [
-        *("llama-4x512-fp32", "llama-4x512-fp32-dropout"),
+    assert list(works.chosen(["parallel", "llama-4x512-fp32", "gpt-28m-2x512-fp32", "gpt-28m"])) == [
         *("parallel-dp", "parallel-zero3", "parallel-tp", "parallel-pp"),
+        *("llama-4x512-fp32", "llama-4x512-fp32-dropout"),
+        *("gpt-28m-2x512-fp32", "gpt-28m-2x512-fp32-dropout", "gpt-28m-2x512-bf16", "gpt-28m-2x512-bf16-dropout"),
     ]
     assert works.unknown(["gpt2", "gpt3"]) == ["gpt3"]
+
+
+def test_the_time_of_works_is_told_beforehand_from_the_ceilings(capsys):
+    small, large = (works.chosen([name])[name] for name in ("gpt-28m-2x512-fp32", "gpt2-2x1024-bf16"))
+    limits = {"fp32_tflops": 1000.0, "bf16_tflops": 0.5}
+    by_hand = 2 * 2048 * large.flops_per_token / 0.5e12  # a step at half the ceiling
+    assert benchmark.seconds_of(small, limits, 10) == 10 * 0.5  # a turn takes half a second at least
+    assert benchmark.seconds_of(large, limits, 10) == pytest.approx(10 * by_hand)
+    config = benchmark.BenchmarkConfig(peers=["plain"], limit_seconds=60.0)
+    benchmark.tell_plan(config, {small: ("a", 3), large: ("b", 9)}, limits)
+    told = capsys.readouterr().err.splitlines()
+    assert told[0] == "a: 3 rounds of 2 contenders, about 5 s and their starts"
+    assert told[1].startswith("b: 9 rounds of 2 contenders") and "--limit-seconds 60" in told[2]
+    benchmark.tell_plan(config, {small: ("a", 3)}, {})
+    assert not capsys.readouterr().err  # nothing is known without ceilings
 
 
 def test_every_named_work_has_the_sizes_of_a_run():

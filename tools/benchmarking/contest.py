@@ -20,6 +20,7 @@ from typing import Any
 from tools.benchmarking.work import Contender, Work
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+_LARGEST = ("seconds", "cpu_seconds", "process_seconds", "peak_bytes")  # of all ranks
 TURN = 0.5  # seconds that a turn of the slowest contender takes at least: a step may be much shorter
 
 
@@ -39,7 +40,7 @@ class Process:
         """The first rank's answer; of numbers of a step the largest of all ranks. A loss is that of a rank that knows it."""
         answers = [rank.answer() for rank in self.ranks]
         if isinstance(answers[0], dict):
-            largest = {name for name in ("seconds", "cpu_seconds", "peak_bytes") if name in answers[0]}
+            largest = {name for name in _LARGEST if name in answers[0]}
             return answers[0] | {name: max(answer[name] for answer in answers) for name in largest}
         return next((answer for answer in answers if answer is not None), None)
 
@@ -166,8 +167,13 @@ class Contest:
             start = start or time.monotonic() - began
         after = process.ask("loss")
         process.ask("measure")
-        seconds = [step["seconds"] for step in first]
-        return {"loss_before": before, "loss_after": after, "first_seconds": seconds, "start_seconds": start}
+        return {
+            "loss_before": before,
+            "loss_after": after,
+            "first_seconds": [step["seconds"] for step in first],
+            "start_seconds": start,
+            "start_cpu_seconds": first[0]["process_seconds"] if first else 0.0,
+        }
 
     def _steps_of_a_turn(self) -> int:
         slowest = max(

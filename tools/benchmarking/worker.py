@@ -58,19 +58,20 @@ def forget_peak() -> None:
 
 
 def steps(contender: Any, device: Device, number: int) -> dict[str, Any]:
-    """Means over `number` steps."""
+    """Means over `number` steps. process_seconds: processor time of the process since its start."""
     contender.meet()
     device.synchronize()
     start, busy = time.perf_counter(), time.process_time()
     for _ in range(number):
         contender.step()
     device.synchronize()
-    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - busy
+    seconds, so_far = time.perf_counter() - start, time.process_time()
     phases = contender.take_phases()
     phases["other"] = seconds - sum(phases.values())
     return {
         "seconds": seconds / number,
-        "cpu_seconds": cpu_seconds / number,
+        "cpu_seconds": (so_far - busy) / number,
+        "process_seconds": so_far,
         "phases": {name: spent / number for name, spent in phases.items()},
         "peak_bytes": peak_memory_bytes(device),
     }

@@ -44,10 +44,14 @@ GROUPS = {"readme": README, "parallel": ON_TWO_RANKS}
 
 
 def chosen(names: Sequence[str], *, half: bool = True) -> dict[str, Work]:
-    """The works of these names, prefixes or groups, in the table's order. half: also those in bfloat16."""
+    """The works of these names, prefixes or groups, in the order given; of one name in the table's. half: also in bfloat16."""
     every = README | ON_TWO_RANKS
-    groups = {name for group in names for name in GROUPS.get(group, ())}
-    found = {name: work for name, work in every.items() if name in groups or name.startswith(tuple(names))}
+    found = {
+        name: work
+        for given in names
+        for name, work in every.items()
+        if name in GROUPS.get(given, ()) or name.startswith(given)
+    }
     return {name: work for name, work in found.items() if half or not work.bf16}
 
 
