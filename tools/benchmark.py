@@ -23,7 +23,7 @@ from megatron.core.compiler import CompileConfig
 from megatron.core.config import BelowOne, Count, FlagConfig, Positive, WholeNumber, knob
 from megatron.core.device import Device, multiplies_bfloat16
 from tools.benchmarking import records, works
-from tools.benchmarking.contest import TURN, Contest, Plan, ceilings
+from tools.benchmarking.contest import TURN, Contest, Plan, Stopped, ceilings
 from tools.benchmarking.picture import draw
 from tools.benchmarking.records import Record
 from tools.benchmarking.report import markdown, overview
@@ -144,8 +144,8 @@ def limits_of(config: BenchmarkConfig) -> dict[str, float]:
     return ceilings(config.device) if config.ceilings else {}
 
 
-def measure_works(config: BenchmarkConfig, until: float) -> dict[str, Record]:
-    """The works of --works by name, with rounds from --records and those that are missing there."""
+def measure_works(config: BenchmarkConfig, until: float) -> tuple[dict[str, Record], dict[str, str]]:
+    """(the works of --works by name, with rounds from --records and those that are missing there; works that failed, and why)"""
     half = multiplies_bfloat16(Device.select(config.device).torch_device)
     path = Path(config.records) if config.records else None
     chosen = works.chosen(config.works, half=half)
@@ -158,14 +158,20 @@ def measure_works(config: BenchmarkConfig, until: float) -> dict[str, Record]:
     missing = {name: config.rounds - records.rounds_of(mine) for name, mine in known.items()}
     limits = limits_of(config) if any(rounds > 0 for rounds in missing.values()) else {}
     tell_plan(config, {chosen[name]: (name, rounds) for name, rounds in missing.items() if rounds > 0}, limits)
+    failed: dict[str, str] = {}
     for name, mine in known.items():
         if missing[name] > 0 and time.monotonic() < until:
-            mine.append(measure(config, chosen[name], limits, missing[name], until))
+            try:
+                mine.append(measure(config, chosen[name], limits, missing[name], until))
+            except (Stopped, ValueError) as error:  # the works after it are measured all the same
+                failed[name] = str(error)
+                print(f"{name}: {error}", file=sys.stderr)
+                continue
             if path:
                 records.append_record(path, mine[-1])
         if mine:
             print(f"{name}: {records.rounds_of(mine)} of {config.rounds} rounds", file=sys.stderr)
-    return {name: records.merged(mine) for name, mine in known.items() if mine}
+    return {name: records.merged(mine) for name, mine in known.items() if mine}, failed
 
 
 def tell_plan(config: BenchmarkConfig, todo: dict[Work, tuple[str, int]], limits: dict[str, float]) -> None:
@@ -192,8 +198,9 @@ def seconds_of(work: Work, limits: dict[str, float], turns: int) -> float:
 
 def run(config: BenchmarkConfig) -> None:
     until = time.monotonic() + (config.limit_seconds or float("inf"))
+    failed: dict[str, str] = {}
     if config.works:
-        measured = measure_works(config, until)
+        measured, failed = measure_works(config, until)
         print(overview(measured))
     else:
         only = records.merged([measure(config, config.work, limits_of(config), config.rounds, until)])
@@ -205,6 +212,8 @@ def run(config: BenchmarkConfig) -> None:
             Path(config.json).write_text(json.dumps(written, indent=1) + "\n")
     if config.picture:
         draw(measured, config.picture)
+    if failed:
+        raise Stopped("; ".join(f"{name} is not measured: {why}" for name, why in failed.items()))
 
 
 def main(arguments: list[str] | None = None) -> int:

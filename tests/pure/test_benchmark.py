@@ -102,6 +102,22 @@ def test_the_time_of_works_is_told_beforehand_from_the_ceilings(capsys):
     assert not capsys.readouterr().err  # nothing is known without ceilings
 
 
+def test_a_work_that_fails_does_not_keep_the_next_from_being_measured(monkeypatch, capsys):
+    def measure(config, work, limits, rounds, until):
+        if work.num_query_groups:
+            raise benchmark.Stopped("ours: a region ran eager")
+        return {"steps": {"ours": [{}] * rounds}}
+
+    monkeypatch.setattr(benchmark, "measure", measure)
+    monkeypatch.setattr(records, "merged", lambda mine: {"rounds": records.rounds_of(mine)})
+    monkeypatch.setattr(benchmark, "overview", str)
+    given = ["--works", "llama-4x512-fp32", "parallel-dp", "--peers", "none", "--no-ceilings", "--rounds", "3"]
+    assert benchmark.main(given) == 1
+    said = capsys.readouterr()
+    assert said.out.strip() == "{'parallel-dp': {'rounds': 3}}"
+    assert "llama-4x512-fp32-dropout is not measured: ours: a region ran eager" in said.err.splitlines()[-1]
+
+
 def test_every_named_work_has_the_sizes_of_a_run():
     for name, work in works.chosen(works.GROUPS).items():
         assert not list(work.problems()) and work.num_microbatches >= 1, name
