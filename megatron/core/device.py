@@ -57,6 +57,7 @@ class Device:
             self.module.set_device(local_rank % self.module.device_count())
         self.torch_device = torch.device(name) if name == "cpu" else torch.device(name, self.module.current_device())
         self._peak_before = 0  # peak before the last `restart_peak`
+        self._kept_below: int | None = None  # bytes, of malloc; set by `prepare` on a CPU
 
     @classmethod
     def select(cls, name: str = "auto", local_rank: int = 0) -> "Device":
@@ -107,7 +108,8 @@ class Device:
         if self.name != "cpu":
             round_no_large_pinned_memory()
             return
-        set_malloc(_KEPT_BELOW[empty_level])
+        self._kept_below = _KEPT_BELOW[empty_level]
+        set_malloc(self._kept_below)
         if bf16:
             torch.backends.mkldnn.matmul.fp32_precision = "bf16"
 
@@ -124,6 +126,19 @@ class Device:
         """Returns torch's cached memory to the driver. On a CPU the malloc thresholds decide (`prepare`)."""
         if self.module is not None:
             self.module.empty_cache()
+
+    @contextlib.contextmanager
+    def memory_that_stays(self) -> Iterator[None]:
+        """Inside, what lives as long as the run is allocated: parameters, gradients, optimizer state. After `prepare` on a CPU,
+        each block has pages of its own there, and goes back to the system when freed. Steps then find a heap without holes."""
+        if (kept := self._kept_below) is None:
+            yield
+            return
+        set_malloc(_KEPT_BELOW[-1])
+        try:
+            yield
+        finally:
+            set_malloc(kept)
 
     def return_freed(self) -> None:
         """Gives memory that the model's start or a compilation has freed back to the system, on a CPU with glibc: it lies in

@@ -81,7 +81,7 @@ class Trainer:
         self.exits = Exits(self.config.training, self.mesh["world"], self.device, began)
         self._check_folders()
         whereabouts.enter("building the model")
-        with heartbeat("building the model", print_rank_0):
+        with heartbeat("building the model", print_rank_0), runtime.device.memory_that_stays():
             # chunks by stage
             forecast = Forecast(Job(runtime, model_provider, forward_step, runtime.device.module is not None, group_of))
             self.chunks = built_chunks(model_provider, runtime, group_of, forecast)

@@ -15,6 +15,19 @@ def test_a_cpu_keeps_freed_blocks_below_a_size(level: int, threshold: int, monke
     assert told == [threshold]
 
 
+def test_what_stays_for_the_run_goes_back_when_freed_also_after_an_error(monkeypatch):
+    told = []
+    monkeypatch.setattr(device, "set_malloc", told.append)
+    cpu = Device("cpu")
+    with cpu.memory_that_stays():
+        pass
+    assert not told  # nothing was prepared
+    cpu.prepare(bf16=False, empty_level=1)
+    with pytest.raises(MemoryError), cpu.memory_that_stays():
+        raise MemoryError
+    assert told == [2**20, 2**17, 2**20]
+
+
 def test_an_accelerator_is_asked_and_a_cpu_is_not():
     class Module:
         emptied = 0
