@@ -59,6 +59,8 @@ def replace_collectives() -> None:
 
     comm.dist.all_reduce, comm.dist.all_to_all_single = reduced, scattered
     comm._all_gather_single, comm._reduce_scatter_single = gathered, scattered
+    # Between two ranks an exchange and a sum are the reduce-scatter, whose sum is gloo's own work between more.
+    comm.TorchGroup._sum_of_two = lambda group, out, x: group._start(scattered, out, x)
 
 
 def run_rank(size: int, options: argparse.Namespace) -> None:
