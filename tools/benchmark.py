@@ -80,8 +80,8 @@ class BenchmarkConfig(FlagConfig):
     json: str | None = knob(None, "file for all measurements", metavar="FILE")
     works: list[str] = knob(
         [],
-        "instead of --model: works by name or prefix, the most important first; readme: all of README's table, parallel: those on "
-        "two ranks. Prints beforehand what each may take, and a row for each",
+        "instead of --model: works by name or prefix, in this order; readme: all of README's table, parallel: those on two "
+        "ranks. Prints beforehand what each may take, and a row for each",
         metavar="NAME",
     )
     records: str | None = knob(

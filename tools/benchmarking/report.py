@@ -72,8 +72,8 @@ def versus(measured: Record, ours: str, peer: str, kind: str = "all_seconds") ->
 def _contenders(measured: Record) -> str:
     """A row per contender.
 
-    start: from the process to the end of the first step, by the clock and by processor time. The last columns are the speedup of our fastest, by wall time, and by
-    CPU time for a busy machine.
+    start: from the process to the end of the first step, by the clock and by processor time. The last columns are the speedup of
+    our fastest, by wall time, and by CPU time for a busy machine.
     """
     work, results = measured["work"], measured["results"]
     ours, rows = best(measured, ours=True), []
