@@ -19,6 +19,7 @@ EXTRAS = {
         "pytest",
         "pytest-xdist",  # runs tests/ on every core
         "hypothesis",  # inputs that nobody thought of, for the tests of properties
+        "s3fs",  # the client of the extra s3, against a double of its server
     ],
     "docs": ["mkdocs"],  # the documents as a site, mkdocs.yml
     "s3": ["s3fs"],  # --save and --load of s3://BUCKET/FOLDER; fsspec, by which it is asked, comes with torch
