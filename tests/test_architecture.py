@@ -146,7 +146,8 @@ MEETING = [CORE / "job" / "processes.py", CORE / "model_parallel.py"]  # where p
 
 def test_torch_distributed_is_known_where_processes_meet_and_communicate_only():
     peers = set((ROOT / "tools/benchmarking/peers").glob("*.py"))  # other code, against which ours is measured
-    allowed = {CORE / "comm.py", *MEETING, *peers}
+    # the tool writes torch's distributed checkpoints by torch's own writer, in one process without a group
+    allowed = {CORE / "comm.py", *MEETING, *peers, ROOT / "tools/checkpoint_convert.py"}
     for path in PRODUCT_FILES:
         if path in allowed:
             continue
@@ -339,7 +340,7 @@ BUDGETS = {
     "megatron/training/resume": 1_100,
     "megatron/training/settings": 1_400,
     "megatron/training/watch": 1_200,
-    "tools": 2_200,
+    "tools": 2_300,
     "tools/benchmarking": 900,
     "tools/benchmarking/peers": 600,
     "tools/configuring": 600,

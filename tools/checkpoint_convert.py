@@ -1,24 +1,35 @@
-"""Write a model as a Hugging Face folder, one tensor at a time.
+"""Write a model as a Hugging Face folder, one tensor at a time, or as a folder of torch's distributed checkpoints.
 
     python tools/checkpoint_convert.py --load checkpoints/books --save-hf books-hf
     python tools/checkpoint_convert.py --load Llama-3.2-1B --save-hf Llama-3.2-1B-float32 --dtype float32 --max-shard-size 1GB
+    python tools/checkpoint_convert.py --load checkpoints/books --save-dcp books-dcp
 
---load is a folder of checkpoints, or another folder that the trainer reads as it lies. Needs memory for two tensors.
+--load is a folder of checkpoints, or another folder that the trainer reads as it lies. --save-hf needs memory for two tensors.
+--save-dcp needs memory for the whole model, and writes a pickle (.metadata), which loading runs.
 """
 
 import argparse
 import re
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.config import FlagConfig, knob
+import torch
+from torch.distributed import checkpoint as dcp
+
+from megatron.core.boxes import whole
+from megatron.core.checkpoint import Checkpoint
+from megatron.core.checkpoint.local_tensor import LocalTensor
+from megatron.core.config import ConfigError, FlagConfig, knob
 from megatron.core.interchange import open_any, write_hf_folder
+from megatron.core.storage.files import at, exists, remove_tree
 from tools.errors import missing, run_tool
 
+_MODEL = "model/"  # what the names of a model's tensors begin with in a checkpoint
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -42,6 +53,11 @@ class ConvertConfig(FlagConfig):
     load: str | None = knob(None, "folder with the model", metavar="DIR")
     iteration: int | None = knob(None, "iteration to take; default: the latest")
     save_hf: str | None = knob(None, "folder to write, which must not exist", metavar="DIR")
+    save_dcp: str | None = knob(
+        None,
+        "folder to write instead by torch.distributed.checkpoint, which must not exist; it holds a pickle (.metadata)",
+        metavar="DIR",
+    )
     dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = knob(
         None, "dtype of the tensors; default: as they are"
     )
@@ -54,11 +70,21 @@ class ConvertConfig(FlagConfig):
     )
 
     def problems(self) -> list[str]:
-        return missing(self, "load", "save_hf")
+        found = missing(self, "load")
+        if (self.save_hf is None) == (self.save_dcp is None):
+            found.append("give one of --save-hf and --save-dcp")
+        if self.save_dcp is not None:
+            for_hf = {"--model-type": self.model_type, "--tokenizer": self.tokenizer}
+            found += [f"{flag} is for --save-hf: leave it out" for flag, value in for_hf.items() if value is not None]
+        return found
 
 
 def convert(config: ConvertConfig) -> None:
     checkpoint = open_any(config.load, config.iteration)
+    if config.save_dcp is not None:
+        write_dcp_folder(checkpoint, Path(config.save_dcp), config.dtype)
+        print(f"{config.load}: written to {config.save_dcp}; its .metadata is a pickle, which torch runs when it loads")
+        return
     kind = write_hf_folder(
         checkpoint,
         Path(config.save_hf),
@@ -68,6 +94,33 @@ def convert(config: ConvertConfig) -> None:
         along=Path(config.tokenizer) if config.tokenizer else None,
     )
     print(f"{config.load}: written to {config.save_hf} as a {kind}")
+
+
+def write_dcp_folder(checkpoint: Checkpoint, out: Path, dtype: str | None = None) -> None:
+    """Write the model's tensors, under the names of its parameters, by torch's own writer. dtype: default: as they are.
+
+    The folder `out` must not exist, and gets its name when it is complete. It holds a pickle, as torch's format does. Raises
+    ConfigError, CheckpointError, OSError; ValueError if torch's writer fails.
+    """
+    partial = out.with_name(out.name + ".partial")
+    if exists(out):
+        raise ConfigError(f"{out} is there already; a folder is written anew: choose another")
+    if exists(partial):
+        remove_tree(partial)
+    tensors = {}
+    for name, record in checkpoint.manifest.tensors.items():
+        if name.startswith(_MODEL):
+            tensor, box = torch.empty(record.shape, dtype=getattr(torch, dtype or record.dtype)), whole(record.shape)
+            checkpoint.read_into({name: LocalTensor(tensor, record.shape, [(box, box)], False)}, convert=True)
+            tensors[name.removeprefix(_MODEL)] = tensor
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        try:
+            dcp.save(tensors, checkpoint_id=partial, no_dist=True)
+        except dcp.CheckpointException as error:  # it is no Exception
+            raise ValueError(f"{partial}: torch's writer failed: {error}") from error
+    at(partial).rename(partial, out)
+    at(out).sync_folder(out.parent)
 
 
 def main(arguments: list[str] | None = None) -> int:
