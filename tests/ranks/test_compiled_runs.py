@@ -18,6 +18,7 @@ from megatron.core.compiler import CompileConfig, compiles, settle_compiling, sp
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.loss_scale import DynamicGradScaler
+from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.tiers.offload_config import OffloadConfig
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.train_step import StepResult
@@ -40,6 +41,9 @@ def zero(stage: int) -> DataParallelConfig:
 GELU, GATED = replace(TINY_GPT2, num_layers=2), replace(TINY_LLAMA, num_layers=2)  # with dropout; grouped queries
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp", "layernorm")}
 OFFLOAD = OffloadConfig(optimizer_cpu_offload=True)
+# Adam divides a gradient as small as its epsilon by little more than that epsilon: at 1e-8 an element whose gradients differ by 4e-19 has
+# weights that differ by 6e-14. A larger one keeps the weights as close as the gradients.
+OPTIMIZER = OptimizerConfig(clip_grad=0.5, weight_decay=0.1, adam_eps=1e-4)
 RUNS: dict[str, tuple[ModelConfig, Layout, Subject]] = {
     "ZeRO 1": (GELU, Layout(dp=2, m=2, data_parallel=zero(1), delayed=True), GPT),
     "ZeRO 2, all recomputed": (GELU, Layout(dp=2, recompute="uniform 1", data_parallel=zero(2), delayed=True), GPT),
@@ -74,7 +78,7 @@ RUNS: dict[str, tuple[ModelConfig, Layout, Subject]] = {
 def test_a_run_with_regions_is_the_eager_run(name: str, as_written: None):
     model, layout, subject = RUNS[name]
     eager, got = (
-        run(replace(model, compile=choice), layout, steps=1, global_batch=8, subject=subject)
+        run(replace(model, compile=choice), layout, steps=1, global_batch=8, optimizer=OPTIMIZER, subject=subject)
         for choice in ("off", "regions")
     )
     assert_equal(got, eager, 1e-12)
