@@ -44,6 +44,7 @@ PROGRAMS = [
     "tools/generate",
     "tools/inspect_dataset",
     "tools/merge_datasets",
+    "tools/plot_context",
     "tools/plot_run",
     "tools/plot_schedule",
     "tools/prepare_cache",

@@ -344,6 +344,7 @@ BUDGETS = {
     "tools/benchmarking": 900,
     "tools/benchmarking/peers": 600,
     "tools/configuring": 600,
+    "tools/drawing": 200,
     "tools/estimating": 300,
     "tools/preprocessing": 700,
 }

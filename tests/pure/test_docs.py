@@ -71,6 +71,9 @@ COMMANDS = {
     "docs/reliability.md": {
         "python tools/replay_step.py ...": "tests/ranks/test_guard_dump.py::test_a_dumped_step_comes_again_to_the_bit"
     },
+    "docs/context_parallel.md": {
+        "python tools/plot_context.py ...": "tests/pure/test_plot_context.py::test_the_commands_of_the_page_draw"
+    },
     "docs/configure.md": {"python -m megatron.configure ...": CONFIGURES, "bash runs/tiny.sh ...": CONFIGURES},
     "docs/walkthrough.md": {
         "RANK=5 WORLD_SIZE=16 ...": WALKS,

@@ -1,0 +1,137 @@
+"""The page docs/context_parallel.md: the drawings, the bytes of each type by formula, and predicted memory."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+
+from tools.drawing.ring import text_of_chunks, text_of_ring, text_of_scores
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One attention on one tensor-parallel rank, and the bytes of a number: of keys and values, and of summed gradients."""
+
+    length: int
+    batch: int = 1
+    heads: int = 32
+    groups: int = 8
+    width: int = 128
+    number: int = 2
+    wide: int = 4
+
+
+def bytes_sent(kind: str, ranks: int, shape: Shape, neighbours: int = 2) -> tuple[int, int]:
+    """Bytes that a rank sends for one attention in its forward and in its backward, without recompute. neighbours: ranks that
+    exchange heads, of a2a+p2p."""
+    head = shape.length // ranks * shape.batch * shape.width * shape.number
+    dealt = {"a2a": ranks, "a2a+p2p": neighbours}.get(kind, 1)
+    groups = math.lcm(shape.groups, dealt)  # each rank that needs a key and value head is sent it
+    pair, ring = 2 * groups * head, ranks // dealt
+    if kind == "all_gather":
+        return (ranks - 1) * pair, (ranks - 1) * pair
+    exchanged = 2 * (shape.heads + groups) * head * (dealt - 1) // dealt
+    gradients = ring * pair // shape.number * shape.wide if ring > 1 else 0
+    return exchanged + (ring - 1) * pair, exchanged + (ring - 1) * pair + gradients
+
+
+def page() -> str:
+    """The text of docs/context_parallel.md."""
+    parts = [_HEAD, *_fenced(text_of_chunks(4)), _RING, *_fenced(text_of_ring(4)), _SCORES, *_fenced(text_of_scores(4))]
+    return "\n".join([*parts, _TYPES, *_rows_of_bytes(), _MEMORY, *_rows_of_memory(), _REFUSED])
+
+
+def _fenced(lines: list[str]) -> list[str]:
+    return ["```", *lines, "```"]
+
+
+def _rows_of_bytes() -> Iterator[str]:
+    for length in (8192, 32768, 131072):
+        for ranks in (4, 8):
+            sent = [bytes_sent(kind, ranks, Shape(length)) for kind in ("p2p", "all_gather", "a2a", "a2a+p2p")]
+            cells = [f"{forward / 2**20:g} + {backward / 2**20:g}" for forward, backward in sent]
+            yield f"| {length} | {ranks} | {' | '.join(cells)} |"
+
+
+def _rows_of_memory() -> Iterator[str]:
+    """From the prediction of tools/estimate_memory.py."""
+    read, forecast = (
+        import_module("tools.estimating.job").read,
+        import_module("megatron.training.memory.timeline").forecast,
+    )
+    for length in (8192, 32768):
+        cells = []
+        for ranks in (1, 2, 4, 8):
+            words = f"{MODEL} --seq-length {length} --world-size {ranks} --context-parallel-size {ranks}"
+            cells.append(f"{forecast(read(words.split()).job)[0].bytes['activations'] / 2**20:.0f}")
+        yield f"| {length} | {' | '.join(cells)} |"
+
+
+MODEL = (
+    "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --micro-batch-size 1 --global-batch-size 1 --vocab-size 1023 "
+    "--bf16 --attention-dropout 0 --hidden-dropout 0"
+)
+_HEAD = """\
+# Context parallelism, drawn
+
+Made by `python tools/plot_context.py --write-docs docs/context_parallel.md`; a test holds it to the code.
+[parallelism.md](parallelism.md#context-parallel-each-sequence) has the algebra.
+
+```bash
+python tools/plot_context.py --context-parallel-size 4
+python tools/plot_context.py --context-parallel-size 8 --svg plots/ring.svg
+```
+
+## The split
+
+`--context-parallel-size c` cuts each sample into 2 c chunks. Rank r holds chunks r and 2 c - 1 - r. c = 4:
+"""
+_RING = """
+## What the ring computes and sends
+
+`--cp-comm-type p2p`. In step i rank r has the keys and values of rank r - i. It sends them to the next rank while it computes.
+`3 x 0 1` are the queries of chunk 3 and the keys of chunks 0 and 1; a / marks a diagonal: a query sees the keys up to its own.
+"""
+_SCORES = """
+In the last step nothing is sent. In the backward the keys travel in the same way, and their gradients one step behind
+them: a rank sends gradients in every step, and after the last step they are where the keys came from.
+
+The same for all pairs of chunks, with the step in which each is computed. A . is skipped: these keys come after the
+queries. In each step every rank has the same number of pairs: two, and in step 0 one and two diagonals.
+"""
+_TYPES = """
+## The four types, and bytes against length
+
+| `--cp-comm-type` | what travels | when |
+|---|---|---|
+| p2p (default) | keys and values, to the next rank | while a block is computed |
+| all_gather | keys and values of all ranks | before the blocks |
+| a2a | heads for rows: a rank computes whole samples of 1/c of the heads | before and after attention |
+| a2a+p2p | heads among neighbours, keys and values round a ring of groups of them | both |
+
+MiB that a rank sends for one layer and microbatch, forward + backward, without recompute, by the formulas: 32 heads of width 128,
+8 heads of keys and values, one sample, half precision. The ring sends gradients in float32. a2a+p2p has 2 neighbours. Bytes
+grow with the length, not with its square.
+
+| length | c | p2p | all_gather | a2a | a2a+p2p |
+|---|---|---|---|---|---|"""
+_MEMORY = f"""
+## Memory against length
+
+MiB of activations at the peak on one rank, as `tools/estimate_memory.py` predicts them, with p2p:
+`{MODEL}`.
+
+| length | c = 1 | c = 2 | c = 4 | c = 8 |
+|---|---|---|---|---|"""
+_REFUSED = """
+## What is refused
+
+| given | instead |
+|---|---|
+| a `--seq-length` that 2 c does not divide | change one of the two |
+| `--sequence-parallel` with s / c tokens that the tensor-parallel size does not divide | change a size |
+| a2a, where c does not divide the heads of a tensor-parallel rank; a2a+p2p, where the neighbours do not | p2p or all_gather |
+| a2a+p2p without `--hierarchical-context-parallel-sizes` | give two numbers whose product is c |
+| p2p or all_gather with an `--attention-backend` that computes only whole samples | a2a, or another backend |
+| a number of types that is neither 1 nor that of the layers | one for all layers, or one for each |
+"""

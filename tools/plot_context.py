@@ -1,0 +1,59 @@
+"""Draw context parallelism: which rank holds which chunk of a sample, and what the ring computes and sends. Needs no torch.
+
+    python tools/plot_context.py --context-parallel-size 4
+    python tools/plot_context.py --context-parallel-size 8 --svg plots/ring.svg
+
+The chunks and the blocks are those of training: the same functions give them. --write-docs docs/context_parallel.md regenerates
+that page, and needs torch for its table of memory.
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.core.config import FlagConfig, knob
+from tools.drawing.page import page
+from tools.drawing.ring import svg_of, text_of_chunks, text_of_ring, text_of_scores
+from tools.errors import run_tool
+
+
+@dataclass(frozen=True)
+class PlotContextConfig(FlagConfig):
+    """Ring to draw."""
+
+    context_parallel_size: int = knob(4, "ranks that share each sample")
+    svg: str | None = knob(None, "SVG file", metavar="FILE")
+    text: bool = knob(False, "print the drawing even with --svg")
+    write_docs: str | None = knob(
+        None, "write the documentation page on context parallelism to this file, and nothing else", metavar="FILE"
+    )
+
+    def problems(self) -> Iterator[str]:
+        if self.context_parallel_size < 1:
+            yield f"--context-parallel-size ({self.context_parallel_size}) must be at least 1; raise it"
+
+
+def run(config: PlotContextConfig) -> None:
+    ranks = config.context_parallel_size
+    if config.write_docs:
+        Path(config.write_docs).write_text(page())
+        print(f"wrote {config.write_docs}")
+        return
+    if config.text or not config.svg:
+        print("\n".join([*text_of_chunks(ranks), "", *text_of_ring(ranks), "", *text_of_scores(ranks)]))
+    if config.svg:
+        file = Path(config.svg)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(svg_of(ranks))
+        print(f"wrote {file}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return run_tool(__file__, __doc__, [PlotContextConfig], run, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
