@@ -64,7 +64,7 @@ class ConvertConfig(FlagConfig):
     model_type: str | None = knob(
         None, "model_type to write, such as llama; default: the one it was read from, or the first that fits"
     )
-    max_shard_size: str = knob("5GB", "bytes of one file, as 500MB", read=_read_size)
+    max_shard_size: str | None = knob(None, "bytes of one file of --save-hf, as 500MB; default: 5GB", read=_read_size)
     tokenizer: str | None = knob(
         None, "folder with the tokenizer's files, which are copied; default: the one it was read from", metavar="DIR"
     )
@@ -74,7 +74,11 @@ class ConvertConfig(FlagConfig):
         if (self.save_hf is None) == (self.save_dcp is None):
             found.append("give one of --save-hf and --save-dcp")
         if self.save_dcp is not None:
-            for_hf = {"--model-type": self.model_type, "--tokenizer": self.tokenizer}
+            for_hf = {
+                "--model-type": self.model_type,
+                "--tokenizer": self.tokenizer,
+                "--max-shard-size": self.max_shard_size,
+            }
             found += [f"{flag} is for --save-hf: leave it out" for flag, value in for_hf.items() if value is not None]
         return found
 
@@ -90,7 +94,7 @@ def convert(config: ConvertConfig) -> None:
         Path(config.save_hf),
         kind=config.model_type,
         dtype=config.dtype,
-        most_bytes=bytes_of(config.max_shard_size),
+        most_bytes=bytes_of(config.max_shard_size or "5GB"),
         along=Path(config.tokenizer) if config.tokenizer else None,
     )
     print(f"{config.load}: written to {config.save_hf} as a {kind}")

@@ -34,9 +34,8 @@ _NOT_WEIGHTS = re.compile(r"(chained_\d+\.)?optimizer\..*|(rng_state|rerun_state
 _STACKED = re.compile(r"((?:decoder|encoder)\.layers)\.(?!\d+\.)(.+)")
 _HALF = re.compile(r"(.*mlp\.linear_fc1\.(?:weight|bias))_([wv])")  # gates and ups as tensors of their own
 
-PlacedParts = dict[
-    tuple[str, int | None], list[PartOf]
-]  # (our name, with {i} for the layer; the layer) -> where it lies
+# (our name, with {i} for the layer; the layer) -> where it lies
+PlacedParts = dict[tuple[str, int | None], list[PartOf]]
 
 
 def read_dist(path: Path) -> MegatronModel:
