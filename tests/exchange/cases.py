@@ -6,6 +6,7 @@ Weights are made from the names and shapes of a folder alone, so that a record n
 import json
 import struct
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,13 @@ def weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 def read_record(name: str) -> dict[str, Any]:
     return json.loads((Path(__file__).parent / "records" / f"{name}.json").read_text())
+
+
+def write_folders(root: Path, names: Iterable[str]) -> dict[str, Path]:
+    """The folder of each recorded case, of float64, below `root`."""
+    for name in names:
+        write_folder(root / name, read_record(name))
+    return {name: root / name for name in names}
 
 
 def write_folder(root: Path, record: dict[str, Any], dtype: str = "F64") -> None:

@@ -28,7 +28,7 @@ from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.train_step import train_step
 
 sys.path.append(str(Path(__file__).parent.parent / "exchange"))
-from cases import CASES, LENGTH, ids, read_record, read_tensors, write_folder
+from cases import CASES, LENGTH, ids, read_record, read_tensors, write_folders
 
 LAYOUT = Layout(tp=2, pp=2, m=2, first=2)
 FAST = ("gemma3", "cohere-norms")
@@ -36,10 +36,7 @@ FAST = ("gemma3", "cohere-norms")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("hf")
-    for name in CASES:
-        write_folder(root / name, read_record(name))
-    return {name: root / name for name in CASES}
+    return write_folders(tmp_path_factory.mktemp("hf"), CASES)
 
 
 def settings_of(checkpoint: Checkpoint, **changed: Any) -> ModelConfig:

@@ -24,16 +24,13 @@ from megatron.core.transformer.model_config import ModelConfig
 from tools import checkpoint_convert
 
 sys.path.append(str(Path(__file__).parent.parent / "exchange"))
-from cases import CASES, LENGTH, ids, read_record, read_tensors, weight, write_folder
+from cases import CASES, LENGTH, ids, read_record, read_tensors, weight, write_folder, write_folders
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The folder of each case, of float64."""
-    root = tmp_path_factory.mktemp("hf")
-    for name in CASES:
-        write_folder(root / name, read_record(name))
-    return {name: root / name for name in CASES}
+    return write_folders(tmp_path_factory.mktemp("hf"), CASES)
 
 
 def model_of(root: Path, mesh=None, changed: dict | None = None, **options) -> torch.nn.Module:

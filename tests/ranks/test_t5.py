@@ -31,7 +31,7 @@ from megatron.core.transformer.relative_positions import bucket_of
 from megatron.training.watch.flops import ModelShape, TwoStackShape
 
 sys.path.append(str(Path(__file__).parent.parent / "exchange"))
-from cases import T5_CASES, read_record, read_tensors, texts, weight, write_folder
+from cases import T5_CASES, read_record, read_tensors, texts, weight, write_folder, write_folders
 
 # ---------------------------------------------------------------- against transformers
 
@@ -62,10 +62,7 @@ def model_of(root: Path, mesh=None, **options) -> T5Model:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("hf")
-    for name in T5_CASES:
-        write_folder(root / name, read_record(name))
-    return {name: root / name for name in T5_CASES}
+    return write_folders(tmp_path_factory.mktemp("hf"), T5_CASES)
 
 
 def scores_of(model: T5Model) -> Tensor:
