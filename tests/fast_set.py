@@ -40,6 +40,7 @@ ONE_IN = {
     "ranks/test_going_back.py::test_a_run_goes_on_from_the_newest_undamaged_checkpoint_and_says_so": 7,
     "ranks/test_going_back.py::test_only_a_resumed_run_goes_back_by_itself": 3,
     "ranks/test_going_back.py::test_what_one_rank_finds_damaged_no_rank_uses": 2,
+    "ranks/test_hf_config.py::test_a_published_description_makes_the_published_model": 5,
     "ranks/test_interchange.py::test_a_folder_gives_the_scores_and_gradients_of_transformers": 8,
     "ranks/test_interchange.py::test_a_folder_is_written_as_it_was_to_the_bit": 10,
     "ranks/test_layer_specs.py::test_modules_of_the_user_train_as_in_one_process": 4,

@@ -19,6 +19,7 @@ from megatron.core.config import (
 )
 from megatron.core.tokenizers.tokenizers import TOKENIZERS
 from megatron.training.resume.checkpoint_args import taken_from_checkpoint
+from megatron.training.resume.hf_config import taken_from_hf_config
 from megatron.training.settings.classic_args import Arguments, flags_without_a_setting, other_names_of
 from megatron.training.settings.config import COMPONENTS, Config
 from megatron.training.settings.help import add_help_flags, flag_groups, meaning_of_shorthand
@@ -117,10 +118,11 @@ def parse_args(
     words = sys.argv[1:] if argv is None else list(argv)
     sources = _given_in_file(parser, words) + [_given(parser, words)]
     settings = {name: value for source in sources for name, value in source.settings.items()}
-    taken = taken_from_checkpoint(settings, parser)
-    sources.insert(0, _given(parser, taken.words))
-    sources[0].problems = [f"{taken.where}: {problem}" for problem in sources[0].problems]
-    settings = sources[0].settings | settings
+    taken = [take(settings, parser) for take in (taken_from_hf_config, taken_from_checkpoint)]
+    for one in taken:
+        sources.insert(0, _given(parser, one.words))
+        sources[0].problems = [f"{one.where}: {problem}" for problem in sources[0].problems]
+        settings = sources[0].settings | settings
     in_vain = {_flag_of(name): reason for name, reason in unread.items() if name in settings}
     problems = [problem for source in sources for problem in source.problems]
     if any(source.hides_positions for source in sources):
@@ -135,9 +137,8 @@ def parse_args(
     no_effect = {flag: reason for source in sources for flag, reason in source.no_effect.items()}
     no_effect |= in_vain | config.without_effect
     warned = {given: reason for source in sources for given, reason in source.warned.items()}
-    notes = (
-        taken.notes + repeated_flags(parser, words) + _lines("no effect here", no_effect) + _lines("WARNING", warned)
-    )
+    notes = [note for one in taken for note in one.notes] + repeated_flags(parser, words)
+    notes += _lines("no effect here", no_effect) + _lines("WARNING", warned)
     others = {flag: value for source in sources for flag, value in source.others.items()}
     values = flags_without_a_setting(others) | settings | flat | other_names_of(config)
     return ParsedArgs(config, Arguments(values, fixed=flat), notes)

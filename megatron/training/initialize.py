@@ -39,6 +39,7 @@ from megatron.training.command_line import parse_args as parse_words
 from megatron.training.ending import hangs
 from megatron.training.ending.exits import listen_for_requests
 from megatron.training.memory.offload import notes_of
+from megatron.training.resume.hf_config import hf_config_problems
 from megatron.training.resume.start import mistake_in
 from megatron.training.runtime import Runtime, print_rank_0, print_rank_last, set_runtime, vocab_size_of
 from megatron.training.settings.config import Config
@@ -251,7 +252,7 @@ def examine_without_device(config: Config, world_size: int, rules: ModelRules) -
     if tokenizer is not None and config.fim.fim_data:
         with collected(problems):
             FillInTheMiddle(config.fim, tokenizer, config.training.seed)  # raises if the vocabulary lacks its tokens
-    return problems + rules.problems(config, tokenizer), tokenizer
+    return problems + hf_config_problems(config, rules) + rules.problems(config, tokenizer), tokenizer
 
 
 def select_device(config: DeviceConfig) -> Device:

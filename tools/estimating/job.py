@@ -15,6 +15,7 @@ from megatron.core.weight_grads import WeightGradStore
 from megatron.training.command_line import ArgumentsError, parse_args
 from megatron.training.initialize import collected
 from megatron.training.memory.dry_run import Job, mesh_of
+from megatron.training.resume.hf_config import hf_config_problems
 from megatron.training.runtime import Runtime
 from megatron.training.settings.config import Config
 from megatron.training.settings.rules import apart_from, check, filled_in
@@ -67,7 +68,7 @@ def read(words: Sequence[str]) -> Read:
         ranks = f"ranks 0 to {args.world_size - 1}" if args.world_size > 1 else "rank 0 alone"
         raise ConfigError(f"--rank is {args.rank}, and a job of --world-size {args.world_size} has {ranks}; change one")
     problems = _problems_of(config, args.world_size)
-    if problems := problems + script.rules.problems(config, None):
+    if problems := problems + hf_config_problems(config, script.rules) + script.rules.problems(config, None):
         raise _refused(problems)
     try:
         tokenizer = None if config.tokenizer.tokenizer_type is None else build_tokenizer(config.tokenizer)

@@ -21,7 +21,7 @@ __getattr__, __dir__ = lazy_names(
         ".families": "FAMILIES",
         ".family": "Family Row",
         ".megatron_folder": "unreadable",
-        ".opened": "is_foreign open_any open_foreign settings_in",
+        ".opened": "described_by is_foreign open_any open_foreign settings_in",
         ".written": "write_hf_folder",
     },
 )

@@ -117,7 +117,7 @@ def manifest_of(folder: HFFolder, root: Path) -> Manifest:
         "origin": origin_of(folder.config, root),
         "vocab_size": words,
         "config": {
-            **components_of(folder.config, root),
+            **components_of(folder.config, root / CONFIG, root),
             "data": {"seq_length": config.max_position_embeddings},
             "optimizer": {},
             "checkpoint": {"save_optim": False},
@@ -135,13 +135,13 @@ def origin_of(config: Mapping[str, Any], root: Path) -> dict[str, Any]:
 _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 
 
-def components_of(config: Mapping[str, Any], root: Path) -> dict[str, dict[str, Any]]:
-    """The settings that a config.json gives to a run, by component."""
-    settings, words = settings_of(config, str(root / CONFIG))
+def components_of(config: Mapping[str, Any], source: Path, folder: Path | None) -> dict[str, dict[str, Any]]:
+    """The settings that a config.json gives to a run, by component. source: the file; folder: where its tokenizer may lie."""
+    settings, words = settings_of(config, str(source))
     dtype = config.get("dtype", config.get("torch_dtype"))
     precision = {flag: True for name, flag in _PRECISIONS.items() if name == dtype}
-    tokenizer, path = {"model_vocab_size": words}, root / "tokenizer.json"
-    if is_file(path):
+    tokenizer = {"model_vocab_size": words}
+    if folder is not None and is_file(path := folder / "tokenizer.json"):
         tokenizer |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(path)}
     return {"transformer": settings | precision, "tokenizer": tokenizer}
 

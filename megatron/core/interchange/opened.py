@@ -2,19 +2,21 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron.core import comm
-from megatron.core.checkpoint import Checkpoint, open_checkpoint
+from megatron.core.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from megatron.core.config import ConfigError
 from megatron.core.grid import ALONE, Axis
+from megatron.core.interchange.config_json import family_of
 from megatron.core.interchange.hf_folder import CONFIG, is_hf_folder, read_json
 from megatron.core.interchange.mapped import components_of, open_hf_folder
 from megatron.core.interchange.mapped_megatron import open_megatron, settings_of_megatron
 from megatron.core.interchange.megatron_folder import check_readable, is_megatron_folder
 from megatron.core.interchange.strided import StridedCheckpoint
+from megatron.core.storage.files import is_file, is_folder
 from megatron.core.storage.paths import is_url
 
 
@@ -26,8 +28,31 @@ def is_foreign(root: Path | str, iteration: int | None = None) -> bool:
 def settings_in(root: Path, iteration: int | None = None) -> dict[str, dict[str, Any]]:
     """The settings that another project's folder gives to a run, by component."""
     if is_hf_folder(root):
-        return components_of(read_json(root / CONFIG), root)
+        return components_of(read_json(root / CONFIG), root / CONFIG, root)
     return settings_of_megatron(root, iteration)
+
+
+class DescribedModel(NamedTuple):
+    """The model that a config.json describes, without weights."""
+
+    model: str  # the name of our class
+    settings: dict[str, dict[str, Any]]  # by component
+
+
+def described_by(path: Path) -> DescribedModel:
+    """What a config.json, or a folder with one, says. A folder's tokenizer.json is given too; a file speaks of itself alone.
+
+    Raises ConfigError for a file that is not there, cannot be read, or says what its family's table does not know.
+    """
+    folder = path if is_folder(path) else None
+    source = path if folder is None else folder / CONFIG
+    if not is_file(source):
+        raise ConfigError(f"{source} is no file; give the config.json of a model, or the folder that holds it")
+    try:
+        config = read_json(source)
+    except CheckpointError as error:
+        raise ConfigError(f"{source}: {error.wrong}") from error
+    return DescribedModel(family_of(config, str(source)).model, components_of(config, source, folder))
 
 
 def open_any(

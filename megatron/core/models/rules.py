@@ -20,12 +20,14 @@ from megatron.core.tokenizers.tokenizers import Tokenizer
 
 @dataclass(frozen=True)
 class ModelRules:
-    """unread: field -> reason why the model ignores it.
+    """model: the name of the class, which --hf-config must describe; "": a script's own, which is not compared.
+    unread: field -> reason why the model ignores it.
 
     problems: (all settings, the tokenizer or None) -> messages about settings that cannot work.
     reads_text: --data-path names token files; the run checks for them before ranks communicate.
     """
 
+    model: str = ""
     unread: Mapping[str, str] = field(default_factory=dict)
     problems: Callable[[Any, Tokenizer | None], list[str]] = lambda config, tokenizer: []
     reads_text: bool = False
@@ -100,13 +102,17 @@ def _problems_of_t5(config: Any, tokenizer: Tokenizer | None) -> list[str]:
 
 NO_RULES = ModelRules()  # for a script with data of its own
 GPT_RULES = ModelRules(
+    model="GPTModel",
     unread=dict.fromkeys(
         (f.name for f in knobs(MaskedDataConfig)), "only masked words need it, as pretrain_bert.py has them"
     ),
     problems=lambda config, tokenizer: text_problems(config) + _problems_of_one_stack(config),
     reads_text=True,
 )
-BERT_RULES = ModelRules(problems=_problems_of_bert, reads_text=True)
+BERT_RULES = ModelRules(model="BertModel", problems=_problems_of_bert, reads_text=True)
 T5_RULES = ModelRules(
-    unread={"bert_binary_head": "only pretrain_bert.py has pairs of texts"}, problems=_problems_of_t5, reads_text=True
+    model="T5Model",
+    unread={"bert_binary_head": "only pretrain_bert.py has pairs of texts"},
+    problems=_problems_of_t5,
+    reads_text=True,
 )

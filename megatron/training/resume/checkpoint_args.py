@@ -7,7 +7,7 @@
 A flag on the command line, or in its file, takes precedence; where the two differ, a note says so.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,12 +65,20 @@ def taken_from_checkpoint(given: Mapping[str, Any], parser: FlagParser) -> Taken
     else:
         saved, iteration = _saved_settings(path_of(start.root), start.iterations)
         where = f"iteration {iteration} of {start.root}"
+    own = [(action.dest, saved.get("own_model", {}).get(action.dest)) for action in parser.own]
+    wanted = [*_wanted(config, given, saved), *(own if config.use_checkpoint_args else [])]
+    return as_flags(flag, where, wanted, given, parser)
+
+
+def as_flags(
+    flag: str, where: str, wanted: Iterable[tuple[str, Any]], given: Mapping[str, Any], parser: FlagParser
+) -> Taken:
+    """The settings `wanted` that are not given and differ from their defaults, as flags; notes say where given ones differ."""
     words, taken = [], []
     notes = []
-    own = [(action.dest, saved.get("own_model", {}).get(action.dest)) for action in parser.own]
-    for name, value in [*_wanted(config, given, saved), *(own if config.use_checkpoint_args else [])]:
+    for name, value in wanted:
         if name in given and given[name] != value:
-            notes.append(f"{flag}: {flag_of(name)} {shown(given[name])} is given, the checkpoint has {shown(value)}")
+            notes.append(f"{flag}: {flag_of(name)} {shown(given[name])} is given, {where} has {shown(value)}")
         elif name not in given and value != _DEFAULTS.get(name) and (said := _words(name, value, parser)):
             words += said
             taken.append(f"{name} {shown(value)}")
@@ -98,11 +106,19 @@ def _wanted(
     config: CheckpointConfig, given: Mapping[str, Any], saved: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[tuple[str, Any]]:
     """(setting, the checkpoint's value) of all that the flags ask for."""
-    model, tokenizer = saved.get("transformer", {}), saved.get("tokenizer", {})
     if config.use_mp_args_from_checkpoint_args:
         yield from ((name, saved.get("parallel", {}).get(name, _DEFAULTS[name])) for name in _LAYOUT)
-    if not config.use_checkpoint_args:
-        return
+    if config.use_checkpoint_args:
+        yield from of_model_and_tokenizer(config, given, saved)
+    if config.use_checkpoint_args and "seq_length" in saved.get("data", {}):
+        yield "seq_length", saved["data"]["seq_length"]
+
+
+def of_model_and_tokenizer(
+    config: CheckpointConfig, given: Mapping[str, Any], saved: Mapping[str, Mapping[str, Any]]
+) -> Iterator[tuple[str, Any]]:
+    """(setting, the saved value) of the model, of its precision unless another is given, and likewise of the tokenizer."""
+    model, tokenizer = saved.get("transformer", {}), saved.get("tokenizer", {})
     keeps_precision = not config.allow_precision_change and not any(given.get(name) for name in PRECISION)
     for name in (name for name in _MODEL if name in model and (keeps_precision or name not in PRECISION)):
         yield name, model[name]
@@ -111,8 +127,6 @@ def _wanted(
         yield from ((name, tokenizer[name]) for name in _TOKENIZER if name in tokenizer)
     if "model_vocab_size" in tokenizer:
         yield "model_vocab_size", tokenizer["model_vocab_size"]
-    if "seq_length" in saved.get("data", {}):
-        yield "seq_length", saved["data"]["seq_length"]
 
 
 def _words(name: str, value: Any, parser: FlagParser) -> list[str]:

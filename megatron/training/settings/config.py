@@ -130,6 +130,12 @@ class CheckpointConfig(FlagConfig):
     use_mp_args_from_checkpoint_args: bool = knob(
         False, "take the checkpoint's parallel sizes for flags that are not given"
     )
+    hf_config: str | None = knob(
+        None,
+        "config.json of Hugging Face, or a folder with one: its model, trained from scratch, for flags that are not given; a "
+        "flag that describes another model is refused. A folder's tokenizer.json is taken too",
+        metavar="FILE",
+    )
     exit_on_damaged_checkpoint: bool = knob(
         False, "fail if the checkpoint to resume from is damaged; by default the newest undamaged one is used"
     )
@@ -195,7 +201,7 @@ class CheckpointConfig(FlagConfig):
     @property
     def without_effect(self) -> dict[str, str]:
         """The given flags that have no effect, with the reason."""
-        if self.load is not None or self.pretrained_checkpoint is not None:
+        if self.load is not None or self.pretrained_checkpoint is not None or self.hf_config is not None:
             return {}
         about_loading = {
             "--exit-on-damaged-checkpoint": self.exit_on_damaged_checkpoint,
