@@ -33,8 +33,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from case_runs import read_results, sweep
 from failing_files import FileCall, Killed, counted, failing
-from parity_sweep import read_results, sweep
 from stopped_runs import announced, differing, differs_in, ended, job, lines
 
 BEGIN, END = "<!-- fault points: begin -->", "<!-- fault points: end -->"

@@ -7,10 +7,7 @@ Ranks are threads, in float64: losses, norms, gradients and weights of three ste
 code 1 if any case differs.
 """
 
-import argparse
-import math
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -18,12 +15,10 @@ from itertools import combinations, product
 from pathlib import Path
 from random import Random
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from parity_cases import TOLERANCE, worst_of
-from parity_sweep import read_results, run_case, sweep
+from case_runs import Matrix, command
+from parity_cases import worst_of
 from tiny_run import TINY_GPT2, TINY_LLAMA, Layout, Outcome, run
 from zero_matrix import cover
 
@@ -123,55 +118,22 @@ def ordered_cases() -> list[MuonCase]:
     return list(dict.fromkeys((*covering_cases(), *rest)))
 
 
-def report(results: list[dict]) -> str:
-    failed = [result for result in results if not result["ok"]]
-    worst = max((result["worst"] for result in results if result["ok"]), default=0.0)
-    lines = [
-        "# Muon: how much of any layout, same numbers, has been run",
-        "",
-        "Each case trains a small GPT for three steps with `--optimizer muon` in float64, with ranks as threads, and compares every loss,",
-        "gradient norm, gradient and weight with one process: max |a - b| <= 1e-10 max |b|, tensor by tensor. Written by",
-        "",
-        "    python tests/muon_matrix.py results.jsonl --limit-minutes 10",
-        "    python tests/muon_matrix.py results.jsonl --report docs/muon_matrix.md",
-        "",
-        f"**{len(results)} of {len(all_cases())} cases have been run; {len(failed)} differ.** The largest difference is {worst:.1e}.",
-        "",
-        "| dimension | cases run, by choice |",
-        "|---|---|",
-    ]
-    for name, choices in DIMENSIONS.items():
-        counts = Counter(result["choices"][name] for result in results)
-        lines.append(f"| {name} | " + ", ".join(f"{choice}: {counts[choice]}" for choice in choices) + " |")
-    lines += ["", *(f"DIFFERS: `{result['case']}`: {result['where']}, {result['worst']}  " for result in failed)]
-    return "\n".join(lines).rstrip() + "\n"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, help="a file of JSON lines, one per finished case; added to")
-    parser.add_argument("--limit-minutes", type=float, default=math.inf, help="stop after so long")
-    parser.add_argument("--report", type=Path, help="write this table of the results so far, and run nothing")
-    given = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    if given.report is None:
-        compare = lambda case: worst_of(*outcomes(case))  # noqa: E731
-        cases = ordered_cases()
-        sweep(
-            cases,
-            len(cases),
-            [given.results],
-            given.limit_minutes * 60,
-            lambda case: run_case(case, compare, DIMENSIONS),
-        )
-    results = list(read_results(given.results).values())
-    if given.report is not None:
-        given.report.write_text(report(results))
-    failed = sum(not result["ok"] for result in results)
-    print(f"{len(results)} of {len(all_cases())} cases have been run, {failed} differ")
-    return 1 if failed else 0
+    matrix = Matrix(
+        script="muon_matrix",
+        title="Muon: how much of any layout, same numbers, has been run",
+        text=(
+            "Each case trains a small GPT for three steps with `--optimizer muon` in float64, with ranks as threads, and compares every loss,",
+            "gradient norm, gradient and weight with one process: max |a - b| <= 1e-10 max |b|, tensor by tensor.",
+        ),
+        dimensions=DIMENSIONS,
+        cases=ordered_cases(),
+        total=len(all_cases()),
+        compare=lambda case: worst_of(*outcomes(case)),
+        sets={"every pair of choices": covering_cases()},
+    )
+    return command(matrix, __doc__, arguments)
 
 
 if __name__ == "__main__":
-    assert TOLERANCE == 1e-10  # what the page says
     sys.exit(main())

@@ -1,33 +1,30 @@
 """Every case of the layout space against one process, as one command that can be stopped and goes on where it was.
 
     python tests/parity_sweep.py results.jsonl --limit-minutes 30
-    python tests/parity_sweep.py results.jsonl --report docs/parity.md
+    python tests/parity_sweep.py results.jsonl --report docs/parity.md --beside options.jsonl compiled.jsonl
 
 Cases come in a fixed order: those that cover all pairs, then all triples, then the product of what most runs choose, then the
 rest, both shuffled, so that whatever part has run is a fair sample of the whole. Exit code 1 if any case differs.
 """
 
 import argparse
-import json
 import math
-import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from case_runs import about, choices_run, differing, read_results, run_case, sweep
 from layout_space import DIMENSIONS, Case, case_of, count_cases, covering_cases, main_product
 from option_cases import OPTION_DIMENSIONS, option_cases, worst_difference_of
-from parity_cases import TOLERANCE, worst_difference
+from parity_cases import worst_difference
 
 
 def ordered_cases(max_ranks: int) -> Iterator[Case]:
@@ -44,83 +41,15 @@ def ordered_cases(max_ranks: int) -> Iterator[Case]:
             yield case
 
 
-def read_results(*paths: Path) -> dict[str, dict]:
-    """Finished cases by name. A line that a stop cut short counts as not finished."""
-    results = {}
-    for line in (line for path in paths if path.exists() for line in path.read_text().splitlines()):
-        try:
-            result = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        results[result["case"]] = result
-    return results
-
-
-def run_case(
-    case: Any, compare: Callable[[Any], tuple[float, str]] | None = None, dimensions: Iterable[str] = DIMENSIONS
-) -> dict:
-    """What came of one case, ready to be written; of another space with its own dimensions and comparison."""
-    began, result = time.monotonic(), {"case": str(case), "choices": dict(zip(dimensions, case.choices))}
-    try:
-        worst, where = (compare or worst_difference)(case)
-        result |= {"ok": worst <= TOLERANCE, "worst": worst if math.isfinite(worst) else None, "where": where}
-    except Exception as error:
-        result |= {"ok": False, "worst": None, "where": f"{type(error).__name__}: {error}"[:500]}
-    return result | {"seconds": round(time.monotonic() - began, 3)}
-
-
-def sweep(
-    cases: Iterable[Any], count: int, paths: list[Path], limit_seconds: float, run_one: Callable[[Any], dict] = run_case
-) -> None:
-    """Run what is in no file yet of `count` cases, until done or out of time; each result is added to the first file at once."""
-    path, results = paths[0], read_results(*paths)
-    began, said, ran, passed, revision = time.monotonic(), 0.0, 0, 0, code_revision()
-    with path.open("a") as file:
-        if path.stat().st_size and not path.read_bytes().endswith(b"\n"):
-            file.write("\n")
-        for case in cases:
-            passed += 1
-            if str(case) in results:
-                continue
-            spent = time.monotonic() - began
-            if spent >= limit_seconds:
-                break
-            if ran and spent - said > 15:
-                said, whole = spent, spent / ran * (count - passed)
-                left = min(whole, limit_seconds - spent)
-                print(
-                    f"{passed - 1} of {count} cases, {_span(left)} left in this run, {_span(whole)} for all", flush=True
-                )
-            result = run_one(case) | {"code": revision}
-            ran += 1
-            file.write(json.dumps(result) + "\n")
-            file.flush()
-            if not result["ok"]:
-                print(f"DIFFERS  {case}: {result['where']} by {result['worst']}", flush=True)
-
-
-def code_revision() -> str:
-    """The commit that is run, with a + if files differ from it."""
-    command = ["git", "describe", "--always", "--abbrev=10", "--dirty=+"]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
-
-
-def _span(seconds: float) -> str:
-    return f"{seconds / 3600:.1f} h" if seconds > 5400 else f"{seconds / 60:.1f} min"
-
-
 # ---------------------------------------------------------------- report
 
 
-def report(results: list[dict]) -> str:
-    """The table in docs/parity.md."""
-    failed = [result for result in results if not result["ok"]]
-    worst = max((result for result in results if result["ok"]), key=lambda result: result["worst"], default=None)
+def report(results: list[dict], beside: list[dict]) -> str:
+    """The page in docs. beside: results of `--options` and `--compile`."""
     pairs, triples = ({str(case) for case in covering_cases(strength)} for strength in (2, 3))
     chosen = {str(case) for case in main_product()}
     names = {result["case"] for result in results}
-    hours = sum(result["seconds"] for result in results) / 3600
+    ranks = Counter(result["choices"]["tp"] * result["choices"]["pp"] * result["choices"]["dp"] for result in results)
     lines = [
         "# Any layout, same numbers: how much of it has been run",
         "",
@@ -129,12 +58,12 @@ def report(results: list[dict]) -> str:
         "from each row below that can stand together with the others (`tests/layout_space.py`). Written by",
         "",
         "    python tests/parity_sweep.py results.jsonl --limit-minutes 600        stops in time, and goes on where it was",
-        "    python tests/parity_sweep.py results.jsonl --report docs/parity.md",
+        "    python tests/parity_sweep.py results.jsonl --report docs/parity.md --beside options.jsonl compiled.jsonl",
         "",
         "With `--shard 1/2 a.jsonl b.jsonl` and `--shard 2/2 b.jsonl a.jsonl` two processes share the work.",
         "",
-        f"**{len(names):,} of {count_cases():,} cases have been run; {len(failed)} differ.** "
-        f"It took {hours:.2f} hours of one process.",
+        f"**{len(names):,} of {count_cases():,} cases have been run; {len(differing(results))} differ.** "
+        f"It took {sum(result['seconds'] for result in results) / 3600:.2f} hours of one process.",
         "",
         f"- cases in which every pair of choices occurs: {len(pairs & names)} of {len(pairs)} (the fast tests)",
         f"- cases in which every triple of choices occurs, up to 16 ranks: {len(triples & names)} of {len(triples)} "
@@ -143,23 +72,25 @@ def report(results: list[dict]) -> str:
         f"the other choices dealt out: {len(chosen & names):,} of {len(chosen):,}, in shuffled order",
         f"- the others, on up to 64 ranks: {len(names - triples - chosen):,} of {count_cases() - len(triples | chosen):,}, in "
         "shuffled order",
-        "- code that was run: "
-        + ", ".join(f"{code} ({n:,})" for code, n in Counter(r["code"] for r in results).items()),
+        *about(results),
+        "",
+        "| dimension | cases run, by choice |",
+        "|---|---|",
+        "| ranks | " + ", ".join(f"{n}: {count:,}" for n, count in sorted(ranks.items())) + " |",
+        *choices_run(DIMENSIONS, results),
+        "",
+        *differing(results),
+        *(line for flags in dict.fromkeys(one["flags"] for one in beside) for line in _beside(flags, beside)),
     ]
-    if worst:
-        lines += [f"- worst relative difference: {worst['worst']:.1e}, {worst['where']} of `{worst['case']}`"]
-    lines += ["", "| dimension | cases run, by choice |", "|---|---|"]
-    ranks = Counter(result["choices"]["tp"] * result["choices"]["pp"] * result["choices"]["dp"] for result in results)
-    lines += ["| ranks | " + ", ".join(f"{n}: {count:,}" for n, count in sorted(ranks.items())) + " |"]
-    for name, choices in DIMENSIONS.items():
-        counts = Counter(result["choices"][name] for result in results)
-        lines += [f"| {name} | " + ", ".join(f"{_word(choice)}: {counts[choice]:,}" for choice in choices) + " |"]
-    lines += ["", *(f"DIFFERS: `{result['case']}`: {result['where']}, {result['worst']}  " for result in failed)]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _word(choice: object) -> str:
-    return {True: "yes", False: "no"}[choice] if isinstance(choice, bool) else str(choice)
+def _beside(flags: str, results: list[dict]) -> list[str]:
+    """What has been run with other flags, which choose other cases or how they are run."""
+    those = [result for result in results if result["flags"] == flags]
+    of = f" of {len(list(option_cases()))}" if flags == "--options" else ""
+    counted = f"`{flags}`: {len(those)}{of} cases have been run; {len(differing(those))} differ."
+    return [counted, "", *about(those), "", *differing(those)]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -178,6 +109,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--options", action="store_true", help=with_options)
     parser.add_argument("--report", type=Path, help="write this table of the results so far, and run nothing")
+    parser.add_argument(
+        "--beside", type=Path, nargs="+", default=[], help="with --report: results of --options and --compile"
+    )
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if given.report is None:
@@ -193,11 +127,14 @@ def main(arguments: list[str] | None = None) -> int:
             count = len(cases)
         cases = islice(cases, i - 1, None, n)
         compare = partial(worst_difference_of if given.options else worst_difference, compile=given.compile)
-        run_one = partial(run_case, compare=compare, dimensions=OPTION_DIMENSIONS if given.options else DIMENSIONS)
+        dimensions = OPTION_DIMENSIONS if given.options else DIMENSIONS
+        flags = " ".join(["--options"] * given.options + [f"--compile {given.compile}"] * (given.compile != "off"))
+        run_one = lambda case: run_case(case, compare, dimensions) | {"flags": flags}  # noqa: E731
         sweep(cases, -(-(count - i + 1) // n), given.results, given.limit_minutes * 60, run_one)
     results = list(read_results(*given.results).values())
     if given.report is not None:
-        given.report.write_text(report(results))
+        beside = [result for path in given.beside for result in read_results(path).values()]
+        given.report.write_text(report(results, beside))
     failed = sum(not result["ok"] for result in results)
     total = len(list(option_cases())) if given.options else count_cases()
     print(f"{len(results):,} of {total:,} cases have been run, {failed} differ")

@@ -22,7 +22,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from parity_sweep import read_results, sweep
+from case_runs import read_results, sweep
 from s3_server import HOWS, Request, S3Server, s3_server
 from stopped_runs import announced, differing, job, lines
 

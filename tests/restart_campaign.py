@@ -35,9 +35,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from case_runs import code_revision
 from fault_points import SCENARIOS, prepared
 from kill_campaign import Ranks, lives
-from parity_sweep import code_revision
 from processes import Job
 from stopped_runs import TINY, announced, differing, differs_in, ended, lines
 

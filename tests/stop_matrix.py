@@ -24,7 +24,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from parity_sweep import read_results, sweep
+from case_runs import read_results, sweep
 from script_run import settings_of
 from stopped_runs import TINY, differing, differs_in, ended, job, lines
 from token_files import write

@@ -2,33 +2,28 @@
 
     python tests/zero_matrix.py results.jsonl --limit-minutes 30         the product; goes on where it stopped
     python tests/zero_matrix.py results.jsonl --report docs/zero_matrix.md
-    python tests/zero_matrix.py results.jsonl --strength 3               only cases in which every triple of choices occurs
 
-Ranks are threads, in float64: losses, norms, gradients and weights of three steps, each tensor to 1e-10 of its largest value. Exit
+Cases come in a fixed order: those in which every triple of choices occurs, then the rest, shuffled. Ranks are threads, in float64: losses, norms, gradients and weights of three steps, each tensor to 1e-10 of its largest value. Exit
 code 1 if any case differs.
 """
 
-import argparse
 import contextlib
 import math
 import sys
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from heapq import heapify, heapreplace
 from itertools import combinations, product
 from pathlib import Path
 from random import Random
 from typing import TypeVar
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from parity_cases import TOLERANCE, worst_of
-from parity_sweep import read_results, run_case, sweep
+from case_runs import Matrix, command
+from parity_cases import worst_of
 from tiny_run import TINY_GPT2, Layout, Outcome, run
 
 from megatron.core.distributed.data_parallel import DataParallelConfig
@@ -181,63 +176,23 @@ def worst_difference(case: ZeroCase) -> tuple[float, str]:
     return worst_of(*outcomes(case))
 
 
-def report(results: Sequence[dict]) -> str:
-    """The page in docs."""
-    failed = [result for result in results if not result["ok"]]
-    names, total = {result["case"] for result in results}, math.prod(map(len, DIMENSIONS.values()))
-    worst = max((result for result in results if result["ok"]), key=lambda result: result["worst"], default=None)
-    lines = [
-        "# ZeRO: the matrix of stages, overlap, accumulation, recompute, offload and layouts",
-        "",
-        "Written by `python tests/zero_matrix.py results.jsonl --report docs/zero_matrix.md`, whose text says what a case is. The tests",
-        f"run the {len(covering_cases(3))} cases in which every triple of choices occurs.",
-        "",
-        f"**{len(names)} of {total} cases have been run; {len(failed)} differ.**",
-        "",
-        *(
-            f"- every {word} of choices: {len(names & set(map(str, covering_cases(strength))))} of "
-            f"{len(covering_cases(strength))} cases"
-            for strength, word in ((2, "pair"), (3, "triple"))
-        ),
-        "- code that was run: "
-        + ", ".join(f"{code} ({n})" for code, n in Counter(result["code"] for result in results).items()),
-    ]
-    if worst:
-        lines += [
-            f"- worst relative difference: {worst['worst']:.1e} (allowed {TOLERANCE:.0e}), {worst['where']} of `{worst['case']}`"
-        ]
-    lines += ["", "| dimension | cases run, by choice |", "|---|---|"]
-    for name, choices in DIMENSIONS.items():
-        counts = Counter(str(_as_read(result["choices"][name])) for result in results)
-        lines.append(f"| {name} | {', '.join(f'{choice}: {counts[str(choice)]}' for choice in choices)} |")
-    lines += ["", *(f"DIFFERS: `{result['case']}`: {result['where']}, {result['worst']}  " for result in failed)]
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def _as_read(choice: object) -> object:
-    return tuple(choice) if isinstance(choice, list) else choice  # JSON has no tuples
-
-
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, help="a file of JSON lines, one per finished case, that is added to")
-    parser.add_argument("--limit-minutes", type=float, default=math.inf, help="stop after so long")
-    parser.add_argument(
-        "--strength", type=int, default=None, help="only cases that cover all choices of so many dimensions"
+    total, covering = math.prod(map(len, DIMENSIONS.values())), {n: covering_cases(n) for n in (2, 3)}
+    matrix = Matrix(
+        script="zero_matrix",
+        title="ZeRO: the matrix of stages, overlap, accumulation, recompute, offload and layouts",
+        text=(
+            "Each case trains a small GPT for three steps in float64, with ranks as threads, and compares every loss, gradient norm,",
+            "gradient and weight with the run of one process: max |a - b| <= 1e-10 max |b|, tensor by tensor. The tests run those cases",
+            "in which every triple of choices occurs.",
+        ),
+        dimensions=DIMENSIONS,
+        cases=list(ordered_cases()),
+        total=total,
+        compare=worst_difference,
+        sets={"every pair of choices": covering[2], "every triple of choices": covering[3]},
     )
-    parser.add_argument("--report", type=Path, help="write this page of the results so far, and run nothing")
-    given = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    cases = list(ordered_cases() if given.strength is None else covering_cases(given.strength))
-    if given.report is None:
-        run_one = partial(run_case, compare=worst_difference, dimensions=DIMENSIONS)
-        sweep(cases, len(cases), [given.results], given.limit_minutes * 60, run_one)
-    results = [result for result in read_results(given.results).values() if result["case"] in set(map(str, cases))]
-    if given.report is not None:
-        given.report.write_text(report(results))
-    failed = sum(not result["ok"] for result in results)
-    print(f"{len(results)} of {len(cases)} cases have been run, {failed} differ")
-    return 1 if failed else 0
+    return command(matrix, __doc__, arguments)
 
 
 if __name__ == "__main__":

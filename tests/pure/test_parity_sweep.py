@@ -7,8 +7,9 @@ from pathlib import Path
 
 import parity_sweep
 import pytest
+from case_runs import read_results
 from layout_space import Case, count_cases, covering_cases, main_product
-from parity_sweep import main, ordered_cases, read_results
+from parity_sweep import main, ordered_cases
 
 
 @pytest.fixture
@@ -52,7 +53,16 @@ def test_the_report_says_how_many_of_how_many(small: list[Case], tmp_path: Path)
     assert f"**6 of {count_cases():,} cases have been run; 2 differ.**" in text
     assert f"DIFFERS: `{small[2]}`: weight w, 0.001" in text
     assert f"DIFFERS: `{small[4]}`: RuntimeError: rank 1 failed" in text
-    assert "worst relative difference: 1.0e-14, losses of step 0" in text
+    assert "worst relative difference: 1.0e-14 (allowed 1e-10), losses of step 0" in text
+
+
+def test_the_report_counts_what_was_compiled_apart(small: list[Case], tmp_path: Path):
+    path, compiled, table = (tmp_path / name for name in ("results.jsonl", "compiled.jsonl", "parity.md"))
+    main([str(path), "--only", str(small[0])])
+    main([str(compiled), "--compile", "layers"])
+    assert main([str(path), "--report", str(table), "--beside", str(compiled)]) == 0
+    assert f"**1 of {count_cases():,} cases have been run; 0 differ.**" in table.read_text()
+    assert "`--compile layers`: 6 cases have been run; 2 differ." in table.read_text()
 
 
 @pytest.mark.full
