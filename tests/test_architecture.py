@@ -337,7 +337,7 @@ BUDGETS = {
     "megatron/training/ending": 900,
     "megatron/training/guard": 900,
     "megatron/training/memory": 1_300,
-    "megatron/training/resume": 1_100,
+    "megatron/training/resume": 1_200,
     "megatron/training/settings": 1_400,
     "megatron/training/watch": 1_200,
     "tools": 2_300,

@@ -62,11 +62,11 @@ class ConvertConfig(FlagConfig):
         None, "dtype of the tensors; default: as they are"
     )
     model_type: str | None = knob(
-        None, "model_type to write, such as llama; default: the one it was read from, or the first that fits"
+        None, "model_type to write, such as llama; default: the one it began as, or the first that fits"
     )
     max_shard_size: str | None = knob(None, "bytes of one file of --save-hf, as 500MB; default: 5GB", read=_read_size)
     tokenizer: str | None = knob(
-        None, "folder with the tokenizer's files, which are copied; default: the one it was read from", metavar="DIR"
+        None, "folder with the tokenizer's files, which are copied; default: the one it began as", metavar="DIR"
     )
 
     def problems(self) -> list[str]:
@@ -96,6 +96,7 @@ def convert(config: ConvertConfig) -> None:
         dtype=config.dtype,
         most_bytes=bytes_of(config.max_shard_size or "5GB"),
         along=Path(config.tokenizer) if config.tokenizer else None,
+        note=print,
     )
     print(f"{config.load}: written to {config.save_hf} as a {kind}")
 

@@ -90,7 +90,7 @@ def summary(checkpoint: Checkpoint) -> Iterator[str]:
         pieces = sum(len(record.pieces) for record in records)
         bytes_in = sum(item_bytes_of(record.shape, dtype) for record in records)
         yield f"  {kind}: {len(records)} tensors of {dtype}, {elements:,} elements, {bytes_in:,} bytes, {pieces} piece(s)"
-    for key in ("model", "vocab_size", "global_batch_size", "optimizer_steps", "checkpoints"):
+    for key in ("model", "origin", "vocab_size", "global_batch_size", "optimizer_steps", "checkpoints"):
         if key in state:
             yield f"  {key}: {shortened(state[key])}"
     train = state.get("train")

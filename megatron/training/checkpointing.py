@@ -33,6 +33,7 @@ from megatron.training.resume import checks, copies
 from megatron.training.resume.copies import OwnPart
 from megatron.training.resume.fallback import load_undamaged, newest_readable
 from megatron.training.resume.model_name import model_name
+from megatron.training.resume.origin import origin_of_run
 from megatron.training.resume.start import Start, loads_what_it_saves, where_to_start
 from megatron.training.resume.state import TrainState
 from megatron.training.runtime import Runtime, print_rank_0
@@ -82,6 +83,7 @@ def to_save(
         {
             "train": state.as_json(),
             "checkpoints": state.checkpoints,
+            **({} if state.origin is None else {"origin": state.origin.as_json()}),
             "log": json.loads(log_text),
             "global_batch_size": runtime.global_batch_size,
             "optimizer_steps": optimizer.step_count,
@@ -231,11 +233,13 @@ def _load_one(
             optimizer.scaler.load_state(checkpoint.state.get("grad_scaler", {}))
     print_rank_0(f"loaded {'checkpoint' if goes_on else 'weights'} of iteration {checkpoint.iteration} from {root}")
     checks.note_changes(runtime, checkpoint.state, goes_on=not finetune)
+    origin = origin_of_run(runtime, checkpoint, given)
     if finetune:
-        return TrainState(), None
+        return TrainState(origin=origin), None
     train = TrainState.from_json(checkpoint.state["train"])
     before = [*checkpoint.state.get("checkpoints", ()), train.iteration] if loads_what_it_saves(config) else []
     train.checkpoints = sorted(set(before) & set(saved_iterations(path_of(config.load)))) if before else []
+    train.origin = origin
     return train, checkpoint.state["log"]
 
 

@@ -103,8 +103,10 @@ def config_of(kind: str, model: ModelConfig, words: int, dtype: str) -> dict[str
 
 def kind_of(model: ModelConfig, words: int, kept: str | None = None) -> str:
     """The family to write a model as: `kept`, that it came from, else the first that can say what it computes."""
+    if kept is not None:
+        family_of({"model_type": kept}, "what is to be written")
     problems = []
-    for kind in [kept] if kept else list(FAMILIES):
+    for kind in [kept] if kept is not None else list(FAMILIES):
         try:
             config_of(kind, model, words, "float32")
         except ConfigError as error:

@@ -52,7 +52,7 @@ def read_hf_folder(root: Path) -> HFFolder:
     listed = _listed(root)
     tensors: dict[str, TensorInFile] = {}
     for file in dict.fromkeys(listed.values()) if listed else [WEIGHTS]:
-        header = read_header(_inside(root, file))
+        header = read_header(path_inside(root, file))
         for name, x in header.items():
             if listed and listed.get(name) != file:
                 where = f"says {listed[name]}" if name in listed else "does not list it"
@@ -104,7 +104,7 @@ def _listed(root: Path) -> dict[str, str]:
     return listed
 
 
-def _inside(root: Path, file: str) -> Path:
+def path_inside(root: Path, file: str) -> Path:
     """The path of a file of the folder; a link must stay in it, or lead to the blobs of the hub's cache around it."""
     path = root / file
     real, home = Path(os.path.realpath(path)), Path(os.path.realpath(root))

@@ -15,6 +15,7 @@ import torch
 from megatron.core import comm
 from megatron.core.checkpoint.format import CheckpointError, Manifest, TensorRecord
 from megatron.core.grid import ALONE, Axis
+from megatron.core.interchange.carried import Origin
 from megatron.core.interchange.config_json import family_of, settings_of
 from megatron.core.interchange.family import OUTPUT, WORD_TABLE, Family, Row
 from megatron.core.interchange.hf_folder import CONFIG, HFFolder, are_equal, read_hf_folder
@@ -114,7 +115,7 @@ def manifest_of(folder: HFFolder, root: Path) -> Manifest:
         "log": None,
         "optimizer_steps": 0,
         "model": family.model,
-        "origin": origin_of(folder.config, root),
+        "origin": Origin.of(folder.config, root).as_json(),
         "vocab_size": words,
         "config": {
             **components_of(folder.config, root / CONFIG, root),
@@ -124,12 +125,6 @@ def manifest_of(folder: HFFolder, root: Path) -> Manifest:
         },
     }
     return Manifest(0, state, ends, {f"model/{name}": record for name, record in records.items()})
-
-
-def origin_of(config: Mapping[str, Any], root: Path) -> dict[str, Any]:
-    """What an export needs beside the model: the place of the tokenizer, and the ids that begin and end a text."""
-    kept = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
-    return {"model_type": config["model_type"], "folder": str(root), "kept": kept}
 
 
 _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}

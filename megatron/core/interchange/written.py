@@ -8,7 +8,7 @@ The folder gets its name when it is complete. A rank has two tensors of ours in 
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from math import prod
 from pathlib import Path
@@ -19,11 +19,12 @@ from torch import Tensor
 
 from megatron.core import comm
 from megatron.core.boxes import slices, whole
-from megatron.core.checkpoint.format import ITEM_BYTES, CheckpointError
+from megatron.core.checkpoint.format import ITEM_BYTES
 from megatron.core.checkpoint.load import Checkpoint
 from megatron.core.checkpoint.local_tensor import LocalTensor
 from megatron.core.config import ConfigError, build
 from megatron.core.grid import ALONE, Axis
+from megatron.core.interchange.carried import Origin, carry
 from megatron.core.interchange.config_json import config_of, kind_of
 from megatron.core.interchange.families import FAMILIES
 from megatron.core.interchange.family import Row
@@ -31,30 +32,9 @@ from megatron.core.interchange.hf_folder import CONFIG, INDEX, WEIGHTS
 from megatron.core.interchange.mapped import heads_of, rows_of
 from megatron.core.interchange.operations import OPERATIONS, HeadCounts, View
 from megatron.core.interchange.safetensors import header_of
-from megatron.core.storage.files import (
-    at,
-    exists,
-    is_file,
-    make_folders,
-    read_start,
-    remove_tree,
-    write_all,
-    write_synced,
-)
+from megatron.core.storage.files import at, exists, make_folders, remove_tree, write_all, write_synced
 from megatron.core.transformer.model_config import ModelConfig
 
-# Files of a folder that belong to its tokenizer and its use; they are copied as they are.
-ALONG = (
-    *(
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "added_tokens.json",
-    ),
-    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja"),
-)
-_MOST_ALONG = 256 << 20  # bytes of one of them
 _PREFIX = "model/"
 
 
@@ -95,6 +75,7 @@ def write_hf_folder(
     dtype: str | None = None,
     most_bytes: int = 5 << 30,
     along: Path | None = None,
+    note: Callable[[str], object] = lambda line: None,
     world: Axis = ALONE,
     device: torch.device | str = "cpu",
 ) -> str:
@@ -102,14 +83,14 @@ def write_hf_folder(
 
     Every rank of `world` must call, and writes its share of the files. kind: the model_type; default: that of the folder that
     the model came from, or the first family that can say what it computes. dtype: of all tensors; default: as they are.
-    most_bytes: of one file. along: the folder with the tokenizer's files; default: where the model came from. Raises
-    ConfigError, CheckpointError.
+    most_bytes: of one file. along: the folder with the tokenizer's files; default: where the model came from, and only files that
+    are as they were then. note: told, on the first rank, of files that are not written. Raises ConfigError, CheckpointError.
     """
     state, partial = checkpoint.state, out.with_name(out.name + ".partial")
     with comm.together(world, device):
         model, words = _model_in(state, checkpoint.folder)
-        origin = state.get("origin") or {}
-        kind = kind_of(model, words, kind or origin.get("model_type"))
+        origin = Origin.in_state(state, str(checkpoint.folder))
+        kind = kind_of(model, words, kind or (origin.model_type if origin else None))
         files = _plan(checkpoint, kind, model, dtype, most_bytes)
         names = _names(len(files))
         if world.is_first:
@@ -124,12 +105,11 @@ def write_hf_folder(
                 _write_file(checkpoint, partial / name, file, heads_of(model))
     with comm.together(world, device):
         if world.is_first:
-            _write_config(partial, config_of(kind, model, words, _dtype_of(files)) | _ids(origin))
+            carry(origin, along, partial, note)
             if len(files) > 1:
                 _write_index(partial, dict(zip(names, files)))
-            source = along or (Path(origin["folder"]) if "folder" in origin else None)
-            if source is not None:
-                copy_along(source, partial)
+            # Last, since a folder without it is none.
+            _write_config(partial, config_of(kind, model, words, _dtype_of(files)) | _kept(origin))
             at(partial).sync_folder(partial)
             at(partial).rename(partial, out)
             at(out).sync_folder(out.parent)
@@ -196,9 +176,9 @@ def _write_file(checkpoint: Checkpoint, path: Path, plan: _File, heads: HeadCoun
         at(path).sync(file)
 
 
-def _ids(origin: dict[str, Any]) -> dict[str, Any]:
-    """The ids that begin, end and pad a text; null where they are unknown, or the class's own would be taken."""
-    return dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")) | origin.get("kept", {})
+def _kept(origin: Origin | None) -> dict[str, Any]:
+    """Keys that the folder had. Unknown ids of a text's ends and padding are null, or the class's own would be taken."""
+    return dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")) | dict(origin.kept if origin else {})
 
 
 def _write_config(folder: Path, config: dict[str, Any]) -> None:
@@ -209,19 +189,3 @@ def _write_index(folder: Path, files: dict[str, _File]) -> None:
     sizes = {"total_size": sum(file.nbytes for file in files.values())}
     index = {"metadata": sizes, "weight_map": {name: file for file, plan in files.items() for name in plan.tensors}}
     write_synced(folder / INDEX, json.dumps(index, indent=2) + "\n")
-
-
-def copy_along(source: Path, target: Path) -> list[str]:
-    """Copy the files of the tokenizer and of generation as they are; returns their names. Nothing else is copied."""
-    templates = source / "additional_chat_templates"
-    names = [name for name in ALONG if is_file(source / name)]
-    if exists(templates):
-        make_folders(target / templates.name)
-        names += [f"{templates.name}/{name}" for name in at(templates).names(templates) if name.endswith(".jinja")]
-    for name in names:
-        data = read_start(source / name, _MOST_ALONG + 1)
-        if len(data) > _MOST_ALONG:
-            raise CheckpointError(source / name, f"has more than {_MOST_ALONG} bytes", "is it a file of a tokenizer?")
-        with at(target).open(target / name, "wb") as file:
-            write_all(file, data, target / name)
-    return names

@@ -11,6 +11,7 @@ from megatron.core import comm, dropout_masks
 from megatron.core.checkpoint import Checkpoint, CheckpointError, LocalTensor
 from megatron.core.config import ConfigError, build, flags_of, knobs
 from megatron.core.grid import Axis
+from megatron.core.interchange.carried import origin_problems
 from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.training.resume.compared import BY_DATA, BY_TOKENIZER, OF_WIDTHS, Change, Changes, compare, precision_of
 from megatron.training.resume.state import TrainState
@@ -64,6 +65,7 @@ def check_state(state: dict[str, Any], iteration: int, given: str) -> None:
     problems += [f"checkpoints holds {text:.40}" for text in saved_before if not re.fullmatch("[0-9]{1,18}", text)]
     if not problems and state["train"]["iteration"] != iteration:
         problems = [f"train/iteration is {state['train']['iteration']}, in a checkpoint of iteration {iteration}"]
+    problems += origin_problems(state.get("origin"))
     if problems:
         raise ConfigError([f"{given} holds a state that no run has written: {problem}" for problem in problems])
 

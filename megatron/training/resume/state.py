@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from megatron.core.interchange.carried import Origin
+
 
 @dataclass
 class TrainState:
@@ -22,9 +24,10 @@ class TrainState:
     # The iterations below --save that this run, over all restarts, has saved or resumed from, and has not deleted. No part of the
     # position, so it stands beside it in a checkpoint.
     checkpoints: list[int] = field(default_factory=list, compare=False)
+    origin: Origin | None = field(default=None, compare=False)  # the folder that the model began as; beside it, too
 
     def as_json(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if name != "checkpoints"}
+        return {name: value for name, value in asdict(self).items() if name not in ("checkpoints", "origin")}
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> "TrainState":

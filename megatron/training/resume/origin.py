@@ -1,0 +1,57 @@
+"""Which Hugging Face folder a run's model began as: recorded when a run starts from one, kept over all restarts and layouts."""
+
+import hashlib
+import json
+from pathlib import Path
+
+from megatron.core import comm
+from megatron.core.checkpoint import Checkpoint
+from megatron.core.interchange.carried import Origin
+from megatron.core.storage.files import is_file, read_start
+from megatron.training.resume.copies import OwnPart
+from megatron.training.runtime import Runtime, print_rank_0
+
+_TOKENIZER = "tokenizer.json"
+
+
+def origin_of_run(runtime: Runtime, checkpoint: Checkpoint | OwnPart, given: str) -> Origin | None:
+    """The origin of a run that starts from a checkpoint, or from a folder of another project; None if it has none.
+
+    given: the flag and folder. Every rank must call: the first reads the folder's files for all. Raises ConfigError.
+    """
+    world, device = runtime.mesh["world"], runtime.device.torch_device
+    text = None
+    with comm.together(world, device):
+        if world.is_first:
+            origin = Origin.in_state(checkpoint.state, given)
+            text = json.dumps(None if origin is None else _as_of_now(runtime, checkpoint, origin).as_json())
+    found = json.loads(comm.broadcast_text(text, world, device))
+    return None if found is None else Origin(**found)
+
+
+def _as_of_now(runtime: Runtime, checkpoint: Checkpoint | OwnPart, origin: Origin) -> Origin:
+    """With the files' hashes, or without the tokenizer if this run has another one."""
+    if origin.files is None:
+        origin = origin.with_files(lambda line: print_rank_0(f"WARNING: {line}"))
+        is_other = _is_other_file(runtime, origin)
+    else:
+        theirs, mine = checkpoint.state.get("tokenizer_sha256"), runtime.tokenizer_sha256
+        is_other = None not in (theirs, mine) and theirs != mine
+    if not is_other or not origin.files:
+        return origin
+    print_rank_0(
+        f"this run's tokenizer is not that of {origin.folder}: folders that are written of the model carry no tokenizer"
+    )
+    return origin.without_tokenizer()
+
+
+def _is_other_file(runtime: Runtime, origin: Origin) -> bool:
+    """Whether --tokenizer-model is a tokenizer.json with another content than that of the folder."""
+    config = runtime.config.tokenizer
+    if config.tokenizer_type != "HuggingFaceTokenizer" or config.tokenizer_model is None:
+        return False
+    path = Path(config.tokenizer_model)
+    if not is_file(path) or _TOKENIZER not in origin.files:
+        return False
+    content = read_start(path, path.stat().st_size)
+    return hashlib.sha256(content).hexdigest() != origin.files[_TOKENIZER]
