@@ -71,6 +71,12 @@ REFUSALS = {
         "--iterations-to-skip --dataloader-type external",
     ),
     "dumps among checkpoints": (1, MOCK + "--save {tmp}/s --bad-step-dir {tmp}/s", "--bad-step-dir --save"),
+    "dumps in a store": (1, MOCK + "--bad-step-dir memory://b/dumps", "--bad-step-dir memory://b/dumps"),
+    "dumps among checkpoints of a URL": (
+        1,
+        MOCK + "--save file://{tmp}/s --bad-step-dir {tmp}/s",
+        "--bad-step-dir --save",
+    ),
     "iteration 0": (1, MOCK + "--iterations-to-skip 0 3", "--iterations-to-skip 0 1"),
     "no check to act on": (
         1,

@@ -24,13 +24,16 @@ from megatron.core.config import ConfigError
 from megatron.core.current_mesh import get_mesh, model_parallel_is_initialized
 from megatron.core.device import Device
 from megatron.core.optimizer.torch_groups import shown_to_torch
-from megatron.core.storage.atomic import atomic_file
+from megatron.core.storage import files
+from megatron.core.storage.paths import path_of
 from megatron.deepspeed.comm import get_local_rank
 from megatron.deepspeed.optimizer import ZeroOptimizer, make_groups
 from megatron.deepspeed.schedules import make_schedule
 from megatron.deepspeed.settings import Settings, load_ds_config, read_settings
 from megatron.deepspeed.zero import join
 from megatron.training.engine import Engine
+
+_MOST_TAG = 1 << 12  # bytes
 
 
 class DeepSpeedEngine(Engine):
@@ -88,7 +91,7 @@ class DeepSpeedEngine(Engine):
     ) -> bool:
         """Write weights, optimizer, schedule and `client_state` (plain JSON) to save_dir/tag. Every rank must call, with one
         tag; default global_step<N>."""
-        folder, world = Path(save_dir), self.mesh["world"]
+        folder, world = path_of(save_dir), self.mesh["world"]
         tag = tag or f"global_step{self.global_steps}"
         tags = comm.all_gather_texts(str(tag), world, self.device)
         if len(set(tags)) > 1:
@@ -96,8 +99,7 @@ class DeepSpeedEngine(Engine):
         self.save(folder / str(tag), client_state=dict(client_state or {}))
         with comm.together(world, self.device):
             if save_latest and world.is_first:
-                with atomic_file(folder / "latest") as file:
-                    file.write(str(tag).encode())
+                files.write_whole(folder / "latest", str(tag))
         return True
 
     def load_checkpoint(
@@ -112,15 +114,21 @@ class DeepSpeedEngine(Engine):
         """(folder, client state) of what `save_checkpoint` wrote, from any number of ranks and any stage; (None, {}) if
         load_dir names no latest. Every rank must call."""
         del load_module_strict  # every tensor must be there
-        world, latest = self.mesh["world"], Path(load_dir) / "latest"
+        root, world = path_of(load_dir), self.mesh["world"]
         with comm.together(world, self.device):
-            found = tag or (latest.read_text() if world.is_first and latest.is_file() else None)
+            found = tag or (_latest(root) if world.is_first else None)
         if not (found := comm.broadcast_text(found, world, self.device)):
             return None, {}
         goes_on = load_optimizer_states and not load_module_only
         rates = load_lr_scheduler_states and not load_module_only
-        folder, state = self.load(Path(load_dir) / found, optimizer=goes_on, schedule=rates)
+        folder, state = self.load(root / found, optimizer=goes_on, schedule=rates)
         return str(folder), state["client_state"]
+
+
+def _latest(root: Path) -> str | None:
+    """The tag of the newest checkpoint; None without one."""
+    path = root / "latest"
+    return files.read_start(path, _MOST_TAG).decode().strip() if files.is_file(path) else None
 
 
 def initialize(

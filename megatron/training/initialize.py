@@ -26,7 +26,7 @@ from megatron.core.mesh import Mesh
 from megatron.core.models.rules import NO_RULES, ModelRules
 from megatron.core.random import DropoutKeys
 from megatron.core.signatures import takes
-from megatron.core.storage.paths import is_url
+from megatron.core.storage.paths import is_url, path_of
 from megatron.core.tiers.folder import folder_problems, remove_left_behind
 from megatron.core.tiers.offload_config import make_tier
 from megatron.core.tokenizers import build_tokenizer
@@ -277,12 +277,12 @@ def file_problems(config: Config, *, reads_text: bool = True) -> list[str]:
     for flag, folder in (("--save", config.checkpoint.save), cache, ("--offload-dir", offload_dir)):
         # An existing cache may be read-only; if it lacks an index, the builder of that index reports it.
         is_built = flag == "--data-cache-path" and folder and any(Path(folder).glob("*-description.txt"))
-        if folder is not None and not is_built and not is_url(folder) and (obstacle := _obstacle(Path(folder))):
+        if folder is not None and not is_built and not is_url(folder) and (obstacle := _obstacle(path_of(folder))):
             problems.append(f"{flag} {folder} cannot be written: {obstacle}; choose another folder")
     if offload_dir is not None:
         problems += folder_problems(offload_dir, parallel_state.launched_rank())
-    if load is not None and os.path.isfile(load):
-        problems.append(f"--load {load} {mistake_in(Path(load))}")
+    if load is not None and not is_url(load) and os.path.isfile(path_of(load)):
+        problems.append(f"--load {load} {mistake_in(path_of(load))}")
     return problems
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from local_ranks import run_ranks
@@ -135,16 +136,20 @@ def test_an_overflow_skips_the_step_and_halves_the_scale():
     run_ranks({"dp": 2}, work)
 
 
-@pytest.mark.parametrize("stage, then", [(1, 3), (3, 0)])
-def test_a_checkpoint_goes_on_in_another_stage_and_number_of_ranks(stage: int, then: int, tmp_path: Path):
+@pytest.mark.parametrize("stage, then, place", [(1, 3, "folder"), (3, 0, "memory://bucket/run")])
+def test_a_checkpoint_goes_on_in_another_stage_and_number_of_ranks(stage: int, then: int, place: str, tmp_path: Path):
+    root = place if "://" in place else tmp_path
+    fsspec.filesystem("memory").store.clear()
+
     def first(mesh: Mesh) -> None:
         engine, *_ = deepspeed.initialize(model=plain_model(), config=config(stage))
         train(engine, mesh, range(2))
-        engine.save_checkpoint(tmp_path, client_state={"epoch": 7})
+        engine.save_checkpoint(root, client_state={"epoch": 7})
 
     def second(mesh: Mesh) -> dict[str, Tensor]:
         engine, *_ = deepspeed.initialize(model=plain_model(seed=3), config=config(then, 1))
-        folder, client = engine.load_checkpoint(tmp_path)
+        assert engine.load_checkpoint(tmp_path / "other") == (None, {})
+        folder, client = engine.load_checkpoint(root)
         assert client == {"epoch": 7} and "global_step2" in folder and engine.global_steps == 2
         engine.micro_steps = 0
         train(engine, mesh, range(2, STEPS))

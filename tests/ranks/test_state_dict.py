@@ -1,5 +1,6 @@
 """A state dict of a loop of one's own, saved in one layout, is what one process has in every other."""
 
+import fsspec
 import pytest
 import torch
 from local_ranks import run_ranks
@@ -60,7 +61,11 @@ def test_a_state_dict_is_saved_in_one_layout_and_loaded_in_another(saved, loaded
     assert whole["options/count"] == 5 and any(name.startswith("model/") for name in whole)
 
 
-def test_megatrons_names_save_and_load(tmp_path):
+@pytest.mark.parametrize("place", ["a folder", "memory://bucket/run"])
+def test_megatrons_names_save_and_load(place, tmp_path):
+    tmp_path = place if "://" in place else tmp_path
+    fsspec.filesystem("memory").store.clear()
+
     def work(mesh):
         mine = parameters(mesh, Layout(tp=2), TINY_GPT2)
         expected = {name: p.detach().clone() for name, p in mine.items()}

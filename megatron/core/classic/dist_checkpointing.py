@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.checkpoint.folder import saved_iterations
 from megatron.core.checkpoint.load import open_checkpoint
 from megatron.core.checkpoint.local_tensor import LocalTensor, part_of_whole, tensor_at
 from megatron.core.checkpoint.state_dict import KeyedTensor, load_state_dict, load_whole_tensors, save_state_dict
 from megatron.core.current_mesh import current
+from megatron.core.storage.paths import path_of
 
 
 @dataclass
@@ -193,4 +195,4 @@ def load_plain_tensors(checkpoint_dir: str) -> dict[str, Tensor]:
 
 def check_is_distributed_checkpoint(checkpoint_dir: str | Path) -> bool:
     """Whether there is a checkpoint that `load` reads."""
-    return any(Path(checkpoint_dir).glob("iter_*/manifest.json"))
+    return bool(saved_iterations(path_of(checkpoint_dir)))

@@ -17,12 +17,12 @@ from megatron.core.interchange.mapped_megatron import open_megatron, settings_of
 from megatron.core.interchange.megatron_folder import check_readable, is_megatron_folder
 from megatron.core.interchange.strided import StridedCheckpoint
 from megatron.core.storage.files import is_file, is_folder
-from megatron.core.storage.paths import is_url
+from megatron.core.storage.paths import is_url, path_of
 
 
 def is_foreign(root: Path | str, iteration: int | None = None) -> bool:
     """Whether a folder, at an iteration if it has some, holds a model of another project that is read as it lies."""
-    return not is_url(root) and (is_hf_folder(Path(root)) or is_megatron_folder(Path(root), iteration))
+    return not is_url(root) and (is_hf_folder(path_of(root)) or is_megatron_folder(path_of(root), iteration))
 
 
 def settings_in(root: Path, iteration: int | None = None) -> dict[str, dict[str, Any]]:
@@ -63,7 +63,7 @@ def open_any(
     with comm.together(world, device):
         if world.is_first:
             if not (is_it := is_foreign(root, iteration)) and not is_url(root):
-                check_readable(Path(root))
+                check_readable(path_of(root))
             foreign = json.dumps(is_it)
     if json.loads(comm.broadcast_text(foreign, world, device)):
         return open_foreign(root, world, device, iteration=iteration)
@@ -77,7 +77,7 @@ def open_foreign(
 
     Every rank of `world` must call. The first rank reads what describes the tensors for all.
     """
-    root = Path(root)
+    root = path_of(root)
     with comm.together(world, device):
         is_hf = json.dumps(is_hf_folder(root)) if world.is_first else None
     if not json.loads(comm.broadcast_text(is_hf, world, device)):

@@ -128,6 +128,23 @@ def write_synced(path: Path, text: str) -> None:
         at(path).sync(file)
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file that has its name, or replaces the one that has, only once all of it is on the disk."""
+    if is_object(path):
+        write_synced(path, text)
+        return
+    partial = path.with_name(path.name + ".partial")
+    write_synced(partial, text)
+    at(path).rename(partial, path)
+    at(path).sync_folder(path.parent)
+
+
+def check_writable(probe: Path) -> None:
+    """Raises OSError unless a file can be written: `probe`, which is removed again."""
+    write_synced(probe, "")
+    remove_if_there(probe)
+
+
 def read_start(path: Path, most: int) -> bytes:
     """The first `most` bytes of a file, or all if it has fewer."""
     with at(path).open(path, "rb") as file:

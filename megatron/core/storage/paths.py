@@ -5,6 +5,7 @@
 A URL does not survive `Path`, which makes one slash of two; so what a user gives becomes a path here and nowhere else.
 """
 
+import os
 import re
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -42,6 +43,16 @@ def is_url(text: str | PurePosixPath) -> bool:
     """Whether a folder as a user gives it lies in an object store."""
     found = _URL.match(str(text))
     return found is not None and found[1] not in _OF_THIS_MACHINE
+
+
+def same_folder(one: str, other: str) -> bool:
+    """Whether two folders as a user gives them are the same, by any path."""
+    if is_url(one) or is_url(other):
+        return is_url(one) and is_url(other) and ObjectPath(one) == ObjectPath(other)
+    one, other = path_of(one), path_of(other)
+    if os.path.exists(one) and os.path.exists(other):
+        return os.path.samefile(one, other)
+    return os.path.realpath(one) == os.path.realpath(other)
 
 
 def path_of(text: str | Path) -> Path:

@@ -7,7 +7,6 @@
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from megatron.core.checkpoint import CheckpointError, LocalTensor, save_checkpoi
 from megatron.core.checkpoint.format import ITEM_BYTES
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.pipeline_parallel.pipeline import Pipeline
+from megatron.core.storage.paths import path_of
 from megatron.training import checkpointing
 from megatron.training.guard.kept_batches import KeptBatches
 from megatron.training.resume.state import TrainState
@@ -31,7 +31,7 @@ BATCH = "batch/"  # of the names of a step's batches
 def dump_step(runtime: Runtime, state: TrainState, work: StepWork, figures: StepFigures, text: str) -> str:
     """Write the dump below --bad-step-dir; returns a sentence about it. Every rank must call. A failure is told, not raised: the
     error that follows matters more."""
-    root = Path(runtime.config.guard.bad_step_dir)
+    root = path_of(runtime.config.guard.bad_step_dir)
     chunks: Sequence[DistributedDataParallel] = list(work.pipeline.chunks.values())
     tensors, saved = checkpointing.to_save(runtime, chunks, work.optimizer, state, {})
     tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("model/")}

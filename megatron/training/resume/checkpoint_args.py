@@ -61,7 +61,7 @@ def taken_from_checkpoint(given: Mapping[str, Any], parser: FlagParser) -> Taken
         return Taken([], [f"{flag}: {config.load} holds no checkpoint yet, so nothing is taken from it"])
     step = next(iter(start.iterations), None)
     if is_foreign(start.root, step):
-        saved, where = settings_in(Path(start.root), step), start.root
+        saved, where = settings_in(path_of(start.root), step), start.root
     else:
         saved, iteration = _saved_settings(path_of(start.root), start.iterations)
         where = f"iteration {iteration} of {start.root}"

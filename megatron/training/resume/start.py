@@ -1,6 +1,5 @@
 """Which checkpoints a run may start from, or why it cannot start. Reads manifests, no tensors."""
 
-import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,7 +9,7 @@ from megatron.core.checkpoint.publishing import is_ours
 from megatron.core.config import ConfigError
 from megatron.core.interchange import is_foreign, unreadable
 from megatron.core.storage.files import at, exists, is_file, is_folder
-from megatron.core.storage.paths import is_url, path_of
+from megatron.core.storage.paths import is_url, path_of, same_folder
 from megatron.training.settings.config import CheckpointConfig
 
 
@@ -42,7 +41,7 @@ def where_to_start(config: CheckpointConfig) -> Start | None:
 def _choose(config: CheckpointConfig) -> Start | None:
     step = config.ckpt_step
     if config.load is not None and is_foreign(config.load, step):
-        if loads_what_it_saves(config) and is_file(Path(config.load) / LATEST):
+        if loads_what_it_saves(config) and is_file(path_of(config.load) / LATEST):
             raise ConfigError(
                 f"--load and --save are both {config.load}, which holds checkpoints of Megatron-LM; give it as "
                 "--pretrained-checkpoint, and another folder as --load and --save"
@@ -141,11 +140,7 @@ def loads_what_it_saves(config: CheckpointConfig) -> bool:
     """Whether --load and --save are the same folder, by any path."""
     if config.load is None or config.save is None:
         return False
-    if is_url(config.load) or is_url(config.save):
-        return path_of(config.load) == path_of(config.save)
-    if os.path.exists(config.load) and os.path.exists(config.save):
-        return os.path.samefile(config.load, config.save)
-    return os.path.realpath(config.load) == os.path.realpath(config.save)
+    return same_folder(config.load, config.save)
 
 
 def latest_in(root: str) -> str | None:

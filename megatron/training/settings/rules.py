@@ -1,6 +1,5 @@
 """Rules between the components of a configuration. All problems are found before a process group exists."""
 
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -10,7 +9,7 @@ from megatron.core.config import ConfigError, flag_of, flags_of, knobs
 from megatron.core.optimizer.lr_schedule import RunLength, learning_rate_schedule
 from megatron.core.pipeline_parallel.simulate import make_schedule
 from megatron.core.pipeline_parallel.table import SCHEDULES
-from megatron.core.storage.paths import is_url, path_of
+from megatron.core.storage.paths import is_url, path_of, same_folder
 from megatron.core.transformer.context_parallel.problems import context_parallel_problems
 from megatron.core.transformer.model_config import tensor_parallel_problems
 from megatron.training.settings.config import COMPONENTS, Config
@@ -94,7 +93,7 @@ def _guard_problems(config: Config, _: int) -> Iterator[str]:
         )
     folders = {"--save": config.checkpoint.save, "--load": config.checkpoint.load}
     for flag, folder in folders.items():
-        if folder and guard.bad_step_dir and os.path.realpath(folder) == os.path.realpath(guard.bad_step_dir):
+        if folder and guard.bad_step_dir and same_folder(folder, guard.bad_step_dir):
             yield f"--bad-step-dir is the folder of {flag}, whose latest checkpoint a dump without optimizer state would become"
     if guard.nan_action != "stop" and not training.check_for_nan_in_loss_and_grad:
         yield "--nan-action skip needs the check that --no-check-for-nan-in-loss-and-grad switches off; leave one of them out"

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 from megatron.core.config import ConfigError
@@ -22,6 +21,7 @@ from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.elements import num_zeros_in_grad, params_norm
 from megatron.core.pipeline_parallel.pipeline import Pipeline
 from megatron.core.pipeline_parallel.schedule import Action, Op
+from megatron.core.storage.paths import path_of
 from megatron.training.resume.state import TrainState
 from megatron.training.runtime import Runtime, print_rank_last
 from megatron.training.watch.beacon import Beacon
@@ -165,7 +165,7 @@ class Watch:
             return
         job = os.environ.get("SLURM_JOB_ID", "")
         line = f"{datetime.now():%Y-%m-%d %H:%M:%S}\tJob ID: {job}\t# GPUs: {self.runtime.world_size}\t{event}\n"
-        with (Path(self.config.checkpoint.save) / "progress.txt").open("a", encoding="utf-8") as file:
+        with (path_of(self.config.checkpoint.save) / "progress.txt").open("a", encoding="utf-8") as file:
             file.write(line)
 
     def close(self) -> None:
