@@ -1,13 +1,16 @@
 """Checkpoints in a store that speaks S3's protocol, by the client that the extra s3 installs."""
 
+from contextlib import ExitStack
+
 import pytest
 import torch
 from small_checkpoints import loaded, refused, save_one
 
 from megatron.core.config import ConfigError
+from megatron.core.grid import ALONE
 from megatron.core.storage import objects
-from megatron.core.storage.paths import path_of
-from megatron.training.resume.save_folder import _prepare_url
+from megatron.training.resume.save_folder import prepare_folder
+from megatron.training.settings.config import CheckpointConfig
 
 pytest.importorskip("s3fs", reason="the extra [s3] is not installed")
 pytestmark = pytest.mark.full
@@ -57,4 +60,4 @@ def test_a_run_whose_store_ends_goes_on_to_the_same_bits(name):
 
 def test_a_bucket_that_is_not_there_is_named():
     with s3_server(), pytest.raises(ConfigError, match="s3://nobody/run"):
-        _prepare_url(str(path_of("s3://nobody/run")))
+        prepare_folder(CheckpointConfig(save="s3://nobody/run"), ALONE, torch.device("cpu"), ExitStack())

@@ -17,7 +17,6 @@ import json
 import os
 import re
 import secrets
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +32,7 @@ from megatron.core.checkpoint.format import DAMAGED, PARTIAL, show_box
 from megatron.core.config import ConfigError
 from megatron.core.grid import ALONE, Axis
 from megatron.core.storage import files
+from megatron.core.storage.paths import path_of
 from megatron.training.resume.start import loads_what_it_saves
 from megatron.training.runtime import print_rank_0
 from megatron.training.settings.config import CheckpointConfig
@@ -53,7 +53,7 @@ class Copy:
 
 def pointed_at(config: CheckpointConfig) -> Copy | None:
     """The copy that the pointer below --save names; None without one, or where it is damaged. For one rank."""
-    path = Path(config.save) / _POINTER
+    path = path_of(config.save) / _POINTER
     with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
         copy = Copy(**json.loads(files.read_start(path, _MOST_POINTER)))
         number = type(copy.iteration) is int and copy.iteration >= 0
@@ -65,13 +65,15 @@ def pointed_at(config: CheckpointConfig) -> Copy | None:
 def place_of(config: CheckpointConfig, rank: int) -> Path:
     """The folder of the slots of this rank's copies."""
     if config.non_persistent_ckpt_type == "global":
-        return Path(config.non_persistent_global_ckpt_dir or Path(config.save) / "non_persistent") / _name_of(config)
-    return Path(config.non_persistent_local_ckpt_dir) / _name_of(config) / f"rank_{rank:05d}"
+        given = config.non_persistent_global_ckpt_dir
+        root = path_of(config.save) / "non_persistent" if given is None else path_of(given)
+        return root / _name_of(config)
+    return path_of(config.non_persistent_local_ckpt_dir) / _name_of(config) / f"rank_{rank:05d}"
 
 
 def _name_of(config: CheckpointConfig) -> str:
     """Of the run's copies, beside those of other runs: the --save folder's, and a hash of where it is."""
-    where = os.path.realpath(config.save)
+    where = os.path.realpath(path_of(config.save))
     return f"{Path(where).name}-{hashlib.sha256(where.encode()).hexdigest()[:12]}"
 
 
@@ -83,11 +85,10 @@ def check_place(config: CheckpointConfig, world: Axis, device: torch.device) -> 
     with comm.together(world, device):
         try:
             if world.is_first:
-                files.remove_if_there(Path(config.save) / (_POINTER + PARTIAL))
+                files.remove_if_there(path_of(config.save) / (_POINTER + PARTIAL))
             if kind == "local" or world.is_first:
-                place.mkdir(parents=True, exist_ok=True)
-                with tempfile.TemporaryFile(dir=place):
-                    pass
+                files.make_folders(place)
+                files.check_writable(place / f"written{PARTIAL}")
         except OSError as error:
             flag = f"--non-persistent-{kind}-ckpt-dir"
             raise ConfigError(f"{flag} {place} cannot be written: {error.strerror}; choose another folder") from error
@@ -134,10 +135,7 @@ def save_copy(
 
 
 def _point_at(config: CheckpointConfig, named: dict[str, Any]) -> None:
-    root = Path(config.save)
-    files.write_synced(partial := root / (_POINTER + PARTIAL), json.dumps(named))
-    files.at(root).rename(partial, root / _POINTER)
-    files.at(root).sync_folder(root)
+    files.write_whole(path_of(config.save) / _POINTER, json.dumps(named))
 
 
 def own_pieces(tensors: dict[str, LocalTensor]) -> dict[str, LocalTensor]:

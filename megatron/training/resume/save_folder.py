@@ -2,20 +2,20 @@
 
 import contextlib
 import os
-import tempfile
+import secrets
 from pathlib import Path
 
 import torch
 
 from megatron.core import comm
 from megatron.core.checkpoint.folder import newest_iteration
-from megatron.core.checkpoint.format import LATEST, PARTIAL
+from megatron.core.checkpoint.format import LATEST, PARTIAL, folder_name
 from megatron.core.checkpoint.publishing import clear_leftovers
 from megatron.core.config import ConfigError
 from megatron.core.grid import Axis
 from megatron.core.storage import files
 from megatron.core.storage.locks import locked
-from megatron.core.storage.paths import is_url, path_of
+from megatron.core.storage.paths import path_of
 from megatron.training.resume.copies import check_place
 from megatron.training.resume.start import loads_what_it_saves
 from megatron.training.runtime import print_rank_0
@@ -29,22 +29,28 @@ def prepare_folder(config: CheckpointConfig, world: Axis, device: torch.device, 
     """
     root = config.save
     with comm.together(world, device):
-        if root is not None and world.is_first and is_url(root):
-            _prepare_url(root)
-        elif root is not None and world.is_first:
+        if root is not None and world.is_first:
             try:
-                if not Path(root).exists():
-                    Path(root).mkdir(parents=True)
-                    held.callback(_remove_if_empty, root)
-                with tempfile.TemporaryFile(dir=root):
-                    pass
+                _prepare(root, path_of(root), held)
             except OSError as error:
                 raise ConfigError(
                     f"--save {root} cannot be written: {error.strerror}; choose another folder"
                 ) from error
-            if _lock(root, held):
-                _clear(path_of(root))
     check_place(config, world, device)
+
+
+def _prepare(given: str, root: Path, held: contextlib.ExitStack) -> None:
+    if files.is_object(root):
+        files.write_synced(root / (LATEST + PARTIAL), "")  # a name that is cleared away in any case
+        _clear(root)
+        return
+    if not files.exists(root):
+        files.make_folders(root)
+        held.callback(_remove_if_empty, root)
+    # Another name that is cleared away, should this process be killed, and none of a run that may be saving there.
+    files.check_writable(root / f"{folder_name(0)}.{secrets.randbits(32)}{PARTIAL}")
+    if _lock(given, root, held):
+        _clear(root)
 
 
 def _clear(root: Path) -> None:
@@ -52,22 +58,13 @@ def _clear(root: Path) -> None:
         print_rank_0(f"WARNING: {problem}")
 
 
-def _prepare_url(root: str) -> None:
-    path = path_of(root)
-    try:
-        files.write_synced(path / (LATEST + PARTIAL), "")  # a name that is cleared away in any case
-    except OSError as error:
-        raise ConfigError(f"--save {root} cannot be written: {error.strerror}; choose another folder") from error
-    _clear(path)
-
-
-def _remove_if_empty(root: str) -> None:
+def _remove_if_empty(root: Path) -> None:
     """Remove the folder that a refused run, or a run without any checkpoint, has created."""
     with contextlib.suppress(OSError):
-        os.rmdir(root)
+        files.at(root).remove_folder(root)
 
 
-def _lock(root: str, held: contextlib.ExitStack) -> bool:
+def _lock(given: str, root: Path, held: contextlib.ExitStack) -> bool:
     """Lock the folder itself: no lock file stays behind, and the system unlocks it if this process is killed.
 
     False on network file systems without folder locks; no run is refused there.
@@ -80,8 +77,8 @@ def _lock(root: str, held: contextlib.ExitStack) -> bool:
         return False
     if not is_ours:
         raise ConfigError(
-            f"--save {root}: another run saves there, and is alive; each would remove the other's unfinished files. End that run "
-            "or choose another folder"
+            f"--save {given}: another run saves there, and is alive; each would remove the other's unfinished files. End that "
+            "run or choose another folder"
         )
     return True
 
