@@ -1,4 +1,4 @@
-"""Takes out every wait of the product, one at a time, and shows which test finds out.
+"""Takes out every wait of the product, one at a time, or changes one rule of it, and shows which test finds out.
 
     python tests/mutations.py                               prints the table; exit code 1 if a mutation survives
     python tests/mutations.py --write docs/testing.md       and puts it between the two marks of that file
@@ -31,6 +31,13 @@ HYBRID = f"{_AWAY}[hybrid-host-tp1-pp1-dp4-m2-delayed-overlap-tied]"
 AGAIN = "tests/ranks/test_offload.py::test_what_was_read_ahead_is_forgotten_before_an_update"
 INTO_FILE = "tests/pure/test_tiers.py::test_what_other_groups_have_updated_is_in_the_file_when_the_call_is_over"
 WRITES = "tests/pure/test_tiers.py::test_an_update_ends_when_its_last_write_does"
+OWNERS = "tests/ranks/test_muon.py::test_owners_send_the_bits_that_every_rank_would_find_and_in_bfloat16_if_all_ranks_have_it"
+_GENERATES = "tests/ranks/test_cache.py::test_cached_scores_equal_the_plain_forward"
+LATE = "tests/ranks/test_activations_elsewhere.py::test_numbers_and_calls_are_those_without[late-tp1-pp1-dp1-m2-cpu_offloading_num_layers-min_offloaded_tensor_size]"
+BESIDE_TRAINING = "tests/ranks/test_background_saves.py::test_a_save_beside_training_writes_the_files_of_one_in_its_way"
+FAILED_SAVE = "tests/ranks/test_background_saves.py::test_a_failed_save_is_told_on_every_rank_and_loses_nothing"
+KILLED_WRITER = "tests/ranks/test_background_saves.py::test_a_writer_that_is_killed_is_told_of"
+_SCORES = "tests/ranks/test_interchange.py::test_a_folder_gives_the_scores_and_gradients_of_transformers"
 
 
 @dataclass(frozen=True)
@@ -239,6 +246,91 @@ MUTATIONS = [
             "_peer(action), tensors)\n",
             "_peer(action), tensors)\n        _ = [x.zero_() for x in tensors]\n",
         ),
+        (
+            "a result of Muon's owner, used while the next are found",
+            "optimizer/whole.py",
+            OWNERS,
+            "use(first, sending.wait())",
+            "use(first, sending._keep[0])",
+        ),
+        (
+            "the last results of Muon's owners",
+            "optimizer/whole.py",
+            OWNERS,
+            "use(i, sending.wait())",
+            "use(i, sending._keep[0])",
+        ),
+        (
+            "a stage's input in generation",
+            "inference/generate.py",
+            f"{_GENERATES}[gpt2-1-4-True]",
+            '(received,) = transport.post("forward", stages.ranks[self.stage - 1]).wait()',
+            '(received,) = (one._keep[0] for one in transport.post("forward", stages.ranks[self.stage - 1])._keep)',
+        ),
+        (
+            "a stage's output in generation",
+            "inference/generate.py",
+            f"{_GENERATES}[gpt2-1-4-True]",
+            "(out,)).wait()\n",
+            "(out,))\n",
+        ),
+        ("a saved activation on its way out", "tiers/activations.py", LATE, "        leaving.wait()\n", ""),
+        (
+            "a saved activation on its way back",
+            "tiers/activations.py",
+            LATE,
+            "values, self._coming = self._coming.wait(), None",
+            "values, self._coming = self._coming._keep[0], None",
+        ),
+        (
+            "an asynchronous save, waited for on every rank",
+            "checkpoint/background.py",
+            BESIDE_TRAINING,
+            "with comm.together(self._world, self._device):\n            return self.land()",
+            "with comm.together(self._world, self._device):\n            return self._flying",
+        ),
+        (
+            "what the writer of an asynchronous save answers",
+            "checkpoint/background.py",
+            KILLED_WRITER,
+            'warnings = self._answer()["warnings"]',
+            "warnings = []",
+        ),
+        (
+            "the disk, which must have a part before it is published",
+            "checkpoint/writing.py",
+            FAILED_SAVE,
+            "nbytes = file.tell()\n        files.at(path).sync(file)\n",
+            "nbytes = file.tell()\n",
+        ),
+        (
+            "a matrix that a Hugging Face folder has transposed",
+            "interchange/operations.py",
+            f"{_SCORES}[gpt2]",
+            "shape=self.shape[::-1], strides=self.strides[::-1]",
+            "shape=self.shape[::-1], strides=self.strides[::-1] if len(self.shape) < 2 else (self.shape[0], 1)",
+        ),
+        (
+            "queries, keys and values of a Hugging Face folder, group by group",
+            "interchange/operations.py",
+            f"{_SCORES}[llama]",
+            "for group in zip(*parts) for x in group",
+            "for part in parts for x in part",
+        ),
+        (
+            "gate over up",
+            "interchange/operations.py",
+            f"{_SCORES}[llama]",
+            '"gate_up": Operation(_stacked,',
+            '"gate_up": Operation(lambda heads, theirs: _stacked(heads, theirs[::-1]),',
+        ),
+        (
+            "rows of a part of a tensor",
+            "interchange/operations.py",
+            f"{_SCORES}[gpt2]",
+            "start=self.start + start * self.strides[0]",
+            "start=start * self.strides[0]",
+        ),
     ]
 ]
 
@@ -282,7 +374,7 @@ def try_mutation(copy: Path, mutation: Mutation) -> tuple[str, str] | None:
 
 
 def table(found: list[tuple[Mutation, tuple[str, str] | None]]) -> str:
-    lines = ["| wait taken out | file | found by | which says |", "|---|---|---|---|"]
+    lines = ["| wait taken out, or rule changed | file | found by | which says |", "|---|---|---|---|"]
     for mutation, result in found:
         test, why = result or ("**nothing**", "")
         lines.append(f"| {mutation.what} | `{mutation.file}` | `{test}` | {why.replace('|', '/')} |")

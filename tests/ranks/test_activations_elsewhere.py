@@ -57,7 +57,7 @@ class LateCopies:
             target.fill_(float("nan"))
         else:
             target.fill_(255)  # bytes of a NaN
-        return Pending(lambda: target.copy_(source))
+        return Pending(lambda: target.copy_(source), target)
 
 
 @pytest.fixture
@@ -67,7 +67,8 @@ def late(monkeypatch):
 
     def late_room(self, tier, device):
         make(self, tier, device)
-        self._side = LateCopies(device)
+        assert self.side is None, "what a CPU has"
+        self.side = LateCopies(device)
 
     monkeypatch.setattr(TierRoom, "__init__", late_room)
 

@@ -258,7 +258,7 @@ def test_a_step_gathers_each_matrix_on_its_owner_alone_which_at_stage_0_sends_th
 def test_owners_send_the_bits_that_every_rank_would_find_and_in_bfloat16_if_all_ranks_have_it(
     precision: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """In float32, over three data-parallel ranks, with and without units for bfloat16."""
+    """In float32, over three data-parallel ranks, whose calls complete at their waits, with and without units for bfloat16."""
     config = MuonConfig(muon_fp32_matmul_prec=precision, muon_nesterov=True)
     shapes, step = [(12, 8), (8, 24), (24, 8), (8, 8)], UpdateStep(0.1, 0.5, 0)
     fused = {0: {"interleaved": (2, 2, 2)}, 2: {"blocks": (12, 12)}}
@@ -279,7 +279,9 @@ def test_owners_send_the_bits_that_every_rank_would_find_and_in_bfloat16_if_all_
         return weights, [call.bytes for call in calls if call.op == "broadcast"]
 
     for units.present in (True, False):
-        together, alone = (run_ranks({"dp": 3}, partial(train, shared=shared)) for shared in (True, False))
+        together, alone = (
+            run_ranks({"dp": 3}, partial(train, shared=shared), delayed=shared) for shared in (True, False)
+        )
         for (weights, sent), (expected, _) in zip(together, alone):
             assert all(torch.equal(mine, theirs) for mine, theirs in zip(weights, expected))
             width = 2 if precision == "medium" and units.present else 4
