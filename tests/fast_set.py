@@ -9,6 +9,7 @@ ONE_IN = {
     "promises/test_promises.py::test_a_fork_trains_at_tp_2_and_pp_2_as_in_one_process": 2,
     "pure/test_classic_flags.py::test_a_flag_that_works_is_a_setting": 4,
     "pure/test_configure.py::test_impossible_answers_are_refused": 5,
+    "pure/test_contracts.py::test_a_name_has_the_contract_of_its_namesake": 4,
     "pure/test_damage.py::test_damaged_files_are_refused_or_right": 6,
     "pure/test_found_cache.py::test_the_order_of_a_blend_is_taken_if_it_is_that_of_the_weights": 4,
     "pure/test_gpt_dataset.py::test_a_damaged_cache_is_built_again_with_a_warning": 4,
@@ -19,8 +20,10 @@ ONE_IN = {
     "pure/test_memory.py::test_activations_count_the_microbatches_alive": 3,
     "pure/test_memory.py::test_activations_of_a_layer_are_the_published_ones": 5,
     "pure/test_memory.py::test_state_follows_the_published_bytes_a_parameter": 3,
+    "pure/test_names.py::test_a_name_is_where_forks_import_it_from": 4,
     "pure/test_preprocess_pieces.py::test_a_full_disk_leaves_nothing_under_the_final_name": 3,
     "pure/test_preprocess_pieces.py::test_a_kill_at_any_moment_is_followed_by_a_clean_resume": 3,
+    "pure/test_refusals.py::test_what_cannot_work_is_refused_in_words": 3,
     "pure/test_schedule.py::test_bubble_and_memory_by_name_match_their_closed_forms": 5,
     "pure/test_sentences.py::test_long_runs_take_linear_time": 5,
     "pure/test_yaml_settings.py::test_what_is_wrong_with_a_file_is_said": 3,
@@ -71,16 +74,18 @@ ONE_IN = {
 
 # Of these tests' cases the test command has one in so many: each walks a product, of which the rest takes minutes.
 COMMAND_ONE_IN = {
-    "pure/test_lower.py::test_no_schedule_deadlocks_over_the_whole_product": 2,
-    "ranks/test_base_product.py::test_every_layout_equals_one_process": 4,
+    "pure/test_lower.py::test_no_schedule_deadlocks_over_the_whole_product": 4,
+    "pure/test_s3.py::test_a_run_whose_store_ends_goes_on_to_the_same_bits": 2,
+    "ranks/test_base_product.py::test_every_layout_equals_one_process": 7,  # whose models come four by four
     "ranks/test_bert.py::test_every_layout_equals_one_process": 2,
     "ranks/test_bitwise.py::test_a_layout_in_fixed_order_has_the_bits_of_one_process": 2,
     "ranks/test_cache.py::test_cached_scores_equal_the_plain_forward": 2,
     "ranks/test_memory_measured.py::test_recorded_peaks_are_the_predicted": 4,
-    "ranks/test_parity.py::test_every_triple_of_choices_equals_one_process": 6,
+    "ranks/test_model_corners.py::test_layout_equals_one_process": 2,
+    "ranks/test_parity.py::test_every_triple_of_choices_equals_one_process": 12,
     "ranks/test_precision.py::test_what_is_not_frozen_trains_as_in_one_process": 2,
     "ranks/test_zero.py::test_shards_equal_one_process": 4,
-    "ranks/test_zero_matrix.py::test_every_triple_of_choices_equals_one_process": 4,
+    "ranks/test_zero_matrix.py::test_every_triple_of_choices_equals_one_process": 8,
 }
 
 

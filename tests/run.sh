@@ -4,7 +4,7 @@
 #   bash tests/run.sh                     all; those in tests/gpu are skipped without a GPU
 #   bash tests/run.sh --fast              pure functions, a covering set of layouts with ranks as threads, the rules of the code
 #   bash tests/run.sh [--fast] -k name    further arguments go to pytest
-# Left out for time: cases of the products of layouts, which .venv/bin/python -m pytest -m sweep tests/pure tests/ranks runs (four minutes),
+# Left out for time: cases of the products of layouts, which .venv/bin/python -m pytest -m sweep tests/pure tests/ranks runs (some seven minutes),
 # and layouts over processes, which -m full tests/gloo runs.
 #
 # From the environment: VENV and PYTHON, see examples/setup_env.sh.

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from small_checkpoints import one
 
@@ -35,6 +36,7 @@ def resident(field):
     return int(lines[field].split()[0]) * 1024
 
 
+@pytest.mark.full
 def test_a_save_takes_a_bounded_buffer_and_a_load_one_box(tmp_path):
     """In a process of its own: what other tests leave in the heap is taken anew after it was given back, and would count."""
     paths = os.pathsep.join(str(Path(__file__).parents[n]) for n in (1, 2))

@@ -218,6 +218,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.full
 def test_the_command_for_tensors_of_torchtitan_does_what_is_said(tmp_path: Path):
     titan(tmp_path / "step-5")
     command = [sys.executable, "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch"]

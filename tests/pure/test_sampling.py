@@ -185,11 +185,9 @@ def test_scores_that_no_token_can_be_chosen_by(scores, message):
 
 @pytest.mark.full
 def test_package_loads_its_parts_when_asked():
-    code = (
-        "import sys, megatron.core.inference as i; m = sys.modules; print('torch' in m); i.greedy; print('torch' in m)"
-    )
+    code = "import sys, megatron.core.inference; print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert run.stdout.split() == ["False", "True"]
+    assert run.stdout == "False\n"
     import megatron.core.inference as inference
 
     assert all(getattr(inference, name) for name in dir(inference))

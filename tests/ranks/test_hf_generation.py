@@ -2,6 +2,7 @@
 
 import sys
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -30,8 +31,16 @@ def greedy_ids(case: str, folder: Path, mesh: Mesh) -> list[list[int]]:
     return [list(ids) for ids in zip(*generate_batch(model, texts, choose=choose, **options))]
 
 
-@pytest.mark.parametrize("layout", ["one process", "tp 2, pp 2"])
-@pytest.mark.parametrize("case", [pytest.param(name, marks=() if name in FAST else pytest.mark.full) for name in CASES])
+def marks_of(case: str, layout: str) -> list[pytest.MarkDecorator]:
+    """Every family in one process; a third of them over four ranks, another third than test_hf_training.py has; the rest by `-m sweep`."""
+    beside = layout == "tp 2, pp 2" and list(CASES).index(case) % 3 != 1
+    return [] if case in FAST else [pytest.mark.sweep] if beside else [pytest.mark.full]
+
+
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [pytest.param(*pair, marks=marks_of(*pair)) for pair in product(CASES, ("one process", "tp 2, pp 2"))],
+)
 def test_greedy_ids_are_those_of_transformers(case: str, layout: str, tmp_path: Path):
     record = read_record(case)
     write_folder(tmp_path, record)

@@ -84,7 +84,12 @@ def losses_of(root: Path, mesh: Mesh, vectors: set[str], kept: Path) -> list[flo
     return losses
 
 
-@pytest.mark.parametrize("case", [pytest.param(name, marks=() if name in FAST else pytest.mark.full) for name in CASES])
+def marks_of(number: int, case: str) -> list[pytest.MarkDecorator]:
+    """A third of the families, another third than test_hf_generation.py has over these ranks; the others by `-m sweep`."""
+    return [] if case in FAST else [pytest.mark.sweep] if number % 3 else [pytest.mark.full]
+
+
+@pytest.mark.parametrize("case", [pytest.param(name, marks=marks_of(i, name)) for i, name in enumerate(CASES)])
 def test_five_steps_at_tp_2_and_pp_2_follow_transformers(case: str, folders: dict[str, Path], tmp_path: Path):
     """And a checkpoint of these four ranks is written as the folder that it was, to the bit."""
     record = read_record(case)

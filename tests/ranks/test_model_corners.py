@@ -94,8 +94,8 @@ def assert_layout_changes_nothing(corner: str, layout: Layout) -> None:
     assert_equal(run(config, layout, steps=2, global_batch=8, texts=texts), one_process(corner), TOLERANCE)
 
 
-@pytest.mark.parametrize(("corner", "layout"), list(product(CORNERS, LAYOUTS)), ids=str)
-def test_layout_equals_one_process(corner: str, layout: Layout):
+@pytest.mark.parametrize(("layout", "corner"), list(product(LAYOUTS, CORNERS)), ids=str)
+def test_layout_equals_one_process(layout: Layout, corner: str):
     assert_layout_changes_nothing(corner, layout)
 
 
