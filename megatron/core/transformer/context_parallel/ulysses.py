@@ -12,12 +12,12 @@ from megatron.core.transformer.context_parallel.merged import by_rank, in_order
 
 def whole_sequences(x: Tensor, axis: Axis) -> Tensor:
     """[s / c, b, n, d] of my rows -> [s, b, n / c, d] in the sample's order, of my share of the heads. Every rank must call."""
-    return _Exchange.apply(x, axis, True)
+    return x if axis.size == 1 else _Exchange.apply(x, axis, True)
 
 
 def my_rows(x: Tensor, axis: Axis) -> Tensor:
     """`whole_sequences` backwards."""
-    return _Exchange.apply(x, axis, False)
+    return x if axis.size == 1 else _Exchange.apply(x, axis, False)
 
 
 class _Exchange(torch.autograd.Function):
