@@ -27,6 +27,7 @@ _LONG = (
     '{"rope_type": "longrope", "factor": 8, "original_max_position_embeddings": 5, "short_factor": [1, 1.1], '
     '"long_factor": [1.5, 2]}'
 )
+_DYNAMIC = '{"rope_type": "dynamic", "factor": 3, "original_max_position_embeddings": 5}'
 BUNDLES: dict[str, dict] = {
     "neox": {**_ROPE, "rotary_percent": 0.5, "norm_placement": "parallel", "swiglu": False, "activation": "gelu"},
     "phi": {
@@ -58,7 +59,7 @@ BUNDLES: dict[str, dict] = {
         **{"qk_layernorm": True, "qk_norm_over": "each-head"},
     },
     "granite": {
-        **_ROPE,
+        **(_ROPE | {"rope_scaling": _DYNAMIC}),
         **{"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logit_multiplier": 0.125, "softmax_scale": 0.3},
     },
     "oss": {
@@ -72,7 +73,10 @@ BUNDLES: dict[str, dict] = {
     },
     "post": {"norm_placement": "post", "swiglu": False, "activation": "gelu", "add_mlp_bias": True},
     "phi3": {**_ROPE, "rope_scaling": _LONG, "softmax_type": "off-by-one", "scale_attn_by_inverse_layer_idx": True},
-    "residual of norms": {**_ROPE, "apply_residual_connection_post_layernorm": True, "no_rope_freq": "2"},
+    "residual of norms": {
+        **(_ROPE | {"apply_residual_connection_post_layernorm": True, "no_rope_freq": "2"}),
+        **{"tiled_mlp": 3, "tiled_loss": 4},  # 3 do not divide the rows of a rank
+    },
 }
 
 
