@@ -26,6 +26,7 @@ TINY = {
     "--train-iters 2 --eval-interval 1 --eval-iters 1 --log-interval 1",
     "docs/tutorial.md": "--train-iters 4 --lr-warmup-iters 1 --eval-interval 2 --eval-iters 1 --log-interval 1 --save-interval 2",
     "docs/watching.md": "",
+    "docs/models.md": "--train-iters 4 --lr-warmup-iters 1 --log-interval 1",
     "docs/adding_a_model.md": "--train-iters 20 --eval-iters 1",
 }
 TRAINS = ("pretrain_gpt.py", "pretrain.py")
@@ -143,6 +144,39 @@ def test_the_page_about_watching_shows_what_can_be_seen(folder: Path):
     assert (folder / "runs.png").stat().st_size > 1000
     assert len(list((folder / "runs/profiled/profile").iterdir())) == 2
     assert said.count('"what": "gradient"') == 3
+
+
+def test_a_description_leads_to_text_and_on_to_a_longer_context(folder: Path):
+    """The page's commands as they stand, with a tiny model of 32 positions, then 64, in place of the published one."""
+    words = {"<eos>": 0} | {
+        word: i + 1 for i, word in enumerate(("Once", "upon", "a", "time", "there", "were", "bears", "."))
+    }
+    special = {"id": 0, "content": "<eos>", "special": True}
+    special |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    absent = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))
+    parts = {"version": "1.0", "added_tokens": [special], "pre_tokenizer": {"type": "Whitespace"}, **absent}
+    parts["model"] = {"type": "WordLevel", "vocab": words, "unk_token": "<eos>"}
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 9, "max_position_embeddings": 32, "tie_word_embeddings": True}
+    (folder / "SmolLM2-135M").mkdir()
+    for name, what in {
+        "config": {"model_type": "llama", "dtype": "bfloat16", **sizes},
+        "tokenizer": parts,
+        "tokenizer_config": {"eos_token": "<eos>"},
+    }.items():
+        (folder / "SmolLM2-135M" / f"{name}.json").write_text(json.dumps(what))
+    lines = [json.dumps({"text": "Once upon a time there were bears . " * n}) for n in range(1, 60)]
+    (folder / "books.jsonl").write_text("\n".join(lines) + "\n")
+    script = "\n".join(shown_in("docs/models.md")).replace('embeddings": 8192', 'embeddings": 32')
+    script = script.replace("--seq-length 2048", "--seq-length 16")
+    longer = "--max-position-embeddings 64 --seq-length 64 --global-batch-size 2"
+    script = script.replace("--tensor-model-parallel-size 1", f"--tensor-model-parallel-size 1 {longer}")
+    said = bash(script, folder)
+    assert "1 rank(s)" in said and tells(said, "rope_scaling yarn None") and "cp 2" in said
+    assert said.count("Once upon a time") >= 2
+    written = json.loads((folder / "longer-hf" / "config.json").read_text())
+    assert (written["max_position_embeddings"], written["rope_scaling"]["factor"]) == (64, 2)
+    assert (folder / "longer-hf" / "tokenizer.json").read_text() == json.dumps(parts)
 
 
 def test_the_fork_of_the_page_trains(folder: Path):

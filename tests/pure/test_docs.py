@@ -27,6 +27,7 @@ WATCHES = "tests/gloo/test_documents.py::test_the_page_about_watching_shows_what
 PREPARES = "tests/pure/test_data_tools.py::test_every_command_of_the_page_runs"
 CONFIGURES = "tests/gloo/test_documents.py::test_what_configure_writes_trains"
 WALKS = "tests/gloo/test_documents.py::test_the_walkthrough_shows_what_its_commands_print"
+EXCHANGES = "tests/gloo/test_documents.py::test_a_description_leads_to_text_and_on_to_a_longer_context"
 TRAINS_A_BERT = "tests/gloo/test_bert.py::test_every_command_of_the_page_runs"
 # document: command, or its beginning before " ..." -> the test that runs it, word for word, or "not run: why".
 COMMANDS = {
@@ -61,6 +62,14 @@ COMMANDS = {
         "python tools/generate.py ...": TEACHES,
         "torchrun --nproc-per-node 4 pretrain_gpt.py ...": TEACHES,
         "grep -h ...": TEACHES,
+    },
+    "docs/models.md": {
+        "python tools/estimate_memory.py ...": EXCHANGES,
+        "python tools/preprocess_data.py ...": EXCHANGES,
+        "python pretrain_gpt.py ...": EXCHANGES,
+        "python tools/checkpoint_convert.py ...": EXCHANGES,
+        "python tools/generate.py ...": EXCHANGES,
+        "torchrun --nproc-per-node 2 pretrain_gpt.py ...": EXCHANGES,
     },
     "docs/offload.md": {
         "python pretrain_gpt.py ...": "tests/gloo/test_limited_memory.py::test_a_model_larger_than_memory_trains_with_files_and_not_without"

@@ -19,7 +19,7 @@ from megatron.core.parallel_config import ParallelConfig
 from megatron.core.storage.paths import path_of
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.training.resume.compared import NOT_COMPARED, PRECISION
+from megatron.training.resume.compared import NOT_COMPARED, PRECISION, SCALING
 from megatron.training.resume.start import where_to_start
 from megatron.training.settings.config import CheckpointConfig, shown
 
@@ -120,8 +120,10 @@ def of_model_and_tokenizer(
     """(setting, the saved value) of the model, of its precision unless another is given, and likewise of the tokenizer."""
     model, tokenizer = saved.get("transformer", {}), saved.get("tokenizer", {})
     keeps_precision = not config.allow_precision_change and not any(given.get(name) for name in PRECISION)
-    for name in (name for name in _MODEL if name in model and (keeps_precision or name not in PRECISION)):
-        yield name, model[name]
+    left_out = {*(() if keeps_precision else PRECISION)}
+    if config.allow_rope_change and any(name in given for name in SCALING):
+        left_out.update(SCALING)  # one scaling excludes another
+    yield from ((name, model[name]) for name in _MODEL if name in model and name not in left_out)
     kind = tokenizer.get("tokenizer_type")
     if given.get("tokenizer_type", kind) == kind and not config.allow_tokenizer_change:
         yield from ((name, tokenizer[name]) for name in _TOKENIZER if name in tokenizer)

@@ -111,6 +111,9 @@ def check_same_model(runtime: Runtime, saved: dict[str, Any], model: str, given:
     """
     changes, config = _changes(runtime, saved), runtime.config
     problems = [f"{given} holds another model; {_difference(change)}" for change in changes.model]
+    for change in changes.rope if not config.checkpoint.allow_rope_change else ():
+        advice = "leave the flag out, or give --allow-rope-change to rotate so from now on, as for a longer context"
+        problems.append(f"{given} holds another model; {_difference(change)}; {advice}")
     if (theirs := saved.get("model", model)) != model:
         problems.append(
             f"{given} holds another model; the checkpoint has a {theirs}, this run a {model}: run the script of the saved model. "
@@ -228,6 +231,8 @@ def note_changes(runtime: Runtime, saved: dict[str, Any], *, goes_on: bool = Tru
     if goes_on and changes.precision:
         then, now = _precisions(saved, runtime.config)
         print_rank_0(f"resumed with another precision: {then} before, {now} now")
+    for change in changes.rope:
+        print_rank_0(f"{what} with another {change.name}: {shown(change.before)} before, {shown(change.now)} now")
     for change in changes.course:
         if not goes_on and change.name not in names_of_own:
             continue

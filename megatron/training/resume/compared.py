@@ -2,6 +2,7 @@
 
     NOT_COMPARED (and _PARTS)    no effect on what is computed, or compared in another way
     PRECISION                    refused without --allow-precision-change
+    ROPE                         refused without --allow-rope-change
     other model settings         refused: the parameters would mean something else
     all other settings           reported and allowed
 
@@ -62,6 +63,9 @@ NOT_COMPARED = {
     "how samples are read, not which": ("data_cache_path", "mmap_bin_files", "num_workers"),
 }
 PRECISION = ("bf16", "fp16", "fp64", "fp32_residual_connection")
+# How queries and keys are rotated, which a longer context changes: no parameter has another shape or place.
+SCALING = ("rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor", "rope_scaling")
+ROPE = ("rotary_base", "rotary_base_of_windows", *SCALING)
 # Model settings that change the course of training, but not the meaning of parameters.
 COURSE_OF_MODEL = (
     *(
@@ -96,6 +100,7 @@ class Change(NamedTuple):
 class Changes:
     model: list[Change] = field(default_factory=list)
     precision: list[Change] = field(default_factory=list)
+    rope: list[Change] = field(default_factory=list)
     course: list[Change] = field(default_factory=list)
 
 
@@ -120,7 +125,8 @@ def compare(
             if name in leave_out or (change.before == change.now and not change.is_unknown):
                 continue
             of_model = name in own_of_model if part == "own" else part == "transformer" and name not in COURSE_OF_MODEL
-            found = changes.precision if name in PRECISION else changes.model if of_model else changes.course
+            apart = changes.precision if name in PRECISION else changes.rope if of_model and name in ROPE else None
+            found = apart if apart is not None else changes.model if of_model else changes.course
             found.append(change)
     return changes
 

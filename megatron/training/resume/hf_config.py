@@ -53,8 +53,9 @@ def hf_config_problems(config: Config, rules: ModelRules) -> list[str]:
     except ConfigError as error:
         return error.problems
     theirs, mine = build(ModelConfig, described.settings["transformer"]), config.transformer
-    changes = compare(_of_model(mine), _of_model(theirs)).model
-    found = {change.name: (change.before, change.now) for change in changes}
+    changes = compare(_of_model(mine), _of_model(theirs))
+    counting = changes.model + ([] if config.checkpoint.allow_rope_change else changes.rope)
+    found = {change.name: (change.before, change.now) for change in counting}
     rows = theirs.max_position_embeddings, config.positions
     if mine.position_embedding_type == "learned_absolute" and rows[0] is not None and rows[0] != rows[1]:
         found["max_position_embeddings"] = rows

@@ -156,6 +156,11 @@ class CheckpointConfig(FlagConfig):
     allow_precision_change: bool = knob(
         False, "resume from a checkpoint trained in another precision (--bf16, --fp16, --fp64, fp32)"
     )
+    allow_rope_change: bool = knob(
+        False,
+        "load weights of a model that rotated in another way (--rotary-base, --rope-scaling, --use-rope-scaling), for a longer "
+        "context",
+    )
     allow_tokenizer_change: bool = knob(
         False, "load weights trained with another tokenizer of the same vocabulary size"
     )
@@ -208,6 +213,7 @@ class CheckpointConfig(FlagConfig):
             "--no-load-optim": not self.load_optim,
             "--allow-precision-change": self.allow_precision_change,
             "--allow-tokenizer-change": self.allow_tokenizer_change,
+            "--allow-rope-change": self.allow_rope_change,
         }
         return {flag: "nothing is loaded without --load" for flag, given in about_loading.items() if given}
 
