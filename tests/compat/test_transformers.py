@@ -1,7 +1,7 @@
 """What is written here loads in transformers 5 and 4.57 with the same scores, and what is recorded is what they compute.
 
-    python3 -m venv v5; v5/bin/pip install torch==2.13.0 transformers==5.23.0
-    python3 -m venv v4; v4/bin/pip install torch==2.13.0 transformers==4.57.6
+    python3 -m venv v5; v5/bin/pip install torch==2.13.0 transformers==5.23.0 sentencepiece protobuf
+    python3 -m venv v4; v4/bin/pip install torch==2.13.0 transformers==4.57.6 sentencepiece protobuf
     TRANSFORMERS_PYTHONS=v5/bin/python:v4/bin/python python -m pytest tests/compat/test_transformers.py -s
 
 Each interpreter has an environment of its own, and reads files alone. The first is that of the records, 5.23.0.
@@ -53,3 +53,10 @@ def test_names_and_shapes_of_published_models_are_those_recorded(python: str):
 @pytest.mark.full
 def test_the_records_are_what_transformers_computes():
     assert "differs by" in told(PYTHONS[0], "record.py", "--check")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("python", PYTHONS)
+def test_tokenizers_that_are_carried_give_the_same_ids(python: str, tmp_path: Path):
+    told(sys.executable, "tokenizer_folders.py", "write", str(tmp_path))
+    assert told(python, "tokenizer_folders.py", str(tmp_path)).count("ids, equal") == 3

@@ -21,6 +21,7 @@ from typing import Any
 from megatron.core.checkpoint.format import CheckpointError
 from megatron.core.config import ConfigError
 from megatron.core.interchange.hf_folder import path_inside
+from megatron.core.interchange.tokenizer_config import TOKENIZER_CONFIG, for_both_versions
 from megatron.core.storage.files import at, exists, is_file, read_start, write_all
 from megatron.core.storage.paths import is_url, path_of
 
@@ -127,7 +128,8 @@ def carried_in(root: Path) -> list[str]:
 
 
 def carry(origin: Origin | None, chosen: Path | None, target: Path, note: Callable[[str], object]) -> list[str]:
-    """Copy the files of the folder `chosen`, or else of the origin, as they are; returns their names.
+    """Copy the files of the folder `chosen`, or else of the origin, as they are; returns their names. tokenizer_config.json may
+    change its spelling, for transformers 4.
 
     note: told, in a line, of files that should have been there. Raises CheckpointError or OSError for a file of `chosen`, or
     one that cannot be written.
@@ -180,6 +182,6 @@ def _write(name: str, data: bytes, target: Path) -> str:
     if not exists(path.parent):
         at(path).make_folder(path.parent)
     with at(path).open(path, "wb") as file:
-        write_all(file, data, path)
+        write_all(file, for_both_versions(data) if name == TOKENIZER_CONFIG else data, path)
         at(path).sync(file)
     return name
