@@ -12,7 +12,9 @@ from megatron.core.config import ConfigError
 
 ModelSettings = dict[str, Any]
 _NEEDED = object()
-_MOST = 1 << 40  # of a number of heads, layers, words: above it, sizes overflow
+_MOST = 1 << 40  # of a number of heads or words: above it, sizes overflow
+_MOST_LAYERS = 4096  # each is a row in several lists, whatever its tensors say
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers", "encoder_num_layers")
 
 
 class Given:
@@ -33,9 +35,10 @@ class Given:
 
     def count(self, name: str, default: Any = _NEEDED) -> Any:
         """A whole number from 1 up."""
-        value = self._needed(name, default)
-        if value is not default and (type(value) is not int or not 1 <= value < _MOST):
-            raise self.wrong(name, "it must be a whole number from 1 up")
+        value, is_depth = self._needed(name, default), name in _LAYERS
+        most = _MOST_LAYERS if is_depth else _MOST
+        if value is not default and (type(value) is not int or not 1 <= value <= most):
+            raise self.wrong(name, f"it must be a whole number from 1 {f'to {most}' if is_depth else 'up'}")
         return value
 
     def number(self, name: str, default: Any = _NEEDED) -> Any:
