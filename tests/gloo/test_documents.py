@@ -174,9 +174,9 @@ def test_a_description_leads_to_text_and_on_to_a_longer_context(folder: Path):
     said = bash(script, folder)
     assert "1 rank(s)" in said and tells(said, "rope_scaling yarn None") and "cp 2" in said
     assert said.count("Once upon a time") >= 2
-    written = json.loads((folder / "longer-hf" / "config.json").read_text())
+    written = json.loads((folder / "runs" / "longer-hf" / "config.json").read_text())
     assert (written["max_position_embeddings"], written["rope_scaling"]["factor"]) == (64, 2)
-    assert (folder / "longer-hf" / "tokenizer.json").read_text() == json.dumps(parts)
+    assert (folder / "runs" / "longer-hf" / "tokenizer.json").read_text() == json.dumps(parts)
 
 
 def test_the_fork_of_the_page_trains(folder: Path):
