@@ -1,11 +1,12 @@
-"""Write a model as a Hugging Face folder, one tensor at a time, or as a folder of torch's distributed checkpoints.
+"""Write a model as a Hugging Face folder or a checkpoint of ours, a tensor at a time, or as torch's distributed checkpoints.
 
     python tools/checkpoint_convert.py --load checkpoints/books --save-hf books-hf
     python tools/checkpoint_convert.py --load Llama-3.2-1B --save-hf Llama-3.2-1B-float32 --dtype float32 --max-shard-size 1GB
+    python tools/checkpoint_convert.py --load Llama-3.2-1B --save checkpoints/llama
     python tools/checkpoint_convert.py --load checkpoints/books --save-dcp books-dcp
 
---load is a folder of checkpoints, or another folder that the trainer reads as it lies. --save-hf needs memory for two tensors.
---save-dcp needs memory for the whole model, and writes a pickle (.metadata), which loading runs.
+--load is a folder of checkpoints, or another folder that the trainer reads as it lies. --save-hf and --save need memory for two
+tensors, --save-dcp for the whole model, and it writes a pickle (.metadata), which loading runs.
 """
 
 import argparse
@@ -25,7 +26,8 @@ from megatron.core.boxes import whole
 from megatron.core.checkpoint import Checkpoint
 from megatron.core.checkpoint.local_tensor import LocalTensor
 from megatron.core.config import ConfigError, FlagConfig, knob
-from megatron.core.interchange import open_any, write_hf_folder
+from megatron.core.interchange import copy_checkpoint, open_any, write_hf_folder
+from megatron.core.interchange.strided import StridedCheckpoint
 from megatron.core.storage.files import at, exists, remove_tree
 from tools.errors import missing, run_tool
 
@@ -53,6 +55,11 @@ class ConvertConfig(FlagConfig):
     load: str | None = knob(None, "folder with the model", metavar="DIR")
     iteration: int | None = knob(None, "iteration to take; default: the latest")
     save_hf: str | None = knob(None, "folder to write, which must not exist", metavar="DIR")
+    save: str | None = knob(
+        None,
+        "folder to write instead as a checkpoint of ours, which must not exist; --load is another project's",
+        metavar="DIR",
+    )
     save_dcp: str | None = knob(
         None,
         "folder to write instead by torch.distributed.checkpoint, which must not exist; it holds a pickle (.metadata)",
@@ -71,9 +78,9 @@ class ConvertConfig(FlagConfig):
 
     def problems(self) -> list[str]:
         found = missing(self, "load")
-        if (self.save_hf is None) == (self.save_dcp is None):
-            found.append("give one of --save-hf and --save-dcp")
-        if self.save_dcp is not None:
+        if sum(out is not None for out in (self.save_hf, self.save, self.save_dcp)) != 1:
+            found.append("give one of --save-hf, --save and --save-dcp")
+        if self.save_hf is None:
             for_hf = {
                 "--model-type": self.model_type,
                 "--tokenizer": self.tokenizer,
@@ -85,6 +92,12 @@ class ConvertConfig(FlagConfig):
 
 def convert(config: ConvertConfig) -> None:
     checkpoint = open_any(config.load, config.iteration)
+    if config.save is not None:
+        if not isinstance(checkpoint, StridedCheckpoint):
+            raise ConfigError(f"--save: {config.load} is a checkpoint of ours already, which any layout loads")
+        copy_checkpoint(checkpoint, config.save, config.dtype)
+        print(f"{config.load}: written to {config.save}, weights alone; a run takes it as --pretrained-checkpoint")
+        return
     if config.save_dcp is not None:
         write_dcp_folder(checkpoint, Path(config.save_dcp), config.dtype)
         print(f"{config.load}: written to {config.save_dcp}; its .metadata is a pickle, which torch runs when it loads")

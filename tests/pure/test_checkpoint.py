@@ -386,6 +386,8 @@ def test_one_flipped_bit_is_refused_before_it_is_used(tmp_path):
     with refused("rank_00000.bin sha256 v 0:5"):
         open_checkpoint(tmp_path).read_into({"v": target})
     assert target.tensor.eq(0).all()
+    with refused("rank_00000.bin sha256 v 0:5"):
+        open_checkpoint(tmp_path).read_into({"v": target}, in_place=True)
 
 
 def test_neither_a_piece_nor_what_aligns_it_can_change(tmp_path):

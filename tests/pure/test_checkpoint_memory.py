@@ -1,4 +1,4 @@
-"""What a save and a load take beside the tensors: one bounded buffer, and one box."""
+"""What a save and a load take beside the tensors: one bounded buffer, and one box, or none where boxes are read in place."""
 
 import ctypes
 import os
@@ -54,9 +54,15 @@ def measure(folder: Path) -> None:
     save.save_checkpoint(folder, 0, {"x0": tensors["x0"]}, {}, ALONE)  # the code itself is memory too
     open_checkpoint(folder).read_into({"x0": one(torch.zeros(tensors["x0"].tensor.shape))})
     assert grown(lambda: save.save_checkpoint(folder, 1, tensors, {}, ALONE)) < CHUNK + MARGIN
-    targets = {name: one(torch.zeros(local.tensor.shape)) for name, local in tensors.items()}
-    assert BOX // 2 < grown(lambda: open_checkpoint(folder).read_into(targets)) < BOX + MARGIN
-    assert all(targets[name].tensor.equal(tensors[name].tensor) for name in tensors)
+    for turned, in_place, most in ((False, False, BOX), (False, True, 0), (True, True, BOX)):
+        shape = tensors["x0"].tensor.shape
+        targets = {name: one(torch.zeros(shape[::-1]).t() if turned else torch.zeros(shape)) for name in tensors}
+        assert most // 2 <= grown(lambda now=(targets, in_place): load(folder, *now)) < most + MARGIN
+        assert all(targets[name].tensor.equal(tensors[name].tensor) for name in tensors)
+
+
+def load(folder, targets, in_place):
+    open_checkpoint(folder).read_into(targets, in_place=in_place)
 
 
 if __name__ == "__main__":

@@ -55,9 +55,10 @@ def test_torch_reads_every_parameter_to_the_bit(tmp_path: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({}, "give one of --save-hf and --save-dcp"),
-        ({"save_hf": "a", "save_dcp": "b"}, "give one of --save-hf and --save-dcp"),
+        ({}, "give one of --save-hf, --save and --save-dcp"),
+        ({"save_hf": "a", "save_dcp": "b"}, "give one of --save-hf, --save and --save-dcp"),
         ({"save_dcp": "b", "tokenizer": "c"}, "--tokenizer is for --save-hf"),
+        ({"save": "b", "tokenizer": "c"}, "--tokenizer is for --save-hf"),
         ({"save_dcp": "b", "max_shard_size": "1GB"}, "--max-shard-size is for --save-hf"),
     ],
 )

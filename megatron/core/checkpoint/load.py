@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron.core import comm
-from megatron.core.boxes import Box, intersect, relative_to, size_of, slices
+from megatron.core.boxes import Box, intersect, relative_to, size_of, slices, whole
 from megatron.core.checkpoint import folder, format
 from megatron.core.checkpoint.format import CheckpointError, Manifest, Piece
 from megatron.core.checkpoint.local_tensor import LocalTensor, problems_of_tensors
@@ -58,17 +58,19 @@ class Checkpoint:
         *,
         convert: bool = False,
         device: torch.device | str = "cpu",
+        in_place: bool = False,
     ) -> None:
         """Reads the pieces and copies of `tensors`; padding keeps its values, and `is_writer` is ignored.
 
         Every rank of `world` must call; all raise if one fails, and tensors may then be partly filled. Default: this rank
         alone. convert: allows conversion between floating dtypes. Saved tensors that are not in `tensors` are ignored: compare
-        `names`. Takes host memory for the largest piece.
+        `names`. Takes host memory for the largest piece. in_place: reads a piece that lies in a tensor as in its file into the
+        tensor, without this memory; what is damaged is then in the tensor when this raises.
         """
         with comm.together(world, device):
             self._check(tensors, convert)
             with torch.no_grad():
-                self._fill(tensors)
+                self._fill(tensors, in_place)
 
     def _check(self, tensors: dict[str, LocalTensor], convert: bool) -> None:
         """Raises one error with all missing tensors and mismatches, before anything is read."""
@@ -85,7 +87,7 @@ class Checkpoint:
         if problems:
             raise CheckpointError(self.folder, problems, "load it with the settings of the model that was saved")
 
-    def _fill(self, tensors: dict[str, LocalTensor]) -> None:
+    def _fill(self, tensors: dict[str, LocalTensor], in_place: bool) -> None:
         wanted = [
             (piece, name, parts)
             for name, local in tensors.items()
@@ -93,10 +95,19 @@ class Checkpoint:
             if (parts := _parts(piece.box, local))
         ]
         wanted.sort(key=lambda want: (want[0].file, want[0].offset))  # sequential reads of each file
-        room = torch.empty(max((piece.nbytes for piece, _, _ in wanted), default=0), dtype=torch.uint8)
-        for piece, name, parts in wanted:
-            data = room[: piece.nbytes]
+        direct = [
+            _place_of_whole(piece, self.manifest.tensors[name].dtype, *parts[0])
+            if in_place and len(parts) == 1
+            else None
+            for piece, name, parts in wanted
+        ]
+        largest = max((piece.nbytes for (piece, _, _), place in zip(wanted, direct) if place is None), default=0)
+        room = torch.empty(largest, dtype=torch.uint8)
+        for (piece, name, parts), place in zip(wanted, direct):
+            data = room[: piece.nbytes] if place is None else place
             self._read(piece, name, data)
+            if place is not None:
+                continue
             saved = data.view(getattr(torch, self.manifest.tensors[name].dtype)).view(size_of(piece.box))
             for source, region, target in parts:
                 if isinstance(region, StoredTensor):
@@ -139,6 +150,16 @@ def _parts(saved: Box, local: LocalTensor) -> list[tuple[Box, Stored, Box]]:
         if (box := intersect(saved, piece[0])) is not None:
             parts.append((relative_to(box, saved), local.region(piece), relative_to(box, piece[0])))
     return parts
+
+
+def _place_of_whole(piece: Piece, dtype: str, source: Box, region: Stored, target: Box) -> Tensor | None:
+    """The bytes of this rank's memory where the whole piece belongs as it lies in the file; None if it must be copied there."""
+    if isinstance(region, StoredTensor) or source != whole(size_of(piece.box)):
+        return None
+    place = region[slices(target)]
+    if place.device.type != "cpu" or place.dtype != getattr(torch, dtype) or not place.is_contiguous():
+        return None
+    return place.view(-1).view(torch.uint8)
 
 
 def _are_floating(*dtypes: str) -> bool:

@@ -18,6 +18,7 @@ from megatron.core.lazy import lazy_names
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
+        ".copied": "copy_checkpoint",
         ".families": "FAMILIES",
         ".family": "Family Row",
         ".megatron_folder": "unreadable",

@@ -50,7 +50,7 @@ def piece_of(box: Box, view: View, x: TensorInFile) -> StridedPiece:
 class StridedCheckpoint(Checkpoint):
     """A checkpoint in the files of another project, read as `Checkpoint` is. Its files hold no hashes."""
 
-    def _fill(self, tensors: dict[str, LocalTensor]) -> None:
+    def _fill(self, tensors: dict[str, LocalTensor], in_place: bool) -> None:
         wanted = [
             (piece, what, pair, local)
             for what, local in tensors.items()

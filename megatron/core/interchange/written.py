@@ -170,7 +170,8 @@ def _write_file(checkpoint: Checkpoint, path: Path, plan: _File, heads: HeadCoun
             dtype, name = plan.tensors[row.theirs[0]][0], _PREFIX + row.ours
             ours = torch.empty(checkpoint.manifest.tensors[name].shape, dtype=getattr(torch, dtype))
             box = whole(tuple(ours.shape))
-            checkpoint.read_into({name: LocalTensor(ours, tuple(ours.shape), [(box, box)], False)}, convert=True)
+            whole_tensor = LocalTensor(ours, tuple(ours.shape), [(box, box)], False)
+            checkpoint.read_into({name: whole_tensor}, convert=True, in_place=True)
             for theirs in their_tensors(row.operation, heads, ours):
                 write_all(file, theirs.reshape(-1).view(torch.uint8).numpy().data, path)
         at(path).sync(file)
