@@ -53,12 +53,18 @@ class Scenario:
 
 # A run that loads from one folder and saves over the checkpoints of another run in a second one saves iterations again.
 AGAIN = "--train-iters 4 --save-interval 2 --save {root} --load {root}/../first --global-batch-size 2"
+COPIES = "--train-iters 5 --save-interval 3 --save {root} --load {root} --non-persistent-save-interval 1 --non-persistent-ckpt-type "
+SHARDED = "--use-distributed-optimizer --global-batch-size 2 "
 SCENARIOS = {
     "ZeRO 1, bf16": Scenario(SIX + "--use-distributed-optimizer --bf16 --global-batch-size 2", (("dp", 2),)),
     "TP 2": Scenario(BOTH + "--tensor-model-parallel-size 2", (("tp", 2),)),
     "again, PP 2": Scenario(AGAIN + " --num-layers 2 --pipeline-model-parallel-size 2", (("pp", 2),), again=True),
     "ZeRO 1, async": Scenario(SIX + "--use-distributed-optimizer --async-save --global-batch-size 2", (("dp", 2),)),
     "CP 2, ZeRO 1": Scenario(BOTH + "--use-distributed-optimizer --context-parallel-size 2", (("cp", 2),)),
+    "local copies, ZeRO 1": Scenario(
+        COPIES + "local --non-persistent-local-ckpt-dir {root}/../disk " + SHARDED, (("dp", 2),)
+    ),
+    "global copies, TP 2": Scenario(COPIES + "global --tensor-model-parallel-size 2", (("tp", 2),)),
     "ZeRO 3, one kept": Scenario(SIX + "--zero-stage 3 --keep-checkpoints 1 --global-batch-size 2", (("dp", 2),)),
 }
 ON_WRITES = ("killed in", "ENOSPC in", "EIO in", "short")

@@ -12,7 +12,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -23,7 +23,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from case_runs import read_results, sweep
-from s3_server import HOWS, Request, S3Server, s3_server
+from s3_server import HOWS, Request, s3_server
 from stopped_runs import announced, differing, job, lines
 
 COMMON = "--train-iters 4 --save-interval 2 --save s3://bucket/run --load s3://bucket/run "
@@ -54,9 +54,9 @@ def run(name: str) -> str:
     return job(flags, **sizes)
 
 
-def ended(store: S3Server) -> dict[str, object]:
-    """All names, and what the newest checkpoint holds, but for marks and what a run was told about folders."""
-    objects = {_MARK.sub(".bin", name): data for name, data in store.objects.items()}
+def ended(stored: Mapping[str, bytes]) -> dict[str, object]:
+    """All names, and what the newest checkpoint holds, but for marks and what a run was told about folders. stored: by bucket/key."""
+    objects = {_MARK.sub(".bin", name): data for name, data in stored.items()}
     last = int(objects["bucket/run/latest_checkpointed_iteration.txt"].split()[0])
     folder = f"bucket/run/iter_{last:07d}/"
     manifest = json.loads(_MARK.sub(".bin", objects.pop(folder + "manifest.json").decode()))
@@ -71,7 +71,7 @@ def whole(name: str) -> tuple[tuple[Request, ...], dict[str, str], dict[str, obj
     """(requests, training lines, end) of the run that nothing happens to."""
     with s3_server() as store:
         said = run(name)
-        return tuple(map(known, store.made)), lines(said), ended(store)
+        return tuple(map(known, store.made)), lines(said), ended(store.objects)
 
 
 def points() -> Iterator[Point]:
@@ -96,7 +96,7 @@ def outcome(point: Point) -> dict[str, object]:
         store.revive()
         saved = announced(said)
         again = run(point.scenario)
-        last = ended(store)
+        last = ended(store.objects)
     began = min(map(int, lines(again)), default=len(expected) + 1) - 1
     assert began >= saved, f"iteration {saved} was saved, and the next run began after {began}"
     assert not (differ := differing(lines(said) | lines(again), expected)), f"other lines: {differ}"

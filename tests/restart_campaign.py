@@ -7,6 +7,7 @@
     instants   at an instant drawn uniformly over the run a rank, all ranks, or the launcher are killed (SIGKILL)
     saves      the same at an instant within a save, over a slow file layer
     beside     the instants of a run whose saves are asynchronous
+    copies     as `saves`, within a copy for restarts (--non-persistent-save-interval), local and global
     shared     the instants of a run whose ranks share each sample (context parallelism)
     starts     the launcher is killed in the first fifth of the run
     ends       under a launcher, a rank, all, or the launcher are killed after a rank has begun to leave
@@ -24,8 +25,8 @@ import re
 import signal
 import sys
 import time
-from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from shlex import split
@@ -46,9 +47,15 @@ SCRIPT, LAUNCHER = str(GLOO / "faulty_script.py"), str(GLOO / "forking_launcher.
 BEGIN, END = "<!-- restarts: begin -->", "<!-- restarts: end -->"
 RANKS, PATIENCE, SLOW = 2, 90.0, 0.002
 HOWS = {"write": ("killed in", "ENOSPC in", "EIO in", "short"), "read_into": ("EIO", "short", "killed")}
-COUNTS = {"instants": 140, "saves": 60, "beside": 40, "starts": 40, "ends": 40, "shared": 40}
-OF_KINDS = {"beside": "ZeRO 1, async", "shared": "CP 2, ZeRO 1"}  # the others draw one of the rest
-IN_ITS_WAY = tuple(name for name in SCENARIOS if name not in OF_KINDS.values())
+COUNTS = {"instants": 140, "saves": 60, "beside": 40, "starts": 40, "ends": 40, "shared": 40, "copies": 40}
+COPIED = ("local copies, ZeRO 1", "global copies, TP 2")
+OF_KINDS = {
+    "beside": ("ZeRO 1, async",),
+    "shared": ("CP 2, ZeRO 1",),
+    "copies": COPIED,
+}  # the others draw one of the rest
+IN_ITS_WAY = tuple(name for name in SCENARIOS if name not in sum(OF_KINDS.values(), ()))
+WITHIN = {"saves": "saving", "copies": "copying"}  # kind -> the mark after which a rank is killed
 
 
 @dataclass(frozen=True)
@@ -81,8 +88,8 @@ def kills(seed: int) -> Iterator[Case]:
             draw = random.Random(f"{seed}/{kind}/{number}")
             who = draw.choices(["rank 0", "rank 1", "all", "launcher"], [3, 3, 4, 3])[0]
             launched = who == "launcher" or draw.random() < 0.2
-            instant = draw.random() if kind != "saves" else draw.uniform(0, 0.25)
-            scenario = draw.choice(IN_ITS_WAY) if kind not in OF_KINDS else OF_KINDS[kind]
+            instant = draw.random() if kind not in WITHIN else draw.uniform(0, 0.25)
+            scenario = draw.choice(IN_ITS_WAY) if kind not in OF_KINDS else draw.choice(OF_KINDS[kind])
             save = draw.choice((1, 2))
             if kind in ("starts", "ends"):
                 launched, instant = True, draw.uniform(0, 0.2)
@@ -108,6 +115,7 @@ def points(seed: int, calls: dict[str, dict[str, list[str]]]) -> Iterator[Case]:
 
 def start(scenario: str, root: Path, *, launched: bool = False, **environment: str) -> Job:
     longer = "" if SCENARIOS[scenario].again else "--train-iters 40 --save-interval 10 "
+    longer = "--train-iters 18 --save-interval 6 --non-persistent-save-interval 2" if scenario in COPIED else longer
     flags = f"{TINY}{SCENARIOS[scenario].flags.format(root=root)} {longer} --distributed-timeout-minutes 1"
     words = [SCRIPT, *split(flags)]
     for name in ("FAULT", "SLOW"):
@@ -145,10 +153,10 @@ def run_case(case: Case, expected: dict, seconds: float) -> dict:
     """seconds: that a run takes at present."""
     with prepared(case.scenario) as root:
         fault = {"FAULT": case.fault} if case.fault else {}
-        slow = {"SLOW": str(SLOW)} if case.kind == "saves" else {}
+        slow = {"SLOW": str(SLOW)} if case.kind in WITHIN else {}
         with start(case.scenario, root, launched=case.launched, **fault, **slow) as job:
             found = {} if case.fault else _kill(case, job, seconds)
-            found["seconds to end"] = _wait_for_the_end(job)
+            found["seconds to end"] = wait_for_the_end(job)
             found |= _fault_of(job) if case.fault else {}
             said, codes = said_by(job), [process.poll() for process in job.processes]
         found |= {"codes": codes, "saved": announced(said)}
@@ -173,8 +181,8 @@ def run_case(case: Case, expected: dict, seconds: float) -> dict:
 def _kill(case: Case, job: Job, seconds: float) -> dict:
     """Wait for the instant, and kill; where the ranks were."""
     ranks, began = Ranks(job), time.monotonic()
-    if case.kind in ("saves", "ends"):
-        mark, times = ("saving", case.save) if case.kind == "saves" else ("leaving", 1)
+    if case.kind in (*WITHIN, "ends"):
+        mark, times = (WITHIN[case.kind], case.save) if case.kind in WITHIN else ("leaving", 1)
         while max((marks.count(mark) for marks in ranks.marks().values()), default=0) < times:
             if not job.running() or time.monotonic() - began > PATIENCE:
                 break
@@ -182,29 +190,35 @@ def _kill(case: Case, job: Job, seconds: float) -> dict:
         time.sleep(case.instant)
     else:
         time.sleep(case.instant * seconds)
-    numbers = ranks.processes()
-    victims = {"all": list(numbers.values()), "launcher": []}.get(case.who)
+    return kill(case.who, job, launched=case.launched)
+
+
+def kill(who: str, job: Job, *, launched: bool) -> dict:
+    """SIGKILL to "rank N", "all" (with their launcher) or the "launcher"; where the ranks were, and how many were killed."""
+    ranks = Ranks(job)
+    numbers, at_once = ranks.processes(), range(len(job.processes))
+    victims = {"all": list(numbers.values()), "launcher": []}.get(who)
     if victims is None:
-        victims = [numbers[rank] for rank in [int(case.who[-1])] if rank in numbers]
-    if case.launched and (case.who in ("all", "launcher") or not victims):
+        victims = [numbers[rank] for rank in [int(who[-1])] if rank in numbers]
+    if launched and (who in ("all", "launcher") or not victims):
         victims.append(job.processes[0].pid)
-    elif not victims or (case.who == "all" and not case.launched):  # before a rank has said its number
-        victims = [job.processes[rank].pid for rank in range(RANKS) if case.who in ("all", f"rank {rank}")]
+    elif not victims or (who == "all" and not launched):  # before a rank has said its number
+        victims = [job.processes[rank].pid for rank in at_once if who in ("all", f"rank {rank}")]
     killed = [number for number in victims if lives(number)]
     for number in killed:
         os.kill(number, signal.SIGKILL)
     return {"phase": {rank: marks[-1] for rank, marks in ranks.marks().items()}, "killed": len(killed)}
 
 
-def _wait_for_the_end(job: Job) -> float:
+def wait_for_the_end(job: Job, patience: float = PATIENCE) -> float:
     """Until the launcher and every rank have ended; seconds. Those that have not are ended, and the case has failed."""
     ranks, began = Ranks(job), time.monotonic()
     while job.running() or any(map(lives, ranks.processes().values())):
-        if time.monotonic() - began > PATIENCE:
+        if time.monotonic() - began > patience:
             left = [number for number in ranks.processes().values() if lives(number)]
             for number in left:
                 os.kill(number, signal.SIGKILL)
-            raise AssertionError(f"{len(left)} ranks live on for {PATIENCE} s")
+            raise AssertionError(f"{len(left)} ranks live on for {patience} s")
         time.sleep(0.01)
     return round(time.monotonic() - began, 2)
 
@@ -225,18 +239,19 @@ def read(path: Path) -> tuple[dict[str, dict], dict[str, dict]]:
     return wholes, {one["case"]: one for one in known if "case" in one}
 
 
+def note(path: Path, one: dict) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(one) + "\n")
+
+
 def campaign(path: Path, seed: int, limit_seconds: float, only: str | None = None, scenario: str | None = None) -> None:
     began, (wholes, results) = time.monotonic(), read(path)
-
-    def note(one: dict) -> None:
-        with path.open("a") as file:
-            file.write(json.dumps(one) + "\n")
 
     names = tuple(SCENARIOS) if scenario is None else (scenario,)
     for name in names:
         if name not in wholes:
             wholes[name] = {"whole": name, "code": code_revision()} | whole(name)
-            note(wholes[name])
+            note(path, wholes[name])
     cases = [*points(seed, {name: wholes[name]["calls"] for name in names})]
     cases += [case for case in kills(seed) if case.scenario in names]
     random.Random(seed).shuffle(cases)
@@ -253,7 +268,7 @@ def campaign(path: Path, seed: int, limit_seconds: float, only: str | None = Non
             result |= {"ok": False, "where": f"{type(error).__name__}: {error}"[:3000]}
             print(f"FAILED {case}: {result['where']}", flush=True)
         results[str(case)] = result
-        note(result)
+        note(path, result)
     print(f"{len(results)} of {len(cases)} cases", flush=True)
 
 
@@ -269,15 +284,19 @@ def table(results: list[dict]) -> str:
         f"| {call} | " + " | ".join(str(counts[call, how] or "") for how in hows) + " |"
         for call in dict.fromkeys(call for call, _ in counts)
     ]
-    phases: dict[str, Counter] = defaultdict(Counter)
-    for result in of_kills:
-        where = sorted(set(result["phase"].values())) or ["starting"]
-        phases["saving" if "saving" in where else where[0]][result["who"].split()[0]] += 1
-    out += ["", "| a rank was | one rank killed | all | the launcher |", "|---|---|---|---|"]
-    out += [
-        f"| {phase} | {n['rank'] or ''} | {n['all'] or ''} | {n['launcher'] or ''} |" for phase, n in phases.items()
+    where = [sorted(set(result["phase"].values())) or ["starting"] for result in of_kills]
+    phases = [next((mark for mark in WITHIN.values() if mark in names), names[0]) for names in where]
+    return "\n".join([*out, "", *table_of_kills("a rank was", dict.fromkeys(phases), phases, of_kills)])
+
+
+def table_of_kills(head: str, rows: Iterable[str], of_each: list[str], results: list[dict]) -> list[str]:
+    """Kills by row and by who was killed. of_each: the row of each result."""
+    counts = Counter((row, result["who"].split()[0]) for row, result in zip(of_each, results))
+    body = [
+        f"| {row} | " + " | ".join(str(counts[row, who] or "") for who in ("rank", "all", "launcher")) + " |"
+        for row in rows
     ]
-    return "\n".join(out)
+    return [f"| {head} | one rank killed | all | the launcher |", "|---|---|---|---|", *body]
 
 
 def main() -> int:

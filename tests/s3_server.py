@@ -253,24 +253,34 @@ def s3_server(attempts: int = 1) -> Iterator[S3Server]:
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
+    before = s3fs.S3FileSystem.retries
+    try:
+        with in_the_environment(server.server_port, AWS_MAX_ATTEMPTS=str(attempts)):
+            s3fs.S3FileSystem.retries = attempts
+            yield store
+    finally:
+        s3fs.S3FileSystem.retries = before
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@contextlib.contextmanager
+def in_the_environment(port: int, **more: str) -> Iterator[None]:
+    """Clients of S3, in this process and those that it starts, ask the server on this port."""
+    import s3fs
+
     where = {
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}",
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
         "AWS_ACCESS_KEY_ID": "a-key",
         "AWS_SECRET_ACCESS_KEY": "a-secret",
         "AWS_DEFAULT_REGION": "us-east-1",
         "AWS_EC2_METADATA_DISABLED": "true",
-        "AWS_MAX_ATTEMPTS": str(attempts),
     }
-    before = s3fs.S3FileSystem.retries
     try:
-        with mock.patch.dict(os.environ, where):
-            s3fs.S3FileSystem.retries = attempts
+        with mock.patch.dict(os.environ, where | more):
             s3fs.S3FileSystem.clear_instance_cache()
             files.stores.pop("s3", None)
-            yield store
+            yield
     finally:
-        s3fs.S3FileSystem.retries = before
         files.stores.pop("s3", None)
-        server.shutdown()
-        server.server_close()
-        thread.join()

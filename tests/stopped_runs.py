@@ -23,7 +23,7 @@ TINY = (
     "--tokenizer-type NullTokenizer --vocab-size 31 --micro-batch-size 1 --lr 0.1 --lr-decay-iters 50 --log-interval 1 --eval-iters 0 --device cpu "
 )
 _LINE = re.compile(r"iteration +(\d+)/.*?\| (consumed samples.*?) elapsed.*?(\| learning rate.*\|)")
-_SAVED = re.compile(r"saved checkpoint at iteration (\d+)")
+_SAVED = re.compile(r"(?:saved checkpoint at|copy of) iteration (\d+)(?: for restarts| to )")
 
 
 def job(flags: str, *, tiny: str = TINY, **sizes: int) -> str:
@@ -55,7 +55,7 @@ def differing(got: dict[str, str], expected: dict[str, str]) -> list[str]:
 
 
 def announced(said: str) -> int:
-    """The newest iteration that was said to be saved; 0 for none."""
+    """The newest iteration that was said to be saved, as a checkpoint or a copy for restarts; 0 for none."""
     return max(map(int, _SAVED.findall(said)), default=0)
 
 

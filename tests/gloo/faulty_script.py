@@ -2,6 +2,7 @@
 
 FAULT="1:17:EIO in"     call 17 of rank 1, of those that `failing_files` calls changes and reads of data; "killed" is SIGKILL
 SLOW=0.002              seconds that every such call waits before
+PART=5242880            bytes of a longer object that are sent at once
 """
 
 import os
@@ -15,7 +16,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).res
 
 from failing_files import FailingFiles, FileCall, Killed  # noqa: E402
 
-from megatron.core.storage import files  # noqa: E402
+from megatron.core.storage import files, objects  # noqa: E402
 
 
 class Dying(FailingFiles):
@@ -40,6 +41,7 @@ if __name__ == "__main__":
     rank, _, rest = os.environ.get("FAULT", "").partition(":")
     at, _, how = rest.partition(":")
     mine = rank == os.environ.get("RANK", "0")
+    objects.PART = int(os.environ.get("PART", objects.PART))
     files.local = Dying(files.local, int(at) if mine and at else 0, how, only=counts)
     runpy.run_path(str(Path(__file__).with_name("marked_script.py")), run_name="__main__")
     if not os.environ.get("FAULT"):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def mark(what: str) -> None:
-    sys.stdout.write(f"mark {what} rank {os.environ['RANK']} process {os.getpid()}\n")
+    sys.stdout.write(f"mark {what} rank {os.environ.get('RANK', 0)} process {os.getpid()}\n")
     sys.stdout.flush()
 
 
@@ -26,6 +26,7 @@ from megatron.core import model_parallel  # noqa: E402
 from megatron.core.enums import ModelType  # noqa: E402
 from megatron.core.job import processes as job  # noqa: E402
 from megatron.training import checkpointing, pretrain, trainer, training  # noqa: E402
+from megatron.training.resume import copies  # noqa: E402
 
 
 def marked(holder: object, name: str, what: str, *, after: str | None = None) -> None:
@@ -44,7 +45,7 @@ def marked(holder: object, name: str, what: str, *, after: str | None = None) ->
 
 if __name__ == "__main__":
     late, _, seconds = os.environ.get("LATE", "").partition(":")
-    if late == os.environ["RANK"]:
+    if late == os.environ.get("RANK"):
         time.sleep(float(seconds))
     if "--own-group" in sys.argv:
         sys.argv.remove("--own-group")
@@ -58,6 +59,7 @@ if __name__ == "__main__":
     marked(trainer, "train_step", "training")
     marked(trainer, "evaluate", "evaluating", after="going on")
     marked(checkpointing, "save", "saving", after="going on")
+    marked(copies, "save_copy", "copying", after="going on")
     marked(training.parallel_state, "stop_distributed", "leaving", after="left")
     pretrain(
         pretrain_gpt.train_valid_test_datasets_provider,
