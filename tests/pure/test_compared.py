@@ -18,6 +18,7 @@ from megatron.training.resume.compared import (
     NOT_COMPARED,
     NOT_COMPARED_PARTS,
     PRECISION,
+    ROPE,
     compare,
 )
 from megatron.training.settings.config import COMPONENTS, TrainingConfig
@@ -47,6 +48,8 @@ def kind_of(name: str) -> str | None:
     """By the tables, where the rest is compared."""
     if name in LEFT_OUT or name in PRECISION:
         return None if name in LEFT_OUT else "precision"
+    if name in ROPE:
+        return "rope"
     return "model" if KNOBS[name] == "transformer" and name not in COURSE_OF_MODEL else "course"
 
 
