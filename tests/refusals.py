@@ -77,6 +77,9 @@ REFUSALS = {
         MOCK + "--save file://{tmp}/s --bad-step-dir {tmp}/s",
         "--bad-step-dir --save",
     ),
+    "folders of another form among checkpoints": (1, MOCK + "--save {tmp}/s --save-hf {tmp}/s", "--save-hf --save"),
+    "an interval of no folder": (1, MOCK + "--save-hf-interval 2", "--save-hf-interval --save-hf"),
+    "another form of what is not trained": (1, MOCK + "--save-hf {tmp}/s --skip-train", "--save-hf --skip-train"),
     "iteration 0": (1, MOCK + "--iterations-to-skip 0 3", "--iterations-to-skip 0 1"),
     "no check to act on": (
         1,

@@ -9,8 +9,6 @@
 tensors, --save-dcp for the whole model, and it writes a pickle (.metadata), which loading runs.
 """
 
-import argparse
-import re
 import sys
 import warnings
 from dataclasses import dataclass
@@ -29,23 +27,10 @@ from megatron.core.config import ConfigError, FlagConfig, knob
 from megatron.core.interchange import copy_checkpoint, open_any, write_hf_folder
 from megatron.core.interchange.strided import StridedCheckpoint
 from megatron.core.storage.files import at, exists, remove_tree
+from megatron.training.settings.hf_config import DEFAULT_SHARD_SIZE, bytes_of, read_size
 from tools.errors import missing, run_tool
 
 _MODEL = "model/"  # what the names of a model's tensors begin with in a checkpoint
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-
-
-def bytes_of(text: str) -> int:
-    """ "5GB" -> 5,000,000,000. Raises ArgumentTypeError."""
-    found = re.fullmatch(r"([1-9][0-9]{0,8}) ?(B|KB|MB|GB)", text)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 500MB or 5GB")
-    return int(found[1]) * _UNITS[found[2]]
-
-
-def _read_size(text: str) -> str:
-    bytes_of(text)
-    return text
 
 
 @dataclass(frozen=True)
@@ -71,7 +56,7 @@ class ConvertConfig(FlagConfig):
     model_type: str | None = knob(
         None, "model_type to write, such as llama; default: the one it began as, or the first that fits"
     )
-    max_shard_size: str | None = knob(None, "bytes of one file of --save-hf, as 500MB; default: 5GB", read=_read_size)
+    max_shard_size: str | None = knob(None, "bytes of one file of --save-hf, as 500MB; default: 5GB", read=read_size)
     tokenizer: str | None = knob(
         None, "folder with the tokenizer's files, which are copied; default: the one it began as", metavar="DIR"
     )
@@ -107,7 +92,7 @@ def convert(config: ConvertConfig) -> None:
         Path(config.save_hf),
         kind=config.model_type,
         dtype=config.dtype,
-        most_bytes=bytes_of(config.max_shard_size or "5GB"),
+        most_bytes=bytes_of(config.max_shard_size or DEFAULT_SHARD_SIZE),
         along=Path(config.tokenizer) if config.tokenizer else None,
         note=print,
     )

@@ -34,7 +34,7 @@ from megatron.training.memory.dry_run import Job
 from megatron.training.memory.timeline import Forecast
 from megatron.training.memory.watch import MemoryWatch
 from megatron.training.resume.checks import reading_state
-from megatron.training.resume.save_folder import prepare_folder, warn_of_other_checkpoints
+from megatron.training.resume.save_folder import prepare_folder, prepare_hf_folder, warn_of_other_checkpoints
 from megatron.training.resume.saves import Saves
 from megatron.training.resume.start import where_to_go_on
 from megatron.training.resume.state import TrainState
@@ -117,6 +117,7 @@ class Trainer:
         config, world = self.config.checkpoint, self.mesh["world"]
         checkpointing.choose_start(config, world, self.device)  # first: a run that is refused makes no folder
         prepare_folder(config, world, self.device, self.runtime.held)
+        prepare_hf_folder(self.config.hf.save_hf, world, self.device, self.runtime.held)
 
     def _load(self) -> tuple[TrainState, dict[str, Any] | None]:
         """(state to resume from, saved log of the interrupted log interval)."""
@@ -222,6 +223,7 @@ class Trainer:
                 f"nothing left to train: {done}; to train on, raise {length} and give --override-opt_param-scheduler, as a "
                 "longer run also decays the learning rate later"
             )
+            self.saves.export_if_missing()
             return None
         data = self.training_data()
         self.guard.begin()
@@ -381,13 +383,11 @@ class Trainer:
 
     def _save_if_due(self, *, last: bool) -> None:
         self.saves.poll()
-        config = self.config.checkpoint
-        due = config.save_interval is not None and self.state.iteration % config.save_interval == 0
-        is_checkpoint = config.save is not None and (due or last)
-        if is_checkpoint or config.copy_is_due(self.state.iteration):
+        if due := self.saves.are_due(last=last):
             with self.log.paused(), whereabouts.during("saving", then="training"):
                 self.guard.before_save()
-                (self.saves.save if is_checkpoint else self.saves.save_copy)(self.log.state())
+                for save in due:
+                    save(self.log.state())
 
     def _iterators(self, split: str, dataset: Any, first_sample: int) -> dict[int, Iterator | None]:
         """Batches of a data set by stage; None except on the first rank of each tensor-parallel group, which alone reads data.

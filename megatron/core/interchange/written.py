@@ -4,12 +4,13 @@
     model.safetensors, or files of at most a given size and model.safetensors.index.json
     tokenizer.json, generation_config.json, chat_template.jinja, ...      as they are in the folder that they come from
 
-The folder gets its name when it is complete. A rank has two tensors of ours in memory at most.
+The folder gets its name when it is complete. A rank has two tensors of ours in memory at most. `gathered.py` writes the model
+of a running job so.
 """
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from megatron.core import comm
 from megatron.core.boxes import slices, whole
-from megatron.core.checkpoint.format import ITEM_BYTES
+from megatron.core.checkpoint.format import ITEM_BYTES, PARTIAL, TensorRecord
 from megatron.core.checkpoint.load import Checkpoint
 from megatron.core.checkpoint.local_tensor import LocalTensor
 from megatron.core.config import ConfigError, build
@@ -56,7 +57,7 @@ def their_tensors(operation: str, heads: HeadCounts, ours: Tensor) -> Iterator[T
 
 
 @dataclass
-class _File:
+class PlannedFile:
     """One file of weights to write."""
 
     rows: list[Row]
@@ -65,6 +66,53 @@ class _File:
     @property
     def nbytes(self) -> int:
         return sum(prod(shape) * ITEM_BYTES[dtype] for dtype, shape in self.tensors.values())
+
+
+@dataclass(frozen=True)
+class FolderPlan:
+    """A folder to write, whose config.json has been read again and says what the model computes."""
+
+    kind: str  # its model_type
+    config: dict[str, Any]
+    files: dict[str, PlannedFile]  # by name
+    heads: HeadCounts
+    records: dict[str, TensorRecord]  # of ours, by the name in a checkpoint
+    dtype: str | None  # of all tensors; None: as they are
+    origin: Origin | None
+
+    def name_of(self, row: Row) -> str:
+        """The name in a checkpoint of the tensor of ours that a row is about."""
+        return _PREFIX + row.ours
+
+    def record_of(self, row: Row) -> TensorRecord:
+        return self.records[self.name_of(row)]
+
+    def dtype_of(self, row: Row) -> torch.dtype:
+        """The dtype in which it is written."""
+        return getattr(torch, self.dtype or self.record_of(row).dtype)
+
+
+def plan_folder(
+    state: dict[str, Any],
+    tensors: Mapping[str, TensorRecord],
+    source: str,
+    *,
+    kind: str | None = None,
+    dtype: str | None = None,
+    most_bytes: int = 5 << 30,
+) -> FolderPlan:
+    """What a folder of the model holds, file by file.
+
+    state: of a checkpoint. tensors: dtypes and shapes, by the names of a checkpoint. source: of both, in errors. The rest as
+    `write_hf_folder` is given. Raises ConfigError for a model that the family cannot say, and for tensors without a place.
+    """
+    model, words = _model_in(state, source)
+    origin = Origin.in_state(state, source)
+    kind = kind_of(model, words, kind or (origin.model_type if origin else None))
+    records = {name: x for name, x in tensors.items() if name.startswith(_PREFIX)}
+    files = _files(records, source, kind, model, dtype, most_bytes)
+    config = config_of(kind, model, words, _dtype_of(files)) | _kept(origin)
+    return FolderPlan(kind, config, dict(zip(_names(len(files)), files)), heads_of(model), records, dtype, origin)
 
 
 def write_hf_folder(
@@ -86,13 +134,10 @@ def write_hf_folder(
     most_bytes: of one file. along: the folder with the tokenizer's files; default: where the model came from, and only files that
     are as they were then. note: told, on the first rank, of files that are not written. Raises ConfigError, CheckpointError.
     """
-    state, partial = checkpoint.state, out.with_name(out.name + ".partial")
+    partial = out.with_name(out.name + PARTIAL)
     with comm.together(world, device):
-        model, words = _model_in(state, checkpoint.folder)
-        origin = Origin.in_state(state, str(checkpoint.folder))
-        kind = kind_of(model, words, kind or (origin.model_type if origin else None))
-        files = _plan(checkpoint, kind, model, dtype, most_bytes)
-        names = _names(len(files))
+        options = {"kind": kind, "dtype": dtype, "most_bytes": most_bytes}
+        plan = plan_folder(checkpoint.state, checkpoint.manifest.tensors, str(checkpoint.folder), **options)
         if world.is_first:
             if exists(out):
                 raise ConfigError(f"{out} is there already; a folder is written anew: choose another")
@@ -100,51 +145,62 @@ def write_hf_folder(
                 remove_tree(partial)
             make_folders(partial)
     with comm.together(world, device):
-        for number, (name, file) in enumerate(zip(names, files)):
+        for number, (name, file) in enumerate(plan.files.items()):
             if number % world.size == world.rank:
-                _write_file(checkpoint, partial / name, file, heads_of(model))
+                write_rows(partial / name, file, ((row, _read(checkpoint, plan, row)) for row in file.rows), plan.heads)
     with comm.together(world, device):
         if world.is_first:
-            carry(origin, along, partial, note)
-            if len(files) > 1:
-                _write_index(partial, dict(zip(names, files)))
-            # Last, since a folder without it is none.
-            _write_config(partial, config_of(kind, model, words, _dtype_of(files)) | _kept(origin))
-            at(partial).sync_folder(partial)
+            finish_folder(plan, partial, along, note)
             at(partial).rename(partial, out)
             at(out).sync_folder(out.parent)
-    return kind
+    return plan.kind
 
 
-def _model_in(state: dict[str, Any], folder: Path) -> tuple[ModelConfig, int]:
+def finish_folder(plan: FolderPlan, partial: Path, along: Path | None, note: Callable[[str], object]) -> None:
+    """Write all but the weights into a folder that has them; as `write_hf_folder` is given. For one rank."""
+    carry(plan.origin, along, partial, note)
+    if len(plan.files) > 1:
+        _write_index(partial, plan.files)
+    write_synced(
+        partial / CONFIG, json.dumps(plan.config, indent=2, sort_keys=True) + "\n"
+    )  # without it a folder is none
+    at(partial).sync_folder(partial)
+
+
+def _model_in(state: dict[str, Any], source: str) -> tuple[ModelConfig, int]:
     """(the model's settings, its words)."""
     saved = state.get("config", {}).get("transformer")
     known_models = {family.model for family in FAMILIES.values()}
     if saved is None or "vocab_size" not in state or state.get("model", "GPTModel") not in known_models:
         known = " or a ".join(sorted(known_models))
         raise ConfigError(
-            f"{folder} holds a {state.get('model', 'model without a name')}; what is written is a {known}"
+            f"{source} holds a {state.get('model', 'model without a name')}; what is written is a {known}"
         )
     known = {f.name for f in fields(ModelConfig)}
     if unknown := sorted(saved.keys() - known):
-        raise ConfigError(f"{folder} has model settings unknown here: {', '.join(unknown)}; use the code that wrote it")
-    return build(ModelConfig, saved), state["vocab_size"]
+        raise ConfigError(f"{source} has model settings unknown here: {', '.join(unknown)}; use the code that wrote it")
+    model, data = build(ModelConfig, saved), state["config"].get("data", {})
+    if model.max_position_embeddings is None and model.position_embedding_type != "relative":
+        lengths = data.get("seq_length"), data.get("decoder_seq_length")  # a run without the flag has as many positions
+        model = replace(model, max_position_embeddings=max((x for x in lengths if x is not None), default=None))
+    return model, state["vocab_size"]
 
 
-def _plan(checkpoint: Checkpoint, kind: str, model: ModelConfig, dtype: str | None, most: int) -> list[_File]:
+def _files(
+    records: Mapping[str, TensorRecord], source: str, kind: str, model: ModelConfig, dtype: str | None, most: int
+) -> list[PlannedFile]:
     """What each file holds. Tensors that are one of ours stay together."""
-    records = {name: x for name, x in checkpoint.manifest.tensors.items() if name.startswith(_PREFIX)}
     rows = [row for row in rows_of(FAMILIES[kind], model) if _PREFIX + row.ours in records]
     if left := sorted(records.keys() - {_PREFIX + row.ours for row in rows}):
         more = f" and {len(left) - 3} more" if len(left) > 3 else ""
-        raise ConfigError(f"a {kind} has no place for {', '.join(left[:3])}{more} of {checkpoint.folder}")
-    files = [_File([], {})]
+        raise ConfigError(f"a {kind} has no place for {', '.join(left[:3])}{more} of {source}")
+    files = [PlannedFile([], {})]
     for row in rows:
         record = records[_PREFIX + row.ours]
         shapes = OPERATIONS[row.operation].shapes(heads_of(model), record.shape)
-        found = _File([row], {name: (dtype or record.dtype, shape) for name, shape in zip(row.theirs, shapes)})
+        found = PlannedFile([row], {name: (dtype or record.dtype, shape) for name, shape in zip(row.theirs, shapes)})
         if files[-1].rows and files[-1].nbytes + found.nbytes > most:
-            files.append(_File([], {}))
+            files.append(PlannedFile([], {}))
         files[-1].rows.extend(found.rows)
         files[-1].tensors.update(found.tensors)
     return files
@@ -155,7 +211,7 @@ def _names(count: int) -> list[str]:
     return [f"{stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)] if count > 1 else [WEIGHTS]
 
 
-def _dtype_of(files: list[_File]) -> str:
+def _dtype_of(files: list[PlannedFile]) -> str:
     """The dtype of most elements."""
     sizes: dict[str, int] = {}
     for dtype, shape in (entry for file in files for entry in file.tensors.values()):
@@ -163,15 +219,18 @@ def _dtype_of(files: list[_File]) -> str:
     return max(sizes, key=lambda dtype: sizes[dtype])
 
 
-def _write_file(checkpoint: Checkpoint, path: Path, plan: _File, heads: HeadCounts) -> None:
+def _read(checkpoint: Checkpoint, plan: FolderPlan, row: Row) -> Tensor:
+    name, shape = plan.name_of(row), plan.record_of(row).shape
+    ours, box = torch.empty(shape, dtype=plan.dtype_of(row)), whole(shape)
+    checkpoint.read_into({name: LocalTensor(ours, shape, [(box, box)], False)}, convert=True, in_place=True)
+    return ours
+
+
+def write_rows(path: Path, plan: PlannedFile, rows: Iterable[tuple[Row, Tensor]], heads: HeadCounts) -> None:
+    """Write a file of weights. rows: with the whole tensor of ours for each, in host memory, in the order of the plan."""
     with at(path).open(path, "xb") as file:
         write_all(file, header_of(plan.tensors), path)
-        for row in plan.rows:
-            dtype, name = plan.tensors[row.theirs[0]][0], _PREFIX + row.ours
-            ours = torch.empty(checkpoint.manifest.tensors[name].shape, dtype=getattr(torch, dtype))
-            box = whole(tuple(ours.shape))
-            whole_tensor = LocalTensor(ours, tuple(ours.shape), [(box, box)], False)
-            checkpoint.read_into({name: whole_tensor}, convert=True, in_place=True)
+        for row, ours in rows:
             for theirs in their_tensors(row.operation, heads, ours):
                 write_all(file, theirs.reshape(-1).view(torch.uint8).numpy().data, path)
         at(path).sync(file)
@@ -182,11 +241,7 @@ def _kept(origin: Origin | None) -> dict[str, Any]:
     return dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")) | dict(origin.kept if origin else {})
 
 
-def _write_config(folder: Path, config: dict[str, Any]) -> None:
-    write_synced(folder / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
-
-
-def _write_index(folder: Path, files: dict[str, _File]) -> None:
+def _write_index(folder: Path, files: dict[str, PlannedFile]) -> None:
     sizes = {"total_size": sum(file.nbytes for file in files.values())}
     index = {"metadata": sizes, "weight_map": {name: file for file, plan in files.items() for name in plan.tensors}}
     write_synced(folder / INDEX, json.dumps(index, indent=2) + "\n")

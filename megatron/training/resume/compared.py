@@ -32,6 +32,7 @@ NOT_COMPARED_PARTS = {
     "tensorboard": "curves",
     "profile": "profiles",
     "checkpoint": "checkpoint folders",
+    "hf": "folders of the model in another form",
     "learning_rate": "compared as a schedule",
 }
 NOT_COMPARED = {

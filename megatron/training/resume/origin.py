@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron.core import comm
 from megatron.core.checkpoint import Checkpoint
 from megatron.core.interchange.carried import Origin
-from megatron.core.storage.files import is_file, read_start
+from megatron.core.storage.files import is_file, read_start, size_of_file
 from megatron.training.resume.copies import OwnPart
 from megatron.training.runtime import Runtime, print_rank_0
 
@@ -53,5 +53,5 @@ def _is_other_file(runtime: Runtime, origin: Origin) -> bool:
     path = Path(config.tokenizer_model)
     if not is_file(path) or _TOKENIZER not in origin.files:
         return False
-    content = read_start(path, path.stat().st_size)
+    content = read_start(path, size_of_file(path) or 0)
     return hashlib.sha256(content).hexdigest() != origin.files[_TOKENIZER]

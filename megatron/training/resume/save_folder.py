@@ -1,8 +1,9 @@
-"""The --save folder: checked before the first step, and locked against other runs."""
+"""The folders of --save and --save-hf: checked before the first step, and locked against other runs."""
 
 import contextlib
 import os
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from megatron.core.storage import files
 from megatron.core.storage.locks import locked
 from megatron.core.storage.paths import path_of
 from megatron.training.resume.copies import check_place
+from megatron.training.resume.hf_exports import check_contents, clear_partial
 from megatron.training.resume.start import loads_what_it_saves
 from megatron.training.runtime import print_rank_0
 from megatron.training.settings.config import CheckpointConfig
@@ -30,27 +32,48 @@ def prepare_folder(config: CheckpointConfig, world: Axis, device: torch.device, 
     root = config.save
     with comm.together(world, device):
         if root is not None and world.is_first:
-            try:
+            with _naming("", root):
                 _prepare(root, path_of(root), held)
-            except OSError as error:
-                raise ConfigError(
-                    f"--save {root} cannot be written: {error.strerror}; choose another folder"
-                ) from error
     check_place(config, world, device)
+
+
+def prepare_hf_folder(given: str | None, world: Axis, device: torch.device, held: contextlib.ExitStack) -> None:
+    """`prepare_folder` of --save-hf, which must hold nothing else. Every rank must call."""
+    with comm.together(world, device):
+        if given is not None and world.is_first:
+            root = path_of(given)
+            with _naming("-hf", given):
+                if files.is_folder(root):
+                    check_contents(root)
+                if _is_locked("-hf", given, root, held):
+                    clear_partial(root)
+
+
+@contextlib.contextmanager
+def _naming(form: str, given: str) -> Iterator[None]:
+    """form: what follows --save in the name of the flag."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"--save{form} {given} cannot be written: {error.strerror}; choose another folder") from error
 
 
 def _prepare(given: str, root: Path, held: contextlib.ExitStack) -> None:
     if files.is_object(root):
         files.write_synced(root / (LATEST + PARTIAL), "")  # a name that is cleared away in any case
         _clear(root)
-        return
+    elif _is_locked("", given, root, held):
+        _clear(root)
+
+
+def _is_locked(form: str, given: str, root: Path, held: contextlib.ExitStack) -> bool:
+    """Make the folder, see that it can be written, and lock it until `held` is closed; False where it cannot be locked."""
     if not files.exists(root):
         files.make_folders(root)
         held.callback(_remove_if_empty, root)
     # Another name that is cleared away, should this process be killed, and none of a run that may be saving there.
     files.check_writable(root / f"{folder_name(0)}.{secrets.randbits(32)}{PARTIAL}")
-    if _lock(given, root, held):
-        _clear(root)
+    return _lock(form, given, root, held)
 
 
 def _clear(root: Path) -> None:
@@ -64,7 +87,7 @@ def _remove_if_empty(root: Path) -> None:
         files.at(root).remove_folder(root)
 
 
-def _lock(given: str, root: Path, held: contextlib.ExitStack) -> bool:
+def _lock(form: str, given: str, root: Path, held: contextlib.ExitStack) -> bool:
     """Lock the folder itself: no lock file stays behind, and the system unlocks it if this process is killed.
 
     False on network file systems without folder locks; no run is refused there.
@@ -77,8 +100,8 @@ def _lock(given: str, root: Path, held: contextlib.ExitStack) -> bool:
         return False
     if not is_ours:
         raise ConfigError(
-            f"--save {given}: another run saves there, and is alive; each would remove the other's unfinished files. End that "
-            "run or choose another folder"
+            f"--save{form} {given}: another run saves there, and is alive; each would remove the other's unfinished files. "
+            "End that run or choose another folder"
         )
     return True
 

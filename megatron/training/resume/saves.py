@@ -1,7 +1,8 @@
-"""The checkpoints that a run writes: while training waits or, with --async-save, beside it."""
+"""What a run writes: checkpoints, while training waits or, with --async-save, beside it; copies; folders of Hugging Face form."""
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 from megatron.core import comm, whereabouts
 from megatron.core.checkpoint.background import BackgroundSaves, SavedInBackground
@@ -9,6 +10,7 @@ from megatron.core.checkpoint.format import CheckpointError
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.training import checkpointing
 from megatron.training.resume import copies
+from megatron.training.resume.hf_exports import HFExports
 from megatron.training.resume.state import TrainState
 from megatron.training.runtime import Runtime, print_rank_0
 
@@ -31,6 +33,7 @@ class Saves:
         self._note = note
         self._chunks, self._optimizer = chunks, optimizer
         self._background: BackgroundSaves | None = None
+        self._exports = HFExports(runtime, chunks, state)
         config = runtime.config.checkpoint
         if config.save is None or not config.async_save:
             return
@@ -39,6 +42,30 @@ class Saves:
         runtime.held.callback(self.close)
         with comm.together(world, device):  # now, not after hours, and no save waits for it
             self._background.reserve(checkpointing.tensors_to_save(runtime, chunks, optimizer))
+
+    def are_due(self, *, last: bool) -> list[Callable[[dict], None]]:
+        """What follows the step that was done, in this order; each is to be called with the log's state. last: the run ends."""
+        config, iteration = self._runtime.config.checkpoint, self._state.iteration
+        due = config.save_interval is not None and iteration % config.save_interval == 0
+        found: list[Callable[[dict], None]] = []
+        if config.save is not None and (due or last):
+            found.append(self.save)
+        elif config.copy_is_due(iteration):
+            found.append(self.save_copy)
+        if self._exports.is_due(last=last):
+            found.append(partial(self._export, last=last))
+        return found
+
+    def _export(self, log_state: dict, *, last: bool) -> None:
+        if last:  # the checkpoint comes first: a scheduler may not wait for the folder
+            self.finish()
+        self._exports.write()
+
+    def export_if_missing(self) -> None:
+        """Write the folder of an iteration that was done by an earlier run, if that run was killed before it was written."""
+        if self._exports.is_missing():
+            with whereabouts.during("saving", then="training"):
+                self._exports.write()
 
     def save(self, log_state: dict) -> None:
         """Save the state after this step. Raises CheckpointError if this save fails or, with --async-save, the one before."""

@@ -176,6 +176,8 @@ def mistake_in(root: Path) -> str | None:
     if names and not is_url(root) and (said := unreadable(root)) is not None:
         return said
     iterations = sorted(number for name in names if (number := iteration_of(name)) is not None)
+    if iterations and not is_url(root) and is_foreign(root / folder_name(iterations[-1])):
+        return f"holds folders that --save-hf has written; give one of them: {root / folder_name(iterations[-1])}"
     if iterations:
         return (
             f"holds the iterations {', '.join(map(str, iterations))}, but no {root / LATEST}, which names the one to resume "

@@ -35,6 +35,7 @@ from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.ending.hang_config import HangConfig
 from megatron.training.ending.signal_names import read_signal
 from megatron.training.guard.guard_config import GuardConfig
+from megatron.training.settings.hf_config import HFConfig
 from megatron.training.settings.own_flags import OwnFlags
 from megatron.training.watch.watch_config import LogConfig, ProfileConfig, TensorBoardConfig
 
@@ -235,6 +236,7 @@ class Config:
     masked_data: MaskedDataConfig
     tokenizer: TokenizerConfig
     checkpoint: CheckpointConfig
+    hf: HFConfig
     log: LogConfig
     tensorboard: TensorBoardConfig
     profile: ProfileConfig

@@ -55,6 +55,12 @@ def _checkpoint_problems(config: Config, _: int) -> Iterator[str]:
             "--skip-train with --eval-iters 0 leaves nothing to do; raise --eval-iters to validate (with --load DIR), or leave "
             "out --skip-train to train"
         )
+    if config.hf.save_hf is not None and config.training.skip_train:
+        yield "--save-hf writes what a run has trained, and --skip-train trains nothing; leave one of them out"
+    for name in ("save", "load", "pretrained_checkpoint"):
+        folder, hf = getattr(checkpoint, name), config.hf.save_hf
+        if folder and hf and same_folder(folder, hf):
+            yield f"--save-hf is the folder of {flag_of(name)}, {folder}; give a folder of its own"
     if config.offload.offload_params and stage < 3:
         yield (
             f"--offload-params offloads parameter shards, and ZeRO stage {stage} has none; give --zero-stage 3, or leave it out"

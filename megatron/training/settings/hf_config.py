@@ -1,0 +1,64 @@
+"""Settings of --save-hf: a run's model written as Hugging Face folders."""
+
+import argparse
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.core.config import Count, FlagConfig, knob
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+DEFAULT_SHARD_SIZE = "5GB"
+
+
+def bytes_of(text: str) -> int:
+    """ "5GB" -> 5,000,000,000. Raises ArgumentTypeError."""
+    found = re.fullmatch(r"([1-9][0-9]{0,8}) ?(B|KB|MB|GB)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 500MB or 5GB")
+    return int(found[1]) * _UNITS[found[2]]
+
+
+def read_size(text: str) -> str:
+    """The text of a size. Raises ArgumentTypeError."""
+    bytes_of(text)
+    return text
+
+
+@dataclass(frozen=True)
+class HFConfig(FlagConfig):
+    """Hugging Face folders of the model."""
+
+    save_hf: str | None = knob(
+        None,
+        "write the model as a Hugging Face folder, DIR/iter_0000100, where the run ends (after its checkpoint); training waits, "
+        "with --async-save too",
+        metavar="DIR",
+    )
+    save_hf_interval: Count | None = knob(None, "write a folder every N iterations, too")
+    save_hf_dtype: Literal["float32", "bfloat16", "float16"] | None = knob(
+        None, "dtype of the tensors of --save-hf; default: that of the parameters"
+    )
+    save_hf_max_shard_size: str | None = knob(
+        None, f"bytes of one file of --save-hf, as 500MB; default: {DEFAULT_SHARD_SIZE}", read=read_size
+    )
+
+    def problems(self) -> Iterator[str]:
+        given = {
+            "--save-hf-interval": self.save_hf_interval,
+            "--save-hf-dtype": self.save_hf_dtype,
+            "--save-hf-max-shard-size": self.save_hf_max_shard_size,
+        }
+        for flag in (flag for flag, value in given.items() if value is not None and self.save_hf is None):
+            yield f"{flag} needs --save-hf, the folder to write to"
+
+    @property
+    def most_bytes(self) -> int:
+        """Of one file."""
+        return bytes_of(self.save_hf_max_shard_size or DEFAULT_SHARD_SIZE)
+
+    def is_due(self, iteration: int, *, last: bool) -> bool:
+        """Whether a folder is written after this iteration. last: the run ends there."""
+        interval = self.save_hf_interval
+        return self.save_hf is not None and (last or (interval is not None and iteration % interval == 0))
