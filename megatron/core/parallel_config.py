@@ -4,8 +4,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from megatron.core.config import ConfigError, Count, FlagConfig, knob
+from megatron.core.config import ConfigError, Count, FlagConfig, flag_of, knob
 from megatron.core.grid import ORDER, AxisSizes
+
+_UNEVEN = (  # stages
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,12 @@ class ParallelConfig(FlagConfig):
             yield (
                 f"--hierarchical-context-parallel-sizes {' '.join(map(str, parts))} must be two numbers whose product is "
                 f"--context-parallel-size ({self.context_parallel_size}); change one"
+            )
+        split = self.pipeline_model_parallel_split_rank
+        if split is not None and (uneven := [flag_of(name) for name in _UNEVEN if getattr(self, name)]):
+            yield (
+                f"--pipeline-model-parallel-split-rank {split} shares each stack evenly among its ranks, and {' and '.join(uneven)} "
+                "would share otherwise; leave out one or the other"
             )
         if None not in (self.num_layers_per_virtual_pipeline_stage, self.num_virtual_stages_per_pipeline_rank):
             yield "give --num-layers-per-virtual-pipeline-stage or --num-virtual-stages-per-pipeline-rank, not both"

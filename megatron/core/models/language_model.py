@@ -75,15 +75,21 @@ class TransformerLanguageModel(nn.Module):
         return self.decoder(x, mask, cache)
 
     def scores(self, x: Tensor, *losses: Any) -> Tensor:
-        """Hidden states [s, b, h] -> scores [s, b, padded vocabulary / t]; on the last stage.
+        """As `scores_of`; on the last stage."""
+        return scores_of(self.output_layer, self.embedding, x, *losses)
 
-        losses: labels [s, b], and loss(scores, labels) -> [s, b], which then is the result."""
-        has_its_own = self.output_layer.weight is not None  # ZeRO stage 3 would gather a table that is passed in vain
-        weight = None if has_its_own else self.embedding.word_embeddings.weight
-        if losses and self.output_layer.tiles == 1:  # whoever hooks the output layer gets its scores
-            labels, loss = losses
-            return loss(self.output_layer(x, weight), labels)
-        return self.output_layer(x, weight, *losses)
+
+def scores_of(head: LanguageModelHead, embedding: Embedding | None, x: Tensor, *losses: Any) -> Tensor:
+    """What the last stage of a model makes of hidden states [s, b, h]: scores [s, b, padded vocabulary / t].
+
+    losses: labels [s, b], and loss(scores, labels) -> [s, b], which then is the result. embedding: has the word table, if the
+    head has no weight of its own."""
+    # ZeRO stage 3 would gather a table that is passed in vain.
+    weight = None if head.weight is not None else embedding.word_embeddings.weight
+    if losses and head.tiles == 1:  # whoever hooks the output layer gets its scores
+        labels, loss = losses
+        return loss(head(x, weight), labels)
+    return head(x, weight, *losses)
 
 
 class LanguageModelStage(nn.Module):

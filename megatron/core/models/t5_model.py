@@ -14,19 +14,20 @@ a stage may end in any place, in the middle of a stack too.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core.models.embedding import Embedding
 from megatron.core.models.head import LanguageModelHead
-from megatron.core.models.language_model import LanguageModelStage
+from megatron.core.models.language_model import LanguageModelStage, scores_of
 from megatron.core.models.rules import T5_RULES
 from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.transformer.context import LayerContext, MakePart
-from megatron.core.transformer.cross_attention import ParallelCrossAttention
-from megatron.core.transformer.kv_cache import KeyValueCache
+from megatron.core.transformer.cross_attention import Kept, ParallelCrossAttention
+from megatron.core.transformer.kv_cache import DecoderCache
 from megatron.core.transformer.masks import Biased, Mask, tensors_of
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.norm import make_norm
@@ -41,12 +42,19 @@ class BesideEncoder:
     """In place of a mask: what a decoder's layers see."""
 
     own: Mask  # of the decoder's own text
-    memory: Tensor  # [s, b, h], or [s/t, b, h] under sequence parallelism: the encoder's result
+    memory: (
+        Tensor | None
+    )  # [s, b, h], or [s/t, b, h] under sequence parallelism: the encoder's result; None once it is cached
     hidden: Tensor  # [b, 1, 1, s], True where the encoder's text is padding
+    cache: DecoderCache | None = None  # in generation
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return (*tensors_of(self.own), self.memory, self.hidden)
+
+    @property
+    def kept(self) -> Kept | None:
+        return None if self.cache is None else self.cache.memory
 
 
 class T5DecoderLayer(ParallelTransformerLayer):
@@ -62,12 +70,15 @@ class T5DecoderLayer(ParallelTransformerLayer):
         self.cross_attention = ParallelCrossAttention(config, config.all_layers + layer, context)
         self.cross_attention_dropout = context.hidden_dropout(config.hidden_dropout, "after cross attention", layer)
 
-    def forward(
-        self, x: Tensor, mask: BesideEncoder, angles: Tensor | None = None, cache: KeyValueCache | None = None
-    ) -> Tensor:
-        x, out = self._of_norm(self.input_layernorm, x, lambda normed: self.self_attention(normed, mask.own, angles))
+    def forward(self, x: Tensor, mask: BesideEncoder, angles: Tensor | None = None) -> Tensor:
+        attend = lambda normed: self.self_attention(normed, mask.own, angles, mask.cache)  # noqa: E731
+        x, out = self._of_norm(self.input_layernorm, x, attend)
         x = self._sum(x, out, self.attention_dropout)
-        look = lambda normed: self.cross_attention(normed, mask.memory.to(normed.dtype), mask.hidden)  # noqa: E731
+
+        def look(normed: Tensor) -> Tensor:
+            memory = None if mask.memory is None else mask.memory.to(normed.dtype)
+            return self.cross_attention(normed, memory, mask.hidden, mask.kept)
+
         x, out = self._of_norm(self.pre_cross_attn_layernorm, x, look)
         x = self._sum(x, out, self.cross_attention_dropout)
         mlp = partial(recomputed, self.mlp, self.keys) if self.recomputes_mlp else self.mlp
@@ -81,7 +92,8 @@ class EncoderDecoder(nn.Module):
     forward(encoder ids [b, s], decoder ids [b, t], hidden keys of the encoder [b, 1, 1, s]) -> (x [s, b, h], y [t, b, h], the
     tables of relative positions if the model has them), what the next stage starts from; under sequence parallelism a part of
     each text. Ranks that share samples each give their rows of both texts, and all hidden keys. layers: numbers over the whole
-    model, those of the encoder first; their names count each stack from 0.
+    model, those of the encoder first; their names count each stack from 0. With a cache, in generation, further words of the
+    decoder alone: `go_on`.
     """
 
     def __init__(
@@ -105,9 +117,14 @@ class EncoderDecoder(nn.Module):
         self.encoder = self.decoder = None
         if pre_process or (post_process and tied):
             self.embedding = Embedding(config, vocab_size, positions, context, words_only=not pre_process)
-            uses = 2 * pre_process + (tied and post_process)  # two texts, and the scores
+            table = self.embedding.word_embeddings.weight
+            uses = 2 * pre_process + config.tiled_loss * (
+                tied and post_process
+            )  # two texts, and the tiles of the scores
             if uses > 1:
-                self.embedding.word_embeddings.weight.uses = uses
+                table.uses = uses
+            if pre_process and post_process and tied:
+                table.is_lent = True
         if pre_process and self.embedding.position_embeddings is not None:
             self.embedding.position_embeddings.weight.uses = 2
         self.decoder_dropout = context.hidden_dropout(config.hidden_dropout, "embedding of the decoder", 0)
@@ -138,15 +155,36 @@ class EncoderDecoder(nn.Module):
         """Set what the previous stage hands on, on every stage but the first."""
         self._input_tensor = x
 
-    def forward(self, ids: Tensor | None, decoder_ids: Tensor | None, hidden: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        self, ids: Tensor | None, decoder_ids: Tensor | None, hidden: Tensor, cache: DecoderCache | None = None
+    ) -> tuple[Tensor, ...]:
         given = self._embedded(ids, decoder_ids) if self.pre_process else self._input_tensor
         x, y = given[:2]
         tables = given[2:]
         if self.encoder is not None:
             x = self.encoder(x, self._mask(0, tables, x, hidden)).to(self.settings.residual_dtype)
         if self.decoder is not None:
-            y = self.decoder(y, BesideEncoder(self._mask(1, tables, y, None), x, hidden))
+            y = self.decoder(y, BesideEncoder(self._mask(1, tables, y, None), x, hidden, cache))
+        if cache is not None:
+            cache.tables = tables
+            cache.advance(y.shape[0])
         return x, y, *tables
+
+    def go_on(self, decoder_ids: Tensor | None, hidden: Tensor, cache: DecoderCache) -> Tensor:
+        """Hidden states [new, b, h] of the decoder's next words [b, new], by what the cache holds of both texts."""
+        if self.pre_process:
+            positions = cache.positions(decoder_ids.shape[1])
+            y = self.embedding(decoder_ids, positions, None, self.decoder_dropout)
+        else:
+            (y,) = self._input_tensor
+        if self.decoder is not None:
+            own, (new, seen) = None, (len(y), cache.length)
+            if cache.tables:
+                rows = torch.arange(seen, seen + new)
+                own = Biased(self._biases[1].of(cache.tables[1], seen + new, rows), None)
+            y = self.decoder(y, BesideEncoder(own, None, hidden, cache))
+        cache.advance(len(y))
+        return y
 
     def _embedded(self, *texts: Tensor) -> list[Tensor]:
         x, y = (
@@ -164,10 +202,9 @@ class EncoderDecoder(nn.Module):
         mine = self.context.positions(held, torch.device("cpu"))
         return Biased(self._biases[stack].of(tables[stack], rows.within_layers.length_of(held), mine), hidden)
 
-    def scores(self, x: Tensor) -> Tensor:
-        """Hidden states [t, b, h] -> scores [t, b, padded vocabulary / t]; on the last stage."""
-        has_its_own = self.output_layer.weight is not None
-        return self.output_layer(x, None if has_its_own else self.embedding.word_embeddings.weight)
+    def scores(self, x: Tensor, *losses: Any) -> Tensor:
+        """Of hidden states [t, b, h], as `scores_of`; on the last stage."""
+        return scores_of(self.output_layer, self.embedding, x, *losses)
 
 
 class T5Model(LanguageModelStage):
@@ -175,7 +212,8 @@ class T5Model(LanguageModelStage):
 
     forward(encoder_input_ids [b, s], decoder_input_ids [b, t], encoder_mask [b, s] (1 for a token, 0 for padding; every stage
     needs it), lm_labels [b, t]): what the next stage starts from; on the last stage the loss of each token [b, t], or without
-    labels the scores [b, t, padded vocabulary / t].
+    labels the scores [b, t, padded vocabulary / t]. cache: for generation, filled by the first forward of a batch; each further
+    one takes the next words of the decoder alone, and hands on their hidden states alone.
 
     The decoder is causal and has no mask of its own: padding stands at the end, where no token looks. With tied weights hidden
     states are divided by the square root of their width before the scores, as the published models of version 1.0 have it.
@@ -195,31 +233,38 @@ class T5Model(LanguageModelStage):
         decoder_input_ids: Tensor | None,
         encoder_mask: Tensor,
         lm_labels: Tensor | None = None,
+        cache: DecoderCache | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
         # Only keys are masked: a query without any key would give NaN, and the results of padding are not used.
-        handed_on = self.language_model(encoder_input_ids, decoder_input_ids, encoder_mask[:, None, None, :] == 0)
-        if not self.post_process:
-            return handed_on
-        scores = self.language_model.scores(handed_on[1] * self.factor)
+        hidden = encoder_mask[:, None, None, :] == 0
+        if cache is not None and cache.length:
+            y = self.language_model.go_on(decoder_input_ids, hidden, cache)
+            if not self.post_process:
+                return (y,)
+        else:
+            handed_on = self.language_model(encoder_input_ids, decoder_input_ids, hidden, cache)
+            if not self.post_process:
+                return handed_on
+            y = handed_on[1]
+        y = y * self.factor
         if lm_labels is None:
-            return self.returned(scores)
-        settings = self.settings
-        losses = sharded_cross_entropy(
-            scores,
-            lm_labels.t(),
-            self.axis,
-            self.vocab_size,
-            label_smoothing=settings.label_smoothing,
-            z_loss=settings.z_loss_coeff,
+            return self.returned(self.language_model.scores(y))
+        loss = partial(
+            sharded_cross_entropy,
+            axis=self.axis,
+            vocab_size=self.vocab_size,
+            label_smoothing=self.settings.label_smoothing,
+            z_loss=self.settings.z_loss_coeff,
         )
-        return self.batch_first(losses)
+        return self.batch_first(self.language_model.scores(y, lm_labels.t(), loss))
 
-    def boundary(self, micro_batch_size: int, seq_length: int) -> tuple[TensorSpec, ...]:
-        """x, y, and both tables if there are any."""
+    def boundary(
+        self, micro_batch_size: int, seq_length: int, decoder_seq_length: int | None = None
+    ) -> tuple[TensorSpec, ...]:
+        """x, y, and both tables if there are any. decoder_seq_length: default: that of training."""
         config, context = self.settings, self.context
-        states = (
-            context.hidden_states(config, micro_batch_size, length) for length in (seq_length, self.decoder_seq_length)
-        )
+        lengths = seq_length, decoder_seq_length or self.decoder_seq_length
+        states = (context.hidden_states(config, micro_batch_size, length) for length in lengths)
         shape = config.relative_attention_num_buckets, config.num_attention_heads
         tables = [TensorSpec(shape, config.params_dtype)] * 2 if self.language_model.has_tables else []
         return *states, *tables

@@ -37,7 +37,7 @@ def without_decay_of_tables(group_of: GroupRule) -> GroupRule:
 
     def routed(name: str, placement: Placement) -> ParamGroup:
         group = group_of(name, placement)
-        return replace(group, weight_decay_multiplier=0.0) if name.endswith("embeddings.weight") else group
+        return replace(group, weight_decay_multiplier=0.0) if name.endswith(_TABLES) else group
 
     return routed
 
@@ -54,4 +54,5 @@ def others_to(optimizer: str, group_of: GroupRule) -> GroupRule:
     return routed
 
 
-_NO_MATRICES = ("embeddings.weight", "output_layer.weight")
+_TABLES = ("embeddings.weight", "relative_pos_emb.weight")
+_NO_MATRICES = (*_TABLES, "output_layer.weight")

@@ -13,8 +13,9 @@ class ParallelCrossAttention(nn.Module):
     """Queries from x, keys and values from another sequence; each rank computes n/t heads.
 
     The fused key/value weight holds the heads one after the other, each as its key head and its value head.
-    forward(x [s, b, h], memory [m, b, h], mask) -> [s, b, h]. mask: bool [.., s or 1, m], True where attention is masked; None:
-    all of the other sequence is seen. Source: "Attention Is All You Need", Vaswani et al. 2017, section 3.2.3.
+    forward(x [s, b, h], memory [m, b, h], mask, kept) -> [s, b, h]. mask: bool [.., s or 1, m], True where attention is masked;
+    None: all of the other sequence is seen. kept: layer -> keys and values; the first forward adds its own, further ones use them
+    and need no memory. Source: "Attention Is All You Need", Vaswani et al. 2017, section 3.2.3.
     """
 
     gives_hidden_states = True
@@ -28,17 +29,33 @@ class ParallelCrossAttention(nn.Module):
         options = {"tp": context.tp, "init": config.init, "bias": config.add_bias_linear}
         self.linear_q = ColumnParallelLinear(config.hidden_size, n * d, **options)
         self.linear_kv = ColumnParallelLinear(config.hidden_size, 2 * n * d, interleaved=(d, d), **options)
+        self.layer = layer
         self.core_attention, self.rows = make_core(config, layer, context), context.rows.within_layers
         of_output = options | {"init": config.output_init}
         self.linear_proj = RowParallelLinear(n * d, config.hidden_size, **of_output)
 
-    def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None = None) -> Tensor:
-        return self.linear_proj(self.attended(x, memory, mask))[0]
+    def forward(
+        self, x: Tensor, memory: Tensor | None, mask: Tensor | None = None, kept: "Kept | None" = None
+    ) -> Tensor:
+        return self.linear_proj(self.attended(x, memory, mask, kept))[0]
 
-    def attended(self, x: Tensor, memory: Tensor, mask: Tensor | None = None) -> Tensor:
+    def attended(
+        self, x: Tensor, memory: Tensor | None, mask: Tensor | None = None, kept: "Kept | None" = None
+    ) -> Tensor:
         """[s, b, n/t d]: the heads' results, before the output layer."""
         q = self.linear_q(x)[0].unflatten(-1, (self.heads, self.head_width))
-        k, v = self.linear_kv(memory)[0].unflatten(-1, (self.heads, 2, self.head_width)).unbind(3)
+        k, v = self._keys_and_values(memory, kept)
         if mask is None:
             mask = torch.zeros(1, 1, 1, self.rows.length_of(len(k)), dtype=torch.bool, device=q.device)
         return self.core_attention(q, k, v, mask)
+
+    def _keys_and_values(self, memory: Tensor | None, kept: "Kept | None") -> tuple[Tensor, Tensor]:
+        if kept is not None and self.layer in kept:
+            return kept[self.layer]
+        k, v = self.linear_kv(memory)[0].unflatten(-1, (self.heads, 2, self.head_width)).unbind(3)
+        if kept is not None:
+            kept[self.layer] = k, v
+        return k, v
+
+
+Kept = dict[int, tuple[Tensor, Tensor]]  # layer -> keys, values [m, b, n/t, d]

@@ -77,3 +77,15 @@ class KeyValueCache:
 
     def _columns(self, new: int) -> Tensor:
         return torch.arange(self.length, self.length + new, device=self._starts.device)
+
+
+class DecoderCache(KeyValueCache):
+    """Of the layers of a decoder beside an encoder: also what they have made of the encoder's result, once for a batch.
+
+    All texts begin in the first column. memory: layer -> keys and values of the encoder's result. tables: of relative positions.
+    """
+
+    def __init__(self, texts: int, capacity: int, device: torch.device | str = "cpu"):
+        super().__init__([0] * texts, capacity, device)
+        self.memory: dict[int, tuple[Tensor, Tensor]] = {}
+        self.tables: tuple[Tensor, ...] = ()

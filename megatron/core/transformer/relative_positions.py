@@ -58,7 +58,8 @@ class RelativeBias:
     def __init__(self, config: ModelConfig, axis: Axis, *, bidirectional: bool):
         self.buckets, self.far = config.relative_attention_num_buckets, config.relative_attention_max_distance
         self.axis, self.bidirectional = axis, bidirectional
-        self._rows: dict[int, Tensor] = {}  # by length, of which a rank always has the same rows
+        # By keys and queries: a rank always has the same rows of a whole text, and of a text with a cache the last ones.
+        self._rows: dict[tuple[int, int], Tensor] = {}
 
     def of(self, table: Tensor, length: int, rows: Tensor) -> Tensor:
         """[heads/t, rows, length], in float32 or wider. table: [buckets, heads]. rows: places of the queries, on the CPU.
@@ -66,12 +67,12 @@ class RelativeBias:
         The table is equal on all ranks of the tensor-parallel axis, and so is its gradient, by an all-gather in the backward.
         Every rank must call.
         """
-        if length not in self._rows:
-            self._rows[length] = self._buckets_of_pairs(length, rows).to(table.device)
+        if (pair := (length, len(rows))) not in self._rows:
+            self._rows[pair] = self._buckets_of_pairs(length, rows).to(table.device)
         mine = mappings.scatter_last(table, self.axis)
         # Thousands of pairs share a row, whose gradient is their sum.
         wide = mine.to(torch.promote_types(mine.dtype, torch.float32))
-        return functional.embedding(self._rows[length], wide).permute(2, 0, 1)
+        return functional.embedding(self._rows[pair], wide).permute(2, 0, 1)
 
     def _buckets_of_pairs(self, length: int, rows: Tensor) -> Tensor:
         distances = range(1 - length, length)

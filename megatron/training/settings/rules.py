@@ -176,9 +176,10 @@ def _model_problems(config: Config, _: int) -> Iterator[str]:
         parts, flag = "with --sequence-parallel, where they hold parts", "or use --tensor-model-parallel-size"
         instead = parts if tensor > 1 else flag
         yield f"--distribute-saved-activations shards copies that tensor-parallel ranks hold; leave it out {instead}"
-    rows = (length or 0) // config.parallel.context_parallel_size // (tensor if is_divided else 1)
+    shortest = min((tokens for tokens in lengths.values() if tokens is not None), default=0)
+    rows = shortest // config.parallel.context_parallel_size // (tensor if is_divided else 1)
     for flag, tiles in {"--tiled-mlp": model.tiled_mlp, "--tiled-loss": model.tiled_loss}.items():
-        if length and tiles > max(rows, 1):
+        if shortest and tiles > max(rows, 1):
             yield f"{flag} {tiles} makes more tiles than a rank has tokens of a sample ({rows}); use at most {rows}"
     yield from _layer_problems(config)
     limit = model.max_position_embeddings
