@@ -16,15 +16,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import combinations, product
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from covering import covering
 from parity_cases import BUCKET, TOLERANCE, worst_of
 from parity_sweep import read_results, run_case, sweep
 from tiny_run import GPT2, LLAMA, SEQ, Layout, Outcome, Texts, run
@@ -83,7 +82,6 @@ NEW = ("cp", "kind")  # the pairs with one of these are the tests'
 RANKS = 16
 BATCH = 4
 BYTES = 8  # of an element
-_CANDIDATES = 60  # completions looked at for each case of a covering set
 
 
 @dataclass(frozen=True)
@@ -204,51 +202,15 @@ _SEEDS = (
 )  # of completions that may be
 
 
-def _parts(case: ContextCase, strength: int, only: tuple[str, ...]) -> set[tuple]:
-    """Its combinations of so many choices; only: those with one of these dimensions."""
-    named = list(zip(DIMENSIONS, case.choices))
-    return {part for part in combinations(named, strength) if not only or any(name in only for name, _ in part)}
-
-
-def _all_parts(strength: int, only: tuple[str, ...]) -> list[tuple]:
-    found = []
-    for names in combinations(DIMENSIONS, strength):
-        if only and not set(names) & set(only):
-            continue
-        for choices in product(*(DIMENSIONS[name] for name in names)):
-            part = tuple(zip(names, choices))
-            if any(_completed(dict(part), others).can_be for others in _SEEDS):
-                found.append(part)
-    return found
-
-
-def _completed(fixed: dict[str, Any], others: dict[str, Any]) -> ContextCase:
-    return ContextCase(**(others | fixed))
-
-
 @cache
 def covering_cases(strength: int, only: tuple[str, ...] = ()) -> tuple[ContextCase, ...]:
     """Cases of at most RANKS ranks in which every `strength` choices occur together that can; those for NEW, and of the smaller
     strength, come first. only: of combinations with one of these dimensions."""
     if strength == 2 and not only:
-        chosen = list(covering_cases(2, NEW))
+        chosen = covering_cases(2, NEW)
     else:
-        chosen = list(covering_cases(strength - 1)) if strength > 2 else []
-    missing = dict.fromkeys(_all_parts(strength, only))
-    for case in chosen:
-        for part in _parts(case, strength, only):
-            missing.pop(part, None)
-    random = Random(strength)
-    while missing:
-        seed = dict(next(iter(missing)))
-        drawn = ({name: random.choice(values) for name, values in DIMENSIONS.items()} for _ in range(_CANDIDATES))
-        fits = [case for case in (_completed(seed, others) for others in drawn) if case.can_be]
-        fits += [case for others in _SEEDS if (case := _completed(seed, others)).can_be]
-        gains = [(sum(part in missing for part in _parts(case, strength, only)), case) for case in fits]
-        chosen.append(max(gains, key=lambda pair: pair[0] / (8 + pair[1].ranks))[1])
-        for part in _parts(chosen[-1], strength, only):
-            missing.pop(part, None)
-    return tuple(chosen)
+        chosen = covering_cases(strength - 1) if strength > 2 else ()
+    return covering(ContextCase, DIMENSIONS, strength, seeds=_SEEDS, chosen=chosen, only=only)
 
 
 # ---------------------------------------------------------------- one case

@@ -23,8 +23,11 @@ class Layout:
     m: int = 1  # microbatches of one rank and step
     v: int = 1  # model chunks of each pipeline rank
     first: int | None = None  # layers of the first stage, where stages differ
+    split: int | None = None  # of an encoder and a decoder: the pipeline rank where the decoder begins
     schedule: str = "1f1b"
-    recompute: str = "none"  # "selective", "uniform 2", "block 1": full recomputation by method and number of layers
+    recompute: str = (
+        "none"  # "selective", "all parts", "uniform 2", "block 1": full recomputation by method and number of layers
+    )
     scatter: bool = True
     data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
     delayed: bool = False
@@ -39,6 +42,7 @@ class Layout:
             + [self.schedule] * (self.schedule != "1f1b")
         )
         parts += [self.recompute.replace(" ", "")] * (self.recompute != "none") + ["delayed"] * self.delayed
+        parts += [f"split{self.split}"] * (self.split is not None)
         parts += ["whole"] * (not self.scatter) + ["overlap"] * self.data_parallel.overlap_grad_reduce
         return "-".join([*parts, *["fixed"] * self.data_parallel.fixed_order_grad_reduce])
 
@@ -74,5 +78,9 @@ class Layout:
         """The model with this layout's recomputation."""
         if self.recompute in ("none", "selective"):
             return replace(config, recompute_granularity=None if self.recompute == "none" else "selective")
+        if self.recompute == "all parts":
+            return replace(
+                config, recompute_granularity="selective", recompute_modules=["core_attn", "mlp", "layernorm"]
+            )
         method, number = self.recompute.split()
         return replace(config, recompute_granularity="full", recompute_method=method, recompute_num_layers=int(number))

@@ -91,6 +91,10 @@ class OptionCase:
     def choices(self) -> tuple:
         return (self.bundle, *self.case.choices)
 
+    @property
+    def ranks(self) -> int:
+        return self.case.ranks
+
     def __str__(self) -> str:
         return f"{self.bundle.replace(' ', '')}-{self.case}"
 

@@ -25,6 +25,8 @@ from case_runs import about, choices_run, differing, read_results, run_case, swe
 from layout_space import DIMENSIONS, Case, case_of, count_cases, covering_cases, main_product
 from option_cases import OPTION_DIMENSIONS, option_cases, worst_difference_of
 from parity_cases import worst_difference
+from t5_cases import DIMENSIONS as T5_DIMENSIONS
+from t5_cases import t5_cases, t5_report, worst_t5_difference
 
 
 def ordered_cases(max_ranks: int) -> Iterator[Case]:
@@ -108,6 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
         "the options of published families, each bundle in every pair of layouts; with a file of results of its own"
     )
     parser.add_argument("--options", action="store_true", help=with_options)
+    parser.add_argument("--t5", action="store_true", help="a T5 (tests/t5_cases.py); with a file of results of its own")
     parser.add_argument("--report", type=Path, help="write this table of the results so far, and run nothing")
     parser.add_argument(
         "--beside", type=Path, nargs="+", default=[], help="with --report: results of --options and --compile"
@@ -119,24 +122,25 @@ def main(arguments: list[str] | None = None) -> int:
         if not 1 <= i <= n:
             parser.error(f"--shard is {given.shard}; it must be i/n with 1 <= i <= n")
         cases, count = ordered_cases(given.max_ranks), count_cases(given.max_ranks)
-        if given.options:
-            cases = list(option_cases())
-            count = len(cases)
-        if given.only:
-            cases = [case for case in cases if given.only in str(case)]
+        compare, dimensions = partial(worst_difference, compile=given.compile), DIMENSIONS
+        if given.t5:
+            cases, compare, dimensions = t5_cases(3), worst_t5_difference, T5_DIMENSIONS
+        elif given.options:
+            cases, dimensions = option_cases(), OPTION_DIMENSIONS
+            compare = partial(worst_difference_of, compile=given.compile)
+        if given.only or given.t5 or given.options:
+            cases = [case for case in cases if given.only in str(case) and case.ranks <= given.max_ranks]
             count = len(cases)
         cases = islice(cases, i - 1, None, n)
-        compare = partial(worst_difference_of if given.options else worst_difference, compile=given.compile)
-        dimensions = OPTION_DIMENSIONS if given.options else DIMENSIONS
         flags = " ".join(["--options"] * given.options + [f"--compile {given.compile}"] * (given.compile != "off"))
         run_one = lambda case: run_case(case, compare, dimensions) | {"flags": flags}  # noqa: E731
         sweep(cases, -(-(count - i + 1) // n), given.results, given.limit_minutes * 60, run_one)
     results = list(read_results(*given.results).values())
     if given.report is not None:
         beside = [result for path in given.beside for result in read_results(path).values()]
-        given.report.write_text(report(results, beside))
+        given.report.write_text(t5_report(results) if given.t5 else report(results, beside))
     failed = sum(not result["ok"] for result in results)
-    total = len(list(option_cases())) if given.options else count_cases()
+    total = len(t5_cases(3)) if given.t5 else len(list(option_cases())) if given.options else count_cases()
     print(f"{len(results):,} of {total:,} cases have been run, {failed} differ")
     return 1 if failed else 0
 

@@ -336,11 +336,6 @@ T5_REFUSALS = {
         T5 + "--context-parallel-size 1 --window-size 4,0 --compile regions",
         "--window-size --compile regions",
     ),
-    "chunks of the decoder's text": (
-        4,
-        T5 + "--context-parallel-size 4 --decoder-seq-length 12",
-        "--decoder-seq-length 12 8 --context-parallel-size 4",
-    ),
     "rotation": (1, T5 + "--position-embedding-type rope", "--position-embedding-type rope"),
     "places of norms": (1, T5 + "--norm-placement post", "--norm-placement post"),
     "shared keys": (1, T5 + "--group-query-attention --num-query-groups 2", "--group-query-attention"),
@@ -356,11 +351,6 @@ T5_REFUSALS = {
         T5 + "--relative-attention-max-distance 16",
         "--relative-attention-max-distance 16 --relative-attention-num-buckets",
     ),
-    "sequence parts": (
-        2,
-        T5 + "--decoder-seq-length 15 --tensor-model-parallel-size 2 --sequence-parallel",
-        "--sequence-parallel --decoder-seq-length 15 --tensor-model-parallel-size 2",
-    ),
     "no rank to split at": (
         1,
         T5 + "--pipeline-model-parallel-split-rank 1",
@@ -371,17 +361,75 @@ T5_REFUSALS = {
         T5 + "--pipeline-model-parallel-split-rank 3 --pipeline-model-parallel-size 4",
         "--pipeline-model-parallel-split-rank 3 4 encoder",
     ),
-    "split chunks": (
-        2,
-        T5
-        + "--pipeline-model-parallel-split-rank 1 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
-        "--pipeline-model-parallel-split-rank 1 2",
-    ),
     "another tokenizer": (
         1,
         REAL + "--decoder-seq-length 16 --data-path {tmp}/no",
         "--data-path {tmp}/no sentinels BertWordPieceCase",
     ),
 }
+_SPLIT = "--pipeline-model-parallel-split-rank 1 --pipeline-model-parallel-size 2 "
+# Flags that cannot stand together in a T5: (ranks, flags, what the message names). docs/t5_matrix.md has the messages.
+T5_APART = {
+    "a split, and virtual stages": (
+        2,
+        _SPLIT + "--num-virtual-stages-per-pipeline-rank 2 --global-batch-size 4",
+        "--pipeline-model-parallel-split-rank 1 2",
+    ),
+    "a split, and ZB-V": (2, _SPLIT + "--pipeline-schedule zb-v", "--pipeline-model-parallel-split-rank 1 2"),
+    "a split, and uneven stages": (
+        2,
+        _SPLIT + "--decoder-first-pipeline-num-layers 2 --account-for-loss-in-pipeline-split",
+        "--pipeline-model-parallel-split-rank 1 --decoder-first-pipeline-num-layers --account-for-loss-in-pipeline-split",
+    ),
+    "zero bubble, and one stage": (1, "--pipeline-schedule zb-v", "zb-v 2 chunks --pipeline-model-parallel-size"),
+    "sequence parallelism, and a decoder's text that it does not divide": (
+        2,
+        "--decoder-seq-length 15 --tensor-model-parallel-size 2 --sequence-parallel",
+        "--sequence-parallel --decoder-seq-length 15 --tensor-model-parallel-size 2",
+    ),
+    "context parallelism, and a decoder's text that it does not divide": (
+        4,
+        "--context-parallel-size 4 --decoder-seq-length 12",
+        "--decoder-seq-length 12 8 --context-parallel-size 4",
+    ),
+    "a2a, and tensor parallelism that leaves fewer heads": (
+        8,
+        "--context-parallel-size 2 --cp-comm-type a2a --tensor-model-parallel-size 4",
+        "--cp-comm-type a2a --context-parallel-size 2 p2p",
+    ),
+    "tiles, and too few tokens": (1, "--tiled-loss 17", "--tiled-loss 17 16"),
+    "tiles, and an MLP computed again": (
+        1,
+        "--tiled-mlp 2 --recompute-granularity selective --recompute-modules mlp",
+        "--tiled-mlp 2 --recompute-modules mlp",
+    ),
+    "offloaded activations, and norms computed again": (
+        1,
+        "--cpu-offloading-num-layers 1 --recompute-granularity selective --recompute-modules layernorm",
+        "--recompute-modules layernorm --cpu-offloading-num-layers",
+    ),
+    "Muon, and ZeRO 2 or 3": (2, "--optimizer muon --zero-stage 2", "--optimizer muon 2 --zero-stage 1"),
+    "Muon, and offload": (
+        2,
+        "--optimizer muon --zero-stage 1 --optimizer-cpu-offload",
+        "--optimizer muon --optimizer-cpu-offload",
+    ),
+    "sums in a fixed order, and ZeRO 2 or 3": (
+        2,
+        "--fixed-order-grad-reduce --zero-stage 2",
+        "--fixed-order-grad-reduce 0 1",
+    ),
+    "sums in a fixed order, and overlap": (
+        2,
+        "--fixed-order-grad-reduce --overlap-grad-reduce",
+        "--fixed-order-grad-reduce --overlap-grad-reduce",
+    ),
+    "parameters offloaded, and no shards of them": (
+        2,
+        "--zero-stage 2 --optimizer-cpu-offload --offload-params",
+        "--offload-params 2 --zero-stage 3",
+    ),
+}
+T5_REFUSALS |= {f"together: {what}": (ranks, T5 + flags, said) for what, (ranks, flags, said) in T5_APART.items()}
 # Flags of two stacks, for a model that has one.
 ONE_STACK = "--decoder-num-layers 2 --decoder-seq-length 9 --pipeline-model-parallel-split-rank 1 --position-embedding-type relative"

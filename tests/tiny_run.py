@@ -25,7 +25,7 @@ from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
-from megatron.core.pipeline_parallel.stage import split_layers
+from megatron.core.pipeline_parallel.stage import split_layers, split_two_stacks
 from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.placement import Placement, owned_pieces
 from megatron.core.products import NATIVE
@@ -161,11 +161,15 @@ def build_chunks(
     config, stages = layout.applied_to(config), layout.stages
     poisoned = replace(layout.data_parallel, poison_released_buffers=layout.poison)
     options = {"sequence_parallel": layout.sp, "weight_grads": store, "fills": False, "cp_types": layout.cp_types}
+    if layout.split is None:
+        split = split_layers(config.all_layers, stages.last + 1, first=layout.first)
+    else:
+        split = split_two_stacks(config.num_layers, config.decoder_layers, stages, layout.split)
     models = {
         stage: subject.make(
             config,
             vocab_size=vocab,
-            layers=split_layers(config.all_layers, stages.last + 1, first=layout.first)[stage],
+            layers=split[stage],
             context=LayerContext.on(mesh, config.params_dtype, keys, tier=tier, **options),
             pre_process=stage == 0,
             post_process=stage == stages.last,

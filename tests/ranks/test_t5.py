@@ -2,13 +2,17 @@
 
 import sys
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
+from itertools import combinations, product
 from pathlib import Path
 
 import pytest
 import torch
 from local_ranks import run_ranks
-from tiny_run import SEQ, Layout, Outcome, Subject, Texts, TinyTrainer, assert_equal, run
+from parity_cases import TOLERANCE
+from t5_cases import DIMENSIONS, RANKS, T5Case, outcomes, t5_cases
+from tiny_run import Layout, TinyTrainer, assert_equal, run
+from tiny_t5 import CONFIGS, T5
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -22,9 +26,10 @@ from megatron.core.interchange.hf_folder import read_json
 from megatron.core.interchange.mapped import heads_of, rows_of
 from megatron.core.interchange.written import their_tensors, write_hf_folder
 from megatron.core.models.t5_model import T5Model
+from megatron.core.optimizer.param_groups import default_group, others_to, without_decay_of_tables
 from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.pipeline_parallel.stage import split_layers
-from megatron.core.placement import pieces
+from megatron.core.placement import Normal, Placement, pieces
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.relative_positions import bucket_of
@@ -175,151 +180,56 @@ def test_buckets_are_those_of_the_paper():
 
 # ---------------------------------------------------------------- layouts
 
-DECODER = 4  # tokens
-PLAIN = ModelConfig(
-    num_layers=4,
-    decoder_num_layers=4,
-    hidden_size=16,
-    num_attention_heads=4,
-    kv_channels=6,
-    ffn_hidden_size=24,
-    make_vocab_size_divisible_by=8,
-    fp64=True,
-    position_embedding_type="relative",
-    relative_attention_num_buckets=8,
-    relative_attention_max_distance=6,
-    normalization="RMSNorm",
-    add_bias_linear=False,
-    activation="relu",
-    softmax_scale=1.0,
-    init_method_std=0.1,
-)
-CONFIGS = {
-    "t5": PLAIN,
-    "gated": replace(
-        PLAIN,
-        gated=True,
-        activation="gelu-tanh",
-        untie_embeddings_and_output_weights=True,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-    ),
-    "learned": replace(
-        PLAIN,
-        position_embedding_type="learned_absolute",
-        relative_attention_num_buckets=32,
-        relative_attention_max_distance=128,
-        add_bias_linear=True,
-        normalization="LayerNorm",
-        num_layers=6,
-        decoder_num_layers=2,
-    ),
-}
-
-
-def sample(number: int, texts: Texts) -> dict[str, Tensor]:
-    """A text with padding, and a shorter one to be said, with padding too."""
-    generator = torch.Generator().manual_seed(3000 + number)
-    length, asked = (int(torch.randint(n // 2, n + 1, (), generator=generator)) for n in (SEQ, DECODER))
-    said = torch.randint(0, texts.vocab, (DECODER + 1,), generator=generator)
-    return {
-        "text": torch.randint(0, texts.vocab, (SEQ,), generator=generator),
-        "seen": (torch.arange(SEQ) < length).long(),
-        "decoder": said[:-1],
-        "labels": torch.where(torch.arange(DECODER) < asked, said[1:], -1),
-    }
-
-
-def loss_func(labels: Tensor, losses: Tensor):
-    mask = (labels >= 0).to(losses.dtype)
-    total, count = (losses * mask).sum(), mask.sum()
-    return total, count, {"lm loss": torch.stack((total.detach().double(), count))}
-
-
-def forward_step(data, model):
-    batch = next(data)
-    output = model(batch["text"], batch["decoder"], batch["seen"], batch["labels"])
-    return output, partial(loss_func, batch["labels"])
-
-
-T5 = Subject(
-    lambda config, **parts: T5Model(config, positions=SEQ, decoder_seq_length=DECODER, **parts),
-    forward_step,
-    sample,
-    ("seen",),
-)
-OVERLAP = DataParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=1500)
-ZERO = replace(OVERLAP, use_distributed_optimizer=True, overlap_param_gather=True)
-LAYOUTS = [
-    Layout(tp=2, sp=True, pp=2, m=2, schedule="zb-h1", data_parallel=ZERO, delayed=True),
-    Layout(tp=2, sp=True, pp=2, dp=2, m=2, schedule="zb-h1", data_parallel=ZERO, delayed=True),
-    Layout(tp=2, m=4),
-    Layout(tp=4, sp=True, m=4, recompute="selective", delayed=True),
-    Layout(pp=2, m=4),
-    Layout(pp=4, m=4, schedule="zb-h1"),
-    Layout(tp=2, pp=4, m=4, delayed=True),
-    Layout(tp=2, pp=4, m=4, scatter=False),
-    Layout(pp=2, v=2, m=4, schedule="interleaved", recompute="uniform 1"),
-    Layout(pp=2, v=4, m=4, schedule="zb-interleaved", recompute="block 1"),
-    Layout(dp=4, m=1, data_parallel=OVERLAP, delayed=True),
-    Layout(dp=2, m=2, data_parallel=replace(ZERO, zero_stage=2), delayed=True),
-    Layout(dp=2, m=2, data_parallel=DataParallelConfig(zero_stage=3), delayed=True),
-    Layout(tp=2, pp=2, dp=2, m=2, data_parallel=DataParallelConfig(zero_stage=3), recompute="uniform 2"),
-    Layout(tp=2, sp=True, pp=2, v=2, m=4, schedule="zb-v", data_parallel=ZERO, recompute="uniform 1"),
-]
-
-
-@cache
-def one_process(name: str) -> Outcome:
-    return run(CONFIGS[name], Layout(m=4), steps=2, global_batch=8, subject=T5)
-
 
 def cases():
-    """The first layout always, two more in the whole test command, all of all models in the sweep."""
-    for name in CONFIGS:
-        for i, layout in enumerate(LAYOUTS):
-            covering = (name, i) in (("t5", 6), ("gated", 12), ("learned", 14))
-            marks = [] if (name, i) == ("t5", 0) else [pytest.mark.full if covering else pytest.mark.sweep]
-            yield pytest.param(name, layout, marks=marks, id=f"{name}-{layout}")
+    """Every choice in the test command, every pair in the sweep; every triple by tests/parity_sweep.py --t5."""
+    fast = min((case for case in t5_cases(1) if case.ranks == 4), key=str)
+    for case in t5_cases(2):
+        marks = [] if case == fast else [pytest.mark.full if case in t5_cases(1) else pytest.mark.sweep]
+        yield pytest.param(case, marks=marks, id=str(case))
 
 
-@pytest.mark.parametrize("name, layout", list(cases()))
-def test_every_layout_equals_one_process(name: str, layout: Layout):
-    got = run(CONFIGS[name], layout, steps=2, global_batch=8, subject=T5)
-    assert_equal(got, one_process(name), 1e-10)
+@pytest.mark.parametrize("case", cases())
+def test_every_layout_and_feature_equals_one_process(case: T5Case):
+    assert_equal(*outcomes(case), TOLERANCE)
 
 
-KINDS = ("p2p", "all_gather", "a2a", "a2a+p2p")
-SHARED = {
-    **{kind: Layout(cp=2, cp_heads=2, cp_types=(kind,), m=2) for kind in KINDS},
-    "mixed": Layout(
-        tp=2,
-        sp=True,
-        pp=2,
-        cp=2,
-        cp_heads=2,
-        cp_types=2 * KINDS,
-        m=2,
-        schedule="zb-h1",
-        data_parallel=ZERO,
-        delayed=True,
-    ),
-    "stage 3": Layout(cp=2, dp=2, m=2, recompute="uniform 2", data_parallel=DataParallelConfig(zero_stage=3)),
-    "core": Layout(cp=2, tp=2, cp_types=("all_gather",), m=2, recompute="selective"),
-}
+@pytest.mark.full
+def test_the_cases_have_every_choice_and_pair_that_fits():
+    """Which pairs cannot be, written here by hand once more."""
+    pairs = {pair for case in t5_cases(2) for pair in combinations(zip(DIMENSIONS, case.choices), 2)}
+    beside = lambda *names: [("beside", name) for name in names]  # noqa: E731
+    apart = [{("zero", stage), what} for stage in (2, 3) for what in beside("muon", "fixed order")]
+    apart += [{("zero", 0), what} for what in beside("offload", "files")]
+    apart += [{("recompute", "all parts"), what} for what in beside("offload", "tiled", "packed inputs")]
+    apart += [{("recompute", kind), *beside("packed inputs")} for kind in ("none", "selective")]
+    apart += [{("tp", tp), *beside("packed inputs")} for tp in ("1", "2sp", "4sp")]
+    apart += [{("tp", "4sp"), ("cp", kind)} for kind in ("p2p", "all_gather")] + [{("tp", "4sp"), *beside("tiled")}]
+    apart += [{("tp", tp), ("cp", kind)} for tp in ("4", "4sp") for kind in ("a2a", "a2a+p2p", "mixed")]
+    apart += [{("tp", tp), ("scatter", False)} for tp in ("1", "2sp", "4sp")]
+    apart += [{("pipeline", "1 stage"), ("scatter", False)}, {("overlap", True), ("dp", 1)}]
+    apart += [{("overlap", True), *beside("fixed order")}]
+    apart += [
+        {("pipeline", split), ("stacks", stacks)}
+        for split in ("split 2 of 3", "split 1 of 3")
+        for stacks in ("3 and 1", "1 and 3")
+    ]
+    every = (
+        pair
+        for names in combinations(DIMENSIONS, 2)
+        for pair in product(*([(n, c) for c in DIMENSIONS[n]] for n in names))
+    )
+    possible = {pair for pair in every if not any(refused <= set(pair) for refused in apart)}
+    assert possible - pairs == set() and pairs - possible == set()
+    assert max(case.ranks for case in t5_cases(3)) == RANKS
+    assert len({str(case) for case in t5_cases(3)}) == len(t5_cases(3))
 
 
-@pytest.mark.parametrize("name", ["p2p", *(pytest.param(n, marks=pytest.mark.full) for n in SHARED if n != "p2p")])
-def test_shared_texts_give_the_numbers_of_one_process(name: str):
-    """Both texts cut under context parallelism: relative positions, padding, attention to the encoder's text, dropout."""
-    model = "gated" if name in ("stage 3", "core") else "t5"
-    got = run(CONFIGS[model], SHARED[name], steps=1, global_batch=8, subject=T5)
-    assert_equal(got, one_step_of_one_process(model), 1e-10)
-
-
-@cache
-def one_step_of_one_process(name: str) -> Outcome:
-    return run(CONFIGS[name], Layout(m=4), steps=1, global_batch=8, subject=T5)
+def test_tables_of_relative_positions_are_no_matrices_to_muon():
+    """They follow the optimizer of the other tables, and are left out of weight decay with them."""
+    name, placement = "language_model.encoder_relative_pos_emb.weight", Placement((8, 4), Normal(0.02))
+    assert others_to("adam", default_group)(name, placement).optimizer == "adam"
+    assert without_decay_of_tables(default_group)(name, placement).weight_decay_multiplier == 0.0
 
 
 def test_flops_are_those_that_torch_counts():
@@ -340,10 +250,13 @@ def test_flops_are_those_that_torch_counts():
 def test_a_checkpoint_goes_on_in_any_layout(tmp_path: Path):
     """Two steps over TP, SP and PP with ZeRO 1, then one over more stages, and one over ZeRO 3."""
     config = CONFIGS["t5"]
+    zero = DataParallelConfig(
+        overlap_grad_reduce=True, ddp_bucket_size=1500, use_distributed_optimizer=True, overlap_param_gather=True
+    )
     expected = run(config, Layout(), steps=3, global_batch=8, subject=T5).losses[2]
 
     def before(mesh):
-        tiny = TinyTrainer(mesh, config, Layout(tp=2, sp=True, pp=2, m=2, data_parallel=ZERO), **trained)
+        tiny = TinyTrainer(mesh, config, Layout(tp=2, sp=True, pp=2, m=2, data_parallel=zero), **trained)
         for step in range(2):
             tiny.step(step)
         tiny.finish_param_gather()

@@ -1,0 +1,73 @@
+"""Few cases in which all combinations of some choices occur, where not every choice can stand with every other. Pure."""
+
+from collections.abc import Callable, Iterable, Mapping
+from itertools import combinations, product
+from random import Random
+from typing import Any, Protocol
+
+
+class Combined(Protocol):
+    """One choice of each dimension."""
+
+    choices: tuple  # in the order of the dimensions
+    can_be: bool  # whether they can stand together
+    ranks: int
+
+
+_CANDIDATES = 60  # completions looked at for each case
+
+
+def covering(
+    make: Callable[..., Combined],
+    dimensions: Mapping[str, tuple],
+    strength: int,
+    *,
+    seeds: Iterable[Mapping[str, Any]],
+    chosen: Iterable[Combined] = (),
+    only: tuple[str, ...] = (),
+) -> tuple[Combined, ...]:
+    """`chosen` and more cases, until every `strength` choices of different dimensions that can stand together do.
+
+    make: a case, of a choice by the name of each dimension. seeds: cases that can be, with few features: choices that can stand
+    with none of them are taken for impossible. only: of combinations with one of these dimensions. Greedy, and the same every
+    time: what adds most for its ranks.
+    """
+    cases, seeds = list(chosen), [dict(seed) for seed in seeds]
+    parts = lambda case: _parts(zip(dimensions, case.choices), strength, only)  # noqa: E731
+    missing = dict.fromkeys(_possible(make, dimensions, strength, seeds, only))
+    for part in (part for case in cases for part in parts(case)):
+        missing.pop(part, None)
+    random = Random(strength)
+    while missing:
+        seed = dict(next(iter(missing)))
+        drawn = ({name: random.choice(values) for name, values in dimensions.items()} for _ in range(_CANDIDATES))
+        fits = [case for case in (make(**(others | seed)) for others in drawn) if case.can_be]
+        fits += [case for others in seeds if (case := make(**(others | seed))).can_be]
+        gains = [(sum(part in missing for part in parts(case)), case) for case in fits]
+        cases.append(max(gains, key=lambda pair: pair[0] / (8 + pair[1].ranks))[1])
+        for part in parts(cases[-1]):
+            missing.pop(part, None)
+    return tuple(cases)
+
+
+def _parts(named: Iterable[tuple[str, Any]], strength: int, only: tuple[str, ...]) -> set[tuple]:
+    """Combinations of so many choices; only: those with one of these dimensions."""
+    return {part for part in combinations(list(named), strength) if not only or any(name in only for name, _ in part)}
+
+
+def _possible(
+    make: Callable[..., Combined],
+    dimensions: Mapping[str, tuple],
+    strength: int,
+    seeds: list[dict[str, Any]],
+    only: tuple[str, ...],
+) -> list[tuple]:
+    found = []
+    for names in combinations(dimensions, strength):
+        if only and not set(names) & set(only):
+            continue
+        for choices in product(*(dimensions[name] for name in names)):
+            part = tuple(zip(names, choices))
+            if any(make(**(others | dict(part))).can_be for others in seeds):
+                found.append(part)
+    return found
