@@ -12,6 +12,7 @@ prints. --model mine/pretrain.py brings the tokenizers and attention kernels tha
 import argparse
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -42,10 +43,21 @@ from megatron.core.config import (
 from megatron.core.device import Device
 from megatron.core.errors import write_error_file
 from megatron.core.grid import Axis
-from megatron.core.inference import SamplingConfig, chooser, layout_problems, load_gpt, notes_on, read_saved_settings
+from megatron.core.inference import (
+    SamplingConfig,
+    SavedSettings,
+    chooser,
+    layout_problems,
+    load_gpt,
+    load_t5,
+    notes_on,
+    read_saved_settings,
+)
+from megatron.core.inference.answer import answer_batch
 from megatron.core.inference.generate import generate_batch, text_pieces
 from megatron.core.interchange import open_any
 from megatron.core.mesh import Mesh
+from megatron.core.models.t5_model import T5Model
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.random import seed_of
 from megatron.core.tokenizers import Tokenizer, TokenizerConfig, build_tokenizer
@@ -84,6 +96,9 @@ class GenerateConfig(FlagConfig):
     genfile: str | None = knob(None, "JSONL file for the texts instead of standard output", metavar="FILE")
     seed: Annotated[int, "[0, 2^32)"] = knob(1234, "sampling seed")
     recompute: bool = knob(False, "no key/value cache: recompute all tokens for each new one")
+    decoder_start_token_id: WholeNumber | None = knob(
+        None, "T5: id that begins the decoder's text; default: the tokenizer's, or 0 for a Hugging Face folder"
+    )
     tensor_model_parallel_size: Count = knob(1, "tensor-parallel ranks")
     pipeline_model_parallel_size: Count = knob(1, "pipeline-parallel ranks")
     context_parallel_size: Count = knob(1, "context-parallel ranks: shards of each prompt")
@@ -159,6 +174,7 @@ def load_model(settings: GenerateConfig, checkpoint: Checkpoint, device: Device)
         ParallelConfig, {f.name: getattr(settings, f.name) for f in fields(ParallelConfig) if f.name in OF_LAYOUT}
     )
     problems = layout_problems(saved.transformer, *sizes)
+    problems += t5_problems(settings, saved) if is_t5(checkpoint.state) else []
     if problems := [*problems, *context_parallel_problems(parallel, saved.transformer, {})]:
         raise ConfigError(problems)
     mesh = parallel_state.initialize_model_parallel(
@@ -170,8 +186,28 @@ def load_model(settings: GenerateConfig, checkpoint: Checkpoint, device: Device)
     )
     sizes = {"vocab_size": saved.vocab_size, "positions": saved.positions}
     of_context = {"cp_types": tuple(settings.cp_comm_type)}
-    model = load_gpt(checkpoint, saved.transformer, **sizes, device=device.torch_device, mesh=mesh, **of_context)
-    return model, mesh
+    load = load_t5 if is_t5(checkpoint.state) else load_gpt
+    return load(checkpoint, saved.transformer, **sizes, device=device.torch_device, mesh=mesh, **of_context), mesh
+
+
+def is_t5(state: dict[str, Any]) -> bool:
+    """Whether a checkpoint's model has an encoder that reads the prompt, and a decoder that writes."""
+    return state.get("model") == T5Model.__name__
+
+
+def t5_problems(settings: GenerateConfig, saved: SavedSettings) -> list[str]:
+    """Flags that a T5 cannot follow."""
+    problems = []
+    if settings.context_parallel_size > 1:
+        problems.append(
+            f"--context-parallel-size {settings.context_parallel_size} is not built for the prompts of a T5; leave it out, or use "
+            "--tensor-model-parallel-size"
+        )
+    if saved.transformer.position_embedding_type == "learned_absolute" and settings.max_new_tokens > saved.positions:
+        problems.append(
+            f"--max-new-tokens {settings.max_new_tokens} is above the {saved.positions} positions that this T5 has learned; lower it"
+        )
+    return problems
 
 
 # ---------------------------------------------------------------- the prompts
@@ -184,7 +220,8 @@ class Prompts:
     texts: list[str]
     ids: list[list[int]]
     stop_id: int
-    max_length: int  # the model's sequence length
+    max_length: int | None  # the model's sequence length; None: there is no longest
+    start_id: int | None = None  # of a T5: what the decoder's text begins with
 
     @classmethod
     def read(cls, settings: Settings, state: dict[str, Any], source: str) -> tuple["Prompts", Tokenizer]:
@@ -205,14 +242,21 @@ class Prompts:
                 f"the tokenizer ({tokenizer.name}) has the size of the checkpoint's tokenizer, but its files differ; give the "
                 "checkpoint's: --tokenizer-type and its files"
             )
-        texts, limit = read_texts(settings.generation), saved.data.seq_length
-        ids = [prompt_ids(text, tokenizer) for text in texts]
+        texts, limit, start, stop = read_texts(settings.generation), saved.data.seq_length, None, tokenizer.eod
+        if not is_t5(state) and settings.generation.decoder_start_token_id is not None:
+            raise ConfigError(
+                f"--decoder-start-token-id is about a T5's decoder, and {source} holds another model; leave it out"
+            )
+        if is_t5(state):
+            start, stop = start_of_decoder(settings.generation, state, tokenizer), getattr(tokenizer, "eos", stop)
+            limit = saved.positions if saved.transformer.position_embedding_type == "learned_absolute" else None
+        ids = [(prompt_ids if start is None else encoder_ids)(text, tokenizer) for text in texts]
         for text, found in zip(texts, ids):
-            if len(found) > limit:
+            if limit is not None and len(found) > limit:
                 raise ConfigError(
                     f"the prompt {text[:40]!r} has {len(found)} tokens, above the model's --seq-length {limit}; shorten it"
                 )
-        return cls(texts, ids, tokenizer.eod, limit), tokenizer
+        return cls(texts, ids, stop, limit, start), tokenizer
 
     def told(self, world: Axis, device: torch.device) -> "Prompts":
         """The first rank's prompts, on every rank. Every rank must call."""
@@ -254,6 +298,33 @@ def prompt_ids(prompt: str, tokenizer: Tokenizer) -> list[int]:
         raise ConfigError(f"the prompt {prompt!r:.60} cannot be read: {error}") from None
 
 
+def encoder_ids(prompt: str, tokenizer: Tokenizer) -> list[int]:
+    """The ids of a T5's prompt, in which the name of a sentinel, `<extra_id_0>`, means its id."""
+    sentinels = {tokenizer.inv_vocab[i]: i for i in getattr(tokenizer, "additional_special_tokens_ids", ())}
+    if not prompt.strip():
+        raise ConfigError("a prompt is empty, and a T5 has nothing to read then; give a text")
+    if not sentinels:
+        return prompt_ids(prompt, tokenizer)
+    longest_first = "|".join(map(re.escape, sorted(sentinels, key=len, reverse=True)))
+    parts = re.split(f"({longest_first})", prompt)  # odd parts are sentinels
+    ids = [prompt_ids(part, tokenizer) if part.strip() else [] for part in parts[::2]]
+    return [*ids[0], *(i for name, rest in zip(parts[1::2], ids[1:]) for i in (sentinels[name], *rest))]
+
+
+def start_of_decoder(settings: GenerateConfig, state: dict[str, Any], tokenizer: Tokenizer) -> int:
+    """The id that the text of a T5's decoder begins with."""
+    if settings.decoder_start_token_id is not None:
+        return settings.decoder_start_token_id
+    if state["train"]["iteration"] == 0 and state.get("origin", {}).get("model_type") == "t5":
+        return 0  # the padding token, as every folder read here has it
+    if (begin := getattr(tokenizer, "bos", None)) is None or begin < 0:
+        raise ConfigError(
+            f"{tokenizer.name} has no token that begins a text; give the one that the decoder's texts began with: "
+            "--decoder-start-token-id ID"
+        )
+    return begin
+
+
 # ---------------------------------------------------------------- the texts
 
 
@@ -265,22 +336,26 @@ class Writer:
         self.numbered = numbered
         self.prints = tokenizer is not None and genfile is None
 
-    def write(self, which: tuple[int, int], prompt: str, ids: list[int], new_ids: Iterable[int], limit: int) -> int:
-        """Write one text, streaming `new_ids`; returns their number. limit: --max-new-tokens."""
+    def write(
+        self, which: tuple[int, int], prompt: str, ids: list[int] | None, new_ids: Iterable[int], limit: int
+    ) -> int:
+        """Write one text, streaming `new_ids`; returns their number. ids: of the prompt; None: it is no part of the text. limit:
+        --max-new-tokens."""
         new: list[int] = []
         counted = (new.append(id) or id for id in new_ids)
         if self.tokenizer is None:
             return sum(1 for _ in counted)
         if self.prints and self.numbered:
             self._print(f"=== prompt {which[0] + 1}, sample {which[1] + 1}\n")
-        self._print(prompt)
+        begin = "" if ids is None else prompt
+        self._print(begin)
         pieces = []
-        for piece in text_pieces(self.tokenizer, ids, counted):
+        for piece in text_pieces(self.tokenizer, ids or [], counted):
             self._print(piece)
             pieces.append(piece)
         self._print("\n")
         if self.genfile is not None:
-            text, length = prompt + "".join(pieces), len(new)
+            text, length = begin + "".join(pieces), len(new)
             record = {"prompt": prompt, "text": text, "length": length, "finished": length < limit}
             self.genfile.write(json.dumps(record, ensure_ascii=False) + "\n")
             self.genfile.flush()
@@ -306,21 +381,24 @@ def write_texts(settings: Settings, prompts: Prompts, model: nn.Module, mesh: Me
         batch = jobs[first : first + generation.batch_size]
         # One generator per text: a text must not depend on --num-samples, or on when other texts end.
         generators = [torch.Generator().manual_seed(seed_of(generation.seed, "generate", i, j)) for i, j in batch]
-        steps = generate_batch(
-            model,
-            [prompts.ids[i] for i, _ in batch],
-            max_new_tokens=generation.max_new_tokens,
-            max_length=prompts.max_length,
-            stop_id=prompts.stop_id,
-            choose=[chooser(settings.sampling, generator) for generator in generators],
-            mesh=mesh,
-            use_cache=not generation.recompute,
-        )
+        options = {
+            "max_new_tokens": generation.max_new_tokens,
+            "stop_id": prompts.stop_id,
+            "choose": [chooser(settings.sampling, generator) for generator in generators],
+            "mesh": mesh,
+            "use_cache": not generation.recompute,
+        }
+        texts = [prompts.ids[i] for i, _ in batch]
+        if prompts.start_id is None:
+            steps = generate_batch(model, texts, max_length=prompts.max_length, **options)
+        else:
+            steps = answer_batch(model, texts, start_id=prompts.start_id, **options)
         if len(batch) > 1:  # texts of a batch are printed one after the other, not interleaved
             steps = list(steps)
         for row, (i, j) in enumerate(batch):
             new_ids = (step[row] for step in steps if step[row] is not None)
-            total += writer.write((i, j), prompts.texts[i], prompts.ids[i], new_ids, generation.max_new_tokens)
+            ids = prompts.ids[i] if prompts.start_id is None else None
+            total += writer.write((i, j), prompts.texts[i], ids, new_ids, generation.max_new_tokens)
     return total
 
 

@@ -72,7 +72,8 @@ def record(name: str) -> dict:
         "gradients": gradients_of(trained, ids, shapes),
         "losses": losses_of(trained, ids),
     }
-    return made | ({"greedy": greedy_ids(asked, name)} if name in cases.CASES else {})
+    made |= {} if name in cases.BERT_CASES else {"greedy": greedy_ids(asked, name)}
+    return made | ({"each once": greedy_ids(asked, name, no_repeat_ngram_size=1)} if name in cases.T5_CASES else {})
 
 
 def scores_of(model: torch.nn.Module, name: str, ids: torch.Tensor) -> dict[str, list]:
@@ -88,17 +89,20 @@ def heads_of_sentences(model: torch.nn.Module) -> tuple[torch.Tensor, torch.Tens
     return made.prediction_logits, made.seq_relationship_logits
 
 
-def greedy_ids(model: torch.nn.Module, name: str) -> list[list[int]]:
-    """The ids that follow each prompt, each prompt alone."""
+def greedy_ids(model: torch.nn.Module, name: str, **options: int) -> list[list[int]]:
+    """The ids that follow each prompt, each prompt alone; of two stacks those that the decoder writes after its first. options:
+    of transformers' `generate`."""
     given, new = cases.prompts(name)
+    two_stacks = model.config.is_encoder_decoder
     model.generation_config.eos_token_id = None
+    model.generation_config.decoder_start_token_id = 0 if two_stacks else None
     found = []
     for prompt in given:
         ids = torch.tensor([prompt])
         said = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, pad_token_id=0
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, pad_token_id=0, **options
         )
-        found.append(said[0, len(prompt) :].tolist())
+        found.append(said[0, 1 if two_stacks else len(prompt) :].tolist())
     return found
 
 
@@ -172,7 +176,7 @@ def main(words: list[str]) -> int:
         if check:
             kept = json.loads(path.read_text())
             far = (numbers(made) - numbers(kept)).abs().max().item()
-            same = all(made.get(key) == kept.get(key) for key in ("shapes", "greedy"))
+            same = all(made.get(key) == kept.get(key) for key in ("shapes", "greedy", "each once"))
             wrong += not (same and far < 1e-10)
             says = f"differs by {far:.1e}" + ("" if same else ", and in shapes or ids")
         else:

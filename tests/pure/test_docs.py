@@ -127,6 +127,7 @@ COMMANDS = {
     "docs/t5.md": {
         "python pretrain_t5.py ...": "tests/ranks/test_pretrain_t5.py::test_the_commands_of_the_page_train",
         "torchrun --nproc-per-node 8 pretrain_t5.py ...": "tests/ranks/test_pretrain_t5.py::test_the_commands_of_the_page_train",
+        "python tools/generate.py ...": "tests/ranks/test_generate_t5.py::test_the_decoder_writes_what_the_plain_model_says",
     },
     "docs/adding_a_model.md": {
         "python tools/plot_schedule.py ...": "tests/pure/test_plot_schedule.py::test_a_schedule_of_a_fork_is_drawn_from_its_file",

@@ -154,7 +154,7 @@ def test_the_encoder_has_the_ranks_before_the_split():
 @pytest.mark.full
 def test_the_commands_of_the_page_train(capsys):
     """The first for two steps on a small file; the second, of eight ranks, is read by the script's rules."""
-    first, second = commands_of(Path(__file__).parents[2] / "docs" / "t5.md")
+    first, second, _ = commands_of(Path(__file__).parents[2] / "docs" / "t5.md")
     there = dict(zip(shlex.split(data())[::2], shlex.split(data())[1::2]))
     files = {"data/docs_text_sentence": there["--data-path"], "vocab.txt": there["--vocab-file"]}
     words = [files.get(word, word) for word in shlex.split(first)[2:]]

@@ -12,7 +12,7 @@ positions, so the cache is of no use: each token costs a forward over the whole 
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -70,14 +70,15 @@ def generate_batch(
         problems.append("there is no prompt")
     for number, ids in enumerate(prompts, 1):
         which = "the prompt" if len(prompts) == 1 else f"prompt {number}"
-        problems += [f"{which} {problem}" for problem in _prompt_problems(ids, model.vocab_size, max_length)]
+        problems += [f"{which} {problem}" for problem in prompt_problems(ids, model.vocab_size, max_length)]
     if problems:
         raise ValueError("; ".join(problems))
-    stage = _Stage(model, mesh or lone_mesh(), choose)
-    return _continue(stage, prompts, **limits, stop_id=stop_id, use_cache=use_cache)
+    stage = Stage(model, mesh or lone_mesh(), choose)
+    return continued(stage, prompts, **limits, stop_id=stop_id, use_cache=use_cache)
 
 
-def _prompt_problems(ids: Sequence[int], vocab_size: int, max_length: int) -> list[str]:
+def prompt_problems(ids: Sequence[int], vocab_size: int, max_length: int) -> list[str]:
+    """What is wrong with a prompt."""
     if not ids:
         return ["has no token; begin with the one that ends documents"]
     problems = []
@@ -88,14 +89,15 @@ def _prompt_problems(ids: Sequence[int], vocab_size: int, max_length: int) -> li
     return problems
 
 
-def _continue(
-    stage: "_Stage",
+def continued(
+    stage: "Stage",
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     max_length: int,
     stop_id: int | None,
     use_cache: bool,
 ) -> Iterator[list[int | None]]:
+    """The ids that follow the texts, as `generate_batch` says, by the scores of a stage's `scores`."""
     texts, going = [list(ids) for ids in prompts], [True] * len(prompts)
     cache = None
     for _ in range(max_new_tokens):
@@ -118,12 +120,14 @@ def _continue(
 
 def next_scores(model: nn.Module, ids: Sequence[int]) -> Tensor:
     """Logits [v] of the token after `ids`, without vocabulary padding, from a whole model in evaluation mode."""
-    stage = _Stage(model, lone_mesh())
+    stage = Stage(model, lone_mesh())
     return stage.scores(torch.tensor([ids], device=stage.device), stage.cache([0], len(ids)))[0]
 
 
-class _Stage:
+class Stage:
     """This rank's stage of the model, its transfers to the neighbouring stages, and the sampling functions of the texts."""
+
+    takes_several = False  # whether the model takes a tuple of what the stage before hands on
 
     def __init__(self, model: nn.Module, mesh: Mesh, choose: Sequence[Choose] = ()):
         self.model, self.mesh = model, mesh
@@ -137,22 +141,31 @@ class _Stage:
     @torch.no_grad()
     def scores(self, tokens: Tensor, cache: KeyValueCache) -> Tensor | None:
         """Logits [b, v] of each text's next token, without vocabulary padding, on the last stage; else None. tokens: [b, new]"""
-        stages, config = self.mesh.stages, self.model.config
+        config = self.model.config
         tokens, was_shared = cache.take(tokens), cache.shares
         b, new = tokens.shape
         spec = TensorSpec((new, b, config.hidden_size), config.residual_dtype)
-        transport = Transport(self.mesh, (spec,), self.device, copies_over=self.mesh["tp"])
+        positions = cache.positions(new)
+        scores = self.passed((spec,), lambda: self.model(tokens, positions, cache=cache))
+        return cache.of_last_column(scores) if was_shared and scores is not None else scores
+
+    def passed(
+        self, boundary: tuple[TensorSpec, ...], forward: Callable[[], Tensor | tuple[Tensor, ...]]
+    ) -> Tensor | None:
+        """What `scores` says, of this stage's forward between the transfers from the stage before and to the next."""
+        stages = self.mesh.stages
+        transport = Transport(self.mesh, boundary, self.device, copies_over=self.mesh["tp"])
         if self.stage > 0:
-            (received,) = transport.post("forward", stages.ranks[self.stage - 1]).wait()
-            self.model.set_input_tensor(received)
+            received = transport.post("forward", stages.ranks[self.stage - 1]).wait()
+            self.model.set_input_tensor(received if self.takes_several else received[0])
         with _evaluating(self.model):
-            out = self.model(tokens, cache.positions(new), cache=cache)
+            out = forward()
         self.model.set_input_tensor(None)
         if self.stage < stages.last:
-            transport.send("forward", stages.ranks[self.stage + 1], (out,)).wait()
+            handed_on = out if isinstance(out, tuple) else (out,)
+            transport.send("forward", stages.ranks[self.stage + 1], handed_on).wait()
             return None
-        scores = comm.all_gather(out[:, -1], self.mesh["tp"], dim=-1)[:, : self.model.vocab_size]
-        return cache.of_last_column(scores) if was_shared else scores
+        return comm.all_gather(out[:, -1], self.mesh["tp"], dim=-1)[:, : self.model.vocab_size]
 
     def choose_next(self, tokens: Tensor, cache: KeyValueCache, going: Sequence[bool]) -> list[int]:
         """The next id of each text, on every rank; 0 for a finished text. All ranks of the last stage draw the same ids."""

@@ -23,7 +23,8 @@ class SavedSettings:
     @property
     def positions(self) -> int:
         """Rows of a learned position table."""
-        return self.transformer.max_position_embeddings or self.data.seq_length
+        lengths = self.data.seq_length or 0, self.data.decoder_seq_length or 0
+        return self.transformer.max_position_embeddings or max(lengths)
 
 
 def read_saved_settings(state: dict[str, Any], source: str) -> SavedSettings:
