@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from adamw_steps import assert_losses
 from local_ranks import run_ranks
 from parity_cases import TOLERANCE
 from t5_cases import DIMENSIONS, RANKS, T5Case, outcomes, t5_cases
@@ -110,15 +111,7 @@ def test_scores_losses_and_gradients_equal_transformers(case: str, folders: dict
 @pytest.mark.parametrize("case", T5_CASES)
 def test_five_steps_and_float32_follow_transformers(case: str, folders: dict[str, Path]):
     record, model = read_record(case), model_of(folders[case])
-    vectors = [p for p in model.parameters() if p.dim() == 1]
-    groups = [{"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1}]
-    optimizer = torch.optim.AdamW([*groups, {"params": vectors, "weight_decay": 0.0}], lr=0.01, eps=1e-8)
-    for expected in record["losses"]:
-        optimizer.zero_grad()
-        loss = loss_of(model)
-        assert abs(loss.item() - expected) < 1e-9
-        loss.backward()
-        optimizer.step()
+    assert_losses(model, loss_of, record["losses"])
     assert abs(loss_of(model_of(folders[case], fp64=False)).item() - record["losses"][0]) < 1e-4
 
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.config import ConfigError, flag_of
+from megatron.core.config import ConfigError
 from megatron.core.datasets.blend import BlendedDataset
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.known_ids import tokenizer_name
 from megatron.core.datasets.masked import BertDataset, TextSample
 from megatron.core.datasets.masking import MaskedDataConfig, MaskingRules, WordPieces
 from megatron.core.datasets.sample_map import SampleRequest
-from megatron.core.datasets.sentence_samples import SentenceSamples
+from megatron.core.datasets.sentence_samples import SentenceSamples, problems_of_flags_of_gpt
 from megatron.core.datasets.split_plan import Building, Part, build_datasets, size_problems
 
 _SPECIAL = 3  # tokens of a sample that are not text: [CLS], and [SEP] after each part
@@ -65,17 +65,9 @@ def build_bert_datasets(
     )
 
 
-# Flags that ask for what a sample of one document in an order of its own does not have.
-_OF_GPT = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "epoch_stable_order")
-
-
 def bert_problems(config: DataConfig, masking: MaskedDataConfig, tokenizer: Any | None) -> list[str]:
     """What is wrong with the settings, before a file is read. tokenizer: None where none could be built."""
-    problems = [
-        f"{flag_of(name)} has no meaning for BERT, whose samples are sentences of one document; leave it out"
-        for name in _OF_GPT
-        if getattr(config, name)
-    ]
+    problems = problems_of_flags_of_gpt(config, "BERT")
     if config.full_validation and masking.bert_binary_head:
         problems.append(
             "--full-validation fills up the last microbatch with rows that mask no word, and the loss of the order of sentences "

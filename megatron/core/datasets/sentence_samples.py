@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from megatron.core.config import flag_of
+from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.indexed import IndexedDataset
 from megatron.core.datasets.sample_map import build_sample_map
 from megatron.core.datasets.split_plan import Part, SampleKind, Say
@@ -21,3 +23,16 @@ class SentenceSamples(SampleKind):
             return (build_sample_map(indexed.sequence_lengths, indexed.document_indices, part.request),)
         except ValueError as error:
             raise ValueError(f"{indexed.prefix}, {part.split} split: {error}") from None
+
+
+# Flags that ask for what a sample of one document in an order of its own does not have.
+_OF_GPT = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "epoch_stable_order")
+
+
+def problems_of_flags_of_gpt(config: DataConfig, model: str) -> list[str]:
+    """A line for each flag that has no meaning for `model`."""
+    return [
+        f"{flag_of(name)} has no meaning for {model}, whose samples are sentences of one document; leave it out"
+        for name in _OF_GPT
+        if getattr(config, name)
+    ]

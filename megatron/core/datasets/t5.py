@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.config import ConfigError, flag_of
+from megatron.core.config import ConfigError
 from megatron.core.datasets.blend import BlendedDataset
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.known_ids import tokenizer_name
 from megatron.core.datasets.masked import T5Dataset, TextSample
 from megatron.core.datasets.masking import MaskedDataConfig, MaskingRules, WordPieces
 from megatron.core.datasets.sample_map import SampleRequest
-from megatron.core.datasets.sentence_samples import SentenceSamples
+from megatron.core.datasets.sentence_samples import SentenceSamples, problems_of_flags_of_gpt
 from megatron.core.datasets.split_plan import Building, Part, build_datasets, size_problems
 
 _SPECIAL = 2  # tokens of --seq-length that Megatron leaves to special ones
@@ -69,17 +69,9 @@ def build_t5_datasets(
     )
 
 
-# Flags that ask for what a sample of one document in an order of its own does not have.
-_OF_GPT = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "epoch_stable_order")
-
-
 def t5_problems(config: DataConfig, masking: MaskedDataConfig, tokenizer: Any | None) -> list[str]:
     """What is wrong with the settings, before a file is read. tokenizer: None where none could be built."""
-    problems = [
-        f"{flag_of(name)} has no meaning for a T5, whose samples are sentences of one document; leave it out"
-        for name in _OF_GPT
-        if getattr(config, name)
-    ]
+    problems = problems_of_flags_of_gpt(config, "a T5")
     length, decoder = config.seq_length, config.decoder_seq_length
     if decoder is None:
         problems.append(
