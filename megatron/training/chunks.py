@@ -18,6 +18,7 @@ from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.placement import Constant, Placement
 from megatron.training.runtime import Runtime
+from megatron.training.settings.config import Config
 
 ModelProvider = Callable[..., nn.Module]
 ChunksByStage = dict[int, DistributedDataParallel]
@@ -26,7 +27,8 @@ ChunksByStage = dict[int, DistributedDataParallel]
 def make_chunks(model_provider: ModelProvider, runtime: Runtime) -> dict[int, nn.Module]:
     """This rank's model chunks by stage, uninitialized. Raises ConfigError if a chunk cannot be trained.
 
-    A provider with the parameter `vp_stage` gets the chunk number; any provider may ask mpu for it.
+    A provider with the parameter `vp_stage` gets the chunk number; any provider may ask mpu for it. One with `add_encoder` and
+    `add_decoder` is told which of two stacks have layers in the stage.
     """
     stages, config = runtime.mesh.stages, runtime.config
     made: dict[int, nn.Module] = {}
@@ -34,6 +36,7 @@ def make_chunks(model_provider: ModelProvider, runtime: Runtime) -> dict[int, nn
     for chunk_number, stage in enumerate(stages.of_rank(runtime.mesh["pp"].rank)):
         current().virtual_rank = chunk_number
         chunk_argument = {"vp_stage": chunk_number} if takes_chunk else {}
+        chunk_argument |= stacks_of_stage(model_provider, config, stage)
         # torch's own modules create their tensors on the current default device.
         with runtime.device.torch_device, filling_by_name():
             chunk = model_provider(pre_process=stage == 0, post_process=stage == stages.last, **chunk_argument)
@@ -90,6 +93,20 @@ def takes_vp_stage(model_provider: ModelProvider, chunks: int) -> bool:
     parameters = inspect.signature(model_provider).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     return "vp_stage" in parameters or (takes_any and chunks > 1)
+
+
+def stacks_of_stage(model_provider: ModelProvider, config: Config, stage: int) -> dict[str, bool]:
+    """Which stacks of an encoder and a decoder have layers in a stage, for a provider that has parameters for it, as Megatron's
+    have. The last stage has the decoder's end in any case."""
+    parameters, encoder = inspect.signature(model_provider).parameters, config.transformer.num_layers
+    if not config.transformer.decoder_layers:
+        return {}
+    layers, is_last = config.layer_split[stage], stage == config.stages.last
+    found = {
+        "add_encoder": any(i < encoder for i in layers),
+        "add_decoder": is_last or any(i >= encoder for i in layers),
+    }
+    return {name: has for name, has in found.items() if name in parameters}
 
 
 def place_plain_parameters(chunk: Any, dtype: torch.dtype, sequence_parallel: bool) -> None:

@@ -77,11 +77,12 @@ def pretrain(
     message of the failing rank.
     A job of one process raises that error, unless the message alone says what to change (for example for a NaN loss).
 
-    model_type: encoder_and_decoder has a second stack of layers (--decoder-num-layers), which the pipeline's stages share too
+    model_type: encoder_and_decoder has a second stack of layers (--decoder-num-layers), which the pipeline's stages share too;
+        add_encoder and add_decoder say which of the stacks a stage has layers of
 
     train_valid_test_dataset_provider([n_train, n_valid, n_test]) -> three data sets, or None in place of a set. A data set has
         a length, and its items are dictionaries of arrays. Every rank calls the provider, whatever its `is_distributed` says.
-    model_provider(pre_process, post_process[, vp_stage]) -> this stage's part of the model
+    model_provider(pre_process, post_process[, vp_stage][, add_encoder, add_decoder]) -> this stage's part of the model
     forward_step_func(data_iterator, model) -> (output, loss_func); loss_func(output) -> (loss_sum, num_tokens, report)
     extra_args_provider(parser) adds the script's own flags; args_defaults: defaults of settings, by name
     process_non_loss_data_func(data, iteration, writer=None) is called on the last rank after each validation. data is the result

@@ -18,6 +18,7 @@ from documents import commands_of
 from local_ranks import run_ranks
 from script_run import trainer_of
 from sentence_files import write_sentences
+from torch import nn
 
 from megatron.core.mesh import Mesh
 from megatron.core.models.rules import T5_RULES
@@ -140,6 +141,37 @@ def test_every_layout_trains_as_one_process(layout: str):
     assert validation == pytest.approx(expected, rel=1e-10)
     # The vocabulary of the file, [BOS], [EOS] and the sentinels.
     assert expected_steps[0]["lm loss"] == pytest.approx(np.log(46 + 5), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("stacks", "last"),
+    [
+        ("--num-layers 3 --decoder-num-layers 1 --pipeline-model-parallel-split-rank 1", (False, True)),
+        ("--num-layers 3 --decoder-num-layers 1", (True, True)),
+    ],
+)
+def test_a_provider_with_megatrons_arguments_is_told_which_stacks_its_stage_has(stacks: str, last: tuple[bool, bool]):
+    """A fork's provider over two stages: split where the decoder begins, or two layers each."""
+    told = {}
+
+    def model_provider(
+        pre_process: bool = True, post_process: bool = True, add_encoder: bool = True, add_decoder: bool = True
+    ) -> nn.Module:
+        stage = pretrain_t5.model_provider(pre_process, post_process)
+        model = stage.language_model
+        told[pre_process, post_process] = add_encoder, add_decoder
+        assert add_encoder == (model.encoder is not None) and add_decoder == (model.decoder is not None)
+        return stage
+
+    script = SimpleNamespace(**(vars(SCRIPT) | {"model_provider": model_provider}))
+    flags = f"{MODEL}{data()}{PP}{stacks}"
+
+    def build(mesh: Mesh) -> None:
+        with trainer_of(script, mesh, flags, predicts=False):
+            pass
+
+    run_ranks({"pp": 2}, build)
+    assert told == {(True, False): (True, False), (False, True): last}
 
 
 def test_the_encoder_has_the_ranks_before_the_split():
