@@ -6,13 +6,13 @@ every pair does, then every triple, of jobs up to 16 ranks.
 """
 
 import shlex
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from tempfile import TemporaryDirectory
 
 import pretrain_t5
+from case_runs import about, choices_run, differing
 from covering import covering
 from layouts import Layout
 from parity_cases import BUCKET, TOLERANCE, worst_of
@@ -265,9 +265,8 @@ def refused(ranks: int, flags: str) -> str:
 
 def t5_report(results: Sequence[dict]) -> str:
     """docs/t5_matrix.md."""
-    failed = [result for result in results if not result["ok"]]
+    failed = sum(not result["ok"] for result in results)
     names = {result["case"] for result in results}
-    worst = max((result for result in results if result["ok"]), key=lambda result: result["worst"], default=None)
     lines = [
         "# T5: the matrix of axes and features",
         "",
@@ -277,7 +276,7 @@ def t5_report(results: Sequence[dict]) -> str:
         "    python tests/parity_sweep.py results.jsonl --t5 --limit-minutes 60        stops in time, and goes on where it was",
         "    python tests/parity_sweep.py results.jsonl --t5 --report docs/t5_matrix.md",
         "",
-        f"**{len(names)} of {len(t5_cases(3))} cases have been run; {len(failed)} differ.** It took "
+        f"**{len(names)} of {len(t5_cases(3))} cases have been run; {failed} differ.** It took "
         f"{sum(result['seconds'] for result in results) / 60:.0f} minutes.",
         "",
         *(
@@ -288,16 +287,14 @@ def t5_report(results: Sequence[dict]) -> str:
                 (3, f"triple, up to {RANKS} ranks"),
             )
         ),
-        "- code that was run: "
-        + ", ".join(f"{code} ({n})" for code, n in Counter(result["code"] for result in results).items()),
+        *about(results),
+        "",
+        "| dimension | cases run, by choice |",
+        "|---|---|",
+        *choices_run(DIMENSIONS, results),
+        "",
+        *differing(results),
     ]
-    if worst:
-        lines += [f"- worst relative difference: {worst['worst']:.1e}, {worst['where']} of `{worst['case']}`"]
-    lines += ["", "| dimension | cases run, by choice |", "|---|---|"]
-    for name, choices in DIMENSIONS.items():
-        counts = Counter(result["choices"][name] for result in results)
-        lines.append(f"| {name} | {', '.join(f'{choice}: {counts[choice]}' for choice in choices)} |")
-    lines += ["", *(f"DIFFERS: `{result['case']}`: {result['where']}, {result['worst']}  " for result in failed)]
     lines += ["## What cannot stand together", "", "Refused before the processes meet, in these words:", ""]
     lines += ["| together | flags | refused |", "|---|---|---|"]
     lines += [
