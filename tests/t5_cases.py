@@ -216,6 +216,7 @@ _SEEDS = (
     _FIRST | {"tied": False},
     _FIRST | {"recompute": "uniform 2", "tp": "2"},
     _FIRST | {"tp": "2", "pipeline": "1f1b"},
+    _FIRST | {"tp": "2", "pipeline": "1f1b", "zero": 1},
     _FIRST | {"stacks": "1 and 3"},
     _FIRST | {"stacks": "3 and 1"},
     _FIRST | {"stacks": "3 and 1", "dp": 2},

@@ -12,7 +12,6 @@ prints. --model mine/pretrain.py brings the tokenizers and attention kernels tha
 import argparse
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -45,7 +44,6 @@ from megatron.core.errors import write_error_file
 from megatron.core.grid import Axis
 from megatron.core.inference import (
     SamplingConfig,
-    SavedSettings,
     chooser,
     layout_problems,
     load_gpt,
@@ -57,7 +55,6 @@ from megatron.core.inference.answer import answer_batch
 from megatron.core.inference.generate import generate_batch, text_pieces
 from megatron.core.interchange import open_any
 from megatron.core.mesh import Mesh
-from megatron.core.models.t5_model import T5Model
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.random import seed_of
 from megatron.core.tokenizers import Tokenizer, TokenizerConfig, build_tokenizer
@@ -66,6 +63,7 @@ from megatron.core.transformer.context_parallel.problems import context_parallel
 from megatron.training.initialize import available_cores
 from megatron.training.watch.contention import Contention
 from tools.errors import naming_flag
+from tools.generating.t5 import is_t5, reading_of, t5_problems
 from tools.script import script_at
 
 SIZES = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
@@ -174,7 +172,7 @@ def load_model(settings: GenerateConfig, checkpoint: Checkpoint, device: Device)
         ParallelConfig, {f.name: getattr(settings, f.name) for f in fields(ParallelConfig) if f.name in OF_LAYOUT}
     )
     problems = layout_problems(saved.transformer, *sizes)
-    problems += t5_problems(settings, saved) if is_t5(checkpoint.state) else []
+    problems += t5_problems(checkpoint.state, saved, settings.max_new_tokens, settings.context_parallel_size)
     if problems := [*problems, *context_parallel_problems(parallel, saved.transformer, {})]:
         raise ConfigError(problems)
     mesh = parallel_state.initialize_model_parallel(
@@ -188,26 +186,6 @@ def load_model(settings: GenerateConfig, checkpoint: Checkpoint, device: Device)
     of_context = {"cp_types": tuple(settings.cp_comm_type)}
     load = load_t5 if is_t5(checkpoint.state) else load_gpt
     return load(checkpoint, saved.transformer, **sizes, device=device.torch_device, mesh=mesh, **of_context), mesh
-
-
-def is_t5(state: dict[str, Any]) -> bool:
-    """Whether a checkpoint's model has an encoder that reads the prompt, and a decoder that writes."""
-    return state.get("model") == T5Model.__name__
-
-
-def t5_problems(settings: GenerateConfig, saved: SavedSettings) -> list[str]:
-    """Flags that a T5 cannot follow."""
-    problems = []
-    if settings.context_parallel_size > 1:
-        problems.append(
-            f"--context-parallel-size {settings.context_parallel_size} is not built for the prompts of a T5; leave it out, or use "
-            "--tensor-model-parallel-size"
-        )
-    if saved.transformer.position_embedding_type == "learned_absolute" and settings.max_new_tokens > saved.positions:
-        problems.append(
-            f"--max-new-tokens {settings.max_new_tokens} is above the {saved.positions} positions that this T5 has learned; lower it"
-        )
-    return problems
 
 
 # ---------------------------------------------------------------- the prompts
@@ -242,21 +220,12 @@ class Prompts:
                 f"the tokenizer ({tokenizer.name}) has the size of the checkpoint's tokenizer, but its files differ; give the "
                 "checkpoint's: --tokenizer-type and its files"
             )
-        texts, limit, start, stop = read_texts(settings.generation), saved.data.seq_length, None, tokenizer.eod
-        if not is_t5(state) and settings.generation.decoder_start_token_id is not None:
-            raise ConfigError(
-                f"--decoder-start-token-id is about a T5's decoder, and {source} holds another model; leave it out"
-            )
-        if is_t5(state):
-            start, stop = start_of_decoder(settings.generation, state, tokenizer), getattr(tokenizer, "eos", stop)
-            limit = saved.positions if saved.transformer.position_embedding_type == "learned_absolute" else None
-        ids = [(prompt_ids if start is None else encoder_ids)(text, tokenizer) for text in texts]
+        texts = read_texts(settings.generation)
+        how = reading_of(state, saved, tokenizer, settings.generation.decoder_start_token_id)
+        ids = [how.ids_of(text, tokenizer, prompt_ids) for text in texts]
         for text, found in zip(texts, ids):
-            if limit is not None and len(found) > limit:
-                raise ConfigError(
-                    f"the prompt {text[:40]!r} has {len(found)} tokens, above the model's --seq-length {limit}; shorten it"
-                )
-        return cls(texts, ids, stop, limit, start), tokenizer
+            how.check(text, found)
+        return cls(texts, ids, how.stop_id, how.longest, how.start_id), tokenizer
 
     def told(self, world: Axis, device: torch.device) -> "Prompts":
         """The first rank's prompts, on every rank. Every rank must call."""
@@ -296,33 +265,6 @@ def prompt_ids(prompt: str, tokenizer: Tokenizer) -> list[int]:
         return tokenizer.tokenize(prompt) or [tokenizer.eod]
     except ValueError as error:
         raise ConfigError(f"the prompt {prompt!r:.60} cannot be read: {error}") from None
-
-
-def encoder_ids(prompt: str, tokenizer: Tokenizer) -> list[int]:
-    """The ids of a T5's prompt, in which the name of a sentinel, `<extra_id_0>`, means its id."""
-    sentinels = {tokenizer.inv_vocab[i]: i for i in getattr(tokenizer, "additional_special_tokens_ids", ())}
-    if not prompt.strip():
-        raise ConfigError("a prompt is empty, and a T5 has nothing to read then; give a text")
-    if not sentinels:
-        return prompt_ids(prompt, tokenizer)
-    longest_first = "|".join(map(re.escape, sorted(sentinels, key=len, reverse=True)))
-    parts = re.split(f"({longest_first})", prompt)  # odd parts are sentinels
-    ids = [prompt_ids(part, tokenizer) if part.strip() else [] for part in parts[::2]]
-    return [*ids[0], *(i for name, rest in zip(parts[1::2], ids[1:]) for i in (sentinels[name], *rest))]
-
-
-def start_of_decoder(settings: GenerateConfig, state: dict[str, Any], tokenizer: Tokenizer) -> int:
-    """The id that the text of a T5's decoder begins with."""
-    if settings.decoder_start_token_id is not None:
-        return settings.decoder_start_token_id
-    if state["train"]["iteration"] == 0 and state.get("origin", {}).get("model_type") == "t5":
-        return 0  # the padding token, as every folder read here has it
-    if (begin := getattr(tokenizer, "bos", None)) is None or begin < 0:
-        raise ConfigError(
-            f"{tokenizer.name} has no token that begins a text; give the one that the decoder's texts began with: "
-            "--decoder-start-token-id ID"
-        )
-    return begin
 
 
 # ---------------------------------------------------------------- the texts

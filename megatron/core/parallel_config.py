@@ -81,8 +81,8 @@ class ParallelConfig(FlagConfig):
         split = self.pipeline_model_parallel_split_rank
         if split is not None and (uneven := [flag_of(name) for name in _UNEVEN if getattr(self, name)]):
             yield (
-                f"--pipeline-model-parallel-split-rank {split} shares each stack evenly among its ranks, and {' and '.join(uneven)} "
-                "would share otherwise; leave out one or the other"
+                f"--pipeline-model-parallel-split-rank {split} shares each stack evenly among its ranks, and "
+                f"{' and '.join(uneven)} would share otherwise; leave out one or the other"
             )
         if None not in (self.num_layers_per_virtual_pipeline_stage, self.num_virtual_stages_per_pipeline_rank):
             yield "give --num-layers-per-virtual-pipeline-stage or --num-virtual-stages-per-pipeline-rank, not both"

@@ -182,7 +182,7 @@ def cases():
         yield pytest.param(case, marks=marks, id=str(case))
 
 
-@pytest.mark.parametrize("case", cases())
+@pytest.mark.parametrize("case", list(cases()))
 def test_every_layout_and_feature_equals_one_process(case: T5Case):
     assert_equal(*outcomes(case), TOLERANCE)
 

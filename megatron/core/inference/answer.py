@@ -36,16 +36,14 @@ def answer_batch(
 ) -> Iterator[list[int | None]]:
     """Yields the next id that the decoder writes for each prompt, as `generate_batch`.
 
-    model: this rank's stage of a `T5Model` without sequence or context parallelism. start_id: with which the decoder's texts
-    begin; it is not yielded. Raises ValueError before the first step.
+    model: this rank's stage of a `T5Model`, without sequence parallelism. start_id: with which the decoder's texts begin; it is
+    not yielded. Raises ValueError before the first step.
     """
-    context, vocab_size, longest = model.context, model.vocab_size, max(map(len, prompts), default=0)
+    vocab_size, longest = model.vocab_size, max(map(len, prompts), default=0)
     problems = [] if max_new_tokens > 0 else [f"max_new_tokens is {max_new_tokens}; it must be at least 1"]
     problems += [] if prompts else ["there is no prompt"]
-    if context.rows.length_of(1) > 1:
-        problems.append(
-            "the model is built for ranks that share each text; build it without sequence and context parallelism"
-        )
+    if model.context.rows.length_of(1) > 1:
+        problems.append("ranks hold parts of each text; build the model without sequence parallelism")
     for number, ids in enumerate(prompts, 1):
         problems += [f"prompt {number} {problem}" for problem in prompt_problems(ids, vocab_size, longest)]
     problems += [f"the decoder's first word {problem}" for problem in prompt_problems([start_id], vocab_size, 1)]
@@ -73,7 +71,8 @@ class _TwoStacks(Stage):
 
     @torch.no_grad()
     def scores(self, tokens: Tensor, cache: DecoderCache) -> Tensor | None:
-        config, (b, new) = self.model.config, tokens.shape
+        config = self.model.config
+        b, new = tokens.shape
         if cache.length:
             boundary = (TensorSpec((new, b, config.hidden_size), config.residual_dtype),)
         else:

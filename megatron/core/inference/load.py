@@ -124,6 +124,6 @@ def _check_same_parameters(checkpoint: Checkpoint, whole: LanguageModelStage) ->
         shown = [f"{name} (not in the {'checkpoint' if name in wanted else 'model'})" for name in differing[:4]]
         more = f" and {len(differing) - 4} more" if len(differing) > 4 else ""
         raise ConfigError(
-            f"{checkpoint.folder} does not hold a {type(whole).__name__} of its own settings; parameters that only one of the two has: "
-            f"{', '.join(shown)}{more}; was it written by another kind of model?"
+            f"{checkpoint.folder} does not hold a {type(whole).__name__} of its own settings; parameters that only one of the "
+            f"two has: {', '.join(shown)}{more}; was it written by another kind of model?"
         )

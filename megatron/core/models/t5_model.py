@@ -12,7 +12,6 @@ a stage may end in any place, in the middle of a stack too.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,35 +25,15 @@ from megatron.core.models.rules import T5_RULES
 from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.transformer.context import LayerContext, MakePart
-from megatron.core.transformer.cross_attention import Kept, ParallelCrossAttention
+from megatron.core.transformer.cross_attention import BesideEncoder, ParallelCrossAttention
 from megatron.core.transformer.kv_cache import DecoderCache
-from megatron.core.transformer.masks import Biased, Mask, tensors_of
+from megatron.core.transformer.masks import Biased, Mask
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.norm import make_norm
 from megatron.core.transformer.recompute import recomputed
 from megatron.core.transformer.relative_positions import RelativeBias, RelativePositions
 from megatron.core.transformer.transformer import ParallelTransformer
 from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
-
-
-@dataclass(frozen=True)
-class BesideEncoder:
-    """In place of a mask: what a decoder's layers see."""
-
-    own: Mask  # of the decoder's own text
-    memory: (
-        Tensor | None
-    )  # [s, b, h], or [s/t, b, h] under sequence parallelism: the encoder's result; None once it is cached
-    hidden: Tensor  # [b, 1, 1, s], True where the encoder's text is padding
-    cache: DecoderCache | None = None  # in generation
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (*tensors_of(self.own), self.memory, self.hidden)
-
-    @property
-    def kept(self) -> Kept | None:
-        return None if self.cache is None else self.cache.memory
 
 
 class T5DecoderLayer(ParallelTransformerLayer):
@@ -178,10 +157,10 @@ class EncoderDecoder(nn.Module):
         else:
             (y,) = self._input_tensor
         if self.decoder is not None:
-            own, (new, seen) = None, (len(y), cache.length)
+            own, length = None, cache.length + len(y)
             if cache.tables:
-                rows = torch.arange(seen, seen + new)
-                own = Biased(self._biases[1].of(cache.tables[1], seen + new, rows), None)
+                rows = torch.arange(cache.length, length)
+                own = Biased(self._biases[1].of(cache.tables[1], length, rows), None)
             y = self.decoder(y, BesideEncoder(own, None, hidden, cache))
         cache.advance(len(y))
         return y

@@ -1,11 +1,15 @@
 """Attention of one sequence to another, as a decoder's to its encoder; heads sharded over the tensor-parallel ranks."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
 from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear, RowParallelLinear, size_per_rank
 from megatron.core.transformer.attention import CoreAttention
 from megatron.core.transformer.context import LayerContext, MakePart
+from megatron.core.transformer.kv_cache import DecoderCache
+from megatron.core.transformer.masks import Mask, tensors_of
 from megatron.core.transformer.model_config import ModelConfig
 
 
@@ -59,3 +63,25 @@ class ParallelCrossAttention(nn.Module):
 
 
 Kept = dict[int, tuple[Tensor, Tensor]]  # layer -> keys, values [m, b, n/t, d]
+
+
+@dataclass(frozen=True)
+class BesideEncoder:
+    """In place of a mask: what a decoder's layers see.
+
+    own: of the decoder's own text. memory: the encoder's result, [s, b, h], or [s/t, b, h] under sequence parallelism; None once
+    the cache has what was made of it. hidden: [b, 1, 1, s], True where the encoder's text is padding. cache: in generation.
+    """
+
+    own: Mask
+    memory: Tensor | None
+    hidden: Tensor
+    cache: DecoderCache | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*tensors_of(self.own), self.memory, self.hidden)
+
+    @property
+    def kept(self) -> Kept | None:
+        return None if self.cache is None else self.cache.memory
