@@ -346,7 +346,7 @@ BUDGETS = {
     "tools/configuring": 600,
     "tools/drawing": 200,
     "tools/estimating": 300,
-    "tools/generating": 100,
+    "tools/generating": 200,
     "tools/preprocessing": 700,
 }
 

@@ -11,15 +11,14 @@ prints. --model mine/pretrain.py brings the tokenizers and attention kernels tha
 
 import argparse
 import json
-import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, Literal, TextIO
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import nn
@@ -52,7 +51,7 @@ from megatron.core.inference import (
     read_saved_settings,
 )
 from megatron.core.inference.answer import answer_batch
-from megatron.core.inference.generate import generate_batch, text_pieces
+from megatron.core.inference.generate import generate_batch
 from megatron.core.interchange import open_any
 from megatron.core.mesh import Mesh
 from megatron.core.parallel_config import ParallelConfig
@@ -64,6 +63,7 @@ from megatron.training.initialize import available_cores
 from megatron.training.watch.contention import Contention
 from tools.errors import naming_flag
 from tools.generating.t5 import is_t5, reading_of, t5_problems
+from tools.generating.writer import Writer
 from tools.script import script_at
 
 SIZES = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
@@ -268,51 +268,6 @@ def prompt_ids(prompt: str, tokenizer: Tokenizer) -> list[int]:
 
 
 # ---------------------------------------------------------------- the texts
-
-
-class Writer:
-    """Writes texts to stdout or --genfile on the first rank; discards them on the others."""
-
-    def __init__(self, tokenizer: Tokenizer | None, genfile: TextIO | None, *, numbered: bool):
-        self.tokenizer, self.genfile = tokenizer, genfile
-        self.numbered = numbered
-        self.prints = tokenizer is not None and genfile is None
-
-    def write(
-        self, which: tuple[int, int], prompt: str, ids: list[int] | None, new_ids: Iterable[int], limit: int
-    ) -> int:
-        """Write one text, streaming `new_ids`; returns their number. ids: of the prompt; None: it is no part of the text. limit:
-        --max-new-tokens."""
-        new: list[int] = []
-        counted = (new.append(id) or id for id in new_ids)
-        if self.tokenizer is None:
-            return sum(1 for _ in counted)
-        if self.prints and self.numbered:
-            self._print(f"=== prompt {which[0] + 1}, sample {which[1] + 1}\n")
-        begin = "" if ids is None else prompt
-        self._print(begin)
-        pieces = []
-        for piece in text_pieces(self.tokenizer, ids or [], counted):
-            self._print(piece)
-            pieces.append(piece)
-        self._print("\n")
-        if self.genfile is not None:
-            text, length = begin + "".join(pieces), len(new)
-            record = {"prompt": prompt, "text": text, "length": length, "finished": length < limit}
-            self.genfile.write(json.dumps(record, ensure_ascii=False) + "\n")
-            self.genfile.flush()
-        return len(new)
-
-    def _print(self, text: str) -> None:
-        if not self.prints:
-            return
-        try:
-            print(text, end="", flush=True)
-        except BrokenPipeError:  # stdout was closed; nothing may be flushed into it at exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            self.prints = False
-            if parallel_state.launched_world_size() == 1:  # other ranks need this one to the end
-                raise
 
 
 def write_texts(settings: Settings, prompts: Prompts, model: nn.Module, mesh: Mesh, writer: Writer) -> int:
