@@ -7,6 +7,8 @@ import pytest
 from processes import PRETRAIN_GPT, Outcome, run
 
 from megatron.training.memory.tier_bytes import Element, bytes_by_tier
+from megatron.training.memory.timeline import forecast
+from tools.estimating.job import read
 
 LIMITED = str(Path(__file__).with_name("limited.py"))
 LAYERS, WIDTH, LIMIT = 9, 512, 450_000_000
@@ -41,3 +43,25 @@ def test_a_model_larger_than_memory_trains_with_files_and_not_without(tmp_path):
     in_memory = limited("--no-check-memory")
     assert in_memory.codes == (1,) and in_memory.training == [] and "Traceback" not in in_memory.everything
     assert "out of memory" in in_memory.stderr[0] and "--offload-dir" in in_memory.stderr[0]
+
+
+@pytest.mark.full
+def test_a_step_on_32768_tokens_takes_half_of_the_memory_with_tiles_offload_and_recompute(tmp_path):
+    """A limit of half of what is predicted without them, which the run without them does not keep. One head, float32."""
+    model = split(
+        "--num-layers 1 --hidden-size 64 --num-attention-heads 1 --position-embedding-type rope --seq-length 32768 --micro-batch-size 1 "
+        "--vocab-size 8191 --hidden-dropout 0 --attention-dropout 0"
+    )
+    less = split(
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --cpu-offloading-num-layers 1 "
+        "--optimizer-offload-fraction 0 --tiled-mlp 64 --tiled-loss 64"
+    )
+    step = split(
+        "--train-iters 1 --lr 1e-3 --eval-iters 0 --log-interval 1 --mock-data --tokenizer-type NullTokenizer --device cpu --no-check-memory"
+    )
+    limit = sum(forecast(read(model).job)[0].bytes.values()) // 2
+    assert limit > 2**30
+    made = run([LIMITED, str(limit), *model, *step, *less, "--offload-dir", str(tmp_path)], timeout=600).succeeded()
+    assert len(made.training) == 1 and 8.9 < made.training[0].loss < 9.2  # log 8192 is 9.01
+    plain = run([LIMITED, str(limit), *model, *step], timeout=600)
+    assert plain.codes == (1,) and plain.training == [] and "out of memory" in plain.stderr[0], plain
