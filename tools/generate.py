@@ -95,7 +95,7 @@ class GenerateConfig(FlagConfig):
     seed: Annotated[int, "[0, 2^32)"] = knob(1234, "sampling seed")
     recompute: bool = knob(False, "no key/value cache: recompute all tokens for each new one")
     decoder_start_token_id: WholeNumber | None = knob(
-        None, "T5: id that begins the decoder's text; default: the tokenizer's, or 0 for a Hugging Face folder"
+        None, "T5: id that begins the decoder's text; default: the tokenizer's, or that of a Hugging Face folder"
     )
     tensor_model_parallel_size: Count = knob(1, "tensor-parallel ranks")
     pipeline_model_parallel_size: Count = knob(1, "pipeline-parallel ranks")

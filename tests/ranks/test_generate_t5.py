@@ -24,6 +24,7 @@ from megatron.core.inference.answer import answer_batch
 from megatron.core.inference.load import lone_mesh
 from megatron.core.mesh import Mesh
 from megatron.core.tokenizers import build_tokenizer
+from tools import checkpoint_convert
 from tools.generate import main
 
 sys.path.append(str(Path(__file__).parent.parent / "exchange"))
@@ -208,6 +209,30 @@ def test_a_folder_of_transformers_writes_its_ids(tool, tmp_path: Path):
     flags = ("--load", tmp_path / "hf", *tokenizer, "--prompt", words, "--greedy", "--max-new-tokens", 14)
     code, out, err = tool(*flags)
     assert (code, [int(word) for word in out.split()]) == (0, record["greedy"][2]), err
+
+
+def test_the_id_that_a_folder_begins_texts_with_is_taken_and_kept(tool, tmp_path: Path):
+    record = read_record("t5-gated")
+    write_folder(tmp_path / "zero", record)
+    write_folder(tmp_path / "three", record | {"config": record["config"] | {"decoder_start_token_id": 3}})
+    flags = (
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--vocab-size",
+        30,
+        "--prompt",
+        "1 2 3",
+        "--greedy",
+        "--max-new-tokens",
+        8,
+    )
+    wanted = tool("--load", tmp_path / "zero", *flags, "--decoder-start-token-id", 3)[:2]
+    assert tool("--load", tmp_path / "three", *flags)[:2] == wanted != tool("--load", tmp_path / "zero", *flags)[:2]
+    assert checkpoint_convert.main(["--load", str(tmp_path / "three"), "--save-hf", str(tmp_path / "again")]) == 0
+    assert tool("--load", tmp_path / "again", *flags)[:2] == wanted
+    write_folder(tmp_path / "none", record | {"config": record["config"] | {"decoder_start_token_id": 31}})
+    code, _, err = tool("--load", tmp_path / "none", *flags)
+    assert code == 1 and tells(err, "decoder_start_token_id 31 vocab_size")
 
 
 def test_a_gpts_flags_stay_a_gpts(tool, tmp_path: Path):

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron.core.config import ConfigError
 from megatron.core.inference import SavedSettings
+from megatron.core.interchange.carried import START_ID
 from megatron.core.models.t5_model import T5Model
 from megatron.core.tokenizers import Tokenizer
 
@@ -87,7 +88,7 @@ def start_of_decoder(given: int | None, state: dict[str, Any], tokenizer: Tokeni
     if given is not None:
         return given
     if state["train"]["iteration"] == 0 and state.get("origin", {}).get("model_type") == "t5":
-        return 0  # the padding token, as every folder read here has it
+        return state["origin"].get("kept", {}).get(START_ID, 0)  # 0: the padding token, as the published models have it
     if (begin := getattr(tokenizer, "bos", None)) is None or begin < 0:
         raise ConfigError(
             f"{tokenizer.name} has no token that begins a text; give the one that the decoder's texts began with: "

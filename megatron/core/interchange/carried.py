@@ -35,6 +35,7 @@ _CARRIED = (
 _TEMPLATE = re.compile(rf"{_TEMPLATES}/[A-Za-z0-9_-][A-Za-z0-9_.-]{{0,120}}\.jinja")
 _MOST_BYTES = 256 << 20  # of one of them
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id")
+START_ID = "decoder_start_token_id"  # with which the texts of a decoder begin
 _MOST_IDS = 64
 OTHER_FOLDER = "--tokenizer DIR of tools/checkpoint_convert.py takes them from another folder"
 
@@ -48,6 +49,8 @@ def _is_kept(name: str, value: Any) -> bool:
     if name in _IDS:
         are_ids = isinstance(value, list) and len(value) <= _MOST_IDS and all(map(_is_id, value))
         return value is None or _is_id(value) or are_ids
+    if name == START_ID:
+        return _is_id(value) and value >= 0
     if name == "initializer_range":
         return type(value) in (int, float) and math.isfinite(value)
     return name == "tokenizer_class" and isinstance(value, str) and bool(re.fullmatch(r"\w{1,100}", value))

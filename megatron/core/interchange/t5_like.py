@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from megatron.core.interchange.carried import START_ID
 from megatron.core.interchange.family import ABOUT, OUTPUT, STAGE, WORD_TABLE, Family, Row
 from megatron.core.interchange.fields import Field, Given, always, count, number, only, share, unused
 
@@ -54,6 +55,19 @@ def _decoder_layers() -> Field:
     return Field((key,), read, lambda model: {key: model.decoder_layers})
 
 
+def _start() -> Field:
+    """The id that a decoder's texts begin with. It is no setting of the model: a folder's own is kept (carried.py)."""
+
+    def read(given: Given) -> dict[str, Any]:
+        found = given.get(START_ID, 0)  # 0: the padding token of the published models
+        if type(found) is not int or not 0 <= found < given.count("vocab_size", _WORDS):
+            raise given.wrong(START_ID, "it must be the id of a word, from 0 to vocab_size - 1")
+        return {}
+
+    return Field((START_ID,), read, lambda model: {START_ID: 0})
+
+
+_WORDS = 32128  # where vocab_size is not said
 _ENCODER, _DECODER = f"{STAGE}encoder.layers.{{i}}.", f"{STAGE}decoder.layers.{{j}}."
 _THEIR_ENCODER, _THEIR_DECODER = "encoder.block.{i}.layer.", "decoder.block.{j}.layer."
 
@@ -99,7 +113,7 @@ T5 = Family(
         _mlp(),
         _head(),
         always("is_encoder_decoder", True),
-        always("decoder_start_token_id", 0),  # the padding token
+        _start(),
         *(only(name, False) for name in ("add_cross_attention", "is_decoder", "use_bfloat16")),
         unused("initializer_factor", "n_positions", "output_past"),
         ABOUT,
@@ -124,6 +138,6 @@ T5 = Family(
         r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
     ),
     "",
-    32128,
+    _WORDS,
     "T5Model",
 )
