@@ -34,11 +34,10 @@ class Given:
         return default if value is None else value
 
     def count(self, name: str, default: Any = _NEEDED) -> Any:
-        """A whole number from 1 up."""
-        value, is_depth = self._needed(name, default), name in _LAYERS
-        most = _MOST_LAYERS if is_depth else _MOST
+        """A whole number, from 1 to a limit."""
+        value, most = self._needed(name, default), _MOST_LAYERS if name in _LAYERS else _MOST
         if value is not default and (type(value) is not int or not 1 <= value <= most):
-            raise self.wrong(name, f"it must be a whole number from 1 {f'to {most}' if is_depth else 'up'}")
+            raise self.wrong(name, f"it must be a whole number from 1 to {most}")
         return value
 
     def number(self, name: str, default: Any = _NEEDED) -> Any:
