@@ -216,9 +216,44 @@ def test_a_full_disk_fails_on_all_ranks_and_the_checkpoint_is_there(tmp_path: Pa
     assert open_checkpoint(tmp_path / "own").iteration == 2
 
 
+def test_numbers_that_the_dtype_cannot_hold_are_refused_by_the_run_and_by_the_tool(tmp_path: Path, capsys):
+    """On all ranks: a folder with infinity in it would look whole. Gathered parts of a tensor stay in step to its end."""
+    flags = f"{SMALL} --train-iters 1 --init-method-std 1e5{TP} --save {tmp_path}/own --save-hf {tmp_path}/hf --save-hf-dtype float16"
+
+    def work(mesh) -> str:
+        with pytest.raises((CheckpointError, comm.PeerError)) as error:
+            train(mesh, flags)
+        return str(error.value)
+
+    said = run_ranks({"tp": 2}, work)
+    assert tells(said[0], "float16 65504 --save-hf-dtype") and not (tmp_path / "hf/iter_0000001").exists()
+    assert (
+        checkpoint_convert.main(
+            ["--load", str(tmp_path / "own"), "--save-hf", str(tmp_path / "out"), "--dtype", "float16"]
+        )
+        == 1
+    )
+    assert tells(capsys.readouterr().err, "float16 65504 --dtype") and not (tmp_path / "out").exists()
+    converted(tmp_path / "own", tmp_path / "wide", "--dtype", "bfloat16")
+
+
+def test_the_folder_of_an_interval_that_a_killed_run_left_out_is_written_where_the_next_begins(tmp_path: Path):
+    flags = f"--save {tmp_path}/own --load {tmp_path}/own --save-hf {tmp_path}/hf --save-hf-interval 2 --train-iters 5"
+    run(f"{flags} --exit-interval 4")
+    expected = files_of(tmp_path / "hf/iter_0000004")
+    (tmp_path / "hf/iter_0000004").rename(tmp_path / "hf/iter_0000004.partial")
+    run(flags)
+    assert iterations_in(tmp_path / "hf") == ["2", "4", "5"] and files_of(tmp_path / "hf/iter_0000004") == expected
+
+
 REFUSED = {
     "the folder of --save": ("--save {tmp}/x --save-hf {tmp}/x", "--save-hf --save {tmp}/x"),
     "a folder of something else": ("--save-hf {tmp}/other", "--save-hf {tmp}/other notes.txt"),
+    "the folder of folders with --load": (
+        "--load {tmp}/hf/iter_0000001 --save-hf {tmp}/hf",
+        "--load --save-hf {tmp}/hf",
+    ),
+    "the name of a checkpoint": ("--save {tmp}/x --save-hf {tmp}/x/iter_0000001", "--save-hf --save {tmp}/x/hf"),
     "a file": ("--save-hf {tmp}/other/notes.txt", "--save-hf {tmp}/other/notes.txt"),
     "a URL": ("--save-hf s3://bucket/x", "--save-hf s3://bucket/x folder"),
     "nothing is trained": ("--save-hf {tmp}/x --skip-train --eval-iters 1", "--save-hf --skip-train"),

@@ -75,7 +75,7 @@ def write_gathered(
         first = _FirstError()
         rows = ((row, _gathered(row, plan, tensors, first, world, device)) for row in file.rows)
         if world.is_first:
-            first.attempt(partial(write_rows, out / name, file, rows, plan.heads))
+            first.attempt(partial(write_rows, out / name, plan, file, rows))
         for _ in rows:  # all that are left, also where the disk is full: the other ranks are in the same calls
             pass
         with comm.together(world, device):

@@ -9,6 +9,7 @@ of a running job so.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from math import prod
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from megatron.core import comm
 from megatron.core.boxes import slices, whole
-from megatron.core.checkpoint.format import ITEM_BYTES, PARTIAL, TensorRecord
+from megatron.core.checkpoint.format import ITEM_BYTES, PARTIAL, CheckpointError, TensorRecord
 from megatron.core.checkpoint.load import Checkpoint
 from megatron.core.checkpoint.local_tensor import LocalTensor
 from megatron.core.config import ConfigError, build
@@ -91,6 +92,21 @@ class FolderPlan:
         """The dtype in which it is written."""
         return getattr(torch, self.dtype or self.record_of(row).dtype)
 
+    def check_held(self, row: Row, ours: Tensor) -> None:
+        """Raises CheckpointError if a narrower dtype made infinity or NaN of a number. ours: the tensor as it is written."""
+        before, most = self.record_of(row).dtype, torch.finfo(ours.dtype).max
+        if most >= torch.finfo(getattr(torch, before)).max or ours.numel() == 0:
+            return
+        if not all(map(math.isfinite, torch.aminmax(ours))):  # NaN is the least and the greatest
+            name = self.dtype
+            raise CheckpointError(
+                row.ours,
+                f"as {name} it has infinite or undefined numbers: those of {before} are above {most:g}, {name}'s largest, or "
+                f"were so before",
+                f"give another dtype than {name}, or none to write {before} (--save-hf-dtype of a run, --dtype of "
+                "tools/checkpoint_convert.py)",
+            )
+
 
 def plan_folder(
     state: dict[str, Any],
@@ -147,7 +163,7 @@ def write_hf_folder(
     with comm.together(world, device):
         for number, (name, file) in enumerate(plan.files.items()):
             if number % world.size == world.rank:
-                write_rows(partial / name, file, ((row, _read(checkpoint, plan, row)) for row in file.rows), plan.heads)
+                write_rows(partial / name, plan, file, ((row, _read(checkpoint, plan, row)) for row in file.rows))
     with comm.together(world, device):
         if world.is_first:
             finish_folder(plan, partial, along, note)
@@ -226,12 +242,16 @@ def _read(checkpoint: Checkpoint, plan: FolderPlan, row: Row) -> Tensor:
     return ours
 
 
-def write_rows(path: Path, plan: PlannedFile, rows: Iterable[tuple[Row, Tensor]], heads: HeadCounts) -> None:
-    """Write a file of weights. rows: with the whole tensor of ours for each, in host memory, in the order of the plan."""
+def write_rows(path: Path, plan: FolderPlan, planned: PlannedFile, rows: Iterable[tuple[Row, Tensor]]) -> None:
+    """Write a file of weights. rows: with the whole tensor of ours for each, in host memory, in the order of the plan.
+
+    Raises CheckpointError for numbers that the dtype cannot hold.
+    """
     with at(path).open(path, "xb") as file:
-        write_all(file, header_of(plan.tensors), path)
+        write_all(file, header_of(planned.tensors), path)
         for row, ours in rows:
-            for theirs in their_tensors(row.operation, heads, ours):
+            plan.check_held(row, ours)
+            for theirs in their_tensors(row.operation, plan.heads, ours):
                 write_all(file, theirs.reshape(-1).view(torch.uint8).numpy().data, path)
         at(path).sync(file)
 

@@ -55,6 +55,13 @@ def same_folder(one: str, other: str) -> bool:
     return os.path.realpath(one) == os.path.realpath(other)
 
 
+def holds(root: str, folder: str) -> bool:
+    """Whether `folder` lies directly in `root`, by any path; both as a user gives them."""
+    if is_url(root) or is_url(folder):
+        return is_url(root) and is_url(folder) and ObjectPath(root) == ObjectPath(folder).parent
+    return same_folder(root, os.path.dirname(os.path.realpath(path_of(folder))))
+
+
 def path_of(text: str | Path) -> Path:
     """The path of a folder as a user gives it, with the methods of `Path` that ask no system. Raises ConfigError for a URL that
     this installation cannot read."""

@@ -57,9 +57,9 @@ class HFExports:
         """Whether a folder follows the step that was done. last: the run ends with it."""
         return self._config.is_due(self._state.iteration, last=last)
 
-    def is_missing(self) -> bool:
-        """Whether the iteration that is done has no folder yet, as where a run was killed while it wrote its last."""
-        return self._state.iteration > 0 and self._config.save_hf is not None and not self._is_there()
+    def is_missing(self, *, last: bool) -> bool:
+        """Whether the iteration that is done should have a folder and has none, as where a run was killed while it wrote it."""
+        return self._state.iteration > 0 and self.is_due(last=last) and not self._is_there()
 
     def _is_there(self) -> bool:
         world, device = self._runtime.mesh["world"], self._runtime.device.torch_device

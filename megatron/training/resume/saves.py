@@ -16,7 +16,8 @@ from megatron.training.runtime import Runtime, print_rank_0
 
 
 class Saves:
-    """Every rank has one, and makes the same calls, but for `poll` and `close`. As a context it waits for the save in flight.
+    """Every rank has one, and makes the same calls, but for `poll` and `close`. As a context, around the steps, it
+    begins with a folder that an earlier run has left out, and ends with the save in flight.
 
     state: of the run, at the step that is saved. note: told of each save that is on disk.
     """
@@ -61,9 +62,10 @@ class Saves:
             self.finish()
         self._exports.write()
 
-    def export_if_missing(self) -> None:
-        """Write the folder of an iteration that was done by an earlier run, if that run was killed before it was written."""
-        if self._exports.is_missing():
+    def export_if_missing(self, *, last: bool = True) -> None:
+        """Write the folder of an iteration that was done by an earlier run, if that run was killed before it was written. last:
+        nothing is left to train."""
+        if self._exports.is_missing(last=last):
             with whereabouts.during("saving", then="training"):
                 self._exports.write()
 
@@ -101,6 +103,7 @@ class Saves:
             print_rank_0(f"{kind} copy of iteration {iteration} for restarts: {time.monotonic() - began:.3f} s")
 
     def __enter__(self) -> "Saves":
+        self.export_if_missing(last=False)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -5,11 +5,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from megatron.core.checkpoint.format import iteration_of
 from megatron.core.config import ConfigError, flag_of, flags_of, knobs
 from megatron.core.optimizer.lr_schedule import RunLength, learning_rate_schedule
 from megatron.core.pipeline_parallel.simulate import make_schedule
 from megatron.core.pipeline_parallel.table import SCHEDULES
-from megatron.core.storage.paths import is_url, path_of, same_folder
+from megatron.core.storage.paths import holds, is_url, path_of, same_folder
 from megatron.core.transformer.context_parallel.problems import context_parallel_problems
 from megatron.core.transformer.model_config import tensor_parallel_problems
 from megatron.training.settings.config import COMPONENTS, Config
@@ -61,6 +62,14 @@ def _checkpoint_problems(config: Config, _: int) -> Iterator[str]:
         folder, hf = getattr(checkpoint, name), config.hf.save_hf
         if folder and hf and same_folder(folder, hf):
             yield f"--save-hf is the folder of {flag_of(name)}, {folder}; give a folder of its own"
+        elif folder and hf and name != "save" and holds(hf, folder):
+            yield (
+                f"{flag_of(name)} {folder} is one of the folders of --save-hf {hf}, and this run would replace it where "
+                "it comes to that iteration; give --save-hf another folder"
+            )
+    save, hf = checkpoint.save, config.hf.save_hf
+    if save and hf and iteration_of(path_of(hf).name) is not None and holds(save, hf):
+        yield f"--save-hf {hf} has the name of a checkpoint of --save {save}; give another, such as {save}/hf"
     if config.offload.offload_params and stage < 3:
         yield (
             f"--offload-params offloads parameter shards, and ZeRO stage {stage} has none; give --zero-stage 3, or leave it out"
