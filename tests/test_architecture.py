@@ -320,7 +320,7 @@ BUDGETS = {
     "megatron/core/datasets": 2_200,
     "megatron/core/distributed": 1_600,
     "megatron/core/inference": 500,
-    "megatron/core/interchange": 3_500,
+    "megatron/core/interchange": 3_600,
     "megatron/core/job": 800,
     "megatron/core/models": 600,
     "megatron/core/optimizer": 1_500,

@@ -7,6 +7,7 @@
     operations.py                  how their tensors lie in ours, the same list for both directions (no torch)
     fields.py, rope.py, windows.py what keys of a config.json say
     family.py, *_like.py           the tables: fields of config.json, names of tensors
+    titan.py                       checkpoints of torchtitan (no torch)
     strided.py, mapped*.py, opened.py    a folder as a checkpoint that any layout reads
 
 May import: floors 0 to 3 (`checkpoint`, `transformer.model_config`). Names load on first use.

@@ -104,9 +104,15 @@ def check_tied(folder: HFFolder, family: Family, config: ModelConfig, root: Path
 
 def manifest_of(folder: HFFolder, root: Path) -> Manifest:
     """The folder as a checkpoint of iteration 0: weights, and the settings of their model."""
+    settings, _ = settings_of(folder.config, str(root / CONFIG))
+    config, family = ModelConfig(**settings), family_of(folder.config, CONFIG)
+    return manifest_with(records_of(family, config, folder.tensors, root), folder, root)
+
+
+def manifest_with(records: Mapping[str, TensorRecord], folder: HFFolder, root: Path) -> Manifest:
+    """As `manifest_of`, of tensors whose places are known."""
     settings, words = settings_of(folder.config, str(root / CONFIG))
     config, family = ModelConfig(**settings), family_of(folder.config, CONFIG)
-    records = records_of(family, config, folder.tensors, root)
     ends: dict[str, int] = {}
     for x in folder.tensors.values():
         ends[x.file] = max(ends.get(x.file, 0), x.start + x.nbytes)

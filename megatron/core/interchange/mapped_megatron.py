@@ -39,7 +39,17 @@ def open_megatron(
             manifest = manifest_of_megatron(model, folder.iteration, folder.path)
             doubt = unclear(model.args)
             note = f"{folder.path} {_NOTE}" + (f"; {doubt}" if doubt else "")
-            text = json.dumps({"path": str(folder.path), "note": note} | asdict(manifest))
+            text = manifest_as_text(folder.path, note, manifest)
+    return opened_by_first(text, world, device)
+
+
+def manifest_as_text(path: Path, note: str, manifest: Manifest) -> str:
+    """What the first rank has read, for `opened_by_first`."""
+    return json.dumps({"path": str(path), "note": note} | asdict(manifest))
+
+
+def opened_by_first(text: str | None, world: Axis, device: torch.device | str) -> StridedCheckpoint:
+    """The checkpoint of the first rank's `manifest_as_text`, on every rank. Every rank of `world` must call."""
     raw = json.loads(comm.broadcast_text(text, world, device))
     path, note = raw.pop("path"), raw.pop("note")
     tensors = {name: _record(**record) for name, record in raw.pop("tensors").items()}

@@ -132,7 +132,8 @@ def unreadable(root: Path) -> str | None:
     if METADATA in names and any(name.endswith(".distcp") for name in names):
         return (
             "holds a checkpoint of torch.distributed.checkpoint, as torchtitan writes them, whose model nothing in it describes: "
-            f"write it as a Hugging Face folder with torchtitan's convert_to_hf.py, {_TO_HF}; its tensors alone: "
+            f"put the model's config.json, of a llama or qwen3 in Hugging Face's form, and its tokenizer.json beside {METADATA}; "
+            "then it is read as it lies. For other models: torchtitan's convert_to_hf.py; the tensors alone: "
             "python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIR FILE"
         )
     if any(_DEEPSPEED.fullmatch(name) for name in names):

@@ -1,4 +1,4 @@
-"""Opening what lies in a folder, whoever wrote it: a checkpoint of ours, a Hugging Face folder, a checkpoint of Megatron-LM."""
+"""Opening a folder: a checkpoint of ours, a Hugging Face folder or config, a checkpoint of Megatron-LM or torchtitan."""
 
 import json
 from pathlib import Path
@@ -14,8 +14,10 @@ from megatron.core.interchange.config_json import family_of
 from megatron.core.interchange.hf_folder import CONFIG, is_hf_folder, read_json
 from megatron.core.interchange.mapped import components_of, open_hf_folder
 from megatron.core.interchange.mapped_megatron import open_megatron, settings_of_megatron
+from megatron.core.interchange.mapped_titan import open_titan
 from megatron.core.interchange.megatron_folder import check_readable, is_megatron_folder
 from megatron.core.interchange.strided import StridedCheckpoint
+from megatron.core.interchange.titan import is_titan_folder
 from megatron.core.storage.files import is_file, is_folder
 from megatron.core.storage.paths import is_url, path_of
 
@@ -79,9 +81,10 @@ def open_foreign(
     """
     root = path_of(root)
     with comm.together(world, device):
-        is_hf = json.dumps(is_hf_folder(root)) if world.is_first else None
-    if not json.loads(comm.broadcast_text(is_hf, world, device)):
+        kinds = json.dumps([is_hf_folder(root), is_titan_folder(root)]) if world.is_first else None
+    is_hf, is_titan = json.loads(comm.broadcast_text(kinds, world, device))
+    if not is_hf:
         return open_megatron(root, iteration, world, device)
     if iteration is not None:
         raise ConfigError(f"{root} is no folder of iterations: leave iteration {iteration} out")
-    return open_hf_folder(root, world, device)
+    return open_titan(root, world, device) if is_titan else open_hf_folder(root, world, device)

@@ -85,6 +85,20 @@ def _qkv(heads: HeadCounts, theirs: list[View]) -> Places:
     return _stacked(heads, [x for group in zip(*parts) for x in group])
 
 
+def _qkv_pairs(heads: HeadCounts, theirs: list[View]) -> Places:
+    """As `_qkv`, from queries and keys whose neighbouring rows rotate together: ours are the even rows, then the odd ones."""
+    g, d = heads.groups, heads.width
+    parts = [x.parts((rows // g,) * g) for x, rows in zip(theirs, heads.rows)]
+    found = []
+    for queries, key, value in zip(*parts):
+        for head in (*queries.parts((d,) * (queries.shape[0] // d)), key):
+            strides = (2 * head.strides[0], *head.strides[1:])
+            for start in (head.start, head.start + head.strides[0]):
+                found.append(head._replace(shape=(d // 2, *head.shape[1:]), strides=strides, start=start))
+        found.append(value)
+    return _stacked(heads, found)
+
+
 def _qkv_rows(heads: HeadCounts, theirs: list[View]) -> Places:
     """Theirs has all queries, all keys, all values."""
     return _qkv(heads, theirs[0].parts(heads.rows))
@@ -122,6 +136,7 @@ OPERATIONS = {
     "gate_up": Operation(_stacked, lambda heads, ours: [(ours[0] // 2, *ours[1:])] * 2),
     "kv": Operation(_kv, lambda heads, ours: [(ours[0] // 2, *ours[1:])] * 2),
     "qkv": Operation(_qkv, lambda heads, ours: [(rows, *ours[1:]) for rows in heads.rows]),
+    "qkv_pairs": Operation(_qkv_pairs, lambda heads, ours: [(rows, *ours[1:]) for rows in heads.rows]),
     "qkv_rows": Operation(_qkv_rows, _same),
     "qkv_transpose": Operation(_qkv_transposed, _reversed),
 }
