@@ -27,6 +27,7 @@ from megatron.core.config import ConfigError, FlagConfig, knob
 from megatron.core.interchange import copy_checkpoint, open_any, write_hf_folder
 from megatron.core.interchange.strided import StridedCheckpoint
 from megatron.core.storage.files import at, exists, remove_tree
+from megatron.core.storage.paths import is_url, path_of
 from megatron.training.settings.hf_config import DEFAULT_SHARD_SIZE, bytes_of, read_size
 from tools.errors import missing, run_tool
 
@@ -65,6 +66,11 @@ class ConvertConfig(FlagConfig):
         found = missing(self, "load")
         if sum(out is not None for out in (self.save_hf, self.save, self.save_dcp)) != 1:
             found.append("give one of --save-hf, --save and --save-dcp")
+        folders = {"--save-hf": self.save_hf, "--save-dcp": self.save_dcp, "--tokenizer": self.tokenizer}
+        urls = {flag: given for flag, given in folders.items() if given is not None and is_url(given)}
+        found += [
+            f"{flag} {url} is a URL, and a folder of this machine is needed; give one" for flag, url in urls.items()
+        ]
         if self.save_hf is None:
             for_hf = {
                 "--model-type": self.model_type,
@@ -84,16 +90,16 @@ def convert(config: ConvertConfig) -> None:
         print(f"{config.load}: written to {config.save}, weights alone; a run takes it as --pretrained-checkpoint")
         return
     if config.save_dcp is not None:
-        write_dcp_folder(checkpoint, Path(config.save_dcp), config.dtype)
+        write_dcp_folder(checkpoint, path_of(config.save_dcp), config.dtype)
         print(f"{config.load}: written to {config.save_dcp}; its .metadata is a pickle, which torch runs when it loads")
         return
     kind = write_hf_folder(
         checkpoint,
-        Path(config.save_hf),
+        path_of(config.save_hf),
         kind=config.model_type,
         dtype=config.dtype,
         most_bytes=bytes_of(config.max_shard_size or DEFAULT_SHARD_SIZE),
-        along=Path(config.tokenizer) if config.tokenizer else None,
+        along=path_of(config.tokenizer) if config.tokenizer else None,
         note=print,
     )
     print(f"{config.load}: written to {config.save_hf} as a {kind}")

@@ -246,6 +246,42 @@ def test_the_folder_of_an_interval_that_a_killed_run_left_out_is_written_where_t
     assert iterations_in(tmp_path / "hf") == ["2", "4", "5"] and files_of(tmp_path / "hf/iter_0000004") == expected
 
 
+def test_a_link_in_place_of_a_folder_is_replaced_and_what_it_leads_to_stays(tmp_path: Path):
+    run(f"--train-iters 1 --save-hf {tmp_path}/elsewhere")
+    before = files_of(tmp_path / "elsewhere")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/iter_0000001").symlink_to(tmp_path / "elsewhere/iter_0000001")
+    run(f"--train-iters 1 --save-hf {tmp_path}/hf --save-hf-dtype bfloat16")
+    assert os.listdir(tmp_path / "hf") == ["iter_0000001"] and not (tmp_path / "hf/iter_0000001").is_symlink()
+    assert files_of(tmp_path / "elsewhere") == before != files_of(tmp_path / "hf")
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--save-hf s3://bucket/x", "--save-hf s3://bucket/x URL"),
+        ("--save-dcp s3://bucket/x", "--save-dcp s3://bucket/x URL"),
+        ("--save-hf {tmp}/out --tokenizer {tmp}/none", "--tokenizer {tmp}/none"),
+        ("--save-hf {tmp}/out --tokenizer {tmp}/own", "--tokenizer {tmp}/own tokenizer.json"),
+    ],
+)
+def test_what_the_tool_cannot_write_or_take_is_refused_before_it_writes(
+    flags: str, named: str, tmp_path: Path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    run(f"--train-iters 1 --save {tmp_path}/own")
+    capsys.readouterr()
+    assert checkpoint_convert.main(["--load", f"{tmp_path}/own", *flags.format(tmp=tmp_path).split()]) == 2
+    assert tells(capsys.readouterr().err, named.format(tmp=tmp_path)) and os.listdir(tmp_path) == ["own"]
+
+
+def test_the_tool_takes_file_urls(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run(f"--train-iters 1 --save {tmp_path}/own")
+    assert checkpoint_convert.main(["--load", f"file://{tmp_path}/own", "--save-hf", f"file://{tmp_path}/hf"]) == 0
+    assert is_foreign(tmp_path / "hf") and sorted(os.listdir(tmp_path)) == ["hf", "own"]
+
+
 REFUSED = {
     "the folder of --save": ("--save {tmp}/x --save-hf {tmp}/x", "--save-hf --save {tmp}/x"),
     "a folder of something else": ("--save-hf {tmp}/other", "--save-hf {tmp}/other notes.txt"),

@@ -22,7 +22,7 @@ from megatron.core.checkpoint.format import CheckpointError
 from megatron.core.config import ConfigError
 from megatron.core.interchange.hf_folder import path_inside
 from megatron.core.interchange.tokenizer_config import TOKENIZER_CONFIG, for_both_versions
-from megatron.core.storage.files import at, exists, is_file, read_start, write_all
+from megatron.core.storage.files import at, exists, is_file, is_folder, read_start, write_all
 from megatron.core.storage.paths import is_url, path_of
 
 _TEMPLATES = "additional_chat_templates"
@@ -130,6 +130,15 @@ def carried_in(root: Path) -> list[str]:
     return names
 
 
+def check_chosen(chosen: Path) -> None:
+    """Raises ConfigError for a folder with nothing to carry."""
+    if not carried_in(chosen):
+        there = f"holds none of {', '.join(_CARRIED)}" if is_folder(chosen) else "is no folder"
+        raise ConfigError(
+            f"{chosen} {there}; give the folder with the tokenizer's files as --tokenizer, or leave it out"
+        )
+
+
 def carry(origin: Origin | None, chosen: Path | None, target: Path, note: Callable[[str], object]) -> list[str]:
     """Copy the files of the folder `chosen`, or else of the origin, as they are; returns their names. tokenizer_config.json may
     change its spelling, for transformers 4.
@@ -138,9 +147,7 @@ def carry(origin: Origin | None, chosen: Path | None, target: Path, note: Callab
     one that cannot be written.
     """
     if chosen is not None:
-        if not (names := carried_in(chosen)):
-            note(f"no tokenizer is written: {chosen} holds none of {', '.join(_CARRIED)}")
-        return [_write(name, _read(chosen, name), target) for name in names]
+        return [_write(name, _read(chosen, name), target) for name in carried_in(chosen)]
     if origin is None:
         note(f"no tokenizer is written: it is not recorded where the model began; {OTHER_FOLDER}")
         return []

@@ -26,7 +26,7 @@ from megatron.core.checkpoint.load import Checkpoint
 from megatron.core.checkpoint.local_tensor import LocalTensor
 from megatron.core.config import ConfigError, build
 from megatron.core.grid import ALONE, Axis
-from megatron.core.interchange.carried import Origin, carry
+from megatron.core.interchange.carried import Origin, carry, check_chosen
 from megatron.core.interchange.config_json import config_of, kind_of
 from megatron.core.interchange.families import FAMILIES
 from megatron.core.interchange.family import Row
@@ -157,6 +157,8 @@ def write_hf_folder(
         if world.is_first:
             if exists(out):
                 raise ConfigError(f"{out} is there already; a folder is written anew: choose another")
+            if along is not None:
+                check_chosen(along)
             if exists(partial):
                 remove_tree(partial)
             make_folders(partial)

@@ -80,8 +80,8 @@ class HFExports:
             chunk.finish_param_gather()
         try:
             with comm.together(world, device):
-                if world.is_first and files.exists(partial):
-                    files.remove_tree(partial)
+                if world.is_first:
+                    remove(partial)
             write_gathered(self._plan, model_tensors(self._chunks, mesh), partial, world, device, note=self._tell)
             with comm.together(world, device):
                 if world.is_first:
@@ -101,14 +101,14 @@ class HFExports:
 
 
 def _publish(partial: Path, final: Path) -> None:
-    """Give a complete folder its name. A previous one of the same iteration goes; a kill at any point leaves one of the two."""
+    """Give a complete folder its name. A previous one of the same iteration goes; a kill at any point leaves one of the two.
+    A link in its place goes, and not what it leads to."""
     on, aside = files.at(final), final.with_name(final.name + REPLACED)
     if files.exists(final):
         on.rename(final, aside)
     on.rename(partial, final)
     on.sync_folder(final.parent)
-    if files.exists(aside):
-        files.remove_tree(aside)
+    remove(aside)
 
 
 # ---------------------------------------------------------------- at the start
