@@ -13,6 +13,7 @@ import torch
 from megatron.core.config import ConfigError, Count, FlagConfig, WholeNumber, knob
 from megatron.core.pending import Pending, done
 
+_products_before: list[str] = []  # what a --bf16 run on this CPU has found, and leaves behind
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl", "xpu": "xccl"}
 
 
@@ -110,8 +111,15 @@ class Device:
             return
         self._kept_below = _KEPT_BELOW[empty_level]
         set_malloc(self._kept_below)
-        if bf16:
-            torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        matmul = torch.backends.mkldnn.matmul
+        if bf16 and matmul.fp32_precision != "bf16":
+            _products_before.append(matmul.fp32_precision)
+            matmul.fp32_precision = "bf16"
+
+    def restore(self) -> None:
+        """Ends what `prepare` set for float32 products: a program that goes on after its --bf16 run computes them as before."""
+        if _products_before:
+            torch.backends.mkldnn.matmul.fp32_precision = _products_before.pop()
 
     @property
     def backend(self) -> str:

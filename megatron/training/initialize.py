@@ -149,6 +149,7 @@ def build_runtime(settings: Settings, mesh: Mesh) -> Runtime:
         tokenizer_sha256=settings.tokenizer_sha256,
         data_sha256=data_sha256(config.data) if names_data else None,
     )
+    runtime.held.callback(device.restore)
     if tier is not None:
         runtime.held.callback(tier.close)
     return runtime

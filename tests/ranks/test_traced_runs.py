@@ -25,7 +25,11 @@ RUNS = {
 }
 # They change nothing and read nothing: whether two names are one folder, where links of a folder lead; and the lock of --save.
 LOCK = ("open", "training.resume.save_folder._lock")
-ALLOWED = {"core.storage.paths.same_folder", "training.resume.copies._name_of", "core.interchange.hf_folder._inside"}
+ALLOWED = {
+    "core.storage.paths.same_folder",
+    "training.resume.copies._name_of",
+    "core.interchange.hf_folder.path_inside",
+}
 
 
 def others(beside: list[tuple[str, str]]) -> list[tuple[str, str]]:
