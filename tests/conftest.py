@@ -23,6 +23,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """A --bf16 run that a test begins and does not end rounds the factors of every float32 product of the process."""
+    if torch := sys.modules.get("torch"):
+        torch.backends.mkldnn.matmul.fp32_precision = "none"
+
+
 def pytest_collection_finish() -> None:
     """Thousands of collected tests live to the end: let the garbage collector not walk through them again and again."""
     gc.collect()
