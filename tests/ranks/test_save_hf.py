@@ -308,6 +308,12 @@ def test_what_stands_in_the_way_refuses_the_run_before_its_first_step(case: str,
     assert (tmp_path / "other/notes.txt").read_text() == "mine" and not (tmp_path / "x").exists()
 
 
+def test_of_what_no_family_can_say_the_nearest_is_shown_and_none_of_another_kind_of_model(refused, tmp_path: Path):
+    said = refused(f"--train-iters 1 --save-hf {tmp_path}/x --qk-layernorm")
+    assert tells(said, "gpt2 qk_layernorm True") and said.count("it would be") == 1
+    assert "t5" not in said and "bert" not in said
+
+
 def test_the_folder_of_all_iterations_is_no_checkpoint_and_says_what_to_give(tmp_path: Path, refused):
     run(f"--train-iters 1 --save-hf {tmp_path}/hf")
     assert tells(refused(f"--train-iters 1 --load {tmp_path}/hf"), f"--load {tmp_path}/hf/iter_0000001 --save-hf")

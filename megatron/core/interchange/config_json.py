@@ -101,16 +101,20 @@ def config_of(kind: str, model: ModelConfig, words: int, dtype: str) -> dict[str
     return config
 
 
-def kind_of(model: ModelConfig, words: int, kept: str | None = None) -> str:
-    """The family to write a model as: `kept`, that it came from, else the first that can say what it computes."""
+def kind_of(name: str, model: ModelConfig, words: int, kept: str | None = None) -> str:
+    """The family to write a model as: `kept`, that it came from, else the first that can say what it computes.
+
+    name: of the model's class. Raises ConfigError with what stands in the way of `kept`, or of the family where least does.
+    """
     if kept is not None:
         family_of({"model_type": kept}, "what is to be written")
     problems = []
-    for kind in [kept] if kept is not None else list(FAMILIES):
+    for kind in [kept] if kept is not None else [kind for kind, family in FAMILIES.items() if family.model == name]:
         try:
             config_of(kind, model, words, "float32")
         except ConfigError as error:
             problems.append(str(error))
         else:
             return kind
-    raise ConfigError(problems)
+    nearest = min(problems, key=lambda text: ("it would be" not in text, len(text)))  # others are not even such a model
+    raise ConfigError(nearest + "; nor can another family, with more in the way" * (len(problems) > 1))

@@ -98,12 +98,11 @@ class FolderPlan:
         if most >= torch.finfo(getattr(torch, before)).max or ours.numel() == 0:
             return
         if not all(map(math.isfinite, torch.aminmax(ours))):  # NaN is the least and the greatest
-            name = self.dtype
             raise CheckpointError(
                 row.ours,
-                f"as {name} it has infinite or undefined numbers: those of {before} are above {most:g}, {name}'s largest, or "
-                f"were so before",
-                f"give another dtype than {name}, or none to write {before} (--save-hf-dtype of a run, --dtype of "
+                f"as {self.dtype} it has infinite or undefined numbers: those of {before} are above {most:g}, the largest of "
+                f"{self.dtype}, or were so before",
+                f"give another dtype, or none to write {before} (--save-hf-dtype of a run, --dtype of "
                 "tools/checkpoint_convert.py)",
             )
 
@@ -124,7 +123,7 @@ def plan_folder(
     """
     model, words = _model_in(state, source)
     origin = Origin.in_state(state, source)
-    kind = kind_of(model, words, kind or (origin.model_type if origin else None))
+    kind = kind_of(state.get("model", "GPTModel"), model, words, kind or (origin.model_type if origin else None))
     records = {name: x for name, x in tensors.items() if name.startswith(_PREFIX)}
     files = _files(records, source, kind, model, dtype, most_bytes)
     config = config_of(kind, model, words, _dtype_of(files)) | _kept(origin)
