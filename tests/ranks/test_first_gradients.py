@@ -190,6 +190,73 @@ def test_a_released_gradient_has_a_shape_and_no_values():
             use()
 
 
+def bytes_of_gradients(chunk: DistributedDataParallel) -> dict[str, int]:
+    """Bytes of the memory that each `main_grad` lies in, without use of its values."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return {name: p.main_grad.untyped_storage().nbytes() for name, p in chunk.module.named_parameters()}
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_gradients_of_one_rank_take_memory_from_their_first_to_the_next_step(stage: int):
+    """Unit by unit, so that the backward has freed the activations of a layer when the layer before it gets gradients."""
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double()
+    chunk = DistributedDataParallel(
+        layers, run_ranks({"dp": 1}, lambda mesh: mesh)[0], DataParallelConfig(zero_stage=stage)
+    )
+    own, seen = (40 + 8) * 8, []  # bytes: 36 weights and 6 biases, each up to a multiple of 8 elements
+
+    def step() -> None:
+        chunk.zero_grad_buffer(1)
+        hidden = layers[0](batch(0, 0))
+        hidden.register_hook(lambda grad: seen.append(bytes_of_gradients(chunk)))
+        seen.append(bytes_of_gradients(chunk))
+        layers[2](layers[1](hidden)).sum().backward()
+        seen.append(bytes_of_gradients(chunk))
+
+    step()
+    seen.clear()
+    step()
+    assert [tuple(bytes_by_name.values()) for bytes_by_name in seen] == [(0,) * 4, (0, 0, own, own), (own,) * 4]
+
+
+READERS = {
+    "main_grad": lambda trainer: sum(p.main_grad.abs().sum() for p in trainer.model[0].parameters()),
+    "sums": lambda trainer: sum(part.abs().sum() for part in trainer.buffers[0].sums.tensors),
+    "norm": lambda trainer: trainer.adam.grad_norm(),  # of views that were made before
+    "scaled": lambda trainer: (trainer.model[0].scale_gradients(2.0), trainer.adam.grad_norm())[1],
+    "reduced": lambda trainer: (trainer.model[0].finish_grad_reduce(), trainer.adam.grad_norm())[1],
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_gradients_that_have_not_come_are_zeros_to_every_reader(reader: str):
+    def reads(mesh: Mesh) -> tuple[float, bool, float]:
+        """(what it reads with gradients, whether they take memory in the next step, what it reads there)"""
+        trainer = TinyTrainer(mesh, TINY_GPT2, Layout(poison=False))
+        chunk, read = trainer.model[0], READERS[reader]
+        for number in range(0 if reader == "main_grad" else 2):  # which later holds anything until it is opened
+            trainer.step(number)
+        for parameter in chunk.parameters():
+            open_main_grad(parameter).fill_(1.0)
+        before = float(read(trainer))
+        chunk.zero_grad_buffer(1)
+        return before, any(bytes_of_gradients(chunk).values()), float(read(trainer))
+
+    ((before, takes_memory, after),) = run_ranks({"dp": 1}, reads)
+    assert before > 0
+    assert (takes_memory, after) == (False, 0.0)
+
+
+@pytest.mark.parametrize("settings", [{"zero_stage": 0}, {"zero_stage": 1}, {"fixed_order_grad_reduce": True}], ids=str)
+def test_gradients_that_ranks_sum_stay_in_one_piece(settings: dict):
+    def pieces(mesh: Mesh) -> list[int]:
+        chunk = DistributedDataParallel(Model(), mesh, DataParallelConfig(**settings))
+        chunk.zero_grad_buffer(1)
+        return [len({p.main_grad.untyped_storage().data_ptr() for p in chunk.module.parameters()})]
+
+    assert run_ranks({"dp": 2}, pieces) == [[1], [1]]
+
+
 def test_unused_memory_is_given_back_after_the_backwards_and_after_the_update():
     """By the optimizer's count of updates at each call."""
 

@@ -143,7 +143,7 @@ def microbatches(run: Run, batch: BatchShape, first_sample: int, mesh: Mesh) -> 
 
 def overflow_in(chunk: DistributedDataParallel) -> None:
     """What a too large loss scale leaves on one rank, before anything is summed over ranks."""
-    chunk.buffers[0].grads.data[0] = float("inf")
+    chunk.buffers[0].buckets[0].gradients[0] = float("inf")
 
 
 def train(mesh: Mesh, run: Run, steps: range, rank: Rank | None = None) -> Rank:

@@ -6,7 +6,13 @@ from megatron.core import comm
 from megatron.core.device import to_device
 from megatron.core.distributed.buffer import ParamAndGradBuffer
 from megatron.core.distributed.call_order import UseOrder
-from megatron.core.distributed.released import ArrivingParameter, ReleasedGradient, ReleasedParameter, become
+from megatron.core.distributed.released import (
+    ArrivingParameter,
+    LateGradient,
+    ReleasedGradient,
+    ReleasedParameter,
+    become,
+)
 from megatron.core.distributed.slot import ParamSlot
 from megatron.core.pending import Pending
 from megatron.core.storage.stored import start_reading, start_writing
@@ -35,11 +41,13 @@ class Bucket:
         self._params = buffer.params_of[number] if buffer.params_of else None
         self._grads = buffer.grads_of[number] if buffer.grads_of else None
         self._holders = [slot.parameter for slot in self.slots]
+        self._gradients = [parameter.main_grad for parameter in self._holders]
+        self._passes, self._is_opened = buffer.zero.passes_grads, False
+        buffer.buckets.append(self)
         if self._params is not None:
             become(ReleasedParameter, self._holders)
-        passes = self._grads is not None and not buffer.poison  # poisoned gradients read as NaN without a class
-        self._passing_grads = [parameter.main_grad for parameter in self._holders] if passes else []
-        become(ReleasedGradient, self._passing_grads)
+        if self._passes:
+            self._away()
         self._reducing: Pending[Tensor] | None = None
         self._gathering: Pending[Tensor] | None = None
         self._reading: Pending[Tensor] | None = None
@@ -47,18 +55,30 @@ class Bucket:
     # ---------------------------------------------------------------- gradients
 
     def open_grad(self, slot: ParamSlot, *, overwrites: bool = False) -> bool:
-        """Prepare `main_grad` of one parameter for a gradient: allocate it in stages 2 and 3, and set zeros to add to.
+        """Prepare `main_grad` of one parameter for a gradient: allocate it if it is transient, and set zeros to add to.
 
         Returns True if `overwrites` is given and the caller must overwrite instead of adding.
         """
-        if self._grads is not None:
-            self.finish_reduce()
+        if self._passes:
             # The sum in flight reads the memory that the next gradient will be written to, so it ends first.
-            if not self._grads.is_open:
-                self._grads.open()
-                become(Tensor, self._passing_grads)
-                self._clear()
+            self.finish_reduce()
+        self.open()
         return slot.prepare(overwrites=overwrites)
+
+    def open(self) -> None:
+        """Allocate transient gradients that are not there, and clear them."""
+        self._is_opened = True
+        if self._grads is not None and not self._grads.is_open:
+            self._grads.open()
+            become(Tensor, self._gradients)
+            self._clear()
+
+    def complete(self) -> None:
+        """Set zeros where no gradient of this step has come."""
+        self.open()
+        for slot in self.slots:
+            if slot.is_unset:
+                self.open_grad(slot)
 
     def _clear(self) -> None:
         """Set gradients to zero, except where a product will overwrite them."""
@@ -85,24 +105,31 @@ class Bucket:
             # After an error a collective may still be writing into these buffers.
             self._reducing.wait()
         self._reducing, self.is_written = None, False
-        if self._grads is None:
-            self._clear()
-        else:
+        if self._passes:
             self._release_grads()
             self.sum.zero_()
+        elif self.buffer.grads_come_late and self._is_opened and not self.buffer.keeps_grads:
+            self._release_grads()
+        else:
+            self._clear()
+        self._is_opened = False
 
     def _release_grads(self) -> None:
         self._grads.release()
-        become(ReleasedGradient, self._passing_grads)
+        self._away()
+
+    def _away(self) -> None:
+        if self.buffer.grads_come_late:
+            become(LateGradient, self._gradients)
+        elif not self.buffer.poison:  # poisoned gradients read as NaN without a class
+            become(ReleasedGradient, self._gradients)
 
     def start_reduce(self) -> None:
         """Start the sum over the ranks. A second call changes nothing."""
         if self._reducing is not None:
             return
         self._comes("sums the gradients")
-        for slot in self.slots:
-            if slot.is_unset:  # no gradient came, and none has set zeros
-                self.open_grad(slot)
+        self.complete()
         gradients = self.gradients.bfloat16() if self._rounds else self.gradients
         if not self.buffer.zero.shards_state:
             self._reducing = comm.start_all_reduce(gradients, self.buffer.axes.reduce)
@@ -118,7 +145,7 @@ class Bucket:
             return
         total = self._reducing.wait()
         self._reducing, self.is_written = None, False
-        if self._grads is not None:
+        if self._passes:
             # Sharded sums add up here, over microbatches; whole gradients are not kept from one to the next.
             self.sum.add_(total)
             if self.buffer.poison:

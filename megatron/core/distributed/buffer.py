@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +63,7 @@ class Shard:
 
 class Transient:
     """A flat tensor whose memory is allocated and released while views of it stay: parameters or gradients of ZeRO 2
-    and 3.
+    and 3, and gradients that have no other rank to meet.
 
     It begins open, since torch makes views of allocated memory only. `poison`: the memory stays, and release fills it
     with NaN, so that a use after release shows.
@@ -101,10 +102,14 @@ class ParamAndGradBuffer:
         2       whole      transient  shard of params   memory of its own
         3       transient  transient  memory of its own memory of its own
 
-    A transient buffer is one `Transient` per bucket: `params_of`, `grads_of`. axes: the ranks that sum gradients;
-    each rank of `axes.shard` owns its shard of every bucket. With an `axes.outer` (stage 3) a rank holds a shard of
-    parameters and gradients (`held_params`, `held_sums`) and updates a part of it, the part that it owns. Otherwise a
-    rank owns all that it holds. tier: storage of the held parameters of stage 3; None: the device's memory.
+    A transient buffer is one `Transient` per bucket: `params_of`, `grads_of`. On a CPU, whole gradients that no other
+    rank shares are transient too (`grads_come_late`): resident from the first gradient of their bucket until the next
+    step begins. Their memory is that of activations in the forward, which the backward frees as it needs it.
+
+    axes: the ranks that sum gradients; each rank of `axes.shard` owns its shard of every bucket. With an `axes.outer`
+    (stage 3) a rank holds a shard of parameters and gradients (`held_params`, `held_sums`) and updates a part of it, the
+    part that it owns. Otherwise a rank owns all that it holds. tier: storage of the held parameters of
+    stage 3; None: the device's memory.
     """
 
     def __init__(
@@ -127,19 +132,29 @@ class ParamAndGradBuffer:
         self.held = plan.owned(axes.shard.rank, axes.shard.size)
         self.owned = plan.owned(axes.shard.rank * axes.outer.size + axes.outer.rank)
         self.params = None if self.zero.passes_params else MemoryBuffer(plan.numel, self.dtype, self.device)
-        self.grads = None if self.zero.passes_grads else MemoryBuffer(plan.numel, self.grad_dtype, self.device)
+        self.grads_come_late = grads_come_late(axes, config) and self.device.type == "cpu"
+        self.keeps_grads = False  # those too, from step to step
+        self.buckets: list[Any] = []  # set by `Bucket`
+        in_buckets = self.zero.passes_grads or self.grads_come_late
+        self.grads = None if in_buckets else MemoryBuffer(plan.numel, self.grad_dtype, self.device)
         self.params_of: tuple[Transient, ...] = ()
         self.grads_of: tuple[Transient, ...] = ()
-        if config.fixed_order_grad_reduce:  # every rank sums all gradients
-            self.held_sums = Shard([(0, plan.numel)], [self.grads.data])
-        else:  # sums that are wider than the gradients have memory of their own
-            self.held_sums = self._shard(
-                self.grads if self.grad_dtype == self.master_dtype else None, self.master_dtype
-            )
         self.held_params = self._shard(self.params, self.dtype, tier)
         self.owned_params = self.held_params.within(self.owned)
-        self.sums = self.held_sums.within(self.owned) if axes.outer.size > 1 else self.held_sums
         self._take_in_parameters()
+        self.held_sums = self._memory_of_sums()
+        self._owned_sums = self.held_sums.within(self.owned) if axes.outer.size > 1 else self.held_sums
+
+    @property
+    def sums(self) -> Shard:
+        """The reduced gradients that this rank owns. Those that come late are resident until the next step begins."""
+        self.open_grads()
+        return self._owned_sums
+
+    def open_grads(self) -> None:
+        """Allocate gradients that come late, and set zeros where none has come."""
+        for bucket in self.buckets if self.grads_come_late else ():
+            bucket.complete()
 
     @property
     def is_half_precision(self) -> bool:
@@ -150,6 +165,15 @@ class ParamAndGradBuffer:
         """The range (start, stop) of a parameter's elements, in row-major order, whose optimizer state this rank
         owns."""
         return self.owned_params.elements(slot)
+
+    def _memory_of_sums(self) -> Shard:
+        if self.config.fixed_order_grad_reduce:  # every rank sums all gradients
+            return Shard([(0, self.plan.numel)], [self.grads.data])
+        if self.grad_dtype != self.master_dtype:  # wider than the gradients
+            return self._shard(None, self.master_dtype)
+        if self.grads_come_late:
+            return Shard([(b.start, b.stop) for b in self.plan.buckets], [grads.data for grads in self.grads_of])
+        return self._shard(self.grads, self.master_dtype)
 
     def _shard(self, whole: MemoryBuffer | None, dtype: torch.dtype, tier: Tier | None = None) -> Shard:
         """This rank's runs of a whole buffer, as views; zeros if there is no whole buffer."""
@@ -186,7 +210,8 @@ class ParamAndGradBuffer:
                 self._keep_held(bucket.start, params)
                 self.params_of += (params,)
             if grads is not None:
-                grads.release()
+                if not self.grads_come_late:  # views of their sums are made while they are resident
+                    grads.release()
                 self.grads_of += (grads,)
 
     def _keep_held(self, first: int, params: Transient) -> None:
@@ -195,6 +220,11 @@ class ParamAndGradBuffer:
             mine = params.data[start - first : stop - first].clone()  # a storage that numpy has seen cannot be released
             start_writing(self.held_params.at(start, stop), mine).wait()
         params.release()
+
+
+def grads_come_late(axes: GradAxes, config: DataParallelConfig) -> bool:
+    """Whether gradients are whole and need not lie in one piece, since no other rank adds to them."""
+    return axes.reduce.size == 1 and not (config.zero.passes_grads or config.fixed_order_grad_reduce)
 
 
 def _view(flat: Tensor, shape: tuple[int, ...], start: int) -> Tensor:

@@ -34,7 +34,7 @@ from megatron.core import comm
 from megatron.core.boxes import flat_run
 from megatron.core.config import ConfigError
 from megatron.core.distributed.bucket import Bucket
-from megatron.core.distributed.buffer import ACROSS_STAGES, ParamAndGradBuffer
+from megatron.core.distributed.buffer import ACROSS_STAGES, ParamAndGradBuffer, grads_come_late
 from megatron.core.distributed.call_order import UseOrder
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.distributed.fetch import ParamFetcher, units_of
@@ -154,7 +154,8 @@ class DistributedDataParallel(nn.Module):
         """How the buffer of these parameters is cut into buckets and shards."""
         axes = self._axes(key)
         shards = axes.shard.size * axes.outer.size
-        return Cut(self.settings.bucket_numel(axes.reduce.size), shards, by_unit=self.settings.zero.passes_params)
+        by_unit = self.settings.zero.passes_params or grads_come_late(axes, self.settings)
+        return Cut(self.settings.bucket_numel(axes.reduce.size), shards, by_unit=by_unit)
 
     def _count_uses(self) -> Uses:
         """Gradients of one backward by bucket, as the model declares them, and the buckets without a declaration."""
@@ -298,11 +299,12 @@ class DistributedDataParallel(nn.Module):
         """Sum partial gradients over the axis (norms under sequence parallelism, shared key/value heads), in one
         message per buffer."""
         for buffer in self.buffers:
+            sums = buffer.sums
             parts = [
-                buffer.sums.at(start, stop)
+                sums.at(start, stop)
                 for slot in buffer.plan.slots
                 for first, last in _partial_runs(buffer.parameters[slot.name], axis_name)
-                for start, stop in overlaps(buffer.sums.held, slot.start + first, slot.start + last)
+                for start, stop in overlaps(sums.held, slot.start + first, slot.start + last)
             ]
             if not parts:
                 continue

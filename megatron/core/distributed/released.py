@@ -1,8 +1,9 @@
 """Parameters and `main_grad`s that are not resident: they have a shape and a name, and every other use is an error.
 
-A released tensor changes its class to `ReleasedParameter` (stage 3) or `ReleasedGradient` (stages 2 and 3), and back
-when it is resident again. torch then calls `__torch_function__` before it touches the memory; without that, the
-process would crash. The price is one assignment per release, and nothing while the tensor is resident.
+A released tensor changes its class to `ReleasedParameter` (stage 3), `ReleasedGradient` (stages 2 and 3) or
+`LateGradient` (stages 0 and 1, which any use allocates), and back when it is resident again. torch then calls
+`__torch_function__` before it touches the memory; without that, the process would crash. The price is one
+assignment per release, and nothing while the tensor is resident.
 """
 
 from collections.abc import Iterable
@@ -75,7 +76,16 @@ class ReleasedGradient(AwayTensor, Tensor):
         )
 
 
-_FAMILIES = ({nn.Parameter, ReleasedParameter, ArrivingParameter}, {Tensor, ReleasedGradient})
+class LateGradient(AwayTensor, Tensor):
+    """A `main_grad` of a step that has brought no gradient yet. Any use allocates it."""
+
+    @staticmethod
+    def asked(function: str, held: list[Any]) -> None:
+        for gradient in held:
+            gradient.slot.bucket.open()
+
+
+_FAMILIES = ({nn.Parameter, ReleasedParameter, ArrivingParameter}, {Tensor, ReleasedGradient, LateGradient})
 
 
 def become(kind: type, tensors: Iterable[Tensor]) -> None:

@@ -129,16 +129,18 @@ class FlatOptimizer:
                 name: (self._group_of[name], name if name in self._whole_tensors else None) if p.requires_grad else None
                 for name, p in buffer.parameters.items()
             }
+            sums = buffer.sums
+            whole = [part for run in sums.held for part in overlaps(kept.away + kept.here, *run)]
             for label, first, last in runs(buffer.plan.slots, labels):
                 if label is None:
                     continue
                 group, name = label
-                for start, stop in overlaps(kept.away + kept.here, first, last):
+                for start, stop in overlaps(whole, first, last):
                     segment = Segment(
                         group,
                         self.masters[i].at(start, stop),
                         {kind: self.moments[kind][i].at(start, stop) for kind in self._states[group]},
-                        buffer.sums.at(start, stop),
+                        sums.at(start, stop),
                         buffer.owned_params.at(start, stop) if kept.rounds else None,
                         is_away=bool(overlaps(kept.away, start, stop)),
                     )
@@ -168,6 +170,7 @@ class FlatOptimizer:
         The norm is not finite if any gradient on any rank is not finite, counted or not. Otherwise a copy that
         overflows alone (kernels may sum in varying order) would diverge from the other copies.
         """
+        self._open_gradients()
         if self.fixed_order:
             return math.sqrt(math.fsum(self._squares_of_all_parameters()))
         squares = [self._sum_of_squares(axes.model) for axes in self.mesh.all_grad_axes()]
@@ -243,6 +246,7 @@ class FlatOptimizer:
     def update(self, step_of: Callable[[ParamGroup], UpdateStep]) -> None:
         """`step` with the numbers of each group, whose `updates` is `step_count`."""
         self._leave_out_frozen()
+        self._open_gradients()
         for group, held in self._together.items():
             states = {kind: [segment.moments[kind] for segment in held] for kind in self._states[group]}
             masters, gradients = [segment.master for segment in held], [segment.gradients for segment in held]
@@ -251,6 +255,11 @@ class FlatOptimizer:
         self._sliced.step(step_of)
         self.step_count += 1
         self._publish([kept.here for kept in self._kept])
+
+    def _open_gradients(self) -> None:
+        """Before a use of views that were made in an earlier step."""
+        for buffer in self.buffers:
+            buffer.open_grads()
 
     def publish_masters(self) -> None:
         """Round the masters into the parameters that this rank owns. `DistributedDataParallel.gather_params`
@@ -379,5 +388,5 @@ def _weighted_gradients(buffer: ParamAndGradBuffer, mesh: Mesh, *, join: bool) -
             parts.append((1.0, start, stop))
             end = stop
     parts.append((0.0, end, buffer.plan.numel))
-    held = buffer.sums.held
-    return [(weight, buffer.sums.at(*run)) for weight, *span in parts for run in overlaps(held, *span)]
+    sums = buffer.sums
+    return [(weight, sums.at(*run)) for weight, *span in parts for run in overlaps(sums.held, *span)]

@@ -227,6 +227,8 @@ def dry_run(job: Job, rank: int, *, values: bool = False) -> Profile:
             stack.enter_context(shapes)
         tracker = stack.enter_context(MemoryTracker(shapes_only=not values))
         parts = parts_of(runtime, job)
+        for buffer in (buffer for chunk in parts.chunks.values() for buffer in chunk.buffers):
+            buffer.keeps_grads = True  # one of the backwards alone runs, and would count for all as their allocation
         rooms = _rooms_in(parts, tier or ShapesTier("host"), shapes)
         tracker.assign_state(parts.chunks.values(), parts.optimizer)
         profile = _described(parts, tracker, tier, config, _microbatches(job.runtime))

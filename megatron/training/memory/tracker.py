@@ -115,8 +115,9 @@ class MemoryTracker(TorchDispatchMode):
             self.assign("parameters", [buffer.params.data] if buffer.params else buffer.owned_params.tensors)
             self.assign("gradients", [buffer.grads.data] if buffer.grads else [])
             self.assign("gradients", buffer.held_sums.tensors)
+            kind = "gradients" if buffer.grads_come_late else "communication"
             for passing in (*buffer.params_of, *buffer.grads_of):
-                self._add(passing.data.untyped_storage(), "communication", stays=True)
+                self._add(passing.data.untyped_storage(), kind, stays=True)
         for buffer, master in zip(optimizer.buffers, optimizer.masters):
             if buffer.is_half_precision:
                 kept = [one.residual if isinstance(one, SplitMaster) else one for one in master.tensors]
@@ -161,7 +162,7 @@ class MemoryTracker(TorchDispatchMode):
             # No operator frees a storage, so the end of its life is the only sign.
             ends = weakref.ref(storage, lambda _: self._forget(key))
             self._held[key] = _Memory(ends, kind, storage.nbytes(), stays)
-        elif not self._held[key].stays:
+        elif stays or not self._held[key].stays:
             self.live[self._held[key].kind] -= self._held[key].bytes
             self._held[key].kind, self._held[key].stays = kind, stays
         else:
