@@ -119,8 +119,8 @@ MUTATIONS = [
             "a bucket whose memory is written again",
             "distributed/bucket.py",
             ZERO,
-            "            self.finish_reduce()\n            # The sum in flight",
-            "            # The sum in flight",
+            "so it ends first.\n            self.finish_reduce()\n",
+            "so it ends first.\n            pass\n",
         ),
         ("the parameters of a unit", "distributed/fetch.py", ZERO, "bucket.finish_gather()\n", "pass\n"),
         (
