@@ -29,7 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megatron.core.interchange.safetensors import header_of, read_header  # noqa: E402  # which needs no torch
+from megatron.core.interchange.formats.safetensors import header_of, read_header  # noqa: E402  # which needs no torch
 
 CHUNK = 16 << 20  # bytes that pass at a time on the plain side
 MARGIN = 100_000_000  # bytes

@@ -17,8 +17,9 @@ import torch
 
 from megatron.core.checkpoint import CheckpointError
 from megatron.core.config import ConfigError
-from megatron.core.interchange import inert_pickle, open_any, torch_file
-from megatron.core.interchange.inert_pickle import PickleError, read_pickle
+from megatron.core.interchange import open_any
+from megatron.core.interchange.formats import inert_pickle, torch_file
+from megatron.core.interchange.formats.inert_pickle import PickleError, read_pickle
 
 sys.path.append(str(Path(__file__).parent.parent / "exchange"))
 import dist_files

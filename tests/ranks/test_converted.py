@@ -15,7 +15,7 @@ from whole_run import run
 
 from megatron.core.checkpoint import save
 from megatron.core.interchange import strided
-from megatron.core.interchange.safetensors import header_of
+from megatron.core.interchange.formats.safetensors import header_of
 from tools import checkpoint_convert
 
 sys.path.append(str(Path(__file__).parent.parent / "exchange"))

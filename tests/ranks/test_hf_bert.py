@@ -16,8 +16,8 @@ from megatron.core.boxes import slices
 from megatron.core.checkpoint import CheckpointError, placed_tensor
 from megatron.core.inference.load import lone_mesh
 from megatron.core.interchange import open_foreign
-from megatron.core.interchange.config_json import family_of
-from megatron.core.interchange.hf_folder import read_json
+from megatron.core.interchange.families.config_json import family_of
+from megatron.core.interchange.formats.hf_folder import read_json
 from megatron.core.interchange.mapped import heads_of, rows_of
 from megatron.core.interchange.written import their_tensors, write_hf_folder
 from megatron.core.mesh import Mesh

@@ -20,7 +20,7 @@ from whole_run import run
 import pretrain_bert
 import pretrain_gpt
 from megatron.core.config import ConfigError
-from megatron.core.interchange.config_json import settings_of, what_it_computes
+from megatron.core.interchange.families.config_json import settings_of, what_it_computes
 from megatron.core.mesh import Mesh
 from megatron.core.models.rules import BERT_RULES, GPT_RULES, T5_RULES
 from megatron.core.transformer.model_config import ModelConfig

@@ -14,8 +14,8 @@ from tiny_run import GPT, Layout, build_chunks, build_pipeline, forward_step
 from megatron.core.checkpoint import placed_tensor, save_checkpoint
 from megatron.core.checkpoint.load import Checkpoint
 from megatron.core.interchange import open_any, open_foreign
-from megatron.core.interchange.config_json import family_of
-from megatron.core.interchange.hf_folder import read_json
+from megatron.core.interchange.families.config_json import family_of
+from megatron.core.interchange.formats.hf_folder import read_json
 from megatron.core.interchange.mapped import rows_of
 from megatron.core.interchange.written import write_hf_folder
 from megatron.core.mesh import Mesh

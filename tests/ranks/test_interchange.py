@@ -16,7 +16,7 @@ from megatron.core.config import ConfigError
 from megatron.core.grid import ALONE
 from megatron.core.inference.load import load_gpt, lone_mesh
 from megatron.core.interchange import open_foreign
-from megatron.core.interchange.config_json import family_of
+from megatron.core.interchange.families.config_json import family_of
 from megatron.core.interchange.mapped import heads_of, rows_of
 from megatron.core.interchange.written import their_tensors, write_hf_folder
 from megatron.core.placement import pieces

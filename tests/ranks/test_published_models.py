@@ -8,9 +8,9 @@ import pytest
 
 from megatron.core.checkpoint import CheckpointError
 from megatron.core.inference.load import lone_mesh
-from megatron.core.interchange.config_json import config_of, family_of, settings_of
+from megatron.core.interchange.families.config_json import config_of, family_of, settings_of
+from megatron.core.interchange.formats.safetensors import TensorInFile
 from megatron.core.interchange.mapped import records_of
-from megatron.core.interchange.safetensors import TensorInFile
 from megatron.core.models.bert_model import BertModel
 from megatron.core.models.gpt_model import GPTModel
 from megatron.core.models.t5_model import T5Model

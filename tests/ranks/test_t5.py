@@ -22,8 +22,8 @@ from megatron.core.checkpoint import placed_tensor
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.inference.load import lone_mesh
 from megatron.core.interchange import open_foreign
-from megatron.core.interchange.config_json import family_of
-from megatron.core.interchange.hf_folder import read_json
+from megatron.core.interchange.families.config_json import family_of
+from megatron.core.interchange.formats.hf_folder import read_json
 from megatron.core.interchange.mapped import heads_of, rows_of
 from megatron.core.interchange.written import their_tensors, write_hf_folder
 from megatron.core.models.t5_model import T5Model

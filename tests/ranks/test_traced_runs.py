@@ -28,7 +28,7 @@ LOCK = ("open", "training.resume.save_folder._lock")
 ALLOWED = {
     "core.storage.paths.same_folder",
     "training.resume.copies._name_of",
-    "core.interchange.hf_folder.path_inside",
+    "core.interchange.formats.hf_folder.path_inside",
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.core.config import ConfigError
 from megatron.core.inference import SavedSettings
-from megatron.core.interchange.carried import START_ID
+from megatron.core.interchange.families.family import START_ID
 from megatron.core.models.t5_model import T5Model
 from megatron.core.tokenizers import Tokenizer
 

@@ -20,7 +20,8 @@ from typing import Any
 
 from megatron.core.checkpoint.format import CheckpointError
 from megatron.core.config import ConfigError
-from megatron.core.interchange.hf_folder import path_inside
+from megatron.core.interchange.families.family import START_ID
+from megatron.core.interchange.formats.hf_folder import path_inside
 from megatron.core.interchange.tokenizer_config import TOKENIZER_CONFIG, for_both_versions
 from megatron.core.storage.files import at, exists, is_file, is_folder, read_start, write_all
 from megatron.core.storage.paths import is_url, path_of
@@ -35,7 +36,6 @@ _CARRIED = (
 _TEMPLATE = re.compile(rf"{_TEMPLATES}/[A-Za-z0-9_-][A-Za-z0-9_.-]{{0,120}}\.jinja")
 _MOST_BYTES = 256 << 20  # of one of them
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id")
-START_ID = "decoder_start_token_id"  # with which the texts of a decoder begin
 _MOST_IDS = 64
 OTHER_FOLDER = "--tokenizer DIR of tools/checkpoint_convert.py takes them from another folder"
 

@@ -23,7 +23,7 @@ from megatron.core.boxes import Box, intersect, relative_to, size_of, slices, wh
 from megatron.core.checkpoint.format import TensorRecord
 from megatron.core.checkpoint.local_tensor import LocalTensor
 from megatron.core.grid import Axis
-from megatron.core.interchange.family import Row
+from megatron.core.interchange.families.family import Row
 from megatron.core.interchange.written import FolderPlan, finish_folder, write_rows
 from megatron.core.storage.files import make_folders
 from megatron.core.storage.stored import start_reading

@@ -16,11 +16,11 @@ from megatron.core import comm
 from megatron.core.checkpoint.format import CheckpointError, Manifest, TensorRecord
 from megatron.core.grid import ALONE, Axis
 from megatron.core.interchange.carried import Origin
-from megatron.core.interchange.config_json import family_of, settings_of
-from megatron.core.interchange.family import OUTPUT, WORD_TABLE, Family, Row
-from megatron.core.interchange.hf_folder import CONFIG, HFFolder, are_equal, read_hf_folder
-from megatron.core.interchange.operations import HeadCounts
-from megatron.core.interchange.safetensors import FETCH_AGAIN, TensorInFile
+from megatron.core.interchange.families.config_json import family_of, settings_of
+from megatron.core.interchange.families.family import OUTPUT, WORD_TABLE, Family, Row
+from megatron.core.interchange.families.operations import HeadCounts
+from megatron.core.interchange.formats.hf_folder import CONFIG, HFFolder, are_equal, read_hf_folder
+from megatron.core.interchange.formats.safetensors import FETCH_AGAIN, TensorInFile
 from megatron.core.interchange.strided import StridedCheckpoint, record_of
 from megatron.core.storage.files import is_file
 from megatron.core.transformer.model_config import ModelConfig

@@ -10,13 +10,13 @@ import torch
 from megatron.core import comm
 from megatron.core.checkpoint.format import CheckpointError, Manifest, TensorRecord
 from megatron.core.grid import ALONE, Axis
-from megatron.core.interchange.family import WORD_TABLE
-from megatron.core.interchange.megatron_args import unclear
-from megatron.core.interchange.megatron_classic import MegatronModel, args_of, read_classic
-from megatron.core.interchange.megatron_dist import args_of_dist, read_dist
-from megatron.core.interchange.megatron_folder import find_megatron
-from megatron.core.interchange.operations import shape_of
-from megatron.core.interchange.safetensors import FETCH_AGAIN
+from megatron.core.interchange.families.family import WORD_TABLE
+from megatron.core.interchange.families.operations import shape_of
+from megatron.core.interchange.formats.megatron_args import unclear
+from megatron.core.interchange.formats.megatron_classic import MegatronModel, args_of, read_classic
+from megatron.core.interchange.formats.megatron_dist import args_of_dist, read_dist
+from megatron.core.interchange.formats.megatron_folder import find_megatron
+from megatron.core.interchange.formats.safetensors import FETCH_AGAIN
 from megatron.core.interchange.strided import StridedCheckpoint, StridedPiece, piece_of
 from megatron.core.transformer.model_config import ModelConfig
 

@@ -6,9 +6,9 @@ import torch
 
 from megatron.core import comm
 from megatron.core.grid import ALONE, Axis
-from megatron.core.interchange.config_json import family_of, settings_of
-from megatron.core.interchange.family import OUTPUT, WORD_TABLE
-from megatron.core.interchange.hf_folder import CONFIG, HFFolder, read_json
+from megatron.core.interchange.families.config_json import family_of, settings_of
+from megatron.core.interchange.families.family import OUTPUT, WORD_TABLE
+from megatron.core.interchange.formats.hf_folder import CONFIG, HFFolder, read_json
 from megatron.core.interchange.mapped import manifest_with, records_of
 from megatron.core.interchange.mapped_megatron import manifest_as_text, opened_by_first
 from megatron.core.interchange.strided import StridedCheckpoint

@@ -10,12 +10,12 @@ from megatron.core import comm
 from megatron.core.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from megatron.core.config import ConfigError
 from megatron.core.grid import ALONE, Axis
-from megatron.core.interchange.config_json import family_of
-from megatron.core.interchange.hf_folder import CONFIG, is_hf_folder, read_json
+from megatron.core.interchange.families.config_json import family_of
+from megatron.core.interchange.formats.hf_folder import CONFIG, is_hf_folder, read_json
+from megatron.core.interchange.formats.megatron_folder import check_readable, is_megatron_folder
 from megatron.core.interchange.mapped import components_of, open_hf_folder
 from megatron.core.interchange.mapped_megatron import open_megatron, settings_of_megatron
 from megatron.core.interchange.mapped_titan import open_titan
-from megatron.core.interchange.megatron_folder import check_readable, is_megatron_folder
 from megatron.core.interchange.strided import StridedCheckpoint
 from megatron.core.interchange.titan import is_titan_folder
 from megatron.core.storage.files import is_file, is_folder

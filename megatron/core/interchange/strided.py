@@ -17,8 +17,8 @@ from megatron.core.checkpoint import format
 from megatron.core.checkpoint.format import ITEM_BYTES, CheckpointError, Piece, TensorRecord
 from megatron.core.checkpoint.load import Checkpoint
 from megatron.core.checkpoint.local_tensor import LocalTensor
-from megatron.core.interchange.operations import OPERATIONS, HeadCounts, View, shape_of
-from megatron.core.interchange.safetensors import TensorInFile
+from megatron.core.interchange.families.operations import OPERATIONS, HeadCounts, View, shape_of
+from megatron.core.interchange.formats.safetensors import TensorInFile
 from megatron.core.storage.files import at, read_all
 from megatron.core.storage.stored import StoredTensor
 

@@ -17,12 +17,12 @@ from pathlib import Path
 from megatron.core.boxes import size_of
 from megatron.core.checkpoint.format import ITEM_BYTES, CheckpointError, TensorRecord
 from megatron.core.config import ConfigError
-from megatron.core.interchange.dcp import BoxInFile, read_dcp
-from megatron.core.interchange.family import Family
-from megatron.core.interchange.hf_folder import CONFIG, INDEX, WEIGHTS, are_equal
-from megatron.core.interchange.megatron_folder import METADATA
-from megatron.core.interchange.operations import View
-from megatron.core.interchange.safetensors import FETCH_AGAIN, TensorInFile
+from megatron.core.interchange.families.family import Family
+from megatron.core.interchange.families.operations import View
+from megatron.core.interchange.formats.dcp import BoxInFile, read_dcp
+from megatron.core.interchange.formats.hf_folder import CONFIG, INDEX, WEIGHTS, are_equal
+from megatron.core.interchange.formats.megatron_folder import METADATA
+from megatron.core.interchange.formats.safetensors import FETCH_AGAIN, TensorInFile
 from megatron.core.interchange.strided import StridedPiece, piece_of
 from megatron.core.storage.files import exists, is_file
 

@@ -27,13 +27,13 @@ from megatron.core.checkpoint.local_tensor import LocalTensor
 from megatron.core.config import ConfigError, build
 from megatron.core.grid import ALONE, Axis
 from megatron.core.interchange.carried import Origin, carry, check_chosen
-from megatron.core.interchange.config_json import config_of, kind_of
-from megatron.core.interchange.families import FAMILIES
-from megatron.core.interchange.family import Row
-from megatron.core.interchange.hf_folder import CONFIG, INDEX, WEIGHTS
+from megatron.core.interchange.families.config_json import config_of, kind_of
+from megatron.core.interchange.families.family import Row
+from megatron.core.interchange.families.known import FAMILIES
+from megatron.core.interchange.families.operations import OPERATIONS, HeadCounts, View
+from megatron.core.interchange.formats.hf_folder import CONFIG, INDEX, WEIGHTS
+from megatron.core.interchange.formats.safetensors import header_of
 from megatron.core.interchange.mapped import heads_of, rows_of
-from megatron.core.interchange.operations import OPERATIONS, HeadCounts, View
-from megatron.core.interchange.safetensors import header_of
 from megatron.core.storage.files import at, exists, make_folders, remove_tree, write_all, write_synced
 from megatron.core.transformer.model_config import ModelConfig
 

@@ -20,8 +20,8 @@ from megatron.core.checkpoint.format import PARTIAL, REPLACED, CheckpointError, 
 from megatron.core.config import ConfigError
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.held_tensors import model_tensors
+from megatron.core.interchange.formats.hf_folder import is_hf_folder
 from megatron.core.interchange.gathered import records_of_ranks, write_gathered
-from megatron.core.interchange.hf_folder import is_hf_folder
 from megatron.core.interchange.written import plan_folder
 from megatron.core.storage import files
 from megatron.core.storage.paths import path_of

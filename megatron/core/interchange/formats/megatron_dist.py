@@ -16,17 +16,17 @@ from typing import Any
 from megatron.core.boxes import Box, size_of
 from megatron.core.checkpoint.format import CheckpointError
 from megatron.core.config import ConfigError
-from megatron.core.interchange.dcp import BoxInFile, DcpFolder, read_dcp
-from megatron.core.interchange.family import OUTPUT, WORD_TABLE
-from megatron.core.interchange.fields import ModelSettings
-from megatron.core.interchange.hf_folder import are_equal
-from megatron.core.interchange.megatron_args import plain_args, settings_of_args
-from megatron.core.interchange.megatron_classic import MegatronModel, head_counts
-from megatron.core.interchange.megatron_folder import COMMON, check_inside
-from megatron.core.interchange.megatron_names import PartOf, is_known, our_place_of
-from megatron.core.interchange.operations import View
-from megatron.core.interchange.safetensors import FETCH_AGAIN
-from megatron.core.interchange.torch_file import read_torch_file
+from megatron.core.interchange.families.family import OUTPUT, WORD_TABLE
+from megatron.core.interchange.families.fields import ModelSettings
+from megatron.core.interchange.families.operations import View
+from megatron.core.interchange.formats.dcp import BoxInFile, DcpFolder, read_dcp
+from megatron.core.interchange.formats.hf_folder import are_equal, path_inside
+from megatron.core.interchange.formats.megatron_args import plain_args, settings_of_args
+from megatron.core.interchange.formats.megatron_classic import MegatronModel, head_counts
+from megatron.core.interchange.formats.megatron_folder import COMMON
+from megatron.core.interchange.formats.megatron_names import PartOf, is_known, our_place_of
+from megatron.core.interchange.formats.safetensors import FETCH_AGAIN
+from megatron.core.interchange.formats.torch_file import read_torch_file
 from megatron.core.storage.files import is_file
 
 _COMMON_STATE = "common_state/shard_0_1"  # since 2026
@@ -62,7 +62,7 @@ def args_of_dist(path: Path) -> tuple[ModelSettings, dict[str, Any], int]:
 def _said(folder: DcpFolder) -> tuple[ModelSettings, dict[str, Any]]:
     """The settings of the model, and the run's arguments."""
     if is_file(folder.path / COMMON):
-        check_inside(folder.path, COMMON)
+        path_inside(folder.path, COMMON)
         file = read_torch_file(folder.path / COMMON, COMMON)
         values = file.values
     elif _COMMON_STATE in folder.objects:

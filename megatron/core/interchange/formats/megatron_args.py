@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.config import ConfigError
-from megatron.core.interchange.fields import Given, ModelSettings
-from megatron.core.interchange.inert_pickle import Made, Named
-from megatron.core.interchange.megatron_unused import unclear_args
+from megatron.core.interchange.families.fields import Given, ModelSettings
+from megatron.core.interchange.formats.inert_pickle import Made, Named
+from megatron.core.interchange.formats.megatron_unused import unclear_args
 
 # What would change what the model computes, and is not read.
 _MUST_BE_OFF = (

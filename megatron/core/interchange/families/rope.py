@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from megatron.core.interchange.fields import Field, Given, ModelSettings
+from megatron.core.interchange.families.fields import Field, Given, ModelSettings
 from megatron.core.transformer.position_config import RopeScaling, read_rope_scaling
 
 _THETA, _PARTIAL = "rope_theta", "partial_rotary_factor"

@@ -8,14 +8,14 @@
 Only names that a folder lists are opened, and none that leads out of it.
 """
 
-import os
 import re
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from megatron.core.checkpoint.format import LATEST, MANIFEST, CheckpointError, folder_name
 from megatron.core.config import ConfigError
-from megatron.core.interchange.safetensors import FETCH_AGAIN
+from megatron.core.interchange.formats.hf_folder import path_inside
+from megatron.core.interchange.formats.safetensors import FETCH_AGAIN
 from megatron.core.storage.files import at, is_file, is_folder, read_start
 
 _RELEASE = "release"
@@ -85,20 +85,13 @@ def rank_files(path: Path) -> dict[tuple[int, int], str]:
             raise CheckpointError(path / name, "is of a mixture of experts", "experts are not read")
         if (file := _file_of(path / name)) is None:
             raise CheckpointError(path / name, f"holds none of {', '.join(_FILES)}", FETCH_AGAIN)
-        check_inside(path, f"{name}/{file}")
+        path_inside(path, f"{name}/{file}")
         found[int(rank[1]), int(rank[2] or 0)] = f"{name}/{file}"
     tp, pp = (1 + max(key[axis] for key in found) for axis in (0, 1))
     if lacking := next(((t, p) for t in range(tp) for p in range(pp) if (t, p) not in found), None):
         wrong = f"has files of {tp} tensor-parallel ranks and {pp} stages, and none of rank {lacking[0]}, stage {lacking[1]}"
         raise CheckpointError(path, wrong, "fetch the folder again, with the files of all ranks")
     return found
-
-
-def check_inside(root: Path, name: str) -> None:
-    """Refuse a file that is a link out of its folder, or in one."""
-    real, home = Path(os.path.realpath(root / name)), Path(os.path.realpath(root))
-    if not real.is_relative_to(home):
-        raise CheckpointError(root / name, f"is a link to {real}, outside of the folder", "do not use this folder")
 
 
 # ---------------------------------------------------------------- folders that are not read

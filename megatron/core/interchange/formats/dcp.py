@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 from megatron.core.boxes import Box, is_within, size_of
 from megatron.core.checkpoint.format import ITEM_BYTES, CheckpointError, Piece, TensorRecord, is_filled
-from megatron.core.interchange.inert_pickle import MOST_BYTES, Made, Named, PickleError, read_pickle
-from megatron.core.interchange.megatron_folder import METADATA, check_inside
-from megatron.core.interchange.safetensors import FETCH_AGAIN, TensorInFile
-from megatron.core.interchange.torch_file import Span, TorchFile, read_torch_file
+from megatron.core.interchange.formats.hf_folder import path_inside
+from megatron.core.interchange.formats.inert_pickle import MOST_BYTES, Made, Named, PickleError, read_pickle
+from megatron.core.interchange.formats.megatron_folder import METADATA
+from megatron.core.interchange.formats.safetensors import FETCH_AGAIN, TensorInFile
+from megatron.core.interchange.formats.torch_file import Span, TorchFile, read_torch_file
 from megatron.core.storage.files import at, read_start
 
 _FILE = re.compile(r"__\d{1,9}_\d{1,9}\.distcp")
@@ -58,7 +59,7 @@ class DcpFolder:
 
     def file(self, stored: SavedAt) -> TorchFile:
         """The values of one chunk or object. Raises CheckpointError."""
-        check_inside(self.path, stored.file)
+        path_inside(self.path, stored.file)
         return read_torch_file(self.path / stored.file, stored.file, stored.span)
 
     def chunks_of(self, name: str) -> list[BoxInFile]:
@@ -84,7 +85,7 @@ class DcpFolder:
 
 def read_dcp(path: Path) -> DcpFolder:
     """What lies in a folder; opens the metadata alone. Raises CheckpointError."""
-    check_inside(path, METADATA)
+    path_inside(path, METADATA)
     try:
         found = at(path).stat(path / METADATA)
         if found is None or not found.is_file or found.size > MOST_BYTES:

@@ -1,7 +1,17 @@
 """BERT as published: norms behind the blocks and behind the embedding; heads for masked words and for the order of sentences."""
 
-from megatron.core.interchange.family import ABOUT, LAYER, OUTPUT, STAGE, WORD_TABLE, Family, Row, activation, both
-from megatron.core.interchange.fields import always, count, number, only, share, unused
+from megatron.core.interchange.families.family import (
+    ABOUT,
+    LAYER,
+    OUTPUT,
+    STAGE,
+    WORD_TABLE,
+    Family,
+    Row,
+    activation,
+    both,
+)
+from megatron.core.interchange.families.fields import always, count, number, only, share, unused
 
 _TABLES, _HEAD = "bert.embeddings.", "cls.predictions."
 _THEIRS = "bert.encoder.layer.{i}."

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatron.core.interchange.fields import Field, Given, ModelSettings, only, unused
+from megatron.core.interchange.families.fields import Field, Given, ModelSettings, only, unused
 
 
 class Row(NamedTuple):
@@ -42,6 +42,7 @@ STAGE = "language_model."
 LAYER = f"{STAGE}decoder.layers.{{i}}."
 WORD_TABLE = f"{STAGE}embedding.word_embeddings.weight"
 OUTPUT = f"{STAGE}output_layer"
+START_ID = "decoder_start_token_id"  # with which the texts of a decoder begin
 
 
 def both(ours: str, operation: str, *theirs: str) -> Iterator[Row]:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megatron.core.interchange.family import (
+from megatron.core.interchange.families.family import (
     ABOUT,
     LAYER,
     NOT_ENCODERS,
@@ -14,10 +14,10 @@ from megatron.core.interchange.family import (
     activation,
     both,
 )
-from megatron.core.interchange.fields import Field, Given, count, heads, number, share, switch, unused
-from megatron.core.interchange.llama_like import ENDS
-from megatron.core.interchange.rope import rope
-from megatron.core.interchange.windows import windows
+from megatron.core.interchange.families.fields import Field, Given, count, heads, number, share, switch, unused
+from megatron.core.interchange.families.llama_like import ENDS
+from megatron.core.interchange.families.rope import rope
+from megatron.core.interchange.families.windows import windows
 
 
 def _scales() -> Field:

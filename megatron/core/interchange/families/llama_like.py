@@ -3,7 +3,7 @@
 from math import sqrt
 from typing import Any
 
-from megatron.core.interchange.family import (
+from megatron.core.interchange.families.family import (
     ABOUT,
     LAYER,
     NOT_ENCODERS,
@@ -17,9 +17,9 @@ from megatron.core.interchange.family import (
     both,
     multiplier,
 )
-from megatron.core.interchange.fields import Field, Given, always, count, heads, number, share, switch, unused
-from megatron.core.interchange.rope import rope
-from megatron.core.interchange.windows import all_but_each, windows
+from megatron.core.interchange.families.fields import Field, Given, always, count, heads, number, share, switch, unused
+from megatron.core.interchange.families.rope import rope
+from megatron.core.interchange.families.windows import all_but_each, windows
 
 _THEIRS = "model.layers.{i}."
 _BASE = {"normalization": "RMSNorm", "add_bias_linear": False, "hidden_dropout": 0.0, "position_embedding_type": "rope"}

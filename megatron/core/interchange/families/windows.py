@@ -7,7 +7,7 @@ the query's own key, ours the keys before it.
 from collections.abc import Callable
 from typing import Any
 
-from megatron.core.interchange.fields import Field, Given, ModelSettings
+from megatron.core.interchange.families.fields import Field, Given, ModelSettings
 
 _FULL, _WINDOW = "full_attention", "sliding_attention"
 Rule = Callable[[Given, int], bool]  # (config, layer from 0) -> whether it has a window

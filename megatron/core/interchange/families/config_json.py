@@ -9,9 +9,9 @@ from dataclasses import fields
 from typing import Any
 
 from megatron.core.config import ConfigError, knobs
-from megatron.core.interchange.families import FAMILIES
-from megatron.core.interchange.family import Family
-from megatron.core.interchange.fields import Given, ModelSettings
+from megatron.core.interchange.families.family import Family
+from megatron.core.interchange.families.fields import Given, ModelSettings
+from megatron.core.interchange.families.known import FAMILIES
 from megatron.core.transformer.model_config import LossConfig, ModelConfig, PrecisionConfig, RecomputeConfig
 
 # What settings together say, by properties of a `ModelConfig`; they are compared instead of these settings.

@@ -12,16 +12,16 @@ from typing import Any
 
 from megatron.core.checkpoint.format import CheckpointError
 from megatron.core.config import ConfigError
-from megatron.core.interchange.family import OUTPUT, WORD_TABLE
-from megatron.core.interchange.fields import ModelSettings
-from megatron.core.interchange.hf_folder import are_equal
-from megatron.core.interchange.inert_pickle import PickleError
-from megatron.core.interchange.megatron_args import plain_args, settings_of_args
-from megatron.core.interchange.megatron_folder import rank_files
-from megatron.core.interchange.megatron_names import TIED_COPY, PartOf, copies, join_of, our_place_of
-from megatron.core.interchange.operations import HeadCounts
-from megatron.core.interchange.safetensors import FETCH_AGAIN, TensorInFile
-from megatron.core.interchange.torch_file import TorchFile, read_torch_file
+from megatron.core.interchange.families.family import OUTPUT, WORD_TABLE
+from megatron.core.interchange.families.fields import ModelSettings
+from megatron.core.interchange.families.operations import HeadCounts
+from megatron.core.interchange.formats.hf_folder import are_equal
+from megatron.core.interchange.formats.inert_pickle import PickleError
+from megatron.core.interchange.formats.megatron_args import plain_args, settings_of_args
+from megatron.core.interchange.formats.megatron_folder import rank_files
+from megatron.core.interchange.formats.megatron_names import TIED_COPY, PartOf, copies, join_of, our_place_of
+from megatron.core.interchange.formats.safetensors import FETCH_AGAIN, TensorInFile
+from megatron.core.interchange.formats.torch_file import TorchFile, read_torch_file
 
 _VERSIONS = (0, 1.0, 2.0, 3.0)
 _MOST_TENSORS, _DEEPEST = 1_000_000, 20  # dots in a name

@@ -4,8 +4,8 @@ To add one: a `Family` in a file of its own, and a line here; a fork adds its li
 several, it is written as the first.
 """
 
-from megatron.core.interchange import bert_like, gpt_like, llama_like, t5_like
-from megatron.core.interchange.family import Family
+from megatron.core.interchange.families import bert_like, gpt_like, llama_like, t5_like
+from megatron.core.interchange.families.family import Family
 from megatron.core.open_table import Table
 
 FAMILIES = Table(

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from megatron.core.interchange.carried import START_ID
-from megatron.core.interchange.family import ABOUT, OUTPUT, STAGE, WORD_TABLE, Family, Row
-from megatron.core.interchange.fields import Field, Given, always, count, number, only, share, unused
+from megatron.core.interchange.families.family import ABOUT, OUTPUT, STAGE, START_ID, WORD_TABLE, Family, Row
+from megatron.core.interchange.families.fields import Field, Given, always, count, number, only, share, unused
 
 # feed_forward_proj -> our settings. The published gated models mean the tanh form by "gelu", and transformers computes it.
 _MLPS: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron.core.checkpoint.format import LATEST, CheckpointError
 from megatron.core.config import ConfigError
-from megatron.core.interchange.safetensors import FETCH_AGAIN, TensorInFile, read_header, without_repeats
+from megatron.core.interchange.formats.safetensors import FETCH_AGAIN, TensorInFile, read_header, without_repeats
 from megatron.core.storage.files import at, exists, is_file, read_all, read_start
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
