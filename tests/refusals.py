@@ -114,6 +114,11 @@ REFUSALS = {
         "--optimizer muon --offload-dir",
     ),
     "matrices by blocks": (1, MOCK + "--optimizer muon --muon-tp-mode blockwise", "--muon-tp-mode tensor-parallel"),
+    "Muon by Megatron's other name": (
+        1,
+        MOCK + "--optimizer dist_muon",
+        "--optimizer dist_muon muon --use-distributed-optimizer ZeRO 1",
+    ),
     "more steps than coefficients": (
         1,
         MOCK + "--optimizer muon --muon-coefficient-type aol",

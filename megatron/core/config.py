@@ -52,7 +52,8 @@ def knob(
     `required`: help and docs say so; the config, or a check across configs, refuses its absence.
     `of_model`, for a script's own knobs: a checkpoint with another value does not fit the model and is refused.
     `names`: an open table; the allowed values are its keys when the flags are read, with a script's additions.
-    `read`, for a text with a form of its own: its one spelling, or an ArgumentTypeError that says what is allowed.
+    `read`, for a text with a form of its own, or for `names`, to say more of others: its one spelling, or an ArgumentTypeError
+    that says what is allowed.
     """
     metadata = dict(
         help=help, flags=flags, metavar=metavar, required=required, of_model=of_model, names=names, read=read
@@ -138,13 +139,13 @@ def out_of_range(config: Any) -> Iterator[str]:
         names, value = field.metadata["names"], getattr(config, field.name)
         if value is None:
             continue
-        if names is not None and value not in names:
-            yield f"{flags_of(field)[0]} is {value}; it must be one of {', '.join(names)}"
         if field.metadata["read"] is not None:
             try:
                 field.metadata["read"](value)
             except argparse.ArgumentTypeError as error:
                 yield f"{flags_of(field)[0]}: {error}"
+        elif names is not None and value not in names:
+            yield f"{flags_of(field)[0]} is {value}; it must be one of {', '.join(names)}"
         if interval is None:
             continue
         low, high = _ends_of(interval)
@@ -204,7 +205,7 @@ _READERS = {int: read_whole_number, float: read_number, str: read_text}
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
-def _one_of(choices: Collection[Any]) -> Any:
+def one_of(choices: Collection[Any]) -> Any:
     """A reader of one of `choices`, all of one type. Looks them up when called: a script may have added to the table."""
 
     def read(text: str) -> Any:
@@ -250,7 +251,7 @@ def _argparse_options(config_class: type, field: dataclasses.Field) -> dict[str,
         return options | {"action": "store_false" if field.default is True else "store_true"}
     options["metavar"] = metavar_of(config_class, field)
     if choices := _choices_of(kind, field):
-        return options | {"type": _one_of(choices)}
+        return options | {"type": field.metadata["read"] or one_of(choices)}
     if typing.get_origin(kind) is list:
         return options | {"nargs": "+", "type": _READERS[typing.get_args(kind)[0]]}
     return options | {"type": field.metadata["read"] or _READERS[kind]}

@@ -331,6 +331,8 @@ def test_settings_that_cannot_be_are_refused():
         MuonConfig(muon_coefficient_type="aol")
     with pytest.raises(ConfigError, match="--muon-scalar-optimizer muon updates matrices alone; use adam or sgd"):
         OptimizerConfig(optimizer="muon", muon_scalar_optimizer="muon")
+    with pytest.raises(ConfigError, match=r"dist_muon.* --optimizer muon --use-distributed-optimizer"):
+        OptimizerConfig(optimizer="dist_muon")
     assert MuonConfig(muon_coefficient_type="simple", muon_num_ns_steps=9)
 
 

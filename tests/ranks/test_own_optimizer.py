@@ -97,5 +97,5 @@ def test_what_has_no_whole_matrix_is_refused(stage: int):
 
 
 def test_an_optimizer_that_is_in_no_table_is_refused():
-    with pytest.raises(ConfigError, match=r"--optimizer .*lamb.*adam.*sgd.*level"):
+    with pytest.raises(ConfigError, match=r"--optimizer: 'lamb'.*adam.*sgd.*level"):
         OptimizerConfig(optimizer="lamb")

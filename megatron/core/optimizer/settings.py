@@ -1,12 +1,13 @@
 """The settings of the optimizer, and the table of optimizers. Pure."""
 
+import argparse
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 from megatron.core import optimizer
-from megatron.core.config import BelowOne, ConfigError, NotNegative, Positive, knob
+from megatron.core.config import BelowOne, ConfigError, NotNegative, Positive, knob, one_of
 from megatron.core.open_table import Table
 from megatron.core.optimizer.lr_schedule import IncreaseStyle, WeightDecaySchedule
 from megatron.core.optimizer.muon_config import MuonConfig
@@ -62,6 +63,14 @@ _OURS = {
 OPTIMIZERS: Table[UpdateRule] = Table("OPTIMIZERS", UpdateRule, _OURS)
 
 
+def _read_optimizer(name: str) -> str:
+    if name == "dist_muon":  # of Megatron-LM
+        raise argparse.ArgumentTypeError(
+            f"{name!r} is --optimizer muon --use-distributed-optimizer (ZeRO stage 1) here"
+        )
+    return one_of(OPTIMIZERS)(name)
+
+
 @dataclass(frozen=True)
 class OptimizerConfig(MuonConfig):
     """Optimizer."""
@@ -71,6 +80,7 @@ class OptimizerConfig(MuonConfig):
         "AdamW; Adam with the decay in the gradient; gradient descent with momentum; or Muon for the layers' matrices, with "
         "--muon-scalar-optimizer for the rest",
         names=OPTIMIZERS,
+        read=_read_optimizer,
     )
     muon_scalar_optimizer: str = knob(
         "adam", "muon: optimizer of tables, norms, biases and the output layer", names=OPTIMIZERS
