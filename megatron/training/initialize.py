@@ -20,7 +20,7 @@ from megatron.core.datasets.fim import FillInTheMiddle
 from megatron.core.datasets.identity import data_sha256
 from megatron.core.device import Device, DeviceConfig
 from megatron.core.errors import write_error_file
-from megatron.core.grid import Axis
+from megatron.core.grid import ORDER, Axis
 from megatron.core.job.launch import Launch, discover, threads_per_rank
 from megatron.core.mesh import Mesh
 from megatron.core.models.rules import NO_RULES, ModelRules
@@ -396,7 +396,9 @@ def seed_generators(seed: int, mesh: Mesh) -> None:
 def announce(runtime: Runtime, notes: Sequence[str]) -> None:
     """Print the layout, the settings that differ from their defaults, and the notes, once."""
     config, mesh = runtime.config, runtime.mesh
-    layout = ", ".join(f"{name} {mesh[name].size}" for name in ("tp", "pp", "dp"))
+    told = ("tp", "pp", "dp")  # also where their size is 1
+    others = (name for name in ORDER.split("-") if name not in told and mesh[name].size > 1)
+    layout = ", ".join(f"{name} {mesh[name].size}" for name in (*told, *others))
     sizes = [size // runtime.samples_at_once for size in runtime.batch_sizes.sizes]
     ramp = f"{sizes[0]} to " if len(sizes) > 1 else ""
     print_rank_0(

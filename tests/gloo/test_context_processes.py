@@ -43,6 +43,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
 
 @pytest.mark.parametrize("sharing", SHARED)
 def test_samples_of_1024_tokens_that_four_processes_share_train_to_the_losses_of_one(text: Text, sharing: str):
-    """Each of the four layers communicates in another way."""
+    """Each of the four layers communicates in another way. The first line of the log has the sizes."""
     flags = [*SHARED[sharing], "--cp-comm-type", *KINDS]
-    assert_close(trained(text.prefix, 1024, flags, ranks=4), text.alone)
+    got = trained(text.prefix, 1024, flags, ranks=4)
+    assert_close(got, text.alone)
+    layout = got.stdout[0].split(";")[0].split(": ")[1].split(", ")
+    assert set(sharing.split(" x ")) < set(layout), layout
