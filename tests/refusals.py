@@ -102,7 +102,8 @@ REFUSALS = {
         "--main-grads-dtype --bf16",
     ),
     "masters in halves of another kind": (1, MOCK + "--reuse-fp32-param --fp16", "--reuse-fp32-param --bf16 --fp16"),
-    "masters in halves of float32": (1, MOCK + "--reuse-fp32-param", "--reuse-fp32-param --bf16"),
+    "masters in halves of float32": (1, MOCK + "--reuse-fp32-param", "--reuse-fp32-param --bf16 float32"),
+    "masters in halves of float64": (1, MOCK + "--reuse-fp32-param --fp64", "--reuse-fp32-param --bf16 float64"),
     "parts of whole matrices": (
         1,
         MOCK + "--optimizer muon --zero-stage 2 --bf16 --reuse-fp32-param",

@@ -178,8 +178,8 @@ def _model_problems(config: Config, _: int) -> Iterator[str]:
     if config.data_parallel.main_grads_dtype == "bf16" and not model.bf16:
         yield "--main-grads-dtype bf16 needs --bf16; give both, or leave it out"
     if config.optimizer.reuse_fp32_param and not model.bf16:
-        fp16, fp32 = "--fp16, whose weights are no half of a float32", "float32, whose weights are the masters"
-        given = fp16 if model.fp16 else fp32
+        wide = f"{'float64' if model.fp64 else 'float32'}, whose weights are the masters"
+        given = "--fp16, whose weights are no half of a float32" if model.fp16 else wide
         yield f"--reuse-fp32-param needs --bf16, and this model is in {given}; leave it out"
     if model.distribute_saved_activations and (tensor == 1 or is_divided):
         parts, flag = "with --sequence-parallel, where they hold parts", "or use --tensor-model-parallel-size"
