@@ -139,6 +139,11 @@ class Job:
         """The ranks whose processes have not ended."""
         return [rank for rank, process in enumerate(self.processes) if process.poll() is None]
 
+    def left(self) -> list[int]:
+        """The processes that work in the job's folder: its ranks, and what they have started, whoever is above those by now."""
+        numbers = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+        return [number for number in numbers if _works_in(number) == self._folder.name]
+
     def kill(self, rank: int) -> None:
         """End one rank as a machine that loses power would: it says goodbye to nobody."""
         self.processes[rank].send_signal(signal.SIGKILL)
@@ -191,6 +196,14 @@ class Job:
 
     def _path(self, rank: int, stream: str) -> Path:
         return Path(self._folder.name) / f"rank{rank}.{stream}"
+
+
+def _works_in(process: int) -> str:
+    """The working folder of a process; empty if it has ended, or is another user's."""
+    try:
+        return os.readlink(f"/proc/{process}/cwd")
+    except OSError:
+        return ""
 
 
 def _environment(rank: int, ranks: int, port: int, launcher: str) -> dict[str, str]:

@@ -211,14 +211,14 @@ def kill(who: str, job: Job, *, launched: bool) -> dict:
 
 
 def wait_for_the_end(job: Job, patience: float = PATIENCE) -> float:
-    """Until the launcher and every rank have ended; seconds. Those that have not are ended, and the case has failed."""
-    ranks, began = Ranks(job), time.monotonic()
-    while job.running() or any(map(lives, ranks.processes().values())):
+    """Until the launcher, every rank and what they have started have ended; seconds. Those that have not are ended, and the case
+    has failed."""
+    began = time.monotonic()
+    while job.running() or job.left():
         if time.monotonic() - began > patience:
-            left = [number for number in ranks.processes().values() if lives(number)]
-            for number in left:
+            for number in (left := job.left()):
                 os.kill(number, signal.SIGKILL)
-            raise AssertionError(f"{len(left)} ranks live on for {patience} s")
+            raise AssertionError(f"{len(left)} processes live on for {patience} s")
         time.sleep(0.01)
     return round(time.monotonic() - began, 2)
 

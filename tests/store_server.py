@@ -62,7 +62,13 @@ class StoreServer:
         import fsspec
 
         client = fsspec.filesystem("s3", use_listings_cache=False)
-        return {name: client.cat_file(name) for name in client.find(BUCKET)}
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            try:
+                return {name: client.cat_file(name) for name in client.find(BUCKET)}
+            except FileNotFoundError:  # removed by what a process that was killed has asked for just before
+                if time.monotonic() > deadline:
+                    raise
 
     def kill(self) -> None:
         self.process.kill()
