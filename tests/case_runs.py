@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from documents import write_part
 from parity_cases import TOLERANCE
 
 Compare = Callable[[Any], tuple[float, str]]  # the largest relative difference of a case, and where it is
@@ -126,6 +127,27 @@ def code_revision() -> str:
 
 def _span(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h" if seconds > 5400 else f"{seconds / 60:.1f} min"
+
+
+# ---------------------------------------------------------------- the ends of a campaign
+
+
+def campaign_parser(description: str) -> argparse.ArgumentParser:
+    """The arguments that every campaign has."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, help="a file of JSON lines, one per case, that is added to")
+    parser.add_argument("--limit-minutes", type=float, default=math.inf, help="stop after so long")
+    parser.add_argument("--write", type=Path, help="put the tables into this file, and run nothing")
+    return parser
+
+
+def end_campaign(results: Sequence[dict], page: Path | None, name: str, table: Callable[[Sequence[dict]], str]) -> int:
+    """The exit code, 1 if a case failed. page: of which the part NAME is to have the table of the results."""
+    if page is not None:
+        write_part(page, name, table(results))
+    failed = sum(not result["ok"] for result in results)
+    print(f"{len(results)} cases, {failed} failed")
+    return 1 if failed else 0
 
 
 # ---------------------------------------------------------------- the page

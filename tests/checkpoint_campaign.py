@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from documents import write_part
 from local_ranks import run_ranks
 from spoiled_folders import hostile, mutated, tree_of
 from tiny_run import TINY_GPT2, Layout, TinyTrainer, runtime_for
@@ -43,7 +44,6 @@ from megatron.training import checkpointing
 from megatron.training.resume import fallback, save_folder
 from megatron.training.settings.config import CheckpointConfig
 
-BEGIN, END = "<!-- damage: begin -->", "<!-- damage: end -->"
 MODEL = replace(TINY_GPT2, num_layers=1, hidden_size=20, kv_channels=5)  # some tensors end within a line of 64 bytes
 SAVED = (2, 4, 6)
 ZERO1 = DataParallelConfig(use_distributed_optimizer=True)
@@ -360,12 +360,6 @@ def table(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def write_table(page: Path, results: list[dict[str, Any]]) -> None:
-    text = page.read_text()
-    head, rest = text.split(BEGIN)
-    page.write_text(f"{head}{BEGIN}\n\n{table(results)}\n\n{END}{rest.split(END)[1]}")
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, help="a file of JSON lines, one per case, that is added to")
@@ -387,7 +381,7 @@ def main(arguments: list[str] | None = None) -> int:
                 print(len(done), "cases", flush=True)
     print(table(done))
     if given.write:
-        write_table(given.write, done)
+        write_part(given.write, "damage", table(done))
     return 0
 
 

@@ -25,3 +25,10 @@ def commands_of(document: Path) -> list[str]:
     blocks = blocks_of(document, "bash", "sh", "shell", "console")
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     return [command for line in lines if (command := " ".join(re.sub(r"(^|\s)#.*", "", line).split()))]
+
+
+def write_part(document: Path, name: str, text: str) -> None:
+    """Put `text` between the marks `<!-- NAME: begin -->` and `<!-- NAME: end -->` of a document."""
+    begin, end = (f"<!-- {name}: {mark} -->" for mark in ("begin", "end"))
+    before, rest = document.read_text().split(begin)
+    document.write_text(f"{before}{begin}\n\n{text}\n\n{end}{rest.split(end)[1]}")

@@ -16,7 +16,6 @@ lines of the run that nothing happened to, end in its last checkpoint to the bit
 checkpoint that --keep-checkpoints was about to remove after the last save stays.)
 """
 
-import argparse
 import os
 import shutil
 import sys
@@ -33,11 +32,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from case_runs import read_results, sweep
+from case_runs import campaign_parser, end_campaign, read_results, sweep
 from failing_files import FileCall, Killed, counted, failing
 from stopped_runs import announced, differing, differs_in, ended, job, lines
 
-BEGIN, END = "<!-- fault points: begin -->", "<!-- fault points: end -->"
 BOTH = "--train-iters 4 --save-interval 2 --save {root} --load {root} "
 SIX = "--train-iters 6 --save-interval 2 --save {root} --load {root} "
 
@@ -214,23 +212,14 @@ def table(results: list[dict]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, help="a file of JSON lines, one per case, that is added to")
-    parser.add_argument("--limit-minutes", type=float, default=float("inf"), help="stop after so long")
+    parser = campaign_parser(__doc__)
     parser.add_argument("--scenario", action="append", choices=SCENARIOS, help="only this one; may be repeated")
-    parser.add_argument("--write", type=Path, help="put the table into this file, and run nothing")
     given = parser.parse_args()
     torch.set_num_threads(1)
     if given.write is None:
         cases = in_order(points(tuple(given.scenario or SCENARIOS)))
         sweep(cases, len(cases), [given.results], 60 * given.limit_minutes, run_point)
-    results = list(read_results(given.results).values())
-    if given.write is not None:
-        before, rest = given.write.read_text().split(BEGIN)
-        given.write.write_text(before + BEGIN + "\n\n" + table(results) + "\n\n" + END + rest.split(END)[1])
-    failed = [result for result in results if not result["ok"]]
-    print(f"{len(results)} points, {len(failed)} failed")
-    return 1 if failed else 0
+    return end_campaign(list(read_results(given.results).values()), given.write, "fault points", table)
 
 
 if __name__ == "__main__":

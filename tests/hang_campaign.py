@@ -18,10 +18,10 @@ from collections import defaultdict
 from pathlib import Path
 from shlex import split
 
+from documents import write_part
 from processes import Job, free_port
 
 SCRIPT = str(Path(__file__).with_name("gloo") / "hanging_script.py")
-BEGIN, END = "<!-- hangs: begin -->", "<!-- hangs: end -->"
 FLOOR = 2.0
 DEADLINE = FLOOR + 6.0  # seconds from the stop to the end of the last rank; torchrun needs some of them to end itself
 MODEL = split(
@@ -181,9 +181,7 @@ def main() -> None:
             file.write(json.dumps(found) + "\n")
         print(json.dumps({k: v for k, v in found.items() if k not in ("flags", "said")}), file=sys.stderr, flush=True)
     if given.write:
-        text = given.write.read_text()
-        before, after = text.split(BEGIN)[0], text.split(END)[1]
-        given.write.write_text(f"{before}{BEGIN}\n{table(results)}\n{END}{after}")
+        write_part(given.write, "hangs", table(results))
 
 
 if __name__ == "__main__":

@@ -26,10 +26,10 @@ from pathlib import Path
 from shlex import split
 
 import processes
+from documents import write_part
 from processes import Job, free_port
 
 SCRIPT = str(Path(__file__).with_name("gloo") / "marked_script.py")
-BEGIN, END = "<!-- kills: begin -->", "<!-- kills: end -->"
 LIMIT = 15.0  # seconds in which every survivor is to end
 PATIENCE = 100.0  # seconds until a case is given up; more than --distributed-timeout-minutes 1
 
@@ -300,8 +300,7 @@ def main() -> int:
     campaign(given.results, given.count, given.seed, given.limit_minutes)
     results = read_results(given.results)
     if given.write is not None:
-        before, rest = given.write.read_text().split(BEGIN)
-        given.write.write_text(before + BEGIN + "\n\n" + table(results) + "\n\n" + END + rest.split(END)[1])
+        write_part(given.write, "kills", table(results))
     late = [result for result in results if is_counted(result) and result["seconds"] > LIMIT]
     print(f"{sum(map(is_counted, results))} kills, {len(late)} after which a rank lived on for more than {LIMIT:.0f} s")
     return 1 if late else 0

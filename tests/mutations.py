@@ -15,9 +15,10 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from documents import write_part
+
 ROOT = Path(__file__).resolve().parent.parent
 CORE = "megatron/core/"
-BEGIN, END = "<!-- mutations: begin -->", "<!-- mutations: end -->"
 TRAINS = "tests/ranks/test_parity.py::test_no_wait_is_missing"
 CALLS = "tests/ranks/test_local_ranks.py::test_a_collective_has_its_result_when_it_returns"
 IN_PARTS = "tests/ranks/test_parity.py::test_no_wait_is_missing_where_copies_travel_in_parts"
@@ -397,8 +398,7 @@ def main() -> int:
             print(mutation.what, "->", found[-1][1] or "SURVIVES", flush=True)
     survived = [mutation for mutation, result in found if result is None]
     if given.write is not None:
-        before, rest = given.write.read_text().split(BEGIN)
-        given.write.write_text(before + BEGIN + "\n\n" + table(found) + "\n\n" + END + rest.split(END)[1])
+        write_part(given.write, "mutations", table(found))
     print(f"{len(found) - len(survived)} of {len(found)} mutations are found")
     return 1 if survived else 0
 

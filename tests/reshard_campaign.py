@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 from checkpoint_campaign import silence
+from documents import write_part
 from independent_reader import Contents, Tensor, differing, latest, read
 from local_ranks import run_ranks
 from tiny_run import TINY_GPT2, Layout, TinyTrainer, runtime_for
@@ -32,7 +33,6 @@ from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.tiers.offload_config import OffloadConfig
 from megatron.training import checkpointing
 
-BEGIN, END = "<!-- reshard: begin -->", "<!-- reshard: end -->"
 MASTER, MODEL = "optimizer/master/", "model/"
 
 
@@ -239,9 +239,7 @@ def main(arguments: list[str] | None = None) -> int:
                 print(len(done), "pairs", flush=True)
     print(table(done))
     if given.write:
-        text = given.write.read_text()
-        head, rest = text.split(BEGIN)
-        given.write.write_text(f"{head}{BEGIN}\n\n{table(done)}\n\n{END}{rest.split(END)[1]}")
+        write_part(given.write, "reshard", table(done))
     return 0
 
 

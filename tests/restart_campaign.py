@@ -16,7 +16,6 @@ The scenarios are those of fault_points.py, each of two processes over gloo; lau
 case must keep is said there. A result has the seed, the instant, and the mark (gloo/marked_script.py) that each rank had come to.
 """
 
-import argparse
 import hashlib
 import json
 import os
@@ -36,7 +35,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from case_runs import code_revision
+from case_runs import campaign_parser, code_revision, end_campaign
 from fault_points import SCENARIOS, prepared
 from kill_campaign import Ranks, lives
 from processes import Job
@@ -44,7 +43,6 @@ from stopped_runs import TINY, announced, differing, differs_in, ended, lines
 
 GLOO = Path(__file__).with_name("gloo")
 SCRIPT, LAUNCHER = str(GLOO / "faulty_script.py"), str(GLOO / "forking_launcher.py")
-BEGIN, END = "<!-- restarts: begin -->", "<!-- restarts: end -->"
 RANKS, PATIENCE, SLOW = 2, 90.0, 0.002
 HOWS = {"write": ("killed in", "ENOSPC in", "EIO in", "short"), "read_into": ("EIO", "short", "killed")}
 COUNTS = {"instants": 140, "saves": 60, "beside": 40, "starts": 40, "ends": 40, "shared": 40, "copies": 40}
@@ -300,24 +298,15 @@ def table_of_kills(head: str, rows: Iterable[str], of_each: list[str], results: 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, help="a file of JSON lines, one per case, that is added to")
+    parser = campaign_parser(__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", help="the kind of cases to run")
     parser.add_argument("--scenario", choices=SCENARIOS, help="only cases of this one")
-    parser.add_argument("--limit-minutes", type=float, default=float("inf"), help="stop after so long")
-    parser.add_argument("--write", type=Path, help="put the tables into this file, and run nothing")
     given = parser.parse_args()
     torch.set_num_threads(1)
     if given.write is None:
         campaign(given.results, given.seed, 60 * given.limit_minutes, given.only, given.scenario)
-    results = list(read(given.results)[1].values())
-    if given.write is not None:
-        before, rest = given.write.read_text().split(BEGIN)
-        given.write.write_text(before + BEGIN + "\n\n" + table(results) + "\n\n" + END + rest.split(END)[1])
-    failed = sum(not result["ok"] for result in results)
-    print(f"{len(results)} cases, {failed} failed")
-    return 1 if failed else 0
+    return end_campaign(list(read(given.results)[1].values()), given.write, "restarts", table)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from itertools import product
 from pathlib import Path
 from shlex import split
 
+from documents import write_part
 from kill_campaign import lives
 from processes import Job
 
@@ -27,7 +28,6 @@ from megatron.training.ending.run_folder import places_in
 
 GLOO = Path(__file__).with_name("gloo")
 SCRIPT, LAUNCHER = str(GLOO / "hanging_script.py"), str(GLOO / "forking_launcher.py")
-BEGIN, END = "<!-- signals: begin -->", "<!-- signals: end -->"
 PATIENCE = 90.0
 RUN = split(
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --make-vocab-size-divisible-by 8 --mock-data --lr 1e-3 "
@@ -171,9 +171,7 @@ def main() -> int:
             file.write(json.dumps(found) + "\n")
         print({name: value for name, value in found.items() if name != "said"}, flush=True)
     if given.write is not None:
-        text = given.write.read_text()
-        before, after = text.split(BEGIN)[0], text.split(END)[1]
-        given.write.write_text(f"{before}{BEGIN}\n\n{table(results)}\n\n{END}{after}")
+        write_part(given.write, "signals", table(results))
     return int(any(one["wrong"] for one in results))
 
 

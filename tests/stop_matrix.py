@@ -8,7 +8,6 @@ pretrain_gpt.py with ranks as threads, once without a stop, once with a save aft
 last checkpoints (weights, masters, moments, loss scale, position) and all printed lines are the same to the bit.
 """
 
-import argparse
 import contextlib
 import math
 import random
@@ -24,7 +23,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from case_runs import read_results, sweep
+from case_runs import campaign_parser, end_campaign, read_results, sweep
 from script_run import settings_of
 from stopped_runs import TINY, differing, differs_in, ended, job, lines
 from token_files import write
@@ -34,7 +33,6 @@ import pretrain_gpt
 from megatron.core.config import ConfigError
 from megatron.training.settings.rules import check
 
-BEGIN, END = "<!-- stops: begin -->", "<!-- stops: end -->"
 STEPS = 12
 _PP = "--num-layers 4 --pipeline-model-parallel-size 2"
 DIMENSIONS = {
@@ -223,21 +221,12 @@ def table(results: list[dict]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, help="a file of JSON lines, one per case, that is added to")
-    parser.add_argument("--limit-minutes", type=float, default=float("inf"), help="stop after so long")
-    parser.add_argument("--write", type=Path, help="put the table into this file, and run nothing")
+    parser = campaign_parser(__doc__)
     given = parser.parse_args()
     torch.set_num_threads(1)
     if given.write is None:
         sweep(covering_cases(), len(covering_cases()), [given.results], 60 * given.limit_minutes, run_case)
-    results = list(read_results(given.results).values())
-    if given.write is not None:
-        before, rest = given.write.read_text().split(BEGIN)
-        given.write.write_text(before + BEGIN + "\n\n" + table(results) + "\n\n" + END + rest.split(END)[1])
-    failed = [result for result in results if not result["ok"]]
-    print(f"{len(results)} cases, {len(failed)} differ")
-    return 1 if failed else 0
+    return end_campaign(list(read_results(given.results).values()), given.write, "stops", table)
 
 
 if __name__ == "__main__":

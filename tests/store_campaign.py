@@ -14,7 +14,6 @@ said it had saved, and leaves the objects of the run that nothing happened to, t
 stays which --keep-checkpoints was about to remove after the last save.
 """
 
-import argparse
 import hashlib
 import json
 import os
@@ -35,14 +34,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import independent_reader
-from case_runs import code_revision
+from case_runs import campaign_parser, code_revision, end_campaign
 from processes import Job
 from request_points import ended
 from restart_campaign import LAUNCHER, SCRIPT, kill, note, read, said_by, table_of_kills, wait_for_the_end
 from stopped_runs import TINY, announced, differing, lines
 from store_server import Carried, StoreServer, store_server
 
-BEGIN, END = "<!-- store kills: begin -->", "<!-- store kills: end -->"
 COUNTS = {"requests": 64, "instants": 16, "server": 6}
 COMMON = (
     "--train-iters 12 --save-interval 3 --save s3://bucket/run --load s3://bucket/run --distributed-timeout-minutes 9 "
@@ -271,23 +269,14 @@ def table(results: list[dict]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, help="a file of JSON lines, one per case, that is added to")
+    parser = campaign_parser(__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--scenario", action="append", choices=SCENARIOS, help="only this one; may be repeated")
-    parser.add_argument("--limit-minutes", type=float, default=float("inf"), help="stop after so long")
-    parser.add_argument("--write", type=Path, help="put the table into this file, and run nothing")
     given = parser.parse_args()
     torch.set_num_threads(1)
     if given.write is None:
         campaign(given.results, given.seed, 60 * given.limit_minutes, given.scenario or tuple(SCENARIOS))
-    results = list(read(given.results)[1].values())
-    if given.write is not None:
-        before, rest = given.write.read_text().split(BEGIN)
-        given.write.write_text(before + BEGIN + "\n\n" + table(results) + "\n\n" + END + rest.split(END)[1])
-    failed = sum(not result["ok"] for result in results)
-    print(f"{len(results)} cases, {failed} failed")
-    return 1 if failed else 0
+    return end_campaign(list(read(given.results)[1].values()), given.write, "store kills", table)
 
 
 if __name__ == "__main__":
