@@ -327,7 +327,7 @@ BUDGETS = {
     "megatron/core/models": 600,
     "megatron/core/optimizer": 1_500,
     "megatron/core/pipeline_parallel": 1_300,
-    "megatron/core/storage": 500,
+    "megatron/core/storage": 550,
     "megatron/core/tensor_parallel": 800,
     "megatron/core/tiers": 700,
     "megatron/core/tokenizers": 600,

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import re
+import threading
 import warnings
 from dataclasses import replace
 
@@ -20,7 +21,8 @@ from megatron.core.checkpoint import format as disk
 from megatron.core.checkpoint.folder import find, saved_iterations
 from megatron.core.checkpoint.publishing import clear_leftovers, delete, set_aside
 from megatron.core.config import ConfigError
-from megatron.core.storage import files, objects
+from megatron.core.storage import ahead, files, objects
+from megatron.core.storage.ahead import FileSpan
 from megatron.core.storage.objects import ObjectFiles
 from megatron.core.storage.paths import ObjectPath, is_url, path_of
 
@@ -122,6 +124,66 @@ def test_ranks_write_an_object_each_and_a_reader_takes_only_the_bytes_of_its_box
     assert loaded(ROOT, name="v", shape=(64, 64)).equal(big + 1)
     tensors = [(path, size) for path, size in asked if path.endswith(".bin")]
     assert len(tensors) == 1 and "rank_00001" in tensors[0][0] and tensors[0][1] == big.nbytes
+
+
+def test_spans_that_touch_are_asked_for_together_and_long_ones_in_parts(monkeypatch):
+    monkeypatch.setattr(ahead, "REQUEST_BYTES", 10)
+    a, b = ObjectPath("memory://bucket/a"), ObjectPath("memory://bucket/b")
+    spans = [
+        FileSpan(a, 0, 3),
+        FileSpan(a, 3, 3),
+        FileSpan(a, 3, 14),
+        FileSpan(a, 20, 24),
+        FileSpan(b, 24, 44),
+        FileSpan(b, 50, 50),
+    ]
+    assert list(ahead.requests_of(spans)) == [(a, 0, 10), (a, 10, 14), (a, 20, 24), (b, 24, 34), (b, 34, 44)]
+    assert list(ahead.requests_of([])) == []
+
+
+def test_requests_are_under_way_together_and_their_bytes_come_in_order(monkeypatch):
+    monkeypatch.setattr(ahead, "REQUEST_BYTES", 3)
+    data, all_begun = bytes(range(100)), threading.Barrier(ahead.UNDER_WAY)
+
+    class Object:
+        def fetch(self, start, stop):
+            all_begun.wait(30.0)  # nobody comes back before so many have begun
+            return data[start:stop]
+
+    a, length = ObjectPath("memory://bucket/a"), 2 * 3 * ahead.UNDER_WAY
+    with ahead.ReadAhead([FileSpan(a, 0, length)], lambda path: Object()) as read:
+        got = b""
+        while more := bytes(read.take(a, len(got))):
+            got += more
+    assert got == data[:length]
+
+
+def test_an_error_of_a_request_ahead_is_told_of_at_its_span_and_an_object_that_ends_early_is_damaged(monkeypatch):
+    monkeypatch.setattr(ahead, "REQUEST_BYTES", 64)
+    x = torch.arange(64.0)
+    save_one(ROOT, 1, w=x, v=x + 1)
+    kind = type(fsspec.filesystem("memory"))
+    real = kind.cat_file
+
+    def fails(self, path, start, end):
+        if start >= 320:
+            raise OSError(errno.ECONNRESET, "gone")
+        return real(self, path, start, end)
+
+    def ends(self, path, start, end):
+        return (
+            real(self, path, start, end)[: max(320 - start, 0)]
+            if path.endswith(".bin")
+            else real(self, path, start, end)
+        )
+
+    monkeypatch.setattr(kind, "cat_file", fails)
+    assert loaded(ROOT, name="w", shape=(64,)).equal(x)
+    with refused("cannot be read gone 'v'"):
+        loaded(ROOT, name="v", shape=(64,))
+    monkeypatch.setattr(kind, "cat_file", ends)
+    with refused("ends before the last 192 bytes 'v'"):
+        loaded(ROOT, name="v", shape=(64,))
 
 
 @pytest.mark.parametrize(

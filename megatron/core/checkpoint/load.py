@@ -9,10 +9,11 @@ A rank reads only pieces that overlap its tensors, each once and whole, and chec
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from megatron.core.checkpoint.format import CheckpointError, Manifest, Piece
 from megatron.core.checkpoint.local_tensor import LocalTensor, problems_of_tensors
 from megatron.core.grid import ALONE, Axis
 from megatron.core.storage import files
+from megatron.core.storage.ahead import FileSpan
 from megatron.core.storage.paths import path_of
 from megatron.core.storage.stored import Stored, StoredTensor
 
@@ -103,30 +105,31 @@ class Checkpoint:
         ]
         largest = max((piece.nbytes for (piece, _, _), place in zip(wanted, direct) if place is None), default=0)
         room = torch.empty(largest, dtype=torch.uint8)
-        for (piece, name, parts), place in zip(wanted, direct):
-            data = room[: piece.nbytes] if place is None else place
-            self._read(piece, name, data)
-            if place is not None:
-                continue
-            saved = data.view(getattr(torch, self.manifest.tensors[name].dtype)).view(size_of(piece.box))
-            for source, region, target in parts:
-                if isinstance(region, StoredTensor):
-                    region.put(target, saved[slices(source)])
-                else:
-                    region[slices(target)].copy_(saved[slices(source)])
+        with files.reading_ahead([self._span(piece) for piece, _, _ in wanted]) as opened:
+            for (piece, name, parts), place in zip(wanted, direct):
+                data = room[: piece.nbytes] if place is None else place
+                self._read(piece, name, data, opened)
+                if place is None:
+                    saved = data.view(getattr(torch, self.manifest.tensors[name].dtype)).view(size_of(piece.box))
+                    _put(saved, parts)
 
     @cached_property
     def _gaps(self) -> dict[tuple[str, int], int]:
         return format.gaps_of(self.manifest)
 
-    def _read(self, piece: Piece, name: str, data: Tensor) -> None:
+    def _span(self, piece: Piece) -> FileSpan:
+        """The bytes of a piece, and those before it that align it."""
+        start = piece.offset - self._gaps[piece.file, piece.offset]
+        return FileSpan(self.folder / piece.file, start, piece.offset + piece.nbytes)
+
+    def _read(self, piece: Piece, name: str, data: Tensor, opened: Callable[[Path, int], BinaryIO]) -> None:
         """Reads a piece into `data`; CheckpointError if its hash differs, or the zeros that align it."""
         path, gap = self.folder / piece.file, self._gaps[piece.file, piece.offset]
         what = f"tensor {name!r}, box {format.show_box(piece.box)}"
         buffer, digest = memoryview(data.numpy()), hashlib.sha256()
         at = 0
         try:
-            with files.open_span(path, piece.offset - gap, piece.offset + piece.nbytes) as file:
+            with opened(path, piece.offset - gap) as file:
                 zeros = bytearray(max(gap, 0))
                 is_padded = files.read_all(file, memoryview(zeros), path) == len(zeros) and not any(zeros)
                 while at < piece.nbytes and (count := files.read_all(file, buffer[at : at + _CHUNK], path)):
@@ -150,6 +153,15 @@ def _parts(saved: Box, local: LocalTensor) -> list[tuple[Box, Stored, Box]]:
         if (box := intersect(saved, piece[0])) is not None:
             parts.append((relative_to(box, saved), local.region(piece), relative_to(box, piece[0])))
     return parts
+
+
+def _put(saved: Tensor, parts: list[tuple[Box, Stored, Box]]) -> None:
+    """Copies parts of a piece to where they belong."""
+    for source, region, target in parts:
+        if isinstance(region, StoredTensor):
+            region.put(target, saved[slices(source)])
+        else:
+            region[slices(target)].copy_(saved[slices(source)])
 
 
 def _place_of_whole(piece: Piece, dtype: str, source: Box, region: Stored, target: Box) -> Tensor | None:

@@ -17,10 +17,10 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from megatron.core.storage.ahead import ReadAhead
 from megatron.core.storage.paths import ObjectPath, Stat
 
 PART = 32 << 20  # bytes; S3 takes 10,000 parts of an object, so 312 GiB of a rank's state
-_READ = 16 << 20  # bytes of a request that reads
 _REMOTE = getattr(errno, "EREMOTEIO", errno.EBUSY)
 _NO_ERRNO_OF_OURS = (None, errno.EIO)  # EIO is a disk that has lost its bytes
 
@@ -131,31 +131,34 @@ class ObjectFiles:
 
 
 class _Reader:
-    """An object that is read by ranges. stop: where reading will end; with it, what follows is fetched with what is asked for."""
+    """An object that is read by ranges: each by a request of its own, or, of one that is read ahead, from what has come."""
 
     def __init__(self, store: Any, path: ObjectPath):
         self._store, self._path = store, path
-        self._at, self.stop = 0, None
-        self._held, self._held_at = memoryview(b""), 0
+        self._at = 0
+        self.ahead: ReadAhead | None = None
 
     def seek(self, at: int) -> None:
         self._at = at
 
     def close(self) -> None:
-        self._held = memoryview(b"")
+        """There is nothing to close."""
+
+    def fetch(self, start: int, stop: int) -> bytes:
+        """These bytes, fewer where the object ends. Any thread may call."""
+        if start >= stop:
+            return b""
+        with _answering_for(self._path):  # by name: not every store has them in the same places
+            return self._store.cat_file(str(self._path), start=start, end=stop)
 
     def read_into(self, buffer: memoryview) -> int:
-        if not self._held_at <= self._at < self._held_at + len(self._held):
-            wanted = len(buffer) if self.stop is None else min(max(len(buffer), _READ), self.stop - self._at)
-            with _answering_for(self._path):
-                # By name: not every store has them in the same places.
-                span = {"start": self._at, "end": self._at + wanted}
-                found = self._store.cat_file(str(self._path), **span) if wanted > 0 else b""
-            self._held, self._held_at = memoryview(found), self._at
-        some = self._held[self._at - self._held_at :][: len(buffer)]
-        buffer[: len(some)] = some
-        self._at += len(some)
-        return len(some)
+        if self.ahead is None:
+            found = memoryview(self.fetch(self._at, self._at + len(buffer)))
+        else:
+            found = self.ahead.take(self._path, self._at)[: len(buffer)]
+        buffer[: len(found)] = found
+        self._at += len(found)
+        return len(found)
 
     def __enter__(self) -> "_Reader":
         return self
