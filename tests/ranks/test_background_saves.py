@@ -111,16 +111,20 @@ def test_a_writer_that_is_killed_is_told_of(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-def test_the_writer_of_a_killed_rank_ends(tmp_path):
+@pytest.mark.parametrize("sent", [(signal.SIGTERM, signal.SIGINT), (signal.SIGSTOP,)], ids=["signalled", "stopped"])
+def test_the_writer_of_a_killed_rank_ends(sent):
     """With all its files open elsewhere: a child of the rank may hold the other end of the socket."""
     script = (
         "import socket, sys, time; from megatron.core.checkpoint.writer import start_process\n"
-        "mine, its = socket.socketpair(); print(start_process(its).pid, flush=True); time.sleep(60)"
+        "from megatron.core.checkpoint.star import Messages\n"
+        "mine, its = socket.socketpair(); writer = start_process(its); line = Messages(mine)\n"
+        "line.send({'rank': 0, 'ranks': 1}); line.receive(); print(writer.pid, flush=True); time.sleep(60)"
     )
     rank = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     writer = int(rank.stdout.readline())
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in sent:
         os.kill(writer, number)
+    assert Path(f"/proc/{writer}").exists()
     rank.kill()
     rank.wait()
     deadline = time.monotonic() + 10

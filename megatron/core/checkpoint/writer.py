@@ -12,6 +12,7 @@ a rank that ends in order waits for the save in flight. It ends when its rank do
 """
 
 import contextlib
+import ctypes
 import mmap
 import os
 import signal
@@ -33,6 +34,7 @@ from megatron.core.storage.paths import path_of
 
 _CHUNK = 16 << 20  # bytes hashed and written at a time
 _LOOKS_EVERY = 0.1  # seconds, whether the rank lives
+_PR_SET_PDEATHSIG = 1  # of Linux
 _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 
 
@@ -49,14 +51,22 @@ def start_process(its: socket.socket) -> subprocess.Popen:
 def main(handle: int) -> None:
     for name in _IGNORED:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
+    _be_killed_with_the_rank()
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     with contextlib.suppress(ConnectionError):  # the rank has ended
         serve(Messages(socket.socket(fileno=handle)))
     os._exit(0)
 
 
+def _be_killed_with_the_rank() -> None:
+    """On Linux, as soon as the rank's thread that started this process ends, and even where this process is stopped."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _end_with(parent: int) -> None:
-    """A rank that was killed closes nothing here that another process of it may hold open; but the parent's number changes."""
+    """Elsewhere. A rank that was killed closes nothing here that another process of it may hold open; but the parent's number
+    changes."""
     while os.getppid() == parent:
         time.sleep(_LOOKS_EVERY)
     os._exit(1)
