@@ -30,7 +30,7 @@ from megatron.core.errors import write_error_file
 from megatron.core.whereabouts import Place, Whereabouts, read_place
 from megatron.training.ending import run_folder
 from megatron.training.ending.hang_config import HangConfig
-from megatron.training.ending.outside import kill, look_at, waits_for_cores
+from megatron.training.ending.outside import kill, look_at, wait_for_ends, waits_for_cores
 from megatron.training.ending.verdict import Seen, Verdict, hang_report, is_hurried, judge
 
 HUNG = 4  # exit code of every rank that answers
@@ -221,10 +221,11 @@ class HangWatch:
         deadline = time.monotonic() + 2 * self._tick + 2.0
         while time.monotonic() < deadline and not all(self._path("seen", one.rank).exists() for one in others):
             time.sleep(0.02)
-        for one in seen:
-            heard = one.rank == self._rank or self._path("seen", one.rank).exists()
-            if not heard and kill(one.place.pid, one.place.started):
-                print(f"killed {one.name}, which does not answer", file=sys.stderr, flush=True)
+        unheard = [one for one in seen if one.rank != self._rank and not self._path("seen", one.rank).exists()]
+        for one in (killed := [one for one in unheard if kill(one.place.pid, one.place.started)]):
+            print(f"killed {one.name}, which does not answer", file=sys.stderr, flush=True)
+        # The last to leave removes the files of dead processes alone.
+        wait_for_ends([(one.place.pid, one.place.started) for one in killed])
         (self._folder / "go").touch()
         self._go()
 

@@ -7,6 +7,8 @@ import contextlib
 import itertools
 import os
 import signal
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,3 +101,11 @@ def kill(pid: int, started: int) -> bool:
             os.kill(pid, signal.SIGKILL)
             return True
     return False
+
+
+def wait_for_ends(processes: Iterable[tuple[int, int]], seconds: float = 2.0) -> None:
+    """Until these have ended, each a number and when it began, but no longer than so many seconds."""
+    deadline = time.monotonic() + seconds
+    for pid, started in processes:
+        while time.monotonic() < deadline and not look_at(pid, started).has_ended:
+            time.sleep(0.01)
