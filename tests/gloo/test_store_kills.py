@@ -3,11 +3,10 @@
 import pytest
 
 pytest.importorskip("s3fs", reason="the extra [s3] is not installed")
-pytestmark = pytest.mark.full
-from kill_campaign import lives  # noqa: E402
-from s3_server import Request, S3Server, s3_server  # noqa: E402
-from store_campaign import Case, run_case, whole  # noqa: E402
-from store_server import store_server  # noqa: E402
+from kill_campaign import lives
+from s3_server import Request, S3Server, s3_server
+from store_campaign import Case, run_case, whole
+from store_server import store_server
 
 
 class Double:
@@ -33,7 +32,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.scenario)
+@pytest.mark.parametrize(
+    "case", [CASES[0], pytest.param(CASES[1], marks=pytest.mark.full)], ids=lambda case: case.scenario
+)
 def test_a_run_that_is_killed_between_requests_goes_on_to_the_same_bits(case: Case):
     with s3_server(attempts=3) as server:
         store = Double(server)
@@ -41,6 +42,7 @@ def test_a_run_that_is_killed_between_requests_goes_on_to_the_same_bits(case: Ca
         assert run_case(case, expected, 0.0, store)["killed"]
 
 
+@pytest.mark.full
 def test_motos_server_is_gone_with_the_block_and_answers_within():
     pytest.importorskip("moto", reason="moto's server is not installed")
     with store_server() as store:
