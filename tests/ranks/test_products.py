@@ -17,7 +17,7 @@ from megatron.core.grid import ALONE
 from megatron.core.mesh import Mesh
 from megatron.core.products import NATIVE, Products, choose, from_json, settle, times, times_transposed
 from megatron.core.random import DropoutKeys
-from megatron.core.tensor_parallel import linear
+from megatron.core.tensor_parallel import library_sums, linear
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.attention import CoreAttention
 from megatron.core.transformer.context import LayerContext
@@ -65,6 +65,29 @@ def test_widened_products_are_rounded_once(dtype: torch.dtype, at_once: int, mon
     before = total.clone()
     add(total, of_rows, rows, 1)
     assert_rounded_once(total, before.double() + exact)
+
+
+BF16_IN_LIBRARY = library_sums._gemm_of_bfloat16() is not None  # a CPU with AMX, and a torch with MKL
+
+
+@pytest.mark.skipif(not BF16_IN_LIBRARY, reason="no product of bfloat16 matrices with a float32 sum here")
+@pytest.mark.parametrize(
+    ("tokens", "features", "width"), [(0, 3, 5), (1, 1, 1), (7, 3, 5), (33, 1, 70), (600, 257, 65)]
+)
+def test_a_weight_gradient_of_bfloat16_is_exact_without_wide_factors(tokens: int, features: int, width: int):
+    """Written over what was there, NaN or not, and added; also of factors that do not lie row by row."""
+    add = linear._accumulate_for(torch.device("cpu"), torch.float32, torch.bfloat16)
+    assert add is library_sums.add_in_library
+    grad, x = drawn(tokens, features, dtype=torch.bfloat16), drawn(tokens, width, dtype=torch.bfloat16)
+    exact = grad.double().t() @ x.double()
+    total = torch.full((features, width), float("nan"))
+    add(total, grad, x, 0)
+    add(total, grad.t().contiguous().t(), drawn(tokens, 2 * width, dtype=torch.bfloat16)[:, ::2].copy_(x), 1)
+    torch.testing.assert_close(total.double(), 2 * exact, rtol=0, atol=1e-6 * max(1.0, exact.abs().max().item()))
+
+
+def test_a_cpu_whose_own_products_are_slow_widens_the_factors_of_weight_gradients():
+    assert linear._accumulate_for(torch.device("cpu"), torch.float32, torch.bfloat16, "widened") is linear._widened
 
 
 @pytest.mark.parametrize("backend", ["fused", "unfused"])

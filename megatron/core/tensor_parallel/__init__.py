@@ -1,6 +1,7 @@
 """Layers and losses split over the tensor-parallel axis.
 
     linear_layers, linear, lookup   the split layers; the matrix product and the lookup with their backward
+    library_sums                    float32 sums of bfloat16 products on a CPU, for weight gradients
     mappings                        pairs of collectives: one in forward, its counterpart in backward
     cross_entropy, broadcast        the loss of split logits; a batch read once per group
     saved                           saved activations, sharded or offloaded
