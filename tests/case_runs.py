@@ -8,6 +8,7 @@ is a line of the file of results. A case is anything with a name, `str(case)`, a
 import argparse
 import json
 import math
+import re
 import subprocess
 import time
 from collections import Counter
@@ -20,6 +21,8 @@ from typing import Any
 import torch
 from documents import write_part
 from parity_cases import TOLERANCE
+
+REPORT = "write this page of the results so far, and run nothing; its sections by hand are kept"
 
 Compare = Callable[[Any], tuple[float, str]]  # the largest relative difference of a case, and where it is
 
@@ -46,7 +49,7 @@ def command(matrix: Matrix, description: str, arguments: Sequence[str] | None = 
     parser.add_argument("results", type=Path, help="a file of JSON lines, one per finished case, that is added to")
     parser.add_argument("--limit-minutes", type=float, default=math.inf, help="stop after so long")
     parser.add_argument("--only", default="", help="only cases whose name has this in it")
-    parser.add_argument("--report", type=Path, help="write this page of the results so far, and run nothing")
+    parser.add_argument("--report", type=Path, help=REPORT)
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     cases = [case for case in matrix.cases if given.only in str(case)]
@@ -56,7 +59,7 @@ def command(matrix: Matrix, description: str, arguments: Sequence[str] | None = 
     names = set(map(str, cases))
     results = [result for result in read_results(given.results).values() if result["case"] in names]
     if given.report is not None:
-        given.report.write_text(page(matrix, results))
+        write_page(given.report, page(matrix, results))
     failed = sum(not result["ok"] for result in results)
     print(f"{len(results)} of {len(cases)} cases have been run, {failed} differ")
     return 1 if failed else 0
@@ -175,6 +178,21 @@ def page(matrix: Matrix, results: Sequence[dict]) -> str:
         *differing(results),
     ]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write `text` to a page, and keep the sections of the page that `text` has not: those written by hand, or of other results.
+
+    A section is what stands from a line `## HEADING` to the next, or, without a heading, before the first of them.
+    """
+    before, after = (_sections(page) for page in (path.read_text() if path.exists() else "", text))
+    path.write_text("\n\n".join((before | after).values()) + "\n")
+
+
+def _sections(page: str) -> dict[str, str]:
+    """Heading -> the section with it, in their order."""
+    sections = [section.strip("\n") for section in re.split("^(?=## )", page, flags=re.MULTILINE)]
+    return {section.partition("\n")[0] if section.startswith("## ") else "": section for section in sections if section}
 
 
 def about(results: Sequence[dict]) -> list[str]:

@@ -9,23 +9,20 @@ type's own. Cases come in a fixed order: those in which every pair of choices wi
 them), then all other pairs, then all triples, of jobs up to 16 ranks. Exit code 1 if any case differs.
 """
 
-import argparse
 import math
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from covering import covering
-from parity_cases import BUCKET, TOLERANCE, worst_of
-from parity_sweep import read_results, run_case, sweep
+from case_runs import Matrix, command
+from covering import Combined, covering
+from parity_cases import BUCKET, worst_of
 from tiny_run import GPT2, LLAMA, SEQ, Layout, Outcome, Texts, run
 
 from megatron.core.distributed.data_parallel import DataParallelConfig
@@ -85,7 +82,7 @@ BYTES = 8  # of an element
 
 
 @dataclass(frozen=True)
-class ContextCase:
+class ContextCase(Combined):
     """One choice of each dimension, in the order of DIMENSIONS."""
 
     cp: int
@@ -104,10 +101,6 @@ class ContextCase:
     tiled: bool
     beside: str
     delayed: bool
-
-    @property
-    def choices(self) -> tuple:
-        return tuple(getattr(self, name) for name in DIMENSIONS)
 
     @property
     def ranks(self) -> int:
@@ -305,57 +298,26 @@ def _of_layer(case: ContextCase, kind: str, again: bool) -> Counter:
 # ---------------------------------------------------------------- the command
 
 
-def report(results: Sequence[dict]) -> str:
-    """The page in docs."""
-    failed = [result for result in results if not result["ok"]]
-    names = {result["case"] for result in results}
-    worst = max((result for result in results if result["ok"]), key=lambda result: result["worst"], default=None)
-    sets = {
-        "every pair of choices with the axis or the type (the tests)": covering_cases(2, NEW),
-        "every pair": covering_cases(2),
-        "every triple, up to 16 ranks": covering_cases(3),
-    }
-    lines = [
-        "# Context parallelism: the matrix of types, axes, masks, dropout, recompute and positions",
-        "",
-        "Written by `python tests/context_matrix.py results.jsonl --report docs/context_matrix.md`, whose text says what a case is.",
-        "",
-        f"**{len(names)} of {len(covering_cases(3))} cases have been run; {len(failed)} differ.**",
-        "",
-        *(f"- {what}: {len(names & set(map(str, cases)))} of {len(cases)} cases" for what, cases in sets.items()),
-        "- code that was run: "
-        + ", ".join(f"{code} ({n})" for code, n in Counter(result["code"] for result in results).items()),
-    ]
-    if worst:
-        lines += [
-            f"- worst relative difference: {worst['worst']:.1e} (allowed {TOLERANCE:.0e}), {worst['where']} of `{worst['case']}`"
-        ]
-    lines += ["", "| dimension | cases run, by choice |", "|---|---|"]
-    for name, choices in DIMENSIONS.items():
-        counts = Counter(result["choices"][name] for result in results)
-        lines.append(f"| {name} | {', '.join(f'{choice}: {counts[choice]}' for choice in choices)} |")
-    lines += ["", *(f"DIFFERS: `{result['case']}`: {result['where']}, {result['worst']}  " for result in failed)]
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, help="a file of JSON lines, one per finished case, that is added to")
-    parser.add_argument("--limit-minutes", type=float, default=math.inf, help="stop after so long")
-    parser.add_argument("--only", default="", help="only cases whose name has this in it, such as a2a")
-    parser.add_argument("--report", type=Path, help="write this page of the results so far, and run nothing")
-    given = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    cases = [case for case in covering_cases(3) if given.only in str(case)]
-    if given.report is None:
-        run_one = partial(run_case, compare=worst_difference, dimensions=DIMENSIONS)
-        sweep(cases, len(cases), [given.results], given.limit_minutes * 60, run_one)
-    results = [result for result in read_results(given.results).values() if result["case"] in set(map(str, cases))]
-    if given.report is not None:
-        given.report.write_text(report(results))
-    failed = sum(not result["ok"] for result in results)
-    print(f"{len(results)} of {len(cases)} cases have been run, {failed} differ")
-    return 1 if failed else 0
+def main(arguments: Sequence[str] | None = None) -> int:
+    matrix = Matrix(
+        script="context_matrix",
+        title="Context parallelism: the matrix of types, axes, masks, dropout, recompute and positions",
+        text=(
+            "Each case trains a small GPT for two steps in float64, with ranks as threads, and compares every loss, gradient norm, gradient",
+            "and weight with the run of one process: max |a - b| <= 1e-10 max |b|, tensor by tensor. The calls over the axis must be those",
+            "that the type's formula says, and the kernels that ran the type's own.",
+        ),
+        dimensions=DIMENSIONS,
+        cases=covering_cases(3),
+        total=len(covering_cases(3)),
+        compare=worst_difference,
+        sets={
+            "every pair of choices with the axis or the type (the tests)": covering_cases(2, NEW),
+            "every pair": covering_cases(2),
+            "every triple, up to 16 ranks": covering_cases(3),
+        },
+    )
+    return command(matrix, __doc__, arguments)
 
 
 if __name__ == "__main__":

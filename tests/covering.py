@@ -1,17 +1,23 @@
 """Few cases in which all combinations of some choices occur, where not every choice can stand with every other. Pure."""
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from itertools import combinations, product
 from random import Random
-from typing import Any, Protocol
+from typing import Any
 
 
-class Combined(Protocol):
-    """One choice of each dimension."""
+class Combined:
+    """A case: a dataclass with a field for each dimension, in their order. Of those in a covering set, `ranks` says how many there
+    are, and `can_be` whether the choices can stand together."""
 
-    choices: tuple  # in the order of the dimensions
-    can_be: bool  # whether they can stand together
     ranks: int
+    can_be: bool
+
+    @property
+    def choices(self) -> tuple:
+        """One of each dimension, in their order."""
+        return tuple(getattr(self, field.name) for field in fields(self))
 
 
 _CANDIDATES = 60  # completions looked at for each case

@@ -13,6 +13,7 @@ from math import prod
 from random import Random
 
 import numpy as np
+from covering import Combined
 
 # What a layout is made of. They constrain one another, so that these are listed together ...
 LAYOUT = {
@@ -57,7 +58,7 @@ _CANDIDATES = 48  # completions looked at for each case of a covering set
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Combined):
     """One choice of each dimension, in the order of DIMENSIONS."""
 
     tp: int
@@ -75,10 +76,6 @@ class Case:
     dropout: float
     overlap: bool
     delayed: bool
-
-    @property
-    def choices(self) -> tuple:
-        return tuple(getattr(self, name) for name in DIMENSIONS)
 
     @property
     def ranks(self) -> int:

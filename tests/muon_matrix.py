@@ -18,6 +18,7 @@ from random import Random
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from case_runs import Matrix, command
+from covering import Combined
 from parity_cases import worst_of
 from tiny_run import TINY_GPT2, TINY_LLAMA, Layout, Outcome, run
 from zero_matrix import cover
@@ -63,17 +64,13 @@ DIMENSIONS = {"layout": tuple(LAYOUTS), "shards": tuple(SHARDS), "model": tuple(
 
 
 @dataclass(frozen=True)
-class MuonCase:
+class MuonCase(Combined):
     """One choice of each dimension, in the order of DIMENSIONS."""
 
     layout: str
     shards: str
     model: str
     muon: str
-
-    @property
-    def choices(self) -> tuple[str, ...]:
-        return self.layout, self.shards, self.model, self.muon
 
     def __str__(self) -> str:
         return "-".join(self.choices).replace(" ", "_")

@@ -1,10 +1,13 @@
 """Every case of the layout space against one process, as one command that can be stopped and goes on where it was.
 
     python tests/parity_sweep.py results.jsonl --limit-minutes 30
-    python tests/parity_sweep.py results.jsonl --report docs/parity.md --beside options.jsonl compiled.jsonl
+    python tests/parity_sweep.py results.jsonl --report docs/parity.md
+    python tests/parity_sweep.py options.jsonl --options --compile regions --report docs/parity.md
 
 Cases come in a fixed order: those that cover all pairs, then all triples, then the product of what most runs choose, then the
 rest, both shuffled, so that whatever part has run is a fair sample of the whole. Exit code 1 if any case differs.
+
+A report with --options or --compile writes the section of such runs, one without them all else but the sections written by hand.
 """
 
 import argparse
@@ -21,7 +24,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from case_runs import about, choices_run, differing, read_results, run_case, sweep
+from case_runs import REPORT, about, choices_run, differing, read_results, run_case, sweep, write_page
 from layout_space import DIMENSIONS, Case, case_of, count_cases, covering_cases, main_product
 from option_cases import OPTION_DIMENSIONS, option_cases, worst_difference_of
 from parity_cases import worst_difference
@@ -46,8 +49,8 @@ def ordered_cases(max_ranks: int) -> Iterator[Case]:
 # ---------------------------------------------------------------- report
 
 
-def report(results: list[dict], beside: list[dict]) -> str:
-    """The page in docs. beside: results of `--options` and `--compile`."""
+def report(results: list[dict]) -> str:
+    """The page in docs, but the sections of runs with `--options` and `--compile`."""
     pairs, triples = ({str(case) for case in covering_cases(strength)} for strength in (2, 3))
     chosen = {str(case) for case in main_product()}
     names = {result["case"] for result in results}
@@ -60,7 +63,7 @@ def report(results: list[dict], beside: list[dict]) -> str:
         "from each row below that can stand together with the others (`tests/layout_space.py`). Written by",
         "",
         "    python tests/parity_sweep.py results.jsonl --limit-minutes 600        stops in time, and goes on where it was",
-        "    python tests/parity_sweep.py results.jsonl --report docs/parity.md --beside options.jsonl compiled.jsonl",
+        "    python tests/parity_sweep.py results.jsonl --report docs/parity.md",
         "",
         "With `--shard 1/2 a.jsonl b.jsonl` and `--shard 2/2 b.jsonl a.jsonl` two processes share the work.",
         "",
@@ -81,18 +84,28 @@ def report(results: list[dict], beside: list[dict]) -> str:
         "| ranks | " + ", ".join(f"{n}: {count:,}" for n, count in sorted(ranks.items())) + " |",
         *choices_run(DIMENSIONS, results),
         "",
+        "A T5, with axes and features of its own, is swept by `--t5`: [t5_matrix.md](t5_matrix.md).",
+        "",
         *differing(results),
-        *(line for flags in dict.fromkeys(one["flags"] for one in beside) for line in _beside(flags, beside)),
     ]
-    return "\n".join(lines).rstrip() + "\n"
+    return "\n".join(lines)
 
 
-def _beside(flags: str, results: list[dict]) -> list[str]:
-    """What has been run with other flags, which choose other cases or how they are run."""
-    those = [result for result in results if result["flags"] == flags]
-    of = f" of {len(list(option_cases()))}" if flags == "--options" else ""
-    counted = f"`{flags}`: {len(those)}{of} cases have been run; {len(differing(those))} differ."
-    return [counted, "", *about(those), "", *differing(those)]
+def section(flags: str, results: list[dict], count: int) -> str:
+    """What has been run with other flags, which choose other cases or how they are run. count: cases that there are."""
+    results = [result for result in results if result.get("flags", flags) == flags]
+    lines = [
+        f"## With `{flags}`",
+        "",
+        f"Written by `python tests/parity_sweep.py results.jsonl {flags} --report docs/parity.md`.",
+        "",
+        f"**{len(results):,} of {count:,} cases have been run; {len(differing(results))} differ.**",
+        "",
+        *about(results),
+        "",
+        *differing(results),
+    ]
+    return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -111,12 +124,10 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--options", action="store_true", help=with_options)
     parser.add_argument("--t5", action="store_true", help="a T5 (tests/t5_cases.py); with a file of results of its own")
-    parser.add_argument("--report", type=Path, help="write this table of the results so far, and run nothing")
-    parser.add_argument(
-        "--beside", type=Path, nargs="+", default=[], help="with --report: results of --options and --compile"
-    )
+    parser.add_argument("--report", type=Path, help=REPORT)
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    flags = " ".join(["--options"] * given.options + [f"--compile {given.compile}"] * (given.compile != "off"))
     if given.report is None:
         i, n = (int(part) for part in given.shard.split("/"))
         if not 1 <= i <= n:
@@ -132,15 +143,16 @@ def main(arguments: list[str] | None = None) -> int:
             cases = [case for case in cases if given.only in str(case) and case.ranks <= given.max_ranks]
             count = len(cases)
         cases = islice(cases, i - 1, None, n)
-        flags = " ".join(["--options"] * given.options + [f"--compile {given.compile}"] * (given.compile != "off"))
         run_one = lambda case: run_case(case, compare, dimensions) | {"flags": flags}  # noqa: E731
         sweep(cases, -(-(count - i + 1) // n), given.results, given.limit_minutes * 60, run_one)
     results = list(read_results(*given.results).values())
-    if given.report is not None:
-        beside = [result for path in given.beside for result in read_results(path).values()]
-        given.report.write_text(t5_report(results) if given.t5 else report(results, beside))
     failed = sum(not result["ok"] for result in results)
     total = len(t5_cases(3)) if given.t5 else len(list(option_cases())) if given.options else count_cases()
+    if given.report is not None:
+        write_page(
+            given.report,
+            t5_report(results) if given.t5 else section(flags, results, total) if flags else report(results),
+        )
     print(f"{len(results):,} of {total:,} cases have been run, {failed} differ")
     return 1 if failed else 0
 

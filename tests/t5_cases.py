@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 import pretrain_t5
 from case_runs import about, choices_run, differing
-from covering import covering
+from covering import Combined, covering
 from layouts import Layout
 from parity_cases import BUCKET, TOLERANCE, worst_of
 from refusals import BASE, MOCK, T5_APART
@@ -84,7 +84,7 @@ _FULL = ("uniform 2", "block 1")
 
 
 @dataclass(frozen=True)
-class T5Case:
+class T5Case(Combined):
     """One choice of each dimension, in the order of DIMENSIONS."""
 
     cp: str
@@ -102,10 +102,6 @@ class T5Case:
     beside: str
     scatter: bool
     delayed: bool
-
-    @property
-    def choices(self) -> tuple:
-        return tuple(getattr(self, name) for name in DIMENSIONS)
 
     @property
     def ranks(self) -> int:

@@ -23,6 +23,7 @@ from typing import TypeVar
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from case_runs import Matrix, command
+from covering import Combined
 from parity_cases import worst_of
 from tiny_run import TINY_GPT2, Layout, Outcome, run
 
@@ -60,7 +61,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class ZeroCase:
+class ZeroCase(Combined):
     """One choice of each dimension, in the order of DIMENSIONS."""
 
     stage: str
@@ -70,10 +71,6 @@ class ZeroCase:
     offload: str
     tied: bool
     layout: tuple[int, int, int]
-
-    @property
-    def choices(self) -> tuple:
-        return tuple(getattr(self, name) for name in DIMENSIONS)
 
     def __str__(self) -> str:
         tp, pp, v = self.layout

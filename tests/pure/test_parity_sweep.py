@@ -56,13 +56,21 @@ def test_the_report_says_how_many_of_how_many(small: list[Case], tmp_path: Path)
     assert "worst relative difference: 1.0e-14 (allowed 1e-10), losses of step 0" in text
 
 
-def test_the_report_counts_what_was_compiled_apart(small: list[Case], tmp_path: Path):
-    path, compiled, table = (tmp_path / name for name in ("results.jsonl", "compiled.jsonl", "parity.md"))
+def test_a_report_writes_its_sections_and_keeps_the_others(small: list[Case], tmp_path: Path):
+    path, compiled, page = (tmp_path / name for name in ("results.jsonl", "compiled.jsonl", "parity.md"))
     main([str(path), "--only", str(small[0])])
     main([str(compiled), "--compile", "layers"])
-    assert main([str(path), "--report", str(table), "--beside", str(compiled)]) == 0
-    assert f"**1 of {count_cases():,} cases have been run; 0 differ.**" in table.read_text()
-    assert "`--compile layers`: 6 cases have been run; 2 differ." in table.read_text()
+    page.write_text("# Old\n\nold words\n\n## By hand\n\nkept words\n")
+    assert main([str(path), "--report", str(page)]) == 0
+    assert main([str(compiled), "--compile", "layers", "--report", str(page)]) == 1
+    first, by_hand, of_compiled = page.read_text().split("## ")
+    assert f"**1 of {count_cases():,} cases have been run; 0 differ.**" in first and "old words" not in first
+    assert by_hand == "By hand\n\nkept words\n\n"
+    assert of_compiled.startswith("With `--compile layers`\n") and "cases have been run; 2 differ.**" in of_compiled
+    before = page.read_text()
+    for command in ([str(path)], [str(compiled), "--compile", "layers"]):
+        main([*command, "--report", str(page)])
+        assert page.read_text() == before
 
 
 @pytest.mark.full
