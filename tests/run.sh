@@ -27,17 +27,41 @@ unset PYTHONDONTWRITEBYTECODE
 
 # The installation is no part of the time that is printed.
 SECONDS=0
-trap 'echo "tests took $((SECONDS / 60)) min $((SECONDS % 60)) s"' EXIT
+OF_PROCESSES=
+LOG=
+end() {
+    [ -z "$OF_PROCESSES" ] || kill -- "-$OF_PROCESSES" 2>/dev/null || true
+    [ -z "$LOG" ] || rm -f "$LOG"
+    echo "tests took $((SECONDS / 60)) min $((SECONDS % 60)) s"
+}
+trap end EXIT
 
 # pytest's 5 says that a selection (-k) left nothing to run, which is no failure of one half.
 tests() {
     "$VENV/bin/python" -m pytest "$@" || [ $? = 5 ]
 }
 
-# In one process per core, each with files of its own at first, so that what a file computes once is computed once; what starts processes of its own comes after, two files at a time: they wait for one another a lot.
+# In one process per core, each with files of its own at first, so that what a file computes once is computed once.
+threads() {
+    tests -n auto --dist worksteal -m "$1" tests/pure tests/ranks tests/promises tests/test_architecture.py "${@:2}"
+}
+
 if [ -n "$FAST" ]; then
-    tests -n auto --dist worksteal -m "not full and not sweep" tests/pure tests/ranks tests/promises tests/test_architecture.py "$@"
-else
-    tests -n auto --dist worksteal -m "not sweep" tests/pure tests/ranks tests/promises tests/test_architecture.py "$@"
-    tests -n 2 --dist loadfile -m "not full" tests/gloo tests/gpu "$@"
+    threads "not full and not sweep" "$@"
+    exit
 fi
+
+# What starts processes of its own waits for them a lot, and so runs beside the others: a file at a time, or two where there are more than two cores.
+# Its output comes when both have ended. In a process group of its own it hears of signals as at a terminal: a background command would ignore SIGINT, and so would what it starts.
+LOG=$(mktemp)
+FILES=$(($(getconf _NPROCESSORS_ONLN) > 2 ? 2 : 1))
+set -m
+tests -n "$FILES" --dist loadfile -m "not full" tests/gloo tests/gpu "$@" >"$LOG" 2>&1 &
+OF_PROCESSES=$!
+set +m
+FAILED=
+threads "not sweep" "$@" || FAILED=yes
+wait "$OF_PROCESSES" || FAILED=yes
+OF_PROCESSES=
+cat "$LOG"
+[ -z "$FAILED" ]
