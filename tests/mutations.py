@@ -231,7 +231,13 @@ MUTATIONS = [
             "here = coming.wait()\n        return leaving",
             "here = coming._keep[0]\n        return leaving",
         ),
-        ("gradients that travel behind them", _MERGED, RING, "grad += leaving.wait()", "grad += leaving._keep[0]"),
+        (
+            "gradients that travel behind them",
+            "transformer/context_parallel/block_kernels.py",
+            RING,
+            "self._arriving.wait(), None",
+            "self._arriving._keep[0], None",
+        ),
         ("gradients on their last hop", _MERGED, RING, "return leaving.wait()", "return leaving._keep[0]"),
         (
             "gradients of gathered keys in half precision",

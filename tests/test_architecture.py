@@ -332,7 +332,7 @@ BUDGETS = {
     "megatron/core/tiers": 700,
     "megatron/core/tokenizers": 600,
     "megatron/core/transformer": 2_300,
-    "megatron/core/transformer/context_parallel": 600,
+    "megatron/core/transformer/context_parallel": 650,
     "megatron/deepspeed": 600,
     "megatron/training": 2_200,
     "megatron/training/classic": 300,

@@ -16,6 +16,7 @@ from tiny_run import LLAMA, SEQ, assert_equal, run
 from megatron.core.grid import Axis
 from megatron.core.held_rows import of_my_rows
 from megatron.core.mesh import Mesh
+from megatron.core.pending import Pending
 from megatron.core.random import AttentionDropout, DropoutKeys
 from megatron.core.transformer.context_parallel.method import METHODS, ContextParallel, SharedAttention
 from megatron.core.transformer.kernels import plain_attention
@@ -85,9 +86,9 @@ def test_the_next_hop_begins_before_the_block_beside_it(monkeypatch: pytest.Monk
     def work(mesh: Mesh) -> list[str]:
         said: list[str] = []
 
-        def visit(chunks: tuple[int, ...], here: torch.Tensor) -> torch.Tensor:
+        def visit(chunks: tuple[int, ...], here: torch.Tensor, arriving: Pending | None = None) -> torch.Tensor:
             said.append(f"block {chunks} after {len(mesh.ledger.recent)} hops")
-            return torch.zeros_like(here)
+            return torch.zeros_like(here) if arriving is None else arriving.wait()
 
         axis: Axis = mesh["cp"]
         saved = Ring(axis).forward(torch.full((2, 1), float(axis.rank)), visit)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.dropout_masks import MaskWords, clear_dropped, ones_where_kept
+from megatron.core.pending import Pending
 from megatron.core.random import AttentionDropout
 from megatron.core.transformer.context_parallel.blocks import ChunkNumbers, ScoreTile, blocks_between, tiles_between
 from megatron.core.transformer.masks import Documents, Mask, Window
@@ -34,19 +35,31 @@ class Merged:
     """
 
     def __init__(self, q: Tensor, sinks: Tensor | None = None):
-        self.out = wide_empty(q.shape, q).zero_()
-        self.log_sums = wide_empty(q.shape[:3], q).fill_(-math.inf)
-        if sinks is not None:
-            self.log_sums.copy_(sinks.view(-1, 1))
+        self._q, self._sinks = q, sinks
+        self._so_far: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def result(self) -> tuple[Tensor, Tensor]:
+        """(out, L)"""
+        if self._so_far is None:
+            out, log_sums = (wide_empty(shape, self._q) for shape in (self._q.shape, self._q.shape[:3]))
+            log_sums.fill_(-math.inf) if self._sinks is None else log_sums.copy_(self._sinks.view(-1, 1))
+            self._so_far = out.zero_(), log_sums
+        return self._so_far
 
     def add(self, rows: slice, out: Tensor, log_sums: Tensor) -> None:
-        """Merge the result of the rows' attention to further keys. A row that sees none of them has L = -inf."""
-        before = self.log_sums[:, :, rows]
-        together = torch.logaddexp(before, log_sums)
-        base = together.masked_fill(together == -math.inf, 0)  # a row that has seen nothing yet: weights of 0, not NaN
-        here = self.out[:, :, rows]
-        here.mul_((before - base).exp().unsqueeze(-1)).add_(out * (log_sums - base).exp().unsqueeze(-1))
-        self.log_sums[:, :, rows] = together
+        """Merge the result of the rows' attention to further keys. A row that sees none of them has L = -inf.
+
+        The first block of all rows is kept as it is, not copied."""
+        wide = out.to(log_sums.dtype)
+        if self._so_far is None and self._sinks is None and out.shape == self._q.shape:
+            self._so_far = wide, log_sums
+            return
+        so_far, sums = (x[:, :, rows] for x in self.result)
+        together = torch.logaddexp(sums, log_sums)
+        base = together.masked_fill(together == -math.inf, 0)  # a row that has seen nothing yet: a weight of 0, not NaN
+        so_far.lerp_(wide, (log_sums - base).exp_().unsqueeze(-1))  # O1 + exp(L2 - L) (O2 - O1), in one pass
+        sums.copy_(together)
 
 
 class Upstream(NamedTuple):
@@ -67,13 +80,45 @@ class Upstream(NamedTuple):
         return -(probabilities * self.inner).sum(dim=(0, 2)).to(sinks.dtype)
 
 
-class Grads(NamedTuple):
-    """Gradients summed over blocks, in float32 or wider."""
+class Total:
+    """Sums over blocks, in float32 or wider, [tensors, b, heads, rows, d] as `like`.
 
-    q: Tensor  # [b, n, rows, d]
-    k: Tensor  # [b, groups, keys, d]
-    v: Tensor  # as k
-    bias: Tensor | None = None  # [n, rows, s]
+    arriving: the sums of other ranks' blocks, which those of this rank are added to."""
+
+    def __init__(self, like: Tensor, arriving: Pending[Tensor] | None = None):
+        self._like, self._arriving = like, arriving
+        self._sum: Tensor | None = None
+
+    @property
+    def mine(self) -> Tensor:
+        """The sums of this rank's blocks; a kernel of many small blocks adds to it while others' are on their way."""
+        if self._sum is None:
+            self._sum = self._empty().zero_()
+        return self._sum
+
+    @property
+    def result(self) -> Tensor:
+        if self._arriving is not None:
+            arrived, self._arriving = self._arriving.wait(), None
+            self._sum = arrived if self._sum is None else arrived.add_(self._sum)
+        return self.mine
+
+    def add(self, rows: slice, *blocks: Tensor) -> None:
+        """Add a block of each tensor, [b, heads, rows, d], to what has arrived."""
+        is_first = self._sum is None and self._arriving is None and blocks[0].shape == self._like.shape[1:]
+        if is_first:  # of all rows: copied, a pass less than zeros and a sum
+            self._sum = self._empty()
+        for total, block in zip(self.result, blocks, strict=True):
+            total.copy_(block) if is_first else total[:, :, rows].add_(block)
+
+    def _empty(self) -> Tensor:
+        return torch.empty_like(self._like, dtype=torch.promote_types(self._like.dtype, torch.float32))
+
+
+class Grads(NamedTuple):
+    q: Total  # of one tensor, [b, n, rows, d]
+    pairs: Total  # of two, of keys and of values, [b, groups, keys, d]
+    bias: Tensor | None = None  # [n, rows, s], in float32 or wider
 
 
 # ---------------------------------------------------------------- torch's flash kernels
@@ -97,8 +142,8 @@ class FlashBlocks:
         for rows, keys, causal in blocks_between(self.mine, theirs, self.size):
             here = Upstream(*(x[:, :, rows] for x in up))
             found = _flash_backward(here, q[:, :, rows], k[:, :, keys], v[:, :, keys], causal)
-            for total, part, x in zip(grads[:3], (rows, keys, keys), found):
-                total[:, :, part] += x
+            grads.q.add(rows, found[0])
+            grads.pairs.add(keys, *found[1:])
 
 
 def flash_refuses(q: Tensor) -> str | None:
@@ -113,15 +158,14 @@ def flash_refuses(q: Tensor) -> str | None:
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Any, ...]:
     """(out, L, ...)"""
     if q.device.type in ("cpu", "meta"):
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*map(_dense, (q, k, v)), 0.0, causal)
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
     return torch.ops.aten._scaled_dot_product_flash_attention(q, *_repeated(q, k, v), 0.0, causal)
 
 
 def _flash_backward(up: Upstream, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
     if q.device.type in ("cpu", "meta"):
-        grad, *heads = map(_dense, (up.grad, q, k, v))
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, *heads, up.out, up.log_sums, 0.0, causal
+            up.grad, q, k, v, up.out, up.log_sums, 0.0, causal
         )
     wide_k, wide_v = _repeated(q, k, v)
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout that there is not
@@ -129,15 +173,6 @@ def _flash_backward(up: Upstream, q: Tensor, k: Tensor, v: Tensor, causal: bool)
         up.grad, q, wide_k, wide_v, up.out, up.log_sums, None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed[:0]
     )
     return of_q, *(_summed(x, k.shape[1]) for x in of_pair)
-
-
-def _dense(x: Tensor) -> Tensor:
-    """Heads [b, n, rows, d] with each one's rows side by side, for the CPU kernel.
-
-    It multiplies float32 where it lies. The rows of a head of [s, b, n, d] are n d numbers apart, often a power of two, and then
-    share a few sets of the cache: 8 heads of 64 and 2,048 rows took 107 + 435 ms of processor time, and copied 59 + 191. Half
-    precision it packs itself."""
-    return x.contiguous() if x.dtype in (torch.float32, torch.float64) else x
 
 
 def _repeated(q: Tensor, *heads: Tensor) -> tuple[Tensor, ...]:
@@ -193,6 +228,8 @@ class TiledBlocks:
         groups = k.shape[1]
         k, v = _repeated(q, k, v)
         inner = up.inner.unsqueeze(-1)
+        of_q = grads.q.mine[0]
+        of_k, of_v = grads.pairs.mine
         for tile in self._tiles(theirs):
             rows, keys = tile[:2]
             products, grad = self._products(q, k, tile), up.grad[:, :, rows]
@@ -207,9 +244,9 @@ class TiledBlocks:
                 _of_tile(grads.bias, tile).add_(by_sums.sum(dim=0))
             by_scores = (by_sums * slope).to(q.dtype)
             self._drop(kept, probabilities)
-            grads.q[:, :, rows] += by_scores @ k[:, :, keys]
-            grads.k[:, :, keys] += _summed(by_scores.transpose(-1, -2) @ q[:, :, rows], groups)
-            grads.v[:, :, keys] += _summed(probabilities.to(q.dtype).transpose(-1, -2) @ grad, groups)
+            of_q[:, :, rows] += by_scores @ k[:, :, keys]
+            of_k[:, :, keys] += _summed(by_scores.transpose(-1, -2) @ q[:, :, rows], groups)
+            of_v[:, :, keys] += _summed(probabilities.to(q.dtype).transpose(-1, -2) @ grad, groups)
 
     def _tiles(self, theirs: ChunkNumbers) -> Iterator[ScoreTile]:
         before = self.mask.before if isinstance(self.mask, Window) else None

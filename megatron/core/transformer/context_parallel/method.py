@@ -140,7 +140,7 @@ def _with_all_rows(mask: Mask, axis: Axis) -> Mask:
     if not isinstance(mask, Tensor) or mask.shape[-2] == 1:
         return mask
     rows = comm.all_gather(mask.movedim(-2, 0).to(torch.uint8), axis)
-    return in_order(rows, axis.size).movedim(0, -2).bool()
+    return in_order(rows.chunk(axis.size)).movedim(0, -2).bool()
 
 
 METHODS: Table[Method] = Table(

@@ -51,7 +51,7 @@ class SharedCache(KeyValueCache):
         """In the first forward the result is k and v, of my columns."""
         if not self.shares:
             return super().append(layer, k, v)
-        pairs = in_order(comm.all_gather(torch.stack((k, v), dim=1), self.sharing), self.sharing.size)
+        pairs = in_order(comm.all_gather(torch.stack((k, v), dim=1), self.sharing).chunk(self.sharing.size))
         super().append(layer, *pairs[self._added :].unbind(1))
         return k, v
 

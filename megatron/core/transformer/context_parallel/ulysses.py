@@ -33,9 +33,8 @@ class _Exchange(torch.autograd.Function):
 
 def _to_whole(x: Tensor, axis: Axis) -> Tensor:
     shares = torch.stack(x.chunk(axis.size, dim=2))  # [c, s / c, b, n / c, d]
-    return in_order(comm.all_to_all(shares, axis).flatten(0, 1), axis.size)
+    return in_order(comm.all_to_all(shares, axis))
 
 
 def _to_rows(x: Tensor, axis: Axis) -> Tensor:
-    parts = by_rank(x, axis.size).unflatten(0, (axis.size, -1))
-    return torch.cat(comm.all_to_all(parts, axis).unbind(0), dim=2)
+    return torch.cat(comm.all_to_all(by_rank(x, axis.size), axis).unbind(0), dim=2)
