@@ -3,15 +3,20 @@
     python benchmarks/conversion.py --results conversion.jsonl               a Llama of 2.2 GB in bfloat16, in files of 500 MB
     python benchmarks/conversion.py --layers 4 --rounds 1 --folder /scratch
     python benchmarks/conversion.py --layers 8 --dtype float32
+    python benchmarks/conversion.py --model /scratch/llama --rounds 0        makes the model alone, for later runs
 
     in      a Hugging Face folder -> a checkpoint of ours          against   a copy of the folder's files
     out     that checkpoint -> a Hugging Face folder               against   a copy of the checkpoint's file
 
-The copy reads 16 MiB at a time, passes them through SHA-256, writes them, and syncs each file: one process without torch. Both sides
-take turns, each run a process of its own, whose largest resident memory, processor time and seconds come from the system (wait4). The
-largest resident memory of a process that imports the tool and converts nothing is subtracted, and its seconds too. What comes out is
-compared with what went in, tensor by tensor. Exit code 1 if it differs, if memory beyond the imports exceeds twice the largest fused
-tensor and 100 MB, or if the speed (of medians, without the imports) is less than half of the copy's. Linux.
+The copy reads 16 MiB at a time, passes them through SHA-256, writes them, and syncs each file: one process without torch. A round
+runs all four, each side first in every other round, and each run is a process of its own, whose largest resident memory, processor
+time and seconds come from the system (wait4). All begin alike: old output removed and the disk synced, the source in the page
+cache, and as much free memory as the output takes in use just before, as a file's pages. (A virtual machine that gives unused
+memory back to its host, as free page reporting does after two seconds, else spends up to ten times the processor time on the same
+writes, now on one side, now on the other.) The largest resident memory of a process that imports the tool and converts nothing is
+subtracted, and its seconds too. What comes out is compared with what went in, tensor by tensor. Exit code 1 if it differs, if memory
+beyond the imports exceeds twice the largest fused tensor and 100 MB, or if the speed (the median of the rounds' ratios) is less than
+half of the copy's. Linux.
 """
 
 import argparse
@@ -24,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,6 +39,7 @@ from megatron.core.interchange.formats.safetensors import header_of, read_header
 
 CHUNK = 16 << 20  # bytes that pass at a time on the plain side
 MARGIN = 100_000_000  # bytes
+MORE = 1 << 29  # bytes of memory for a process beside its output
 ITEM = {"bfloat16": 2, "float32": 4}
 HEAD, QUERIES, GROUPS = 64, 32, 8
 
@@ -136,49 +143,92 @@ def run(*command: str) -> dict[str, float]:
     return {"seconds": seconds, "processor": used.ru_utime + used.ru_stime, "peak": 1024 * used.ru_maxrss}
 
 
-def measure(name: str, source: Path, work: Path, flags: list[str], rounds: int) -> dict[str, list[dict[str, float]]]:
-    """Runs of each side, in turns; the last output of the tool stays in `work/name`."""
-    took: dict[str, list[dict[str, float]]] = {"tool": [], "imports": [], "copy": []}
-    tool = str(ROOT / "tools" / "checkpoint_convert.py")
-    commands = {
-        "tool": [tool, "--load", str(source), *flags, str(work / name)],
-        "imports": [tool, "--help"],
-        "copy": [__file__, "--copy", str(source), str(work / "copy")],
-    }
-    for turn in range(rounds):
-        shutil.rmtree(work / name, ignore_errors=True)
-        for side in list(commands)[:: 1 if turn % 2 else -1]:
-            took[side].append(run(*commands[side]))
-        shutil.rmtree(work / "copy")
+def get_ready(source: Path, scratch: Path, nbytes: int) -> None:
+    """Have the files of `source` in the page cache, and `nbytes` of free memory that has just been in use as page cache."""
+    room = memoryview(bytearray(CHUNK))
+    with open(scratch, "wb", buffering=0) as file:
+        for _ in range(0, nbytes, CHUNK):
+            file.write(room)
+    for path in source.rglob("*"):
+        if path.is_file():
+            with open(path, "rb", buffering=0) as file:
+                while file.readinto(room):
+                    pass
+    scratch.unlink()
+
+
+TOOL = str(ROOT / "tools" / "checkpoint_convert.py")
+DIRECTIONS = {
+    "in": ("hf", ["--save"]),
+    "out": ("in", ["--max-shard-size", "500MB", "--save-hf"]),
+}  # name: source, flags
+
+
+def bytes_in(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def one_run(side: str, name: str, source: Path, work: Path) -> dict[str, float]:
+    """A run of a side of a direction. The output of the tool stays in `work/name`."""
+    command, target = [TOOL, "--load", str(source), *DIRECTIONS[name][1]], work / name
+    if side == "copy":
+        command, target = [__file__, "--copy", str(source)], work / "copy"
+    shutil.rmtree(target, ignore_errors=True)
+    os.sync()
+    run(__file__, "--ready", str(source), str(work / "scratch"), str(bytes_in(source) + MORE))
+    took = run(*command, str(target))
+    shutil.rmtree(work / "copy", ignore_errors=True)
     return took
 
 
-def result_of(name: str, took: dict[str, list[dict[str, float]]], options: argparse.Namespace, nbytes: int) -> dict:
-    """The record of a direction."""
-    middle = {
-        side: {key: statistics.median(one[key] for one in runs) for key in ("seconds", "processor")}
-        for side, runs in took.items()
-    }
+def measure(work: Path, model: Path, rounds: int) -> dict[str, list[dict[str, dict[str, float]]]]:
+    """For each direction, for each round, the run of each side."""
+    took: dict[str, list[dict[str, dict[str, float]]]] = {name: [] for name in DIRECTIONS}
+    for turn in range(rounds):
+        imports = run(TOOL, "--help")
+        for name, (folder, _) in DIRECTIONS.items():
+            source = model if folder == "hf" else work / folder
+            sides = ("tool", "copy") if turn % 2 else ("copy", "tool")
+            took[name].append({"imports": imports} | {side: one_run(side, name, source, work) for side in sides})
+    return took
+
+
+def result_of(name: str, rounds: list[dict[str, dict[str, float]]], options: argparse.Namespace, nbytes: int) -> dict:
+    """The record of a direction: medians over the rounds."""
+
+    def median(key: str, of: Callable[[float, float], float]) -> float:
+        """Of what `of` makes of the tool's (without imports) and the copy's."""
+        return statistics.median(of(one["tool"][key] - one["imports"][key], one["copy"][key]) for one in rounds)
+
     item, hidden = ITEM[options.dtype], HEAD * QUERIES
     fused = 2 * options.ffn * hidden * item
-    imports = statistics.median(one["peak"] for one in took["imports"])
-    beyond = max(one["peak"] for one in took["tool"]) - imports
-    own, other = (
-        {key: middle[side][key] - (middle["imports"][key] if side == "tool" else 0) for key in ("seconds", "processor")}
-        for side in ("tool", "copy")
-    )
+    imports = statistics.median(one["imports"]["peak"] for one in rounds)
+    beyond = max(one["tool"]["peak"] for one in rounds) - imports
+    times = {}
+    for key, prefix, suffix in (("seconds", "", ""), ("processor", "processor_", "_by_processor")):
+        times[f"{prefix}seconds"] = median(key, lambda tool, copy: tool)
+        times[f"copy_{prefix}seconds"] = median(key, lambda tool, copy: copy)
+        times[f"relative_speed{suffix}"] = median(key, lambda tool, copy: copy / tool)
     return {
-        **{"direction": name, "bytes": nbytes, "dtype": options.dtype, "rounds": len(took["tool"])},
+        **{"direction": name, "bytes": nbytes, "dtype": options.dtype, "rounds": len(rounds)},
         **{"largest_fused_bytes": fused, "largest_bytes": max(fused, options.words * hidden * item)},
         **{"imports_bytes": imports, "beyond_imports_bytes": beyond, "allowed_bytes": 2 * fused + MARGIN},
-        **{
-            "seconds": own["seconds"],
-            "copy_seconds": other["seconds"],
-            "relative_speed": other["seconds"] / own["seconds"],
-        },
-        **{"processor_seconds": own["processor"], "copy_processor_seconds": other["processor"]},
-        **{"relative_speed_by_processor": other["processor"] / own["processor"], "runs": took},
+        **times,
+        "runs": rounds,
     }
+
+
+def show(result: dict) -> str:
+    ratios = ", ".join(
+        f"{one['copy']['seconds'] / (one['tool']['seconds'] - one['imports']['seconds']):.2f}" for one in result["runs"]
+    )
+    return (
+        f"{result['direction']:3} {result['bytes'] / 1e9:.2f} GB: {result['beyond_imports_bytes'] / 1e6:.0f} MB beyond the "
+        f"imports' {result['imports_bytes'] / 1e6:.0f} (allowed {result['allowed_bytes'] / 1e6:.0f}); {result['seconds']:.2f} s, "
+        f"copy {result['copy_seconds']:.2f} s, speed {result['relative_speed']:.2f} of the copy ({ratios}); processor "
+        f"{result['processor_seconds']:.2f} s, copy {result['copy_processor_seconds']:.2f} s "
+        f"({result['relative_speed_by_processor']:.2f})"
+    )
 
 
 def main() -> int:
@@ -191,35 +241,36 @@ def main() -> int:
     parser.add_argument(
         "--folder", help="where to work, on the disk to measure; default: the system's temporary folder"
     )
+    parser.add_argument("--model", type=Path, help="folder of the model, which is made if it is not there, and kept")
     parser.add_argument("--results", type=Path, help="file of JSON lines to which a line for each direction is added")
     parser.add_argument("--copy", type=Path, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--ready", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.copy or options.make:  # the processes that this command starts
-        copy_files(*options.copy) if options.copy else make_folder(options.make, options)
+    if options.copy or options.make or options.ready:  # the processes that this command starts
+        if options.ready:
+            get_ready(*map(Path, options.ready[:2]), int(options.ready[2]))
+        else:
+            copy_files(*options.copy) if options.copy else make_folder(options.make, options)
         return 0
     fine = True
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         work = Path(folder)
-        run(__file__, "--make", str(work / "hf"), *sys.argv[1:])
+        model = options.model or work / "hf"
+        if not model.exists():
+            run(__file__, "--make", str(model), *sys.argv[1:])
+        if not options.rounds:
+            return 0
         # ru_maxrss of a child begins with this process's own, which is small: neither torch nor numpy is imported here
-        steps = {"in": ("hf", ["--save"]), "out": ("in", ["--max-shard-size", "500MB", "--save-hf"])}
-        for name, (source, flags) in steps.items():
-            nbytes = sum(path.stat().st_size for path in (work / source).rglob("*") if path.is_file())
-            result = result_of(name, measure(name, work / source, work, flags, options.rounds), options, nbytes)
-            beyond, allowed = result["beyond_imports_bytes"], result["allowed_bytes"]
-            fine &= beyond <= allowed and result["relative_speed"] >= 0.5
-            print(
-                f"{name:3} {nbytes / 1e9:.2f} GB: {beyond / 1e6:.0f} MB beyond the imports' {result['imports_bytes'] / 1e6:.0f} "
-                f"(allowed {allowed / 1e6:.0f}); {result['seconds']:.2f} s, copy {result['copy_seconds']:.2f} s, speed "
-                f"{result['relative_speed']:.2f} of the copy; processor {result['processor_seconds']:.2f} s, copy "
-                f"{result['copy_processor_seconds']:.2f} s ({result['relative_speed_by_processor']:.2f})",
-                flush=True,
-            )
+        for name, rounds in measure(work, model, options.rounds).items():
+            source = model if name == "in" else work / "in"
+            result = result_of(name, rounds, options, bytes_in(source))
+            fine &= result["beyond_imports_bytes"] <= result["allowed_bytes"] and result["relative_speed"] >= 0.5
+            print(show(result), flush=True)
             if options.results:
                 with options.results.open("a") as file:
                     file.write(json.dumps(result) + "\n")
-        if not (same := hashes_of(work / "hf") == hashes_of(work / "out")):
+        if not (same := hashes_of(model) == hashes_of(work / "out")):
             print("what came out differs from what went in")
     return 0 if fine and same else 1
 

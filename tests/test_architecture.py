@@ -314,13 +314,13 @@ RULES_OF_SIZE = ("file", "function", "assignment", "line")
 # At most so many code lines for each package, without those below it. Raised, by a hundred, by nothing but a feature in its commit.
 BUDGETS = {
     "megatron": 300,
-    "megatron/core": 2_800,
+    "megatron/core": 2_900,
     "megatron/core/checkpoint": 1_600,
     "megatron/core/classic": 1_800,
     "megatron/core/datasets": 2_200,
     "megatron/core/distributed": 1_600,
     "megatron/core/inference": 500,
-    "megatron/core/interchange": 1_100,
+    "megatron/core/interchange": 1_200,
     "megatron/core/interchange/families": 1_200,
     "megatron/core/interchange/formats": 1_600,
     "megatron/core/job": 800,

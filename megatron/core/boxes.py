@@ -64,6 +64,13 @@ def start_in_run(box: Box, shape: tuple[int, ...]) -> int:
     return at
 
 
+def run_of(box: Box, shape: tuple[int, ...]) -> tuple[int, int] | None:
+    """The flat range (start, stop), in row-major order, of a box of a tensor of `shape`; None if its elements lie apart."""
+    start = start_in_run(box, shape)
+    stop = start + prod(size_of(box))
+    return (start, stop) if boxes_of_run(start, stop, shape) == [box] else None
+
+
 def pieces_of_run(
     pairs: Iterable[tuple[Box, Box]], run: tuple[int, int], shape: tuple[int, ...]
 ) -> Iterator[tuple[Box, Box]]:

@@ -19,7 +19,8 @@ from megatron.core.interchange import open_foreign
 from megatron.core.interchange.families.config_json import family_of
 from megatron.core.interchange.formats.hf_folder import read_json
 from megatron.core.interchange.mapped import heads_of, rows_of
-from megatron.core.interchange.written import their_tensors, write_hf_folder
+from megatron.core.interchange.streamed import write_hf_folder
+from megatron.core.interchange.written import their_tensors
 from megatron.core.mesh import Mesh
 from megatron.core.models.bert_model import BertModel
 from megatron.core.placement import pieces

@@ -17,7 +17,7 @@ from megatron.core.interchange import open_any, open_foreign
 from megatron.core.interchange.families.config_json import family_of
 from megatron.core.interchange.formats.hf_folder import read_json
 from megatron.core.interchange.mapped import rows_of
-from megatron.core.interchange.written import write_hf_folder
+from megatron.core.interchange.streamed import write_hf_folder
 from megatron.core.mesh import Mesh
 from megatron.core.models.gpt_model import GPTModel
 from megatron.core.optimizer.optimizer import FlatOptimizer

@@ -18,7 +18,8 @@ from megatron.core.inference.load import load_gpt, lone_mesh
 from megatron.core.interchange import open_foreign
 from megatron.core.interchange.families.config_json import family_of
 from megatron.core.interchange.mapped import heads_of, rows_of
-from megatron.core.interchange.written import their_tensors, write_hf_folder
+from megatron.core.interchange.streamed import write_hf_folder
+from megatron.core.interchange.written import their_tensors
 from megatron.core.placement import pieces
 from megatron.core.transformer.model_config import ModelConfig
 from tools import checkpoint_convert

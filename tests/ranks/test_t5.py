@@ -25,7 +25,8 @@ from megatron.core.interchange import open_foreign
 from megatron.core.interchange.families.config_json import family_of
 from megatron.core.interchange.formats.hf_folder import read_json
 from megatron.core.interchange.mapped import heads_of, rows_of
-from megatron.core.interchange.written import their_tensors, write_hf_folder
+from megatron.core.interchange.streamed import write_hf_folder
+from megatron.core.interchange.written import their_tensors
 from megatron.core.models.t5_model import T5Model
 from megatron.core.optimizer.param_groups import default_group, others_to, without_decay_of_tables
 from megatron.core.optimizer.settings import OptimizerConfig

@@ -9,7 +9,7 @@ A rank reads only pieces that overlap its tensors, each once and whole, and chec
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron.core import comm
-from megatron.core.boxes import Box, intersect, relative_to, size_of, slices, whole
+from megatron.core.boxes import Box, intersect, relative_to, run_of, size_of, slices, whole
 from megatron.core.checkpoint import folder, format
 from megatron.core.checkpoint.format import CheckpointError, Manifest, Piece
 from megatron.core.checkpoint.local_tensor import LocalTensor, problems_of_tensors
@@ -74,6 +74,25 @@ class Checkpoint:
             with torch.no_grad():
                 self._fill(tensors, in_place)
 
+    def has_runs(self, name: str) -> bool:
+        """Whether `runs` can give this tensor: its pieces have whole rows, or elements of one."""
+        record = self.manifest.tensors[name]
+        return all(run_of(piece.box, record.shape) is not None for piece in record.pieces)
+
+    def runs(self, name: str, rooms: Iterator[Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """The elements of a tensor in flat parts: (the number of the first in row-major order, values), piece by piece.
+
+        rooms: memory for one part each, in bytes, a multiple of 8. A part is read before the hash of its piece has been checked:
+        what was made of it must be thrown away when this raises.
+        """
+        record = self.manifest.tensors[name]
+        dtype = getattr(torch, record.dtype)
+        with files.reading_ahead([self._span(piece) for piece in record.pieces]) as opened:
+            for piece in record.pieces:
+                start, _ = run_of(piece.box, record.shape)
+                for at, data in self._read(piece, name, lambda at, left: next(rooms)[:left], opened):
+                    yield start + at // dtype.itemsize, data.view(dtype)
+
     def _check(self, tensors: dict[str, LocalTensor], convert: bool) -> None:
         """Raises one error with all missing tensors and mismatches, before anything is read."""
         problems = problems_of_tensors(tensors)
@@ -108,7 +127,8 @@ class Checkpoint:
         with files.reading_ahead([self._span(piece) for piece, _, _ in wanted]) as opened:
             for (piece, name, parts), place in zip(wanted, direct):
                 data = room[: piece.nbytes] if place is None else place
-                self._read(piece, name, data, opened)
+                for _ in self._read(piece, name, lambda at, left, data=data: data[at : at + _CHUNK], opened):
+                    pass
                 if place is None:
                     saved = data.view(getattr(torch, self.manifest.tensors[name].dtype)).view(size_of(piece.box))
                     _put(saved, parts)
@@ -122,23 +142,31 @@ class Checkpoint:
         start = piece.offset - self._gaps[piece.file, piece.offset]
         return FileSpan(self.folder / piece.file, start, piece.offset + piece.nbytes)
 
-    def _read(self, piece: Piece, name: str, data: Tensor, opened: Callable[[Path, int], BinaryIO]) -> None:
-        """Reads a piece into `data`; CheckpointError if its hash differs, or the zeros that align it."""
+    def _read(
+        self, piece: Piece, name: str, room: Callable[[int, int], Tensor], opened: Callable[[Path, int], BinaryIO]
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Reads a piece into `room(first byte, bytes left)`, part by part: (first byte, bytes read).
+
+        CheckpointError at the end if its hash differs, or the zeros that align it.
+        """
         path, gap = self.folder / piece.file, self._gaps[piece.file, piece.offset]
         what = f"tensor {name!r}, box {format.show_box(piece.box)}"
-        buffer, digest = memoryview(data.numpy()), hashlib.sha256()
-        at = 0
+        digest, at = hashlib.sha256(), 0
         try:
             with opened(path, piece.offset - gap) as file:
                 zeros = bytearray(max(gap, 0))
                 is_padded = files.read_all(file, memoryview(zeros), path) == len(zeros) and not any(zeros)
-                while at < piece.nbytes and (count := files.read_all(file, buffer[at : at + _CHUNK], path)):
-                    digest.update(buffer[at : at + count])
+                while at < piece.nbytes:
+                    data = room(at, piece.nbytes - at)
+                    buffer = memoryview(data.numpy())
+                    if (count := files.read_all(file, buffer, path)) < len(buffer):
+                        wrong = f"ends before the last {piece.nbytes - at - count} bytes of {what}"
+                        raise CheckpointError(path, wrong, format.DAMAGED)
+                    digest.update(buffer)
+                    yield at, data
                     at += count
         except OSError as error:
             raise CheckpointError(path, f"cannot be read ({error}) for {what}", format.advice_after(error)) from error
-        if at < piece.nbytes:
-            raise CheckpointError(path, f"ends before the last {piece.nbytes - at} bytes of {what}", format.DAMAGED)
         if not is_padded:
             wrong = f"is not zero in the {gap} bytes before byte {piece.offset}, which align {what}"
             raise CheckpointError(path, wrong, format.DAMAGED)

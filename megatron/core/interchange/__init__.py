@@ -1,10 +1,10 @@
 """Exchange with other projects, as data: their folders read as they lie, and written back, by one table of rows a family.
 
-    families/                      tables of model families: what a config.json says, where each tensor lies
-    formats/                       what lies in other projects' files, read without running it
+    families/                          tables of model families: what a config.json says, where each tensor lies
+    formats/                           what lies in other projects' files, read without running it
     strided.py, mapped*.py, titan.py, opened.py    a folder as a checkpoint that any layout reads
-    copied.py                      ... and as one of ours, written while it is read
-    written.py, gathered.py        a model as a Hugging Face folder: of a checkpoint, of running ranks
+    copied.py                          ... and as one of ours, written while it is read
+    written.py, streamed.py, gathered.py    a model as a Hugging Face folder: the plan; of a checkpoint; of running ranks
     carried.py, tokenizer_config.py    what goes along: ids of a text's ends, the tokenizer's files
 
 May import: floors 0 to 3 (`checkpoint`, `transformer.model_config`). Names load on first use.
@@ -21,6 +21,6 @@ __getattr__, __dir__ = lazy_names(
         ".families.known": "FAMILIES",
         ".formats.megatron_folder": "unreadable",
         ".opened": "described_by is_foreign open_any open_foreign settings_in",
-        ".written": "write_hf_folder",
+        ".streamed": "write_hf_folder",
     },
 )

@@ -15,7 +15,7 @@ from megatron.core.boxes import Box, boxes_of_run, size_of, whole
 from megatron.core.checkpoint import LocalTensor, save_checkpoint
 from megatron.core.config import ConfigError
 from megatron.core.grid import ALONE
-from megatron.core.interchange.strided import StridedCheckpoint
+from megatron.core.interchange.strided import StridedCheckpoint, lies_in_order
 from megatron.core.pending import Pending, done
 from megatron.core.storage.files import exists
 from megatron.core.storage.paths import path_of
@@ -61,8 +61,7 @@ class _ReadInRuns(StoredTensor):
         return self._at((stop - start, *self.shape[1:]), self.start + start * prod(self.shape[1:]))
 
     def parts(self, nbytes: int = 4 << 20) -> Iterator[StoredTensor]:
-        pieces = self.checkpoint.manifest.tensors[self.name].pieces
-        if all(list(piece.strides) == sorted(piece.strides, reverse=True) for piece in pieces):
+        if lies_in_order(self.checkpoint.manifest.tensors[self.name]):
             return super().parts(nbytes)
         return iter([self.view((self.numel(),))])
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.core.boxes import Box, intersect, relative_to, size_of, slices, whole
+from megatron.core.boxes import Box, intersect, relative_to, run_of, size_of, slices, whole
 from megatron.core.checkpoint import format
 from megatron.core.checkpoint.format import ITEM_BYTES, CheckpointError, Piece, TensorRecord
 from megatron.core.checkpoint.load import Checkpoint
@@ -47,8 +47,24 @@ def piece_of(box: Box, view: View, x: TensorInFile) -> StridedPiece:
     return StridedPiece(box, x.file, start, format.item_bytes_of(view.shape, x.dtype), "", x.dtype, view.strides)
 
 
+def lies_in_order(record: TensorRecord) -> bool:
+    """Whether each piece has its elements in the order of ours, so that a part of it lies in one part of the file."""
+    return all(list(piece.strides) == sorted(piece.strides, reverse=True) for piece in record.pieces)
+
+
 class StridedCheckpoint(Checkpoint):
     """A checkpoint in the files of another project, read as `Checkpoint` is. Its files hold no hashes."""
+
+    def has_runs(self, name: str) -> bool:
+        return super().has_runs(name) and lies_in_order(self.manifest.tensors[name])
+
+    def runs(self, name: str, rooms: Iterator[Tensor]) -> Iterator[tuple[int, Tensor]]:
+        record = self.manifest.tensors[name]
+        for piece in record.pieces:
+            for part, values in read_box(self.folder, piece, whole(size_of(piece.box)), name):
+                box = tuple((start + shift, stop + shift) for (start, stop), (shift, _) in zip(part, piece.box))
+                room = next(rooms)[: values.numel() * values.itemsize].view(values.dtype)
+                yield run_of(box, record.shape)[0], room.copy_(values.reshape(-1))
 
     def _fill(self, tensors: dict[str, LocalTensor], in_place: bool) -> None:
         wanted = [

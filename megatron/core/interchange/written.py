@@ -1,11 +1,10 @@
-"""A checkpoint as a Hugging Face folder: the rows of a family read from right to left, one tensor at a time.
+"""A model as a Hugging Face folder: what is in it, file by file, by the rows of a family read from right to left.
 
     config.json                        written from our settings, for transformers 4 and 5
     model.safetensors, or files of at most a given size and model.safetensors.index.json
     tokenizer.json, generation_config.json, chat_template.jinja, ...      as they are in the folder that they come from
 
-The folder gets its name when it is complete. A rank has two tensors of ours in memory at most. `gathered.py` writes the model
-of a running job so.
+`streamed.py` writes the model of a checkpoint so, `gathered.py` that of a running job.
 """
 
 import json
@@ -19,14 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core import comm
-from megatron.core.boxes import slices, whole
-from megatron.core.checkpoint.format import ITEM_BYTES, PARTIAL, CheckpointError, TensorRecord
-from megatron.core.checkpoint.load import Checkpoint
-from megatron.core.checkpoint.local_tensor import LocalTensor
+from megatron.core.boxes import slices
+from megatron.core.checkpoint.format import ITEM_BYTES, CheckpointError, TensorRecord
 from megatron.core.config import ConfigError, build
-from megatron.core.grid import ALONE, Axis
-from megatron.core.interchange.carried import Origin, carry, check_chosen
+from megatron.core.interchange.carried import Origin, carry
 from megatron.core.interchange.families.config_json import config_of, kind_of
 from megatron.core.interchange.families.family import Row
 from megatron.core.interchange.families.known import FAMILIES
@@ -34,7 +29,7 @@ from megatron.core.interchange.families.operations import OPERATIONS, HeadCounts
 from megatron.core.interchange.formats.hf_folder import CONFIG, INDEX, WEIGHTS
 from megatron.core.interchange.formats.safetensors import header_of
 from megatron.core.interchange.mapped import heads_of, rows_of
-from megatron.core.storage.files import at, exists, make_folders, remove_tree, write_all, write_synced
+from megatron.core.storage.files import at, write_all, write_synced
 from megatron.core.transformer.model_config import ModelConfig
 
 _PREFIX = "model/"
@@ -55,6 +50,11 @@ def their_tensors(operation: str, heads: HeadCounts, ours: Tensor) -> Iterator[T
         for box, view in mine:
             made.as_strided(view.shape, view.strides, view.start).copy_(ours[slices(box)])
         yield made
+
+
+def bytes_of_tensor(x: Tensor) -> memoryview:
+    """Its elements in row-major order, without a copy if they lie so. x: in host memory."""
+    return x.reshape(-1).view(torch.uint8).numpy().data
 
 
 @dataclass
@@ -130,49 +130,6 @@ def plan_folder(
     return FolderPlan(kind, config, dict(zip(_names(len(files)), files)), heads_of(model), records, dtype, origin)
 
 
-def write_hf_folder(
-    checkpoint: Checkpoint,
-    out: Path,
-    *,
-    kind: str | None = None,
-    dtype: str | None = None,
-    most_bytes: int = 5 << 30,
-    along: Path | None = None,
-    note: Callable[[str], object] = lambda line: None,
-    world: Axis = ALONE,
-    device: torch.device | str = "cpu",
-) -> str:
-    """Write the model of a checkpoint as the folder `out`, which must not exist; returns its model_type.
-
-    Every rank of `world` must call, and writes its share of the files. kind: the model_type; default: that of the folder that
-    the model came from, or the first family that can say what it computes. dtype: of all tensors; default: as they are.
-    most_bytes: of one file. along: the folder with the tokenizer's files; default: where the model came from, and only files that
-    are as they were then. note: told, on the first rank, of files that are not written. Raises ConfigError, CheckpointError.
-    """
-    partial = out.with_name(out.name + PARTIAL)
-    with comm.together(world, device):
-        options = {"kind": kind, "dtype": dtype, "most_bytes": most_bytes}
-        plan = plan_folder(checkpoint.state, checkpoint.manifest.tensors, str(checkpoint.folder), **options)
-        if world.is_first:
-            if exists(out):
-                raise ConfigError(f"{out} is there already; a folder is written anew: choose another")
-            if along is not None:
-                check_chosen(along)
-            if exists(partial):
-                remove_tree(partial)
-            make_folders(partial)
-    with comm.together(world, device):
-        for number, (name, file) in enumerate(plan.files.items()):
-            if number % world.size == world.rank:
-                write_rows(partial / name, plan, file, ((row, _read(checkpoint, plan, row)) for row in file.rows))
-    with comm.together(world, device):
-        if world.is_first:
-            finish_folder(plan, partial, along, note)
-            at(partial).rename(partial, out)
-            at(out).sync_folder(out.parent)
-    return plan.kind
-
-
 def finish_folder(plan: FolderPlan, partial: Path, along: Path | None, note: Callable[[str], object]) -> None:
     """Write all but the weights into a folder that has them; as `write_hf_folder` is given. For one rank."""
     carry(plan.origin, along, partial, note)
@@ -236,13 +193,6 @@ def _dtype_of(files: list[PlannedFile]) -> str:
     return max(sizes, key=lambda dtype: sizes[dtype])
 
 
-def _read(checkpoint: Checkpoint, plan: FolderPlan, row: Row) -> Tensor:
-    name, shape = plan.name_of(row), plan.record_of(row).shape
-    ours, box = torch.empty(shape, dtype=plan.dtype_of(row)), whole(shape)
-    checkpoint.read_into({name: LocalTensor(ours, shape, [(box, box)], False)}, convert=True, in_place=True)
-    return ours
-
-
 def write_rows(path: Path, plan: FolderPlan, planned: PlannedFile, rows: Iterable[tuple[Row, Tensor]]) -> None:
     """Write a file of weights. rows: with the whole tensor of ours for each, in host memory, in the order of the plan.
 
@@ -253,7 +203,7 @@ def write_rows(path: Path, plan: FolderPlan, planned: PlannedFile, rows: Iterabl
         for row, ours in rows:
             plan.check_held(row, ours)
             for theirs in their_tensors(row.operation, plan.heads, ours):
-                write_all(file, theirs.reshape(-1).view(torch.uint8).numpy().data, path)
+                write_all(file, bytes_of_tensor(theirs), path)
         at(path).sync(file)
 
 

@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple
 
-from megatron.core.boxes import Box, whole
+from megatron.core.boxes import Box, run_of, whole
 
 Shape = tuple[int, ...]
 
@@ -140,6 +140,26 @@ OPERATIONS = {
     "qkv_rows": Operation(_qkv_rows, _same),
     "qkv_transpose": Operation(_qkv_transposed, _reversed),
 }
+
+
+class Stretch(NamedTuple):
+    """Elements of ours, in row-major order, and where they begin in theirs, laid end to end."""
+
+    start: int
+    stop: int
+    to: int
+
+
+def stretches_of(operation: str, heads: HeadCounts, ours: Shape) -> list[Stretch] | None:
+    """Where each stretch of ours lies in theirs; None if an operation takes neighbours apart, as a transposition does."""
+    shapes = OPERATIONS[operation].shapes(heads, ours)
+    begins = list(accumulate(map(prod, shapes), initial=0))
+    found = []
+    for box, view in OPERATIONS[operation].places(heads, [View.of(which, shape) for which, shape in enumerate(shapes)]):
+        if (run := run_of(box, ours)) is None or view.strides != View.of(0, view.shape).strides:
+            return None
+        found.append(Stretch(*run, begins[view.which] + view.start))
+    return found
 
 
 def shape_of(boxes: list[Box]) -> Shape:
