@@ -68,6 +68,11 @@ def pickled(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n.")
 
 
+def two_dtypes(folder: Path) -> None:
+    changed(folder / "config.json", "dtype", "float32")
+    changed(folder / "config.json", "torch_dtype", "bfloat16")
+
+
 HOSTILE = {
     "a header of gigabytes": (lambda f: (f / FIRST).write_bytes(struct.pack("<Q", 1 << 40) + b"{}"), "header"),
     "no header": (lambda f: (f / FIRST).write_bytes(b"abc"), "header"),
@@ -87,6 +92,17 @@ HOSTILE = {
     "an unknown kind": (lambda f: changed(f / "config.json", "model_type", "mystery"), "model_type 'mystery'"),
     "an unknown field": (lambda f: changed(f / "config.json", "use_magic", True), "use_magic"),
     "an unknown scaling": (lambda f: changed(f / "config.json", "rope_parameters", {"rope_type": "x"}), "rope_type"),
+    "a dtype that is not trained in": (lambda f: changed(f / "config.json", "dtype", "int8"), "dtype is 'int8'"),
+    "a dtype in another spelling": (
+        lambda f: changed(f / "config.json", "torch_dtype", "torch.float16"),
+        "torch_dtype",
+    ),
+    "two dtypes": (two_dtypes, "dtype says float32"),
+    "two scalings in one": (
+        lambda f: changed(f / "config.json", "rope_scaling", {"type": "linear", "rope_type": "dynamic", "factor": 2.0}),
+        "rope_type 'dynamic' or type 'linear'",
+    ),
+    "no name of a scaling": (lambda f: changed(f / "config.json", "rope_scaling", {"rope_type": ""}), "rope_type"),
     "NaN layers": (lambda f: changed(f / "config.json", "num_hidden_layers", float("nan")), "NaN is not JSON"),
     "too many layers": (lambda f: changed(f / "config.json", "num_hidden_layers", 1 << 50), "num_hidden_layers"),
     "layers beyond memory": (lambda f: changed(f / "config.json", "num_hidden_layers", 10**9), "from 1 to 4096"),
@@ -102,6 +118,22 @@ def test_a_hostile_folder_is_refused_in_a_line(case: str, folder: Path):
     change(folder)
     said = refused(folder)
     assert told in said and len(said) < 1500, said
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"rope_parameters": {"type": "linear", "rope_type": "linear", "factor": 2.0}},  # as both transformers write it
+        {"rope_parameters": {"type": None, "rope_type": "linear", "factor": 2.0}},
+        {"dtype": None, "torch_dtype": "bfloat16"},
+        {"dtype": "bfloat16", "torch_dtype": "bfloat16"},
+    ],
+)
+def test_one_thing_may_be_said_twice(said: dict, folder: Path):
+    for key, value in said.items():
+        changed(folder / "config.json", key, value)
+    settings = open_foreign(folder).state["config"]["transformer"]
+    assert settings.get("bf16") if "dtype" in said else '"linear"' in settings["rope_scaling"]
 
 
 def test_code_of_a_folder_is_not_run(folder: Path):

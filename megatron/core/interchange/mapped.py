@@ -18,6 +18,7 @@ from megatron.core.grid import ALONE, Axis
 from megatron.core.interchange.carried import Origin
 from megatron.core.interchange.families.config_json import family_of, settings_of
 from megatron.core.interchange.families.family import OUTPUT, WORD_TABLE, Family, Row
+from megatron.core.interchange.families.fields import Given, dtype_in
 from megatron.core.interchange.families.operations import HeadCounts
 from megatron.core.interchange.formats.hf_folder import CONFIG, HFFolder, are_equal, read_hf_folder
 from megatron.core.interchange.formats.safetensors import FETCH_AGAIN, TensorInFile
@@ -139,7 +140,7 @@ _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 def components_of(config: Mapping[str, Any], source: Path, folder: Path | None) -> dict[str, dict[str, Any]]:
     """The settings that a config.json gives to a run, by component. source: the file; folder: where its tokenizer may lie."""
     settings, words = settings_of(config, str(source))
-    dtype = config.get("dtype", config.get("torch_dtype"))
+    dtype = dtype_in(Given(config, str(source)))
     precision = {flag: True for name, flag in _PRECISIONS.items() if name == dtype}
     tokenizer = {"model_vocab_size": words}
     if folder is not None and is_file(path := folder / "tokenizer.json"):

@@ -64,9 +64,11 @@ def holds(root: str, folder: str) -> bool:
 
 def path_of(text: str | Path) -> Path:
     """The path of a folder as a user gives it, with the methods of `Path` that ask no system. Raises ConfigError for a URL that
-    this installation cannot read."""
+    this installation cannot read, and for no text at all."""
     if isinstance(text, PurePosixPath):
         return text
+    if not text:
+        raise ConfigError("the name of a folder is empty; give one, or . for the current folder")
     if not is_url(text):
         return Path(_URL.sub("", text, count=1) if _URL.match(text) else text)
     if problem := _obstacle(text):

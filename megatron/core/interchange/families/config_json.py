@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.core.config import ConfigError, knobs
 from megatron.core.interchange.families.family import Family
-from megatron.core.interchange.families.fields import Given, ModelSettings
+from megatron.core.interchange.families.fields import Given, ModelSettings, dtype_in
 from megatron.core.interchange.families.known import FAMILIES
 from megatron.core.transformer.model_config import LossConfig, ModelConfig, PrecisionConfig, RecomputeConfig
 
@@ -68,6 +68,7 @@ def settings_of(config: Mapping[str, Any], source: str) -> tuple[ModelSettings, 
     """
     family, given = family_of(config, source), Given(config, source)
     words = given.count("vocab_size", *([family.vocab_size] if family.vocab_size else []))
+    dtype_in(given)
     settings = dict(family.settings)
     for field in family.fields:
         given.asked.update(field.keys)

@@ -54,7 +54,7 @@ def both(ours: str, operation: str, *theirs: str) -> Iterator[Row]:
 
 # What a config.json says of how a model was trained, stored or is used, but not of what it computes.
 ABOUT = unused(
-    *("model_type", "architectures", "transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"),
+    *("model_type", "architectures", "transformers_version", "_name_or_path", "use_cache"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "pretraining_tp", "output_router_logits"),
     *("auto_map", "_attn_implementation", "output_attentions", "output_hidden_states", "return_dict", "name_or_path"),
     *("chunk_size_feed_forward", "problem_type", "id2label", "label2id", "finetuning_task", "task_specific_params"),

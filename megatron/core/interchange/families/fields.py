@@ -59,6 +59,20 @@ class Given:
         return value
 
 
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def dtype_in(given: Given) -> str | None:
+    """The dtype of the weights, in the spelling of transformers 4.56 and later (dtype) or before (torch_dtype); None without.
+
+    Raises ConfigError for one that is not trained in, and where the two differ.
+    """
+    new, old = (given.choice(name, None, (None, *_DTYPES)) for name in ("dtype", "torch_dtype"))
+    if None not in (new, old) and new != old:
+        raise given.wrong("torch_dtype", f"dtype says {new}; which of them counts?")
+    return new or old
+
+
 class Field(NamedTuple):
     """Some keys of a config.json that say something of a model of ours.
 

@@ -92,19 +92,24 @@ def _nested(given: Given) -> tuple[dict[str, Any], dict[str, Any]]:
     if found.keys() - {_FULL, _WINDOWS}:
         raise given.wrong(_NEW, f"it must have {_FULL} and {_WINDOWS}")
     parts = [found.get(name) or {} for name in (_FULL, _WINDOWS)]
-    if not all(isinstance(part, dict) for part in parts) or _kind(parts[1]) != "default":
+    if not all(isinstance(part, dict) for part in parts) or _kind(given, parts[1]) != "default":
         raise given.wrong(_NEW, "layers with a window must rotate without a scaling")
     return parts[0], parts[1]
 
 
-def _kind(parameters: Mapping[str, Any]) -> Any:
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    return _OLD_KINDS.get(kind, kind) if isinstance(kind, str) else kind
+def _kind(given: Given, parameters: Mapping[str, Any]) -> Any:
+    """The kind of scaling. Where two names of it differ, transformers 4 takes `type`, and transformers 5 `rope_type`."""
+    kinds = [parameters[name] for name in ("rope_type", "type") if parameters.get(name) is not None]
+    kinds = [_OLD_KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
+    if kinds and kinds[0] != kinds[-1]:
+        name = _SCALING if parameters is given.values.get(_SCALING) else _NEW
+        raise given.wrong(name, f"rope_type {kinds[0]!r:.40} or type {kinds[1]!r:.40}: which of them counts?")
+    return kinds[0] if kinds else "default"
 
 
 def _scaling(given: Given, parameters: Mapping[str, Any]) -> str | None:
     """The scaling in the one spelling of --rope-scaling, with what config.json leaves to other keys; None if there is none."""
-    kind = _kind(parameters)
+    kind = _kind(given, parameters)
     said = {key: value for key, value in parameters.items() if key not in _IGNORED and value is not None}
     if kind == "default":
         if said:
