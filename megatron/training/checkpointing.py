@@ -33,7 +33,7 @@ from megatron.training.resume import checks, copies
 from megatron.training.resume.copies import OwnPart
 from megatron.training.resume.fallback import load_undamaged, newest_readable
 from megatron.training.resume.model_name import model_name
-from megatron.training.resume.origin import origin_of_run
+from megatron.training.resume.origin import origin_of_new_run, origin_of_run
 from megatron.training.resume.start import Start, loads_what_it_saves, where_to_start
 from megatron.training.resume.state import TrainState
 from megatron.training.runtime import Runtime, print_rank_0
@@ -156,13 +156,13 @@ def load(runtime: Runtime, chunks: Chunks, optimizer: FlatOptimizer) -> tuple[Tr
     config, mesh = runtime.config.checkpoint, runtime.mesh
     device = runtime.device.torch_device
     if config.load is None and config.pretrained_checkpoint is None:
-        return TrainState(), None
+        return TrainState(origin=origin_of_new_run(runtime)), None
     chosen = choose_start(config, mesh["world"], device)
     if (loaded := _load_copy(runtime, chunks, optimizer, chosen)) is not None:
         return loaded
     if chosen is None:
         print_rank_0(f"no checkpoint in {config.load}: starting from initial weights")
-        return TrainState(), None
+        return TrainState(origin=origin_of_new_run(runtime)), None
     if chosen.warning:
         print_rank_0(f"WARNING: {chosen.warning}")
 

@@ -72,6 +72,29 @@ def test_a_run_leaves_as_the_family_it_began_as_with_its_tokenizer(kept: Path, f
     assert read_tensors(tmp_path / "llama") == read_tensors(tmp_path / "out")
 
 
+@pytest.mark.parametrize("given", ["folder", "file"])
+def test_a_run_of_a_description_without_weights_leaves_as_its_family_too(
+    given: str, folder: Path, tmp_path: Path, capsys
+):
+    """Over a restart, and by --save-hf; a file speaks of itself alone, so it gives no tokenizer."""
+    source = shutil.copytree(folder, tmp_path / "source")
+    (source / "model.safetensors").unlink(missing_ok=True)
+    shutil.copy(Path(__file__).parent.parent.parent / "LICENSE", source / "tokenizer.json")
+    path = source if given == "folder" else source / "config.json"
+    flags = f"--hf-config {path} --load {tmp_path / 'run'} --save {tmp_path / 'run'} --save-hf {tmp_path / 'hf'}"
+    flags += " --tokenizer-type NullTokenizer --vocab-size 30 --override-opt_param-scheduler"
+    for steps in (1, 2):
+        run(f"{flags} --train-iters {steps}", tiny=REST.split())
+        origin = open_checkpoint(tmp_path / "run").state["origin"]
+        assert (origin["model_type"], origin["folder"], origin["kept"]) == ("mistral", str(source), KEPT)
+        assert len(origin["files"]) == (3 if given == "folder" else 0)
+    config = written(tmp_path / "run", tmp_path / "out")
+    assert {"model_type": "mistral", **KEPT}.items() <= config.items()
+    last = tmp_path / "hf" / "iter_0000002"
+    assert json.loads((last / "config.json").read_text()) == config
+    assert [(root / "tokenizer.json").exists() for root in (tmp_path / "out", last)] == [given == "folder"] * 2
+
+
 def test_a_resumed_run_keeps_it_in_any_layout(kept: Path, folder: Path, tmp_path: Path):
     """From one process to TP 2 x PP 3, back to one, and on as the weights of another run."""
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))

@@ -1,6 +1,7 @@
 """Opening a folder: a checkpoint of ours, a Hugging Face folder or config, a checkpoint of Megatron-LM or torchtitan."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from megatron.core import comm
 from megatron.core.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from megatron.core.config import ConfigError
 from megatron.core.grid import ALONE, Axis
+from megatron.core.interchange.carried import Origin
 from megatron.core.interchange.families.config_json import family_of
 from megatron.core.interchange.formats.hf_folder import CONFIG, is_hf_folder, read_json
 from megatron.core.interchange.formats.megatron_folder import check_readable, is_megatron_folder
@@ -39,6 +41,7 @@ class DescribedModel(NamedTuple):
 
     model: str  # the name of our class
     settings: dict[str, dict[str, Any]]  # by component
+    origin: Origin  # where a run that starts from it begins
 
 
 def described_by(path: Path) -> DescribedModel:
@@ -54,7 +57,9 @@ def described_by(path: Path) -> DescribedModel:
         config = read_json(source)
     except CheckpointError as error:
         raise ConfigError(f"{source}: {error.wrong}") from error
-    return DescribedModel(family_of(config, str(source)).model, components_of(config, source, folder))
+    model, settings = family_of(config, str(source)).model, components_of(config, source, folder)
+    origin = Origin.of(config, source.parent)
+    return DescribedModel(model, settings, origin if folder else replace(origin, files={}))
 
 
 def open_any(

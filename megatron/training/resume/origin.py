@@ -1,11 +1,14 @@
-"""Which Hugging Face folder a run's model began as: recorded when a run starts from one, kept over all restarts and layouts."""
+"""Which Hugging Face folder or config.json a run's model began as: recorded at its start, kept over restarts and layouts."""
 
 import hashlib
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from megatron.core import comm
 from megatron.core.checkpoint import Checkpoint
+from megatron.core.interchange import described_by
 from megatron.core.interchange.carried import Origin
 from megatron.core.storage.files import is_file, read_start, size_of_file
 from megatron.training.resume.copies import OwnPart
@@ -19,23 +22,39 @@ def origin_of_run(runtime: Runtime, checkpoint: Checkpoint | OwnPart, given: str
 
     given: the flag and folder. Every rank must call: the first reads the folder's files for all. Raises ConfigError.
     """
+
+    def read() -> Origin | None:
+        origin = Origin.in_state(checkpoint.state, given)
+        return None if origin is None else _as_of_now(runtime, checkpoint.state, origin)
+
+    return _agreed(runtime, read)
+
+
+def origin_of_new_run(runtime: Runtime) -> Origin | None:
+    """The origin of a run that starts from initial weights: that of --hf-config, which gives a tokenizer if it is a folder; None
+    without the flag. Every rank must call. Raises ConfigError."""
+    path = runtime.config.checkpoint.hf_config
+    return None if path is None else _agreed(runtime, lambda: _as_of_now(runtime, {}, described_by(Path(path)).origin))
+
+
+def _agreed(runtime: Runtime, read: Callable[[], Origin | None]) -> Origin | None:
     world, device = runtime.mesh["world"], runtime.device.torch_device
     text = None
     with comm.together(world, device):
         if world.is_first:
-            origin = Origin.in_state(checkpoint.state, given)
-            text = json.dumps(None if origin is None else _as_of_now(runtime, checkpoint, origin).as_json())
+            origin = read()
+            text = json.dumps(None if origin is None else origin.as_json())
     found = json.loads(comm.broadcast_text(text, world, device))
     return None if found is None else Origin(**found)
 
 
-def _as_of_now(runtime: Runtime, checkpoint: Checkpoint | OwnPart, origin: Origin) -> Origin:
+def _as_of_now(runtime: Runtime, state: Mapping[str, Any], origin: Origin) -> Origin:
     """With the files' hashes, or without the tokenizer if this run has another one."""
     if origin.files is None:
         origin = origin.with_files(lambda line: print_rank_0(f"WARNING: {line}"))
         is_other = _is_other_file(runtime, origin)
     else:
-        theirs, mine = checkpoint.state.get("tokenizer_sha256"), runtime.tokenizer_sha256
+        theirs, mine = state.get("tokenizer_sha256"), runtime.tokenizer_sha256
         is_other = None not in (theirs, mine) and theirs != mine
     if not is_other or not origin.files:
         return origin
