@@ -264,11 +264,10 @@ def test_pure_modules_load_without_torch():
     assert outcome.returncode == 0, outcome.stderr
 
 
-def is_import_path(path: Path) -> bool:
+def is_import_path(path: Path, *projects: str) -> bool:
     """Whether a file is one of Megatron's or DeepSpeed's import paths, with names that are defined elsewhere."""
-    return (ast.get_docstring(ast.parse(path.read_text())) or "").startswith(
-        ("Import path of Megatron", "Import path of DeepSpeed")
-    )
+    told = ast.get_docstring(ast.parse(path.read_text())) or ""
+    return told.startswith(tuple(f"Import path of {project}" for project in projects or ("Megatron", "DeepSpeed")))
 
 
 def test_an_import_path_holds_nothing_but_names():
@@ -281,13 +280,25 @@ def test_an_import_path_holds_nothing_but_names():
             assert isinstance(node, ast.Import | ast.ImportFrom) or is_table or lists, f"{path}: line {node.lineno}"
 
 
-MOST_LINES_FOR_FORKS = 2_400  # of the rooms of Megatron's and DeepSpeed's names and of the import paths
+# The rooms of another project's names, and the most lines that they and its import paths may have together.
+ROOMS_OF_FORKS = {
+    "Megatron": ([CORE / "classic", ROOT / "megatron" / "training" / "classic"], 2_050),
+    "DeepSpeed": ([ROOT / "megatron" / "deepspeed"], 500),
+}
 
 
-def test_the_rooms_of_megatrons_names_are_small_and_apart():
-    rooms = [CORE / "classic", ROOT / "megatron" / "training" / "classic", ROOT / "megatron" / "deepspeed"]
-    of_forks = [path for path in product_files() if path.parent in rooms or is_import_path(path)]
-    assert sum(len(code_lines(path.read_text())) for path in of_forks) <= MOST_LINES_FOR_FORKS
+def files_for_forks_of(project: str) -> list[Path]:
+    rooms, _ = ROOMS_OF_FORKS[project]
+    return [path for path in product_files() if path.parent in rooms or is_import_path(path, project)]
+
+
+@pytest.mark.parametrize("project", ROOMS_OF_FORKS)
+def test_the_names_of_another_project_are_few_lines(project: str):
+    assert sum(len(code_lines(path.read_text())) for path in files_for_forks_of(project)) <= ROOMS_OF_FORKS[project][1]
+
+
+def test_the_rooms_of_other_projects_names_are_apart():
+    of_forks = [path for project in ROOMS_OF_FORKS for path in files_for_forks_of(project)]
     paths = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in of_forks if is_import_path(path)}
     for path in sorted(set((ROOT / "megatron").rglob("*.py")) - set(of_forks)):
         assert not paths & {name.rpartition(".")[0] for name in imported_modules(path)}, (

@@ -38,12 +38,12 @@ from megatron.core.transformer.transformer import ParallelTransformer
 from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
 
 
-def layers_of_stage(config: Any) -> range:
-    """The layers, from 0 over the whole model, of the stage that is being built."""
+def layers_of_stage(config: Any, num_layers: int | None = None) -> range:
+    """The layers, from 0 over the whole model, of the stage that is being built. num_layers: of the model, else the config's."""
     here = current()
     stages = here.mesh.stages
     layers = split_layers(
-        config.num_layers,
+        num_layers or config.num_layers,
         len(stages.ranks),
         stages=stages,
         first=getattr(config, "num_layers_in_first_pipeline_stage", None),

@@ -12,7 +12,7 @@ from megatron.core.models import bert_model, gpt_model
 from megatron.core.signatures import takes
 
 
-class _Stage(MegatronModule):
+class ModelOfMegatron(MegatronModule):
     """What Megatron's models have beside ours, which a subclass names after this class.
 
     options: settings by our names, and `tied`. heads: our models' further arguments. Inside a run the vocabulary is the run's if
@@ -44,15 +44,17 @@ class _Stage(MegatronModule):
             ours,
             vocab_size=run.vocab_size if is_padded else vocab_size,
             positions=max_sequence_length,
-            layers=layers_of_stage(config),
             context=context_of(ours, config),
-            make_layer=make_layer_of(spec, config),
+            **self._layers(spec, config),
             pre_process=ends[0],
             post_process=ends[1],
             **heads,
         )
         self.config, self.max_sequence_length = config, max_sequence_length
         self.parallel_output = parallel_output
+
+    def _layers(self, spec: Any, config: Any) -> dict[str, Any]:
+        return {"layers": layers_of_stage(config), "make_layer": make_layer_of(spec, config)}
 
     @property
     def decoder(self) -> nn.Module:
@@ -83,7 +85,7 @@ def _refuse(others: dict[str, Any]) -> None:
             raise TypeError(f"GPTModel: {name}={value!r} is not built; leave it out")
 
 
-class GPTModel(_Stage, gpt_model.GPTModel):
+class GPTModel(ModelOfMegatron, gpt_model.GPTModel):
     """One stage of a GPT; `pre_process` and `post_process` say whether it is the first and the last.
 
     forward(input_ids, position_ids, attention_mask, labels=None) as `megatron.model.GPTModel`'s.
@@ -129,7 +131,7 @@ class GPTModel(_Stage, gpt_model.GPTModel):
         return super().forward(input_ids, position_ids, attention_mask, labels)
 
 
-class BertModel(_Stage, bert_model.BertModel):
+class BertModel(ModelOfMegatron, bert_model.BertModel):
     """One stage of a BERT.
 
     forward(input_ids, attention_mask, tokentype_ids=None, lm_labels=None) as `megatron.model.BertModel`'s.

@@ -1,0 +1,3 @@
+"""Import path of Megatron core."""
+
+from megatron.core.classic.t5 import T5Model as T5Model
