@@ -1,6 +1,7 @@
 import gc
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,11 +24,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
-    """A --bf16 run that a test begins and does not end rounds the factors of every float32 product of the process."""
-    if torch := sys.modules.get("torch"):
-        torch.backends.mkldnn.matmul.fp32_precision = "none"
+_PRECISION = pytest.StashKey[str]()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    item.stash[_PRECISION] = _products()
+    yield
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """A --bf16 run that a test begins and does not end would round the factors of every float32 product of the tests after it."""
+    yield
+    before, after = item.stash[_PRECISION], _products()
+    if after != before:
+        sys.modules["torch"].backends.mkldnn.matmul.fp32_precision = before
+        pytest.fail(
+            f"torch.backends.mkldnn.matmul.fp32_precision was {before!r} before this test, and is {after!r} after it"
+        )
+
+
+def _products() -> str:
+    """How precisely oneDNN computes float32 products in this process; where torch is not loaded, as it begins."""
+    torch = sys.modules.get("torch")
+    return torch.backends.mkldnn.matmul.fp32_precision if torch else "none"
 
 
 def pytest_collection_finish() -> None:
