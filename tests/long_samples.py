@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from functools import partial
 from shlex import split
 
 from processes import PRETRAIN_GPT, Outcome, run
@@ -36,6 +37,21 @@ def trained(prefix: str, length: int, flags: Sequence[str] = (), ranks: int = 1,
     """Three steps on the token files at `prefix`."""
     given = [PRETRAIN_GPT, *_MODEL, "--seq-length", str(length), "--data-path", prefix, *flags]
     return run(given, ranks, timeout=timeout).succeeded()
+
+
+class Text:
+    """Token files, and what one process makes of their samples of `length` tokens. timeout: of each run, in seconds."""
+
+    def __init__(self, prefix: str, length: int, timeout: float = 120):
+        self._run = partial(trained, prefix, length, timeout=timeout)
+        self._alone = self._run()
+
+    def assert_shared(self, sharing: str, *kinds: str) -> Outcome:
+        """Four processes that share the samples train to the losses of one. kinds: how all layers communicate, or each does."""
+        got = self._run([*SHARED[sharing], "--cp-comm-type", *kinds], ranks=4)
+        print(f"{sharing}, {kinds}: {[(a.loss, b.loss) for a, b in zip(got.training, self._alone.training)]}")
+        assert_close(got, self._alone)
+        return got
 
 
 def assert_close(got: Outcome, alone: Outcome) -> None:

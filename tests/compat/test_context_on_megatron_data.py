@@ -10,12 +10,10 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from long_samples import KINDS, SHARED, assert_close, documents, trained
-from processes import Outcome
+from long_samples import KINDS, SHARED, Text, documents
 
 LENGTH = 8192
 CORE_PATH = os.environ.get("MEGATRON_CORE_PATH")
@@ -26,26 +24,16 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@dataclass(frozen=True)
-class Text:
-    """Token files, and what one process makes of them."""
-
-    prefix: str
-    alone: Outcome
-
-
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
     folder = tmp_path_factory.mktemp("megatron")
     prefix, cases = str(folder / "passages"), folder / "cases.json"
     cases.write_text(json.dumps([("write", {"prefix": prefix, "documents": documents(4 * LENGTH), "dtype": "uint16"})]))
     subprocess.run([sys.executable, "-I", str(ORACLE), CORE_PATH, str(cases), str(folder)], check=True, cwd=folder)
-    return Text(prefix, trained(prefix, LENGTH, timeout=600))
+    return Text(prefix, LENGTH, timeout=600)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sharing", SHARED)
 def test_samples_of_8192_tokens_train_to_the_losses_of_one_process(text: Text, sharing: str, kind: str):
-    got = trained(text.prefix, LENGTH, [*SHARED[sharing], "--cp-comm-type", kind], ranks=4, timeout=600)
-    print(f"{sharing}, {kind}: {[(a.loss, b.loss) for a, b in zip(got.training, text.alone.training)]}")
-    assert_close(got, text.alone)
+    text.assert_shared(sharing, kind)

@@ -20,22 +20,11 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
 import dist_files  # noqa: E402
 import megatron_files  # noqa: E402
+from mutated_folders import tensors_of  # noqa: E402
 
-from megatron.core.boxes import whole  # noqa: E402
 from megatron.core.checkpoint import CheckpointError  # noqa: E402
-from megatron.core.checkpoint.local_tensor import LocalTensor  # noqa: E402
 from megatron.core.config import ConfigError  # noqa: E402
 from megatron.core.interchange import open_foreign  # noqa: E402
-
-
-def read_all(root: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a folder, by our names."""
-    checkpoint, found = open_foreign(root), {}
-    for name, record in checkpoint.manifest.tensors.items():
-        found[name] = torch.empty(record.shape, dtype=getattr(torch, record.dtype))
-        box = whole(record.shape)
-        checkpoint.read_into({name: LocalTensor(found[name], record.shape, [(box, box)], is_writer=False)})
-    return found
 
 
 def records_of(data: bytes) -> list[tuple[str, int, int, int]]:
@@ -73,7 +62,7 @@ def run(root: Path, count: int, seed: int) -> tuple[int, int]:
     """(mutations that were refused, that loaded)."""
     folder = megatron_files.write(root, "gpt2", tp=2, version=1.0)
     path = folder / "mp_rank_01" / "model_optim_rng.pt"
-    data, expected = path.read_bytes(), read_all(root)
+    data, expected = path.read_bytes(), tensors_of(root)
     of_tensors = [range(b, e) for name, b, e, _ in records_of(data) if "/data/" in name]
     others = sorted({*range(len(data))} - {i for span in of_tensors for i in span})
     draw, refused = random.Random(seed), 0
@@ -85,7 +74,7 @@ def run(root: Path, count: int, seed: int) -> tuple[int, int]:
             made = with_pickle(data, lambda text: mutated(text, draw, [*range(len(text))]))
         path.write_bytes(made)
         try:
-            found = read_all(root)
+            found = tensors_of(root)
         except (CheckpointError, ConfigError) as error:
             assert len(str(error)) < 4000, error
             refused += 1
@@ -98,7 +87,7 @@ def run(root: Path, count: int, seed: int) -> tuple[int, int]:
 def run_dist(root: Path, count: int, seed: int) -> tuple[int, int]:
     """`run`, of a folder in torch_dist: no change gives another tensor."""
     folder = dist_files.write_dist(root, "llama", tp=2)
-    expected, draw, refused = read_all(root), random.Random(seed), 0
+    expected, draw, refused = tensors_of(root), random.Random(seed), 0
     files = {name: (folder / name).read_bytes() for name in (".metadata", "common.pt", "__0_0.distcp", "__0_1.distcp")}
     places = {name: [*range(len(data))] for name, data in files.items()}
     for piece in (piece for x in open_foreign(root).manifest.tensors.values() for piece in x.pieces):
@@ -108,7 +97,7 @@ def run_dist(root: Path, count: int, seed: int) -> tuple[int, int]:
         name = draw.choice([".metadata", ".metadata", *files])
         (folder / name).write_bytes(mutated(files[name], draw, places[name]))
         try:
-            for tensor, values in read_all(root).items():
+            for tensor, values in tensors_of(root).items():
                 assert torch.equal(values, expected[tensor]), (name, tensor)
         except (CheckpointError, ConfigError) as error:
             assert len(str(error)) < 4000, error

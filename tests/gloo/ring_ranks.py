@@ -1,6 +1,6 @@
 """What one rank of test_context_processes.py does: attention over the ranks of the job, by us and by torch, compared on the spot.
 
-torch's own ring is an experiment whose public entry has no kernel on CPUs; its two inner functions have. Causal, without dropout.
+Causal, without dropout.
 """
 
 import sys
@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.context_speed import of_torch
 
 from megatron.core import parallel_state
 from megatron.core.grid import Axis
@@ -45,17 +47,10 @@ def _whole_samples(q: Tensor, k: Tensor, v: Tensor, _: None) -> Tensor:
     return torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True).permute(2, 0, 1, 3)
 
 
-def of_torch(axis: Axis, rotate: str) -> list[Tensor]:
+def torchs(axis: Axis, rotate: str) -> list[Tensor]:
     theirs._cp_options.convert_to_f32 = False
-    theirs.set_rotate_method(rotate)
-    q, k, v, grad = (of_my_rows(x, axis, dim=0).permute(1, 2, 0, 3).contiguous() for x in whole_tensors())
-    group, aten = dist.group.WORLD, torch.ops.aten
-    forward = aten._scaled_dot_product_flash_attention_for_cpu.default
-    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    out, log_sums, *_ = theirs._templated_ring_attention(group, 2, forward, q, k, v, is_causal=True)
-    given = (grad, "grad_out", q, k, v, out, log_sums)
-    grads = theirs._templated_ring_attention_backward(group, 2, backward, *given, is_causal=True, dropout_p=0.0)
-    return [x.permute(2, 0, 1, 3) for x in (out, *grads[:3])]
+    heads = [of_my_rows(x, axis, dim=0).permute(1, 2, 0, 3).contiguous() for x in whole_tensors()]
+    return of_torch(heads, rotate)
 
 
 def of_one_process(axis: Axis) -> list[Tensor]:
@@ -82,8 +77,8 @@ def main() -> None:
     cp = ContextParallel(axis, heads=mesh["cp_heads"], ring=mesh["cp_ring"])
     found: dict[str, Callable[[], list[Tensor]]] = {
         "one process": lambda: of_one_process(axis),
-        "torch's ring": lambda: of_torch(axis, "alltoall"),
-        "torch's gathering": lambda: of_torch(axis, "allgather"),
+        "torch's ring": lambda: torchs(axis, "alltoall"),
+        "torch's gathering": lambda: torchs(axis, "allgather"),
     }
     for kind in METHODS:
         mine = ours(kind, cp)

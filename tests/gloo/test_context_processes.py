@@ -1,13 +1,12 @@
 """Context parallelism over gloo, where transfers are real: against torch's own ring attention, and with a rank that dies inside."""
 
 import signal
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from conftest import GPT2, STEPS
-from long_samples import KINDS, SHARED, assert_close, documents, trained
-from processes import Outcome, run
+from long_samples import KINDS, SHARED, Text, documents
+from processes import run
 from token_files import write
 
 SCRIPT, DYING = (str(Path(__file__).with_name(name)) for name in ("ring_ranks.py", "ring_dying_script.py"))
@@ -27,25 +26,14 @@ def test_a_rank_that_dies_inside_the_ring_ends_all_by_its_name():
     assert died.stderr[0].count("rank 0: stopping, because rank 1 ") == 1 and "Traceback" not in died.stderr[0], died
 
 
-@dataclass(frozen=True)
-class Text:
-    """Token files with samples of 1,024, and what one process makes of them."""
-
-    prefix: str
-    alone: Outcome
-
-
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
-    prefix = write(tmp_path_factory.mktemp("text") / "passages", documents(4 * 1024))
-    return Text(prefix, trained(prefix, 1024))
+    return Text(write(tmp_path_factory.mktemp("text") / "passages", documents(4 * 1024)), 1024)
 
 
 @pytest.mark.parametrize("sharing", SHARED)
 def test_samples_of_1024_tokens_that_four_processes_share_train_to_the_losses_of_one(text: Text, sharing: str):
     """Each of the four layers communicates in another way. The first line of the log has the sizes."""
-    flags = [*SHARED[sharing], "--cp-comm-type", *KINDS]
-    got = trained(text.prefix, 1024, flags, ranks=4)
-    assert_close(got, text.alone)
+    got = text.assert_shared(sharing, *KINDS)
     layout = got.stdout[0].split(";")[0].split(": ")[1].split(", ")
     assert set(sharing.split(" x ")) < set(layout), layout
