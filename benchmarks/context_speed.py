@@ -1,12 +1,13 @@
 """Attention of a long sample that two processes share round the ring, beside one process with two threads and beside torch's own ring.
 
     python benchmarks/context_speed.py results.jsonl                         four shapes at 8,192 tokens, about four minutes of a quiet machine
-    python benchmarks/context_speed.py results.jsonl --rounds 9 --length 4096
+    python benchmarks/context_speed.py results.jsonl --rounds 9 --shapes 0 2
     python benchmarks/context_speed.py --profile                             where a rank's time goes, of the first shape
 
 Two processes over gloo, one thread each; while rank 0 computes alone with two threads, rank 1 waits. In each round all ways take
 their turn, forward and backward, causal, without dropout, and in the first round their results are compared. A line of the record has
-the median seconds of each way, processor seconds of both processes, and two ratios, each the median over rounds:
+the median seconds of each way, processor seconds of both processes, and two ratios, each the median over rounds, with their least
+and largest beside them:
 
     of one process     one process' seconds / ours: at least 0.85
     of torch's ring    seconds of torch's ring, the faster of its two ways to pass keys on, / ours: at least 1
@@ -129,8 +130,8 @@ def same(found: dict[str, list], dtype: str) -> None:
             assert worst <= CLOSE[dtype], f"{name}: {what} differs by {worst}"
 
 
-def rank_main(folder: Path, length: int, rounds: int) -> None:
-    """Measures all shapes, and writes what this rank saw to a file of its own in `folder`."""
+def rank_main(folder: Path, shapes: list[int], length: int, rounds: int) -> None:
+    """Measures these shapes, and writes what this rank saw to a file of its own in `folder`."""
     sys.path.insert(0, str(ROOT))
     import torch
     import torch.distributed as dist
@@ -141,7 +142,7 @@ def rank_main(folder: Path, length: int, rounds: int) -> None:
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(context_parallel_size=RANKS)
     seen = []
-    for shape in SHAPES:
+    for shape in (SHAPES[number] for number in shapes):
         ways, times = ways_of(shape, length), []
         same({name: measured(way)[2] for name, way in ways.items()}, shape[-1])  # warm, too
         for _ in range(rounds):
@@ -205,6 +206,7 @@ def record(shape: tuple[int, int, int, str], length: int, ranks: list[list[dict]
         "seconds": {name: round(statistics.median(times[name] for times in rounds), 4) for name in rounds[0]},
         "processor seconds": {name: round(statistics.median(times[name] for times in used), 4) for name in used[0]},
         **middle,
+        "ranges": {name: [round(pick(values), 3) for pick in (min, max)] for name, values in ratios.items()},
         "ok": all(middle[name] >= least for name, least in LEAST.items()),
     }
 
@@ -216,19 +218,26 @@ def main() -> int:
     parser.add_argument(
         "--rounds", type=int, default=5, help="of all ways, after one that warms up (default: %(default)s)"
     )
+    numbers = range(len(SHAPES))
+    parser.add_argument(
+        "--shapes", type=int, nargs="+", choices=numbers, default=[*numbers], help="numbers in SHAPES (default: all)"
+    )
     parser.add_argument("--profile", action="store_true", help="print rank 0's table of the ring, and measure nothing")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if "RANK" in os.environ:
-        profile_main(given.length) if given.profile else rank_main(given.folder, given.length, given.rounds)
+        profile_main(given.length) if given.profile else rank_main(
+            given.folder, given.shapes, given.length, given.rounds
+        )
         return 0
     if given.profile:
         started("--profile", "--length", str(given.length))
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        started("--folder", folder, "--length", str(given.length), "--rounds", str(given.rounds))
+        shapes = ("--shapes", *map(str, given.shapes))
+        started("--folder", folder, "--length", str(given.length), "--rounds", str(given.rounds), *shapes)
         ranks = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(RANKS)]
-    lines = [record(shape, given.length, list(both)) for shape, *both in zip(SHAPES, *ranks)]
+    lines = [record(SHAPES[number], given.length, list(both)) for number, *both in zip(given.shapes, *ranks)]
     for line in lines:
         print(json.dumps(line))
     if given.results:
