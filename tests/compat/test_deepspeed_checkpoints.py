@@ -3,6 +3,8 @@
 pip install --target FOLDER deepspeed==0.19.8 safetensors huggingface_hub --no-deps einops hjson msgpack ninja psutil py-cpuinfo \
     pydantic pydantic-core annotated-types typing-inspection tqdm
 DEEPSPEED_PATH=FOLDER python -m pytest -m full tests/compat/test_deepspeed_checkpoints.py
+
+DeepSpeed compiles a part of itself with c++ on first use, into TORCH_EXTENSIONS_DIR.
 """
 
 import os
@@ -37,14 +39,14 @@ TAG = "global_step2"
 
 def done(command: list[str], folder: Path, **more: str) -> subprocess.Popen:
     environment = os.environ | {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0", "OMP_NUM_THREADS": "1"} | more
-    environment |= {"PYTHONPATH": PATH, "TORCH_EXTENSIONS_DIR": str(folder / "extensions"), "MAX_JOBS": "1"}
+    environment |= {"PYTHONPATH": PATH}
     return subprocess.Popen(
         command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
 
 
 def check(*processes: subprocess.Popen) -> None:
-    said = [process.communicate(timeout=170)[0] for process in processes]
+    said = [process.communicate(timeout=900)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(said)[-4000:]
 
 
