@@ -29,7 +29,7 @@ from layout_space import DIMENSIONS, Case, case_of, count_cases, covering_cases,
 from option_cases import OPTION_DIMENSIONS, option_cases, worst_difference_of
 from parity_cases import worst_difference
 from t5_cases import DIMENSIONS as T5_DIMENSIONS
-from t5_cases import t5_cases, t5_report, worst_t5_difference
+from t5_cases import swept_cases, t5_report, worst_t5_difference
 
 
 def ordered_cases(max_ranks: int) -> Iterator[Case]:
@@ -135,7 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
         cases, count = ordered_cases(given.max_ranks), count_cases(given.max_ranks)
         compare, dimensions = partial(worst_difference, compile=given.compile), DIMENSIONS
         if given.t5:
-            cases, compare, dimensions = t5_cases(3), worst_t5_difference, T5_DIMENSIONS
+            cases, compare, dimensions = swept_cases(), worst_t5_difference, T5_DIMENSIONS
         elif given.options:
             cases, dimensions = option_cases(), OPTION_DIMENSIONS
             compare = partial(worst_difference_of, compile=given.compile)
@@ -147,7 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
         sweep(cases, -(-(count - i + 1) // n), given.results, given.limit_minutes * 60, run_one)
     results = list(read_results(*given.results).values())
     failed = sum(not result["ok"] for result in results)
-    total = len(t5_cases(3)) if given.t5 else len(list(option_cases())) if given.options else count_cases()
+    total = len(swept_cases()) if given.t5 else len(list(option_cases())) if given.options else count_cases()
     if given.report is not None:
         write_page(
             given.report,

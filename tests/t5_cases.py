@@ -2,7 +2,7 @@
 
 A case has one choice of each dimension. Ranks are threads, in float64: losses, norms, gradients and weights of two steps, each
 tensor to 1e-10 of its largest value. The tests run cases in which every choice occurs, `tests/parity_sweep.py --t5` those in which
-every pair does, then every triple, of jobs up to 16 ranks.
+every pair does, then every triple, of jobs up to 16 ranks. In bfloat16 a case is as near to float64 as half precision can be.
 """
 
 import shlex
@@ -78,6 +78,10 @@ DIMENSIONS: dict[str, tuple] = {
     "scatter": (True, False),
     "delayed": (False, True),
 }
+HALF = "bfloat16"
+# Gated alone: where a rounding moves a number over ReLU's kink, its whole gradient comes or goes.
+HALF_DIMENSIONS = DIMENSIONS | {"cp": ("none", "p2p"), "tp": ("1", "2", "2sp"), "mlp": ("gated",), "beside": (HALF,)}
+ROUNDING = 2.0**-8  # of bfloat16
 RANKS, BATCH = 16, 4
 _KINDS = ("p2p", "all_gather", "a2a", "a2a+p2p")
 _FULL = ("uniform 2", "block 1")
@@ -155,18 +159,22 @@ class T5Case(Combined):
 
     @property
     def model(self) -> ModelConfig:
-        return replace(self.layout("").applied_to(self.plain), **BESIDE[self.beside])
+        return replace(self.layout("").applied_to(self.plain), **_changes(self.beside))
 
     @property
     def alone(self) -> ModelConfig:
         """What one process trains for comparison: kept, computed and held plainly."""
         changes_numbers = self.beside not in ("offload", "tiled", "packed inputs", "files")
-        return replace(self.plain, **BESIDE[self.beside]) if changes_numbers else self.plain
+        return replace(self.plain, **_changes(self.beside)) if changes_numbers else self.plain
 
     @property
     def optimizer(self) -> OptimizerConfig:
         # The gradient of a key's bias is zero but for rounding, which a small epsilon of Adam's would make a step of.
         shared = {"clip_grad": 0.5, "weight_decay": 0.1, "adam_eps": 1e-5}
+        if (
+            self.beside == HALF
+        ):  # Adam's first steps are signs of the gradient: where that is rounding, runs part by a whole step
+            return OptimizerConfig(optimizer="sgd", clip_grad=0.0, weight_decay=0.0)
         return OptimizerConfig(optimizer="muon", **shared) if self.beside == "muon" else OptimizerConfig(**shared)
 
     def layout(self, folder: str) -> Layout:
@@ -204,6 +212,10 @@ class T5Case(Combined):
         )
 
 
+def _changes(beside: str) -> dict:
+    return {"fp64": False, "bf16": True} if beside == HALF else BESIDE[beside]
+
+
 _FIRST = {name: choices[0] for name, choices in DIMENSIONS.items()}
 _SEEDS = (
     _FIRST,
@@ -229,6 +241,19 @@ def t5_cases(strength: int) -> tuple[T5Case, ...]:
 
 
 @cache
+def half_cases(strength: int) -> tuple[T5Case, ...]:
+    """Those in bfloat16, likewise."""
+    return covering(
+        T5Case, HALF_DIMENSIONS, strength, seeds=[seed | {"mlp": "gated", "beside": HALF} for seed in _SEEDS]
+    )
+
+
+def swept_cases() -> tuple[T5Case, ...]:
+    """Those of the sweep."""
+    return *t5_cases(2), *half_cases(2), *t5_cases(3)[len(t5_cases(2)) :]
+
+
+@cache
 def _one_process(model: ModelConfig, steps: int, optimizer: OptimizerConfig) -> Outcome:
     return run(model, Layout(), global_batch=BATCH, steps=steps, subject=T5, optimizer=optimizer)
 
@@ -242,7 +267,26 @@ def outcomes(case: T5Case, steps: int = 2) -> tuple[Outcome, Outcome]:
 
 
 def worst_t5_difference(case: T5Case) -> tuple[float, str]:
-    return worst_of(*outcomes(case))
+    return beyond_rounding(case) if case.beside == HALF else worst_of(*outcomes(case))
+
+
+def beyond_rounding(case: T5Case) -> tuple[float, str]:
+    """(0 or by how much a case in half precision is further from float64 than that may be, in parts of this; where).
+
+    At most 16 roundings of a tensor's norm, as tests/ranks/test_precision.py allows, here of any layout; a missing or doubled
+    term would be of the size of the gradient.
+    """
+    got, _ = outcomes(case)
+    exact = _one_process(case.plain, steps=2, optimizer=case.optimizer)
+    found = [
+        (abs(a - b) / (ROUNDING * b), f"loss of step {i}") for i, (a, b) in enumerate(zip(got.losses, exact.losses))
+    ]
+    for mine, true in (*zip(got.grads, exact.grads, strict=True), (got.weights, exact.weights)):
+        for name, value in true.items():
+            error = (mine[name].double() - value).norm() / value.norm()
+            found.append((error.item() / (16 * ROUNDING), name))
+    worst, where = max(found)
+    return max(worst - 1, 0.0), where
 
 
 # ---------------------------------------------------------------- the page in docs
@@ -273,7 +317,7 @@ def t5_report(results: Sequence[dict]) -> str:
         "    python tests/parity_sweep.py results.jsonl --t5 --limit-minutes 60        stops in time, and goes on where it was",
         "    python tests/parity_sweep.py results.jsonl --t5 --report docs/t5_matrix.md",
         "",
-        f"**{len(names)} of {len(t5_cases(3))} cases have been run; {failed} differ.** It took "
+        f"**{len(names)} of {len(swept_cases())} cases have been run; {failed} differ.** It took "
         f"{sum(result['seconds'] for result in results) / 60:.0f} minutes.",
         "",
         *(
@@ -284,11 +328,13 @@ def t5_report(results: Sequence[dict]) -> str:
                 (3, f"triple, up to {RANKS} ranks"),
             )
         ),
+        f"- in bfloat16, within what rounding allows (`beyond_rounding` in that file), every pair: {len(names & set(map(str, half_cases(2))))} "
+        f"of {len(half_cases(2))} cases",
         *about(results),
         "",
         "| dimension | cases run, by choice |",
         "|---|---|",
-        *choices_run(DIMENSIONS, results),
+        *choices_run(DIMENSIONS | {"beside": (*BESIDE, HALF)}, results),
         "",
         *differing(results),
     ]

@@ -11,7 +11,7 @@ import torch
 from adamw_steps import assert_losses
 from local_ranks import run_ranks
 from parity_cases import TOLERANCE
-from t5_cases import DIMENSIONS, RANKS, T5Case, outcomes, t5_cases
+from t5_cases import DIMENSIONS, RANKS, T5Case, beyond_rounding, half_cases, outcomes, t5_cases
 from tiny_run import Layout, TinyTrainer, assert_equal, run
 from tiny_t5 import CONFIGS, T5
 from torch import Tensor
@@ -186,6 +186,18 @@ def cases():
 @pytest.mark.parametrize("case", list(cases()))
 def test_every_layout_and_feature_equals_one_process(case: T5Case):
     assert_equal(*outcomes(case), TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.full if case in half_cases(1) else pytest.mark.sweep, id=str(case))
+        for case in half_cases(2)
+    ],
+)
+def test_in_half_precision_a_layout_is_as_near_to_float64_as_rounding_allows(case: T5Case):
+    beyond, where = beyond_rounding(case)
+    assert beyond == 0, where
 
 
 @pytest.mark.full

@@ -3,6 +3,8 @@
 Every layout gives the losses of one process, in float64; the model computes what ours does with the same parts.
 """
 
+import re
+import shlex
 from collections.abc import Iterator
 from functools import cache, partial
 from types import SimpleNamespace
@@ -15,11 +17,12 @@ from script_run import trainer_of
 from torch import Tensor, nn
 
 from megatron.core.classic.models import BertModel
+from megatron.core.enums import ModelType
 from megatron.core.mesh import Mesh
 from megatron.core.models.T5.t5_model import T5Model
 from megatron.core.models.T5.t5_spec import get_t5_decoder_with_local_block_spec, get_t5_encoder_with_local_block_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.training import get_args
+from megatron.training import get_args, pretrain
 from megatron.training.arguments import core_transformer_config_from_args
 
 STACKS: list[tuple[int, bool, bool, bool, bool]] = []  # of each stage that was built: its arguments
@@ -117,6 +120,19 @@ def test_a_split_pipeline_trains_as_one_process(flags: str, sizes: dict, layout:
     if "split" in layout:  # (encoder's layers, first, last, add_encoder, add_decoder) of each stage
         stages = {(2, True, False, True, False), (2, False, False, True, False), (0, False, True, False, True)}
         assert set(STACKS) == stages
+
+
+def test_the_script_trains_through_pretrain(capsys: pytest.CaptureFixture):
+    """As a fork calls it: with the model's type, and no word of ours."""
+    pretrain(
+        pretrain_t5.train_valid_test_datasets_provider,
+        model_provider,
+        ModelType.encoder_and_decoder,
+        forward_step,
+        argv=[*shlex.split(MODEL), "--log-interval", "1"],
+    )
+    found = [float(loss) for loss in re.findall(r"lm loss: (\S+)", capsys.readouterr().out)]
+    assert found == pytest.approx([losses["lm loss"] for losses in one_process("")], rel=1e-6)
 
 
 def test_untied_it_computes_what_our_model_does():
