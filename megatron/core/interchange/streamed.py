@@ -100,7 +100,7 @@ def write_files(checkpoint: Checkpoint, plan: FolderPlan, folder: Path, names: l
     """
     rooms = cycle([torch.empty(_PART, dtype=torch.uint8) for _ in range(2)])
     syncing: Future[None] | None = None
-    with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as syncer, ExitStack() as opened:
+    with ExitStack() as opened, ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as syncer:
         for name in names:
             planned, path = plan.files[name], folder / name
             file = opened.enter_context(at(path).open(path, "xb"))
