@@ -170,6 +170,14 @@ def spoiled_model(values: dict) -> None:
     values["model"] = [values["model"]]
 
 
+def universal(states: str):
+    def write(root: Path) -> None:
+        (root / "zero").mkdir(parents=True)
+        (root / states).write_bytes(b"")
+
+    return write
+
+
 HOSTILE = {
     "a command": (in_model("x", Calls(os.system, "echo run > ran")), "posix.system"),
     "eval": (in_model("x", Calls(eval, "open('ran', 'w')")), "__builtin__.eval"),
@@ -216,6 +224,11 @@ HOSTILE = {
     "torch_dist: no args": (distributed(after=lambda f: (f / "common.pt").unlink()), "what the model computes"),
     "torchtitan's": (titan, "convert_to_hf.py"),
     "DeepSpeed's": (deepspeed, "zero_to_fp32.py"),
+    "DeepSpeed's, universal, of ZeRO 2": (universal("mp_rank_00_model_states.pt"), "a universal checkpoint"),
+    "DeepSpeed's, universal, of ZeRO 3": (
+        universal("zero_pp_rank_0_mp_rank_00_model_states.pt"),
+        "a universal checkpoint",
+    ),
 }
 
 

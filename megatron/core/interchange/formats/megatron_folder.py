@@ -104,9 +104,7 @@ def check_readable(root: Path) -> None:
 
 
 _TO_HF = "then give --load OUT, with the model's config.json and tokenizer beside the weights"
-_DEEPSPEED = re.compile(
-    r"(bf16_)?zero_pp_rank_\d+_mp_rank_\d+.*_optim_states\.pt|mp_rank_\d+_model_states\.pt|layer_\d+-model_.*\.pt"
-)
+_DEEPSPEED = re.compile(r"(bf16_)?(zero_pp_rank_\d+_)?mp_rank_\d+.*_(optim|model)_states\.pt|layer_\d+-model_.*\.pt")
 
 
 def unreadable(root: Path) -> str | None:
@@ -117,7 +115,7 @@ def unreadable(root: Path) -> str | None:
         text = read_start(root / tag, 200).decode("utf-8", "replace").strip()
         inner = root / text if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]*", text) and is_folder(root / text) else root
         names = at(inner).names(inner)
-    if "zero" in names and is_folder(inner / "zero") and not any(name.startswith("zero_pp_rank") for name in names):
+    if "zero" in names and is_folder(inner / "zero") and not any(name.endswith("_optim_states.pt") for name in names):
         return (
             "holds a universal checkpoint of DeepSpeed; what is read is the weights of the checkpoint that it was made of: in "
             f"that folder, python zero_to_fp32.py . OUT --safe_serialization; {_TO_HF}"
