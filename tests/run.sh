@@ -31,7 +31,7 @@ OF_PROCESSES=
 LOG=
 end() {
     [ -z "$OF_PROCESSES" ] || kill -- "-$OF_PROCESSES" 2>/dev/null || true
-    [ -z "$LOG" ] || rm -f "$LOG"
+    [ -z "$LOG" ] || { cat "$LOG" && rm -f "$LOG"; }
     echo "tests took $((SECONDS / 60)) min $((SECONDS % 60)) s"
 }
 trap end EXIT
@@ -52,7 +52,7 @@ if [ -n "$FAST" ]; then
 fi
 
 # What starts processes of its own waits for them a lot, and so runs beside the others: a file at a time, or two where there are more than two cores.
-# Its output comes when both have ended. In a process group of its own it hears of signals as at a terminal: a background command would ignore SIGINT, and so would what it starts.
+# Its output comes when both have ended, or are stopped. In a process group of its own it hears of signals as at a terminal: a background command would ignore SIGINT, and so would what it starts.
 LOG=$(mktemp)
 FILES=$(($(getconf _NPROCESSORS_ONLN) > 2 ? 2 : 1))
 set -m
@@ -63,5 +63,4 @@ FAILED=
 threads "not sweep" "$@" || FAILED=yes
 wait "$OF_PROCESSES" || FAILED=yes
 OF_PROCESSES=
-cat "$LOG"
 [ -z "$FAILED" ]
