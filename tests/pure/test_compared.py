@@ -103,6 +103,21 @@ def test_what_is_unset_is_compared_by_what_it_stands_for():
     assert kinds(compare(DEFAULTS, saved)) == {}
 
 
+@pytest.mark.parametrize("name, marked", [("window_attn_skip_freq", 0), ("no_rope_freq", 1)])
+def test_a_pattern_is_compared_by_the_layers_that_it_leaves_out(name, marked):
+    """Of 12 layers. A folder of another library has them as a list, a command line as a number."""
+
+    def of(pattern):
+        return with_value("transformer", name, pattern)
+
+    def listed(*left_out):
+        return of(str([marked if layer in left_out else 1 - marked for layer in range(12)]).replace(" ", ""))
+
+    for number, list_ in {"2": listed(1, 3, 5, 7, 9, 11), "12": listed(11), "13": listed(), None: listed()}.items():
+        assert kinds(compare(of(number), list_)) == kinds(compare(list_, of(number))) == {}
+        assert kinds(compare(of(number), listed(0))) == kinds(compare(listed(0), of(number))) == {"model": [name]}
+
+
 def test_a_scripts_own_flags_are_compared_and_those_of_its_model_refuse():
     own = {**DEFAULTS, "own": {"phrase": 8, "gone": 3}, "own_model": {"scale": 1.0}}
     now = {**DEFAULTS, "own": {"phrase": 4, "new": 5}, "own_model": {"scale": 0.5, "power": 2}}

@@ -4,7 +4,7 @@ import argparse
 import ast
 from functools import cache
 
-_LONGEST = 10_000  # layers in a list
+LONGEST = 10_000  # layers in a list
 
 
 def is_exception(pattern: str | None, layer: int, *, marked: int) -> bool:
@@ -47,7 +47,7 @@ def _list(node: ast.expr) -> list[int]:
             return _list(left) + _list(right)
         case ast.BinOp(left=left, op=ast.Mult(), right=right):
             repeated, times = (right, left) if isinstance(left, ast.Constant) else (left, right)
-            if (entries := _list(repeated)) and len(entries) * _number(times) <= _LONGEST:
+            if (entries := _list(repeated)) and len(entries) * _number(times) <= LONGEST:
                 return entries * _number(times)
     raise ValueError(ast.dump(node))
 

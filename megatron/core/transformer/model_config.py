@@ -2,17 +2,19 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from megatron.core.compiler import CompileConfig
 from megatron.core.config import BelowOne, Count, FlagConfig, NotNegative, WholeNumber, knob
 from megatron.core.transformer.attention_config import AttentionConfig
+from megatron.core.transformer.layer_pattern import LONGEST, is_exception
 from megatron.core.transformer.shape_config import ShapeConfig
 
 _RECOMPUTED = ("core_attn", "mlp", "layernorm")
 _EXPERTS = "mixture of experts (--num-experts)"
+_PATTERNS = {"window_attn_skip_freq": 0, "no_rope_freq": 1}  # the number of a layer that is left out, in a list
 _NOT_HERE = {"moe_act": _EXPERTS, "moe": _EXPERTS, "shared_experts": _EXPERTS, "mla_up_proj": "multi-latent attention"}
 
 
@@ -154,6 +156,20 @@ def tensor_parallel_problems(config: ShapeConfig, tensor_parallel_size: int) -> 
     if config.group_query_attention and (problem := query_group_problem(config.num_query_groups, tensor_parallel_size)):
         problems.append(problem)
     return problems
+
+
+def by_layer(name: str, value: Any, layers: Any) -> Any:
+    """A setting that is a pattern of `layers` as the list that says the same, None if it leaves out no layer.
+
+    So two spellings can be compared. Other settings, and what is no pattern, as they are.
+    """
+    marked = _PATTERNS.get(name)
+    if marked is None or not isinstance(value, str):
+        return value
+    if value.isdecimal() and isinstance(layers, int) and int(value) > 0 and layers <= LONGEST:
+        has = [marked if is_exception(value, layer, marked=marked) else 1 - marked for layer in range(layers)]
+        value = str(has).replace(" ", "")
+    return None if value.startswith("[") and str(marked) not in value else value
 
 
 def query_group_problem(groups: int, tensor_parallel_size: int) -> str | None:

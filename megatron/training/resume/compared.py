@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from megatron.core.config import build, default_of, knobs
 from megatron.core.datasets.data_config import DEFAULT_SPLIT
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
-from megatron.core.transformer.model_config import ModelConfig
+from megatron.core.transformer.model_config import ModelConfig, by_layer
 from megatron.training.settings.config import COMPONENTS
 
 Parts = Mapping[str, Mapping[str, Any]]  # component -> setting -> value, as `Config.as_json`
@@ -123,7 +123,8 @@ def compare(
         defaults = {f.name: default_of(f) for f in knobs(COMPONENTS[part])} if part in COMPONENTS else own_defaults
         for name in dict.fromkeys([*now, *before]):
             change = Change(name, before.get(name, defaults.get(name)), now.get(name), name not in now)
-            if name in leave_out or (change.before == change.now and not change.is_unknown):
+            there, here = (by_layer(name, value, now.get("num_layers")) for value in (change.before, change.now))
+            if name in leave_out or (there == here and not change.is_unknown):
                 continue
             of_model = name in own_of_model if part == "own" else part == "transformer" and name not in COURSE_OF_MODEL
             apart = changes.precision if name in PRECISION else changes.rope if of_model and name in ROPE else None
