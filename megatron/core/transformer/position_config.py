@@ -3,7 +3,7 @@
 import argparse
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from math import log, sqrt
 from typing import Annotated, Any, Literal, NamedTuple
@@ -47,6 +47,16 @@ class RopeScaling:
         if self.mscale and self.mscale_all_dim:
             return self._yarn_amplitude(self.mscale) / self._yarn_amplitude(self.mscale_all_dim)
         return self._yarn_amplitude(1.0)
+
+    @property
+    def changes_after(self) -> int | None:
+        """The length of text after which other frequencies hold; None if there is no such length."""
+        return self.original_max_position_embeddings if self.rope_type == "longrope" else None
+
+    @property
+    def as_computed(self) -> "RopeScaling":
+        """Equal for scalings that compute the same: the factor of longrope is used for the amplitude alone."""
+        return replace(self, factor=1.0, attention_factor=self.amplitude) if self.rope_type == "longrope" else self
 
     def _yarn_amplitude(self, scale: float) -> float:
         return 0.1 * scale * log(self.factor) + 1 if self.factor > 1 else 1.0
@@ -133,6 +143,11 @@ class Rope(NamedTuple):
     @property
     def amplitude(self) -> float:
         return 1.0 if self.scaling is None else self.scaling.amplitude
+
+    @property
+    def as_computed(self) -> "Rope":
+        """Equal for ropes that compute the same."""
+        return self._replace(scaling=self.scaling and self.scaling.as_computed)
 
 
 @dataclass(frozen=True)
@@ -224,6 +239,8 @@ class PositionConfig(ShapeConfig):
         pattern = None if self.no_rope_freq is None else layer_pattern(self.no_rope_freq)
         if isinstance(pattern, list) and len(pattern) != self.num_layers:
             yield f"--no-rope-freq has {len(pattern)} entries and --num-layers is {self.num_layers}; give one for each layer"
+        if self._scaling and self._scaling.rope_type == "dynamic" and width == 2:
+            yield "--rope-scaling dynamic needs more than two rotated features; raise --rotary-percent or --kv-channels"
         divisors = len(self._scaling.short_factor) if self._scaling else 0
         if divisors and 2 * divisors != width:
             yield f"--rope-scaling has {divisors} numbers in its lists, and {width} features are rotated: give {width // 2}"

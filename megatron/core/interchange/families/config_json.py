@@ -29,7 +29,8 @@ _SAID_TOGETHER = {
         ("rotary_base", "rotary_base_of_windows", "no_rope_freq", "rotary_seq_len_interpolation_factor")
         + ("use_rope_scaling", "rope_scaling_factor", "rope_scaling"),
         lambda model: [
-            None if (rope := model.rope_of(i)) is None else model.ropes[rope] for i in range(model.num_layers)
+            None if (rope := model.rope_of(i)) is None else model.ropes[rope].as_computed
+            for i in range(model.num_layers)
         ],
     ),
     "biases": (
@@ -73,6 +74,8 @@ def settings_of(config: Mapping[str, Any], source: str) -> tuple[ModelSettings, 
     for field in family.fields:
         given.asked.update(field.keys)
         settings |= field.read(given)
+    if "window_size" not in settings:  # the base of layers that the model has none of
+        settings.pop("rotary_base_of_windows", None)
     if unknown := sorted(config.keys() - given.asked):
         which = ", ".join(f"{name} ({config[name]!r:.40})" for name in unknown)
         raise ConfigError(

@@ -28,7 +28,7 @@ class Given:
         return ConfigError(f"{self.source}: {name} is {self.values.get(name)!r:.80}; {wanted}")
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value as it stands; the default for a key that is absent or null."""
+        """The value as it stands; the default for a key that is absent or null. For keys that transformers reads so."""
         self.asked.add(name)
         value = self.values.get(name)
         return default if value is None else value
@@ -54,6 +54,9 @@ class Given:
         return value
 
     def _needed(self, name: str, default: Any) -> Any:
+        if name in self.values and self.values[name] is None and default and default is not _NEEDED:
+            # transformers 5 refuses it, and 4 computes with null, which is no default: as false, or not at all.
+            raise self.wrong(name, f"null says nothing; leave the key out for {default!r}, or give a value")
         if (value := self.get(name, default)) is _NEEDED:
             raise ConfigError(f"{self.source}: {name} is missing")
         return value
@@ -128,12 +131,17 @@ def unused(*theirs: str) -> Field:
     return Field(theirs, lambda given: {}, lambda model: {})
 
 
-def heads(queries: str, groups: str, width: str | None, default_width: int | None = None) -> Field:
-    """Query heads, key/value heads, and the width of a head, which is hidden size / heads if it is not said."""
+def heads(
+    queries: str, groups: str, width: str | None, default_width: int | None = None, default_groups: int | None = None
+) -> Field:
+    """Query heads, key/value heads, and the width of a head, which is hidden size / heads if it is not said.
+
+    default_width, default_groups: the class's own, where a config.json does not name the key. null means: as many as heads.
+    """
 
     def read(given: Given) -> ModelSettings:
         n = given.count(queries)
-        g = given.count(groups, n)
+        g = given.count(groups, None) or (default_groups if groups not in given.values else None) or n
         if n % g:
             raise given.wrong(groups, f"it must divide the {n} heads of {queries}")
         grouped = {"group_query_attention": g != n, "num_query_groups": g if g != n else 1}

@@ -120,7 +120,6 @@ GPT_NEOX = Family(
         _attention_biases("attention_bias"),
         share("hidden_dropout", "hidden_dropout"),
         share("attention_dropout", "attention_dropout"),
-        unused("rope_theta", "partial_rotary_factor"),
     ),
     (
         Row(WORD_TABLE, "copy", ("gpt_neox.embed_in.weight",)),
@@ -169,7 +168,7 @@ STARCODER2 = Family(
     _ROTARY,
     (
         *_sizes(4096, True, "norm_epsilon"),
-        heads("num_attention_heads", "num_key_value_heads", None),
+        heads("num_attention_heads", "num_key_value_heads", None, default_groups=2),
         activation("hidden_act", "gelu_pytorch_tanh", gated=False),
         rope(),
         windows(None, lists=False),

@@ -54,15 +54,23 @@ _SANDWICH = _AFTER + _norms(input_layernorm="input_layernorm", pre_mlp_layernorm
 LLAMA_ROWS = (*ENDS, *_BEFORE, *_attention(), *_GATED)
 
 
-def _fields(*own: Field, length: int, tied: bool = False, epsilon: float = 1e-6, width: int | None = None) -> tuple:
-    """length, tied, epsilon, width: the class's own max_position_embeddings, tied head, epsilon and width of a head."""
+def _fields(
+    *own: Field,
+    length: int,
+    tied: bool = False,
+    epsilon: float = 1e-6,
+    width: int | None = None,
+    groups: int | None = None,
+) -> tuple:
+    """length, tied, epsilon, width, groups: the class's own max_position_embeddings, tied head, epsilon, width of a head and
+    key/value heads."""
     named = {key for field in own for key in field.keys}
     usual = (
         count("hidden_size", "hidden_size"),
         count("num_hidden_layers", "num_layers"),
         count("intermediate_size", "ffn_hidden_size", said_by="ffn_size"),
         count("max_position_embeddings", "max_position_embeddings", length),
-        heads("num_attention_heads", "num_key_value_heads", "head_dim", width),
+        heads("num_attention_heads", "num_key_value_heads", "head_dim", width, groups),
         number("rms_norm_eps", "norm_epsilon", epsilon),
         activation("hidden_act", "silu", gated=True),
         switch("tie_word_embeddings", "untie_embeddings_and_output_weights", tied, opposite=True),
@@ -75,12 +83,16 @@ def _fields(*own: Field, length: int, tied: bool = False, epsilon: float = 1e-6,
 _BIASES = (bias("attention_bias", "add_qkv_bias", "add_attention_output_bias"), bias("mlp_bias", "add_mlp_bias"))
 LLAMA = Family("LlamaForCausalLM", _BASE, _fields(rope(), *_BIASES, length=2048), LLAMA_ROWS, _IGNORED)
 MISTRAL = Family(
-    "MistralForCausalLM", _BASE, _fields(rope(), windows(4096, lists=False), length=131072), LLAMA_ROWS, _IGNORED
+    "MistralForCausalLM",
+    _BASE,
+    _fields(rope(), windows(4096, lists=False), length=131072, groups=8),
+    LLAMA_ROWS,
+    _IGNORED,
 )
 
 
 def _from_layer(given: Given, layer: int) -> bool:
-    return layer >= given.get("max_window_layers", 28)
+    return layer >= given.number("max_window_layers", 28)
 
 
 def _first_with(layers: list[bool]) -> dict[str, Any]:
@@ -91,14 +103,14 @@ _QWEN = windows(4096, _from_layer, keys=("max_window_layers",), switch="use_slid
 QWEN2 = Family(
     "Qwen2ForCausalLM",
     _BASE | {"add_qkv_bias": True},
-    _fields(rope(), _QWEN, unused("use_mrope"), length=32768),
+    _fields(rope(), _QWEN, unused("use_mrope"), length=32768, groups=32),
     LLAMA_ROWS,
     _IGNORED,
 )
 QWEN3 = Family(
     "Qwen3ForCausalLM",
     _BASE | {"qk_layernorm": True},
-    _fields(rope(), _QWEN, _BIASES[0], length=32768, width=128),
+    _fields(rope(), _QWEN, _BIASES[0], length=32768, width=128, groups=32),
     LLAMA_ROWS,
     _IGNORED,
 )
@@ -159,7 +171,9 @@ _GEMMA_FIELDS = (
     always("use_bidirectional_attention", False, None),
 )
 _GEMMA_SIZES = {"length": 8192, "tied": True, "width": 256}
-GEMMA = Family("GemmaForCausalLM", _GEMMA, _fields(rope(), *_GEMMA_FIELDS, **_GEMMA_SIZES), LLAMA_ROWS, _IGNORED)
+GEMMA = Family(
+    "GemmaForCausalLM", _GEMMA, _fields(rope(), *_GEMMA_FIELDS, **_GEMMA_SIZES, groups=16), LLAMA_ROWS, _IGNORED
+)
 _GEMMA_ROWS = (*ENDS, *_SANDWICH, *_attention(), *_GATED)
 GEMMA2 = Family(
     "Gemma2ForCausalLM",
@@ -173,6 +187,7 @@ GEMMA2 = Family(
         windows(4096, lambda given, layer: layer % 2 == 0),
         unused("cache_implementation"),
         **_GEMMA_SIZES,
+        groups=4,
     ),
     _GEMMA_ROWS,
     _IGNORED,
@@ -189,7 +204,7 @@ GEMMA3 = Family(
             4096, all_but_each("sliding_window_pattern", 6), keys=("sliding_window_pattern", "_sliding_window_pattern")
         ),
         unused("attn_logit_softcapping", "cache_implementation"),  # in the config, and not used by its attention
-        **_GEMMA_SIZES | {"length": 131072},
+        **_GEMMA_SIZES | {"length": 131072, "groups": 4},
     ),
     _GEMMA_ROWS,
     _IGNORED,
@@ -200,14 +215,7 @@ GEMMA3 = Family(
 PHI3 = Family(
     "Phi3ForCausalLM",
     _BASE,
-    _fields(
-        rope(),
-        windows(None, lists=False),
-        heads("num_attention_heads", "num_key_value_heads", None),
-        unused("head_dim"),
-        length=4096,
-        epsilon=1e-5,
-    ),
+    _fields(rope(partial=1.0, only_longrope=4096), windows(None, lists=False), length=4096, epsilon=1e-5),
     (
         *ENDS,
         *_BEFORE,
@@ -222,12 +230,18 @@ _OLMO = _BASE | {"norm_placement": "branch", "qk_layernorm": True, "qk_norm_over
 _OLMO_ROWS = (*ENDS, *_AFTER, *_attention(), *_GATED)
 _NO_WIDTH = heads("num_attention_heads", "num_key_value_heads", None)
 _OLMO_SIZES = {"length": 2048, "epsilon": 1e-5}
-OLMO2 = Family("Olmo2ForCausalLM", _OLMO, _fields(rope(), _NO_WIDTH, _BIASES[0], **_OLMO_SIZES), _OLMO_ROWS, _IGNORED)
+OLMO2 = Family(
+    "Olmo2ForCausalLM",
+    _OLMO,
+    _fields(rope(type_key="type"), _NO_WIDTH, _BIASES[0], **_OLMO_SIZES),
+    _OLMO_ROWS,
+    _IGNORED,
+)
 OLMO3 = Family(
     "Olmo3ForCausalLM",
     _OLMO,
     _fields(
-        rope(500000.0, of_windows=("", None)),
+        rope(None, of_windows=("", None)),
         _NO_WIDTH,
         _BIASES[0],
         windows(4096, lambda given, layer: (layer + 1) % 4 != 0),
@@ -265,7 +279,7 @@ SMOLLM3 = Family(
         _rotates(),
         windows(None, _listed_alone, switch="use_sliding_window"),
         unused("max_window_layers"),
-        heads("num_attention_heads", "num_key_value_heads", None),
+        heads("num_attention_heads", "num_key_value_heads", None, default_groups=4),
         *_BIASES,
         length=32768,
         tied=True,
@@ -312,7 +326,7 @@ _COHERE_FIELDS = (
 COHERE = Family(
     "CohereForCausalLM",
     _COHERE,
-    _fields(rope(interleaved=True), _NO_WIDTH, _each_head(), *_COHERE_FIELDS, length=8192, tied=True),
+    _fields(rope(None, interleaved=True), _NO_WIDTH, _each_head(), *_COHERE_FIELDS, length=8192, tied=True),
     _COHERE_ROWS,
     _IGNORED,
 )
@@ -322,10 +336,14 @@ COHERE2 = Family(
     _fields(
         rope(interleaved=True),
         *_COHERE_FIELDS,
-        windows(4096, all_but_each("sliding_window_pattern", 4), keys=("sliding_window_pattern",), rotates_with=True),
+        windows(
+            4096,
+            all_but_each("sliding_window_pattern", 4),
+            keys=("sliding_window_pattern", "_sliding_window_pattern"),
+            rotates_with=True,
+        ),
         length=8192,
         tied=True,
-        width=128,
     ),
     _COHERE_ROWS,
     _IGNORED,
