@@ -197,7 +197,7 @@ class Prompts:
 
     texts: list[str]
     ids: list[list[int]]
-    stop_id: int
+    stop_id: int | list[int]
     max_length: int | None  # the model's sequence length; None: there is no longest
     start_id: int | None = None  # of a T5: what the decoder's text begins with
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core.checkpoint.format import CheckpointError
+from megatron.core.interchange.carried import Origin
 from megatron.core.interchange.tokenizer_config import for_both_versions
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
 from tools import checkpoint_convert
@@ -64,3 +66,27 @@ def test_what_both_versions_would_read_otherwise_stays():
     assert written == config | {"tokenizer_class": "PreTrainedTokenizerFast"}
     config |= {"extra_special_tokens": ["a"], "additional_special_tokens": ["b"]}
     assert json.loads(for_both_versions(json.dumps(config).encode()))["extra_special_tokens"] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "ends"),
+    [
+        ('{"eos_token_id": [7, 9]}', {"eos_token_id": 2}, [7, 9]),
+        ('{"eos_token_id": 7}', {}, [7]),
+        ('{"pad_token_id": 7}', {"eos_token_id": [2, 3]}, [2, 3]),
+        (None, {"eos_token_id": 2}, [2]),
+        (None, {}, []),
+    ],
+)
+def test_a_text_ends_with_the_ids_of_the_folder(generation: str | None, config: dict, ends: list[int], tmp_path: Path):
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(generation)
+    origin = Origin.of({"model_type": "llama"} | config, tmp_path)
+    assert origin.end_ids() == origin.with_files(print).end_ids() == ends
+
+
+@pytest.mark.parametrize("text", ['{"eos_token_id": "2"}', "{", "[]"])
+def test_ends_of_text_that_are_no_ids_are_refused(text: str, tmp_path: Path):
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"generation_config\.json"):
+        Origin.of({"model_type": "llama"}, tmp_path).end_ids()

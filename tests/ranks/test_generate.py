@@ -4,7 +4,7 @@ import io
 import json
 import re
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -441,6 +441,24 @@ def test_a_text_longer_than_the_window_slides(runs, kind):
     assert len(ids) == count and ids == by_hand(model, [5, 6, 7], count)
 
 
+def test_a_text_that_grows_beyond_the_old_length_of_longrope_is_rotated_anew_from_there_on():
+    scaling = {"factor": 2, "original_max_position_embeddings": 5, "short_factor": [1, 3], "long_factor": [5, 2]}
+    config = replace(LLAMA, rope_scaling=json.dumps({"rope_type": "longrope"} | scaling))
+    model, seen, ids = build(lone_mesh(), config, sp=False)[0].module.eval(), [], [1, 2, 3]
+
+    def choose(scores):
+        seen.append(scores)
+        return greedy(scores)
+
+    limits = {"max_new_tokens": 5, "max_length": SEQ}
+    for new in generate(model, ids.copy(), **limits, stop_id=None, choose=choose):
+        with torch.no_grad():
+            whole = model(torch.tensor([ids]), torch.arange(len(ids))[None])[0, -1, : model.vocab_size]
+        torch.testing.assert_close(seen[-1], whole, rtol=0, atol=1e-12)
+        ids.append(new)
+    assert len(ids) == SEQ
+
+
 def test_generation_keeps_the_mode_and_the_gradients_of_its_caller():
     model = build(lone_mesh(), GPT2, sp=False)[0].module  # in training mode, with dropout
     model.language_model.output_layer.eval()
@@ -463,6 +481,8 @@ def test_the_stop_id_ends_the_text_and_padding_is_never_chosen():
 
     settings = {"max_new_tokens": 9, "max_length": SEQ, "choose": choose}
     assert list(generate(model, [0], stop_id=4, **settings)) == [1, 2, 3]
+    seen.clear()
+    assert list(generate(model, [0], stop_id=[9, 4, 60], **settings)) == [1, 2, 3]
     assert seen == [VOCAB] * 4 and model.language_model.embedding.word_embeddings.weight.shape[0] > VOCAB
 
 

@@ -1,4 +1,4 @@
-"""tools/generate.py with a T5: what its encoder reads, and with what its decoder begins."""
+"""How tools/generate.py takes a prompt and ends a text; with a T5: what its encoder reads, and with what its decoder begins."""
 
 import re
 from collections.abc import Callable
@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron.core.config import ConfigError
 from megatron.core.inference import SavedSettings
+from megatron.core.interchange.carried import Origin
 from megatron.core.interchange.families.family import START_ID
 from megatron.core.models.t5_model import T5Model
 from megatron.core.tokenizers import Tokenizer
@@ -15,6 +16,11 @@ from megatron.core.tokenizers import Tokenizer
 def is_t5(state: dict[str, Any]) -> bool:
     """Whether a checkpoint's model has an encoder that reads the prompt, and a decoder that writes."""
     return state.get("model") == T5Model.__name__
+
+
+def is_folder_of_others(state: dict[str, Any]) -> bool:
+    """Whether the weights are those of a Hugging Face folder, with no training since."""
+    return state["train"]["iteration"] == 0 and state.get("origin") is not None
 
 
 def t5_problems(
@@ -41,7 +47,7 @@ class Reading:
     """How a model takes a prompt, and ends a text."""
 
     ids_of: Callable[[str, Tokenizer, "IdsOf"], list[int]]
-    stop_id: int
+    stop_id: int | list[int]
     longest: int | None  # tokens of a prompt; None: there is no longest
     start_id: int | None = None  # of a T5: what its decoder's text begins with
 
@@ -57,17 +63,20 @@ IdsOf = Callable[[str, Tokenizer], list[int]]
 
 
 def reading_of(state: dict[str, Any], saved: SavedSettings, tokenizer: Tokenizer, start_id: int | None) -> Reading:
-    """start_id: --decoder-start-token-id. Raises ConfigError."""
+    """start_id: --decoder-start-token-id. Raises ConfigError, CheckpointError."""
+    theirs = Origin(**state["origin"]).end_ids() if is_folder_of_others(state) else []
     if is_t5(state):
         has_table = saved.transformer.position_embedding_type == "learned_absolute"
         start = start_of_decoder(start_id, state, tokenizer)
-        stop = getattr(tokenizer, "eos", tokenizer.eod)
+        stop = theirs or getattr(tokenizer, "eos", tokenizer.eod)
         return Reading(encoder_ids, stop, saved.positions if has_table else None, start)
     if start_id is not None:
         raise ConfigError(
             f"--decoder-start-token-id {start_id} is about a T5's decoder, and the checkpoint has another model; leave it out"
         )
-    return Reading(lambda text, tokenizer, ids_of: ids_of(text, tokenizer), tokenizer.eod, saved.data.seq_length)
+    return Reading(
+        lambda text, tokenizer, ids_of: ids_of(text, tokenizer), theirs or tokenizer.eod, saved.data.seq_length
+    )
 
 
 def encoder_ids(prompt: str, tokenizer: Tokenizer, ids_of: IdsOf) -> list[int]:
@@ -87,7 +96,7 @@ def start_of_decoder(given: int | None, state: dict[str, Any], tokenizer: Tokeni
     """The id that the text of a T5's decoder begins with. given: --decoder-start-token-id."""
     if given is not None:
         return given
-    if state["train"]["iteration"] == 0 and state.get("origin", {}).get("model_type") == "t5":
+    if is_folder_of_others(state) and state["origin"]["model_type"] == "t5":
         return state["origin"].get("kept", {}).get(START_ID, 0)  # 0: the padding token, as the published models have it
     if (begin := getattr(tokenizer, "bos", None)) is None or begin < 0:
         raise ConfigError(

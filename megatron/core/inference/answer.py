@@ -10,7 +10,7 @@ decoder       < k l m        all begin with the same word, so that their columns
               < n o p
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ def answer_batch(
     *,
     start_id: int,
     max_new_tokens: int,
-    stop_id: int | None,
+    stop_id: int | Collection[int] | None,
     choose: Sequence[Choose],
     mesh: Mesh | None = None,
     use_cache: bool = True,

@@ -12,7 +12,7 @@ positions, so the cache is of no use: each token costs a forward over the whole 
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ def generate(
     *,
     max_new_tokens: int,
     max_length: int,
-    stop_id: int | None,
+    stop_id: int | Collection[int] | None,
     choose: Choose,
 ) -> Iterator[int]:
     """The ids that follow one prompt, from a whole model in this process; arguments as in `generate_batch`."""
@@ -50,19 +50,19 @@ def generate_batch(
     *,
     max_new_tokens: int,
     max_length: int,
-    stop_id: int | None,
+    stop_id: int | Collection[int] | None,
     choose: Sequence[Choose],
     mesh: Mesh | None = None,
     use_cache: bool = True,
 ) -> Iterator[list[int | None]]:
     """Yields the next id of each prompt for at most `max_new_tokens` steps; stops when every text has reached `stop_id`.
 
-    A text that has reached `stop_id` yields None from that step on; with stop_id None no text ends. choose[i] samples for
-    prompt i. model: this rank's stage of a `GPTModel` without sequence parallelism; its training mode is kept. mesh: default a
-    whole model in this process; otherwise all ranks of one replica must call with equal arguments and iterate together.
-    max_length: at most the model's positions; with rotary positions the sequence length of training. Without `use_cache` each
-    token costs a forward over the whole text. Raises ValueError before the first step; if a rank fails later, it raises its
-    own error and the others `comm.PeerError`.
+    A text that has reached `stop_id`, or one of several, yields None from that step on; with None no text ends. choose[i]
+    samples for prompt i. model: this rank's stage of a `GPTModel` without sequence parallelism; its training mode is kept.
+    mesh: default a whole model in this process; otherwise all ranks of one replica must call with equal arguments and iterate
+    together. max_length: at most the model's positions; with rotary positions the sequence length of training. Without
+    `use_cache` each token costs a forward over the whole text. Raises ValueError before the first step; if a rank fails later,
+    it raises its own error and the others `comm.PeerError`.
     """
     limits = {"max_new_tokens": max_new_tokens, "max_length": max_length}
     problems = [f"{name} is {value}; it must be at least 1" for name, value in limits.items() if value < 1]
@@ -94,23 +94,24 @@ def continued(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     max_length: int,
-    stop_id: int | None,
+    stop_id: int | Collection[int] | None,
     use_cache: bool,
 ) -> Iterator[list[int | None]]:
     """The ids that follow the texts, as `generate_batch` says, by the scores of a stage's `scores`."""
     texts, going = [list(ids) for ids in prompts], [True] * len(prompts)
+    stops = {stop_id} if stop_id is None or isinstance(stop_id, int) else {*stop_id}
     cache = None
     for _ in range(max_new_tokens):
-        if cache is None or not use_cache or max(map(len, texts)) > max_length:
+        if cache is None or not use_cache or max(map(len, texts)) > cache.capacity:
             windows = [ids[-max_length:] for ids in texts]
             columns = max(map(len, windows))
             padding = [columns - len(ids) for ids in windows]
-            cache = stage.cache(padding, min(max_length, columns + max_new_tokens))
+            cache = stage.cache(padding, stage.capacity(columns, min(max_length, columns + max_new_tokens)))
             new = [[0] * before + ids for before, ids in zip(padding, windows)]
         else:
             new = [ids[-1:] for ids in texts]
         chosen = stage.choose_next(torch.tensor(new, device=stage.device), cache, going)
-        going = [was and id != stop_id for was, id in zip(going, chosen)]
+        going = [was and id not in stops for was, id in zip(going, chosen)]
         if not any(going):
             return
         for ids, id in zip(texts, chosen):
@@ -137,6 +138,12 @@ class Stage:
 
     def cache(self, starts: Sequence[int], capacity: int) -> KeyValueCache:
         return self.model.context.cache(starts, capacity, self.device)
+
+    def capacity(self, columns: int, most: int) -> int:
+        """Columns of a cache for texts of so many, and at most `most`: up to where all keys would have to be rotated anew."""
+        scalings = [rope.scaling for rope in self.model.config.ropes if rope.scaling is not None]
+        ends = [one.changes_after for one in scalings if one.changes_after and columns <= one.changes_after]
+        return min([most, *ends])
 
     @torch.no_grad()
     def scores(self, tokens: Tensor, cache: KeyValueCache) -> Tensor | None:

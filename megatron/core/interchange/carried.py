@@ -21,21 +21,22 @@ from typing import Any
 from megatron.core.checkpoint.format import CheckpointError
 from megatron.core.config import ConfigError
 from megatron.core.interchange.families.family import START_ID
-from megatron.core.interchange.formats.hf_folder import path_inside
+from megatron.core.interchange.formats.hf_folder import json_of, path_inside
 from megatron.core.interchange.tokenizer_config import TOKENIZER_CONFIG, for_both_versions
 from megatron.core.storage.files import at, exists, is_file, is_folder, read_start, write_all
 from megatron.core.storage.paths import is_url, path_of
 
-_TEMPLATES = "additional_chat_templates"
+_TEMPLATES, _GENERATION = "additional_chat_templates", "generation_config.json"
 # Files of a folder that belong to its tokenizer and its use.
 _CARRIED = (
-    *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *(_GENERATION, "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model"),
     "chat_template.jinja",
 )
 _TEMPLATE = re.compile(rf"{_TEMPLATES}/[A-Za-z0-9_-][A-Za-z0-9_.-]{{0,120}}\.jinja")
 _MOST_BYTES = 256 << 20  # of one of them
-_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id")
+_END = "eos_token_id"
+_IDS = ("bos_token_id", _END, "pad_token_id", "sep_token_id")
 _MOST_IDS = 64
 OTHER_FOLDER = "--tokenizer DIR of tools/checkpoint_convert.py takes them from another folder"
 
@@ -96,6 +97,18 @@ class Origin:
             else:
                 files[name] = hashlib.sha256(data).hexdigest()
         return replace(self, files=files)
+
+    def end_ids(self) -> list[int]:
+        """The ids that end a text, as transformers' generate() takes them: those of generation_config.json if it names some, else
+        those of config.json; none if neither does. Raises CheckpointError for a file that cannot be read."""
+        root, said = path_of(self.folder), self.kept.get(_END)
+        if self.files is None or _GENERATION in self.files:
+            data, wrong = _as_begun(root, _GENERATION, (self.files or {}).get(_GENERATION))
+            found = json_of(data, root / _GENERATION).get(_END) if not wrong else None
+            if found is not None and not _is_kept(_END, found):
+                raise CheckpointError(root / _GENERATION, f"says {_END} {found!r:.80}", "give an id, or a list of ids")
+            said = said if found is None else found
+        return [] if said is None else said if isinstance(said, list) else [said]
 
     def without_tokenizer(self) -> "Origin":
         """For a run that goes on with another tokenizer: ids and files are those of the first."""

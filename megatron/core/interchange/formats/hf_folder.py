@@ -72,10 +72,18 @@ def read_json(path: Path) -> dict[str, Any]:
         text = read_start(path, _MOST_JSON + 1) if is_file(path) else b""
         if len(text) > _MOST_JSON:
             raise ValueError(f"it has more than {_MOST_JSON} bytes")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(path, f"cannot be read ({str(error)[:200]})", "fetch the folder again") from error
+    return json_of(text, path)
+
+
+def json_of(text: bytes, path: Path) -> dict[str, Any]:
+    """A JSON object, with all that is not JSON refused. path: where it lies, for the CheckpointError."""
+    try:
         found = json.loads(text.decode(), object_pairs_hook=without_repeats, parse_constant=_refused)
         if not isinstance(found, dict):
             raise ValueError("it is no object")
-    except (OSError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(path, f"cannot be read ({str(error)[:200]})", "fetch the folder again") from error
     return found
 
