@@ -79,6 +79,9 @@ def test_a_head_of_cohere2_that_is_not_said_is_hidden_size_over_heads():
             },
             "partial_rotary_factor of layers with a window is not built",
         ),
+        ("gemma", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; write gelu_pytorch_tanh"),
+        ("gemma", {"hidden_activation": "silu"}, "hidden_activation is 'silu'"),
+        ("gemma2", {"hidden_act": "silu"}, "hidden_act is 'silu'"),
         (
             "gemma3_text",
             {"rope_local_base_freq": 5.0, "rope_parameters": {"sliding_attention": {"rope_theta": 1e4}}},
@@ -124,3 +127,20 @@ def test_a_model_whose_layers_have_no_window_needs_no_base_of_windows(kind: str)
     model = ModelConfig(**settings(kind, layer_types=["full_attention"] * 4))
     assert [rope.base for rope in model.ropes] == [777.0]
     assert config_of(kind, model, 61, "float32")["layer_types"] == ["full_attention"] * 4
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3_text"])
+@pytest.mark.parametrize(("theirs", "ours"), [("gelu", "gated_gelu"), ("gelu_pytorch_tanh", "gated_gelu-tanh")])
+def test_gemma_computes_the_activation_of_the_key_that_its_class_reads(kind: str, theirs: str, ours: str):
+    assert (
+        ModelConfig(**settings("gemma", hidden_activation="gelu_pytorch_tanh")).activation_region == "gated_gelu-tanh"
+    )
+    model = ModelConfig(**settings(kind, hidden_activation=theirs, hidden_act="gelu"))
+    assert model.activation_region == ours
+    assert config_of(kind, model, 61, "float32")["hidden_activation"] == theirs
+
+
+@pytest.mark.parametrize("more", [{"layer_types": ["full_attention"] * 4}, {"sliding_window": None}])
+def test_layers_of_cohere2_without_a_window_do_not_rotate(more: dict):
+    model = ModelConfig(**settings("cohere2", **more))
+    assert model.ropes == () and config_of("cohere2", model, 61, "float32")["sliding_window"] is None

@@ -125,18 +125,26 @@ def _embedding_times_root() -> Field:
     return Field((), lambda given: {"embedding_multiplier": sqrt(given.count("hidden_size"))}, lambda model: {})
 
 
-def _gemma_activation() -> Field:
-    """hidden_activation, or in old files hidden_act, where gelu means the tanh form."""
+_TANH = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
+
+
+def _gemma_activation(key: str, other: str) -> Field:
+    """key: what the class reads; other: the one of hidden_act and hidden_activation that it passes over.
+
+    gelu is refused where it is hidden_act: it has meant the tanh form to transformers for a time, and the exact one since.
+    """
+    said = activation(key, _TANH[0], gated=True)
 
     def read(given: Given) -> dict[str, Any]:
-        for key in ("hidden_activation", "hidden_act"):
-            given.choice(key, "gelu_pytorch_tanh", ("gelu_pytorch_tanh", "gelu", "gelu_new"))
-        return {"gated": True, "activation": "gelu-tanh"}
+        if key == "hidden_act" and given.get(key) == "gelu":
+            raise given.wrong(
+                key, f"write {_TANH[0]}, which Gemma was trained with; its versions read gelu in two ways"
+            )
+        passed_over = (*_TANH, "gelu") if other == "hidden_act" else ()
+        given.choice(other, None, (None, given.get(key, _TANH[0]), *passed_over))
+        return said.read(given)
 
-    tanh = "gelu_pytorch_tanh"
-    return Field(
-        ("hidden_activation", "hidden_act"), read, lambda model: {"hidden_activation": tanh, "hidden_act": tanh}
-    )
+    return Field((key, other), read, lambda model: said.write(model) | {other: said.write(model)[key]})
 
 
 def _score_scale(key: str) -> Field:
@@ -164,15 +172,14 @@ def _cap(key: str, ours: str, default: float | None) -> Field:
     return Field((key,), read, lambda model: {key: getattr(model, ours)})
 
 
-_GEMMA_FIELDS = (
-    _gemma_activation(),
-    _embedding_times_root(),
-    _BIASES[0],
-    always("use_bidirectional_attention", False, None),
-)
+_GEMMA_FIELDS = (_embedding_times_root(), _BIASES[0], always("use_bidirectional_attention", False, None))
 _GEMMA_SIZES = {"length": 8192, "tied": True, "width": 256}
 GEMMA = Family(
-    "GemmaForCausalLM", _GEMMA, _fields(rope(), *_GEMMA_FIELDS, **_GEMMA_SIZES, groups=16), LLAMA_ROWS, _IGNORED
+    "GemmaForCausalLM",
+    _GEMMA,
+    _fields(rope(), _gemma_activation("hidden_act", "hidden_activation"), *_GEMMA_FIELDS, **_GEMMA_SIZES, groups=16),
+    LLAMA_ROWS,
+    _IGNORED,
 )
 _GEMMA_ROWS = (*ENDS, *_SANDWICH, *_attention(), *_GATED)
 GEMMA2 = Family(
@@ -180,6 +187,7 @@ GEMMA2 = Family(
     _GEMMA | {"norm_placement": "sandwich"},
     _fields(
         rope(),
+        _gemma_activation("hidden_activation", "hidden_act"),
         *_GEMMA_FIELDS,
         _score_scale("query_pre_attn_scalar"),
         _cap("attn_logit_softcapping", "attn_logit_softcapping", 50.0),
@@ -197,6 +205,7 @@ GEMMA3 = Family(
     _GEMMA | {"norm_placement": "sandwich", "qk_layernorm": True},
     _fields(
         rope(1e6, of_windows=("rope_local_base_freq", 1e4)),
+        _gemma_activation("hidden_activation", "hidden_act"),
         *_GEMMA_FIELDS,
         _score_scale("query_pre_attn_scalar"),
         _cap("final_logit_softcapping", "final_logit_softcapping", None),

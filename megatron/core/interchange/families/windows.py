@@ -51,7 +51,7 @@ def windows(
                 raise given.wrong("layer_types", f"it must have {_FULL} or {_WINDOW} for each of {layers} layers")
             has = [one == _WINDOW for one in types]
         if width is None or not any(has):
-            return {}
+            return {"no_rope_freq": str([1] * layers).replace(" ", "")} if rotates_with else {}
         pattern = {} if all(has) else {"window_attn_skip_freq": str([int(one) for one in has]).replace(" ", "")}
         if rotates_with and not all(has):
             pattern["no_rope_freq"] = str([int(not one) for one in has]).replace(" ", "")
