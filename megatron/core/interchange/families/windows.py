@@ -60,7 +60,8 @@ def windows(
     def write(model: Any) -> dict[str, Any]:
         before = [model.keys_before(layer) for layer in range(model.num_layers)]
         has, width = [keys is not None for keys in before], next((keys for keys in before if keys is not None), None)
-        said = {"sliding_window": None if width is None else width + 1}
+        # A class with layer_types alone wants a width, although no layer may use it.
+        said = {"sliding_window": (absent if lists and not switch else None) if width is None else width + 1}
         if switch:
             said[switch] = any(has)
         if lists:
