@@ -146,3 +146,33 @@ def test_layers_of_cohere2_without_a_window_do_not_rotate(more: dict):
     written = config_of("cohere2", model, 61, "float32")
     assert model.ropes == () and written["layer_types"] == ["full_attention"] * 4
     assert written["sliding_window"] == 4096, "transformers makes no masks without a width"
+
+
+R7B = {"use_embedding_sharing": True, "use_gated_activation": True, "use_parallel_block": True, "layer_switch": 4}
+R7B |= {"order_of_interleaved_layers": "local_attn_first", "position_embedding_type": "rope_gptj", "rotary_pct": 1.0}
+PHI_4 = {"attention_bias": False, "mlp_bias": False, "lm_head_bias": False, "full_attn_mod": 1, "interpolate_factor": 1}
+PUBLISHED = {  # keys of published files that transformers does not read
+    "llama": {"rope_interleaved": False, "is_llama_config": True, "transformers.js_config": {"dtype": "q4"}},
+    "starcoder2": {"mlp_type": "default", "norm_type": "layer_norm", "rms_norm_eps": 1e-5},
+    "phi3": PHI_4,
+    "cohere": {"model_max_length": 131072},
+    "cohere2": R7B | {"use_parallel_embedding": True, "cache_implementation": "hybrid"},
+    "gpt_neox": {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0, "rope_theta": "absent"},
+    "bert": {"directionality": "bidi", "pooler_type": "first_token_transform", "rope_theta": "absent"},
+}
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_keys_of_published_files_are_known(kind: str):
+    plain = {key: value for key, value in PUBLISHED[kind].items() if value == "absent"}
+    assert settings(kind, **PUBLISHED[kind]) == settings(kind, **plain)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [("llama", "rope_interleaved", True), ("starcoder2", "norm_type", "rms_norm"), ("phi3", "full_attn_mod", 2)]
+    + [("cohere2", "rotary_pct", 0.5), ("phi3", "lm_head_bias", True)],
+)
+def test_a_published_key_with_another_value_is_refused(kind: str, key: str, value: object):
+    with pytest.raises(ConfigError, match=key):
+        settings(kind, **{key: value})

@@ -34,7 +34,9 @@ BERT = Family(
         only("position_embedding_type", "absolute"),
         *(only(name, False) for name in ("is_encoder_decoder", "add_cross_attention", "is_decoder", "use_bfloat16")),
         only("pruned_heads", {}),
-        unused("gradient_checkpointing"),
+        only("directionality", "bidi"),
+        unused("gradient_checkpointing", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers"),
+        unused("pooler_size_per_head", "pooler_type"),
         ABOUT,
     ),
     (

@@ -58,7 +58,15 @@ ABOUT = unused(
     *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "pretraining_tp", "output_router_logits"),
     *("auto_map", "_attn_implementation", "output_attentions", "output_hidden_states", "return_dict", "name_or_path"),
     *("chunk_size_feed_forward", "problem_type", "id2label", "label2id", "finetuning_task", "task_specific_params"),
-    *("tokenizer_class", "prefix", "sep_token_id", "decoder_start_token_id", "tie_encoder_decoder", "torchscript"),
+    *(
+        "transformers.js_config",
+        "tokenizer_class",
+        "prefix",
+        "sep_token_id",
+        "decoder_start_token_id",
+        "tie_encoder_decoder",
+        "torchscript",
+    ),
     *("hidden_dropout", "resid_pdrop", "embd_pdrop", "residual_dropout", "embedding_dropout", "classifier_dropout"),
 )
 NOT_ENCODERS = (

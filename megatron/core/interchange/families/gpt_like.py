@@ -14,7 +14,7 @@ from megatron.core.interchange.families.family import (
     activation,
     both,
 )
-from megatron.core.interchange.families.fields import Field, Given, count, heads, number, share, switch, unused
+from megatron.core.interchange.families.fields import Field, Given, count, heads, number, only, share, switch, unused
 from megatron.core.interchange.families.llama_like import ENDS
 from megatron.core.interchange.families.rope import rope
 from megatron.core.interchange.families.windows import windows
@@ -120,6 +120,7 @@ GPT_NEOX = Family(
         _attention_biases("attention_bias"),
         share("hidden_dropout", "hidden_dropout"),
         share("attention_dropout", "attention_dropout"),
+        unused("hidden_dropout_prob", "attention_probs_dropout_prob"),  # of GPT-NeoX-20B
     ),
     (
         Row(WORD_TABLE, "copy", ("gpt_neox.embed_in.weight",)),
@@ -173,6 +174,7 @@ STARCODER2 = Family(
         rope(),
         windows(None, lists=False),
         switch("use_bias", "add_bias_linear", True),
+        *(only("mlp_type", "default"), only("norm_type", "layer_norm"), unused("rms_norm_eps")),  # of published files
         share("residual_dropout", "hidden_dropout"),
         share("attention_dropout", "attention_dropout"),
     ),

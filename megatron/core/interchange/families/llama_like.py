@@ -17,7 +17,18 @@ from megatron.core.interchange.families.family import (
     both,
     multiplier,
 )
-from megatron.core.interchange.families.fields import Field, Given, always, count, heads, number, share, switch, unused
+from megatron.core.interchange.families.fields import (
+    Field,
+    Given,
+    always,
+    count,
+    heads,
+    number,
+    only,
+    share,
+    switch,
+    unused,
+)
 from megatron.core.interchange.families.rope import rope
 from megatron.core.interchange.families.windows import all_but_each, windows
 
@@ -81,7 +92,20 @@ def _fields(
 
 
 _BIASES = (bias("attention_bias", "add_qkv_bias", "add_attention_output_bias"), bias("mlp_bias", "add_mlp_bias"))
-LLAMA = Family("LlamaForCausalLM", _BASE, _fields(rope(), *_BIASES, length=2048), LLAMA_ROWS, _IGNORED)
+# Keys of published files that transformers does not read. They say what it computes, and no other value is read.
+_OF_SMOLLM = (only("rope_interleaved", False), unused("is_llama_config"))
+_OF_PHI_4 = (
+    *(only(name, False) for name in ("attention_bias", "mlp_bias", "lm_head_bias")),
+    *(only(name, 1) for name in ("full_attn_mod", "interpolate_factor")),
+)
+_OF_COMMAND_R7B = (
+    *(only(name, True) for name in ("use_embedding_sharing", "use_gated_activation", "use_parallel_block")),
+    *(only("order_of_interleaved_layers", "local_attn_first"), only("position_embedding_type", "rope_gptj")),
+    *(only("layer_switch", 4), always("rotary_pct", 1.0, 1)._replace(write=lambda model: {})),
+    unused("use_parallel_embedding", "cache_implementation"),
+)
+
+LLAMA = Family("LlamaForCausalLM", _BASE, _fields(rope(), *_BIASES, *_OF_SMOLLM, length=2048), LLAMA_ROWS, _IGNORED)
 MISTRAL = Family(
     "MistralForCausalLM",
     _BASE,
@@ -224,7 +248,7 @@ GEMMA3 = Family(
 PHI3 = Family(
     "Phi3ForCausalLM",
     _BASE,
-    _fields(rope(partial=1.0, only_longrope=4096), windows(None, lists=False), length=4096, epsilon=1e-5),
+    _fields(rope(partial=1.0, only_longrope=4096), windows(None, lists=False), *_OF_PHI_4, length=4096, epsilon=1e-5),
     (
         *ENDS,
         *_BEFORE,
@@ -328,7 +352,7 @@ _COHERE = _BASE | {"normalization": "LayerNorm", "norm_bias": False, "norm_place
 _COHERE_ROWS = (*ENDS, *_norms(input_layernorm="input_layernorm"), *_attention("flat"), *_GATED)
 _COHERE_FIELDS = (
     number("layer_norm_eps", "norm_epsilon", 1e-5),
-    unused("rms_norm_eps"),
+    unused("rms_norm_eps", "model_max_length"),
     multiplier("logit_scale", "logit_multiplier", 0.0625),
     bias("attention_bias", "add_qkv_bias", "add_attention_output_bias"),
 )
@@ -345,6 +369,7 @@ COHERE2 = Family(
     _fields(
         rope(interleaved=True),
         *_COHERE_FIELDS,
+        *_OF_COMMAND_R7B,
         windows(
             4096,
             all_but_each("sliding_window_pattern", 4),
