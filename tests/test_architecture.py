@@ -332,7 +332,7 @@ BUDGETS = {
     "megatron/core/distributed": 1_600,
     "megatron/core/inference": 500,
     "megatron/core/interchange": 1_200,
-    "megatron/core/interchange/families": 1_200,
+    "megatron/core/interchange/families": 1_300,
     "megatron/core/interchange/formats": 1_600,
     "megatron/core/job": 800,
     "megatron/core/models": 600,
