@@ -103,6 +103,23 @@ def test_prompts_shared_among_ranks_give_the_scores_of_the_plain_forward(model, 
         assert_drawn_from_plain_scores(ranks, config, length, tp * cp * (pp - 1))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_of_one_token_is_shared_among_four_ranks(kind: str):
+    """Seven of eight columns are padding, on three ranks all."""
+
+    def scores(mesh: Mesh) -> torch.Tensor:
+        seen: list[torch.Tensor] = []
+        model = build_chunks(mesh, MODELS["gpt2"], Layout(cp_types=(kind,)))[0][0].module
+        options = {"max_new_tokens": 4, "max_length": SEQ, "stop_id": None, "mesh": mesh}
+        list(generate_batch(model, [[5]], **options, choose=[lambda x: seen.append(x) or int(x.argmax())]))
+        return torch.stack(seen)
+
+    alone = scores(lone_mesh())
+    assert len(alone) == 4
+    for shared in run_ranks({"cp": 4, "cp_heads": 2}, scores):
+        torch.testing.assert_close(shared, alone, rtol=1e-10, atol=1e-10)
+
+
 def test_without_the_cache_the_scores_are_the_same():
     config = MODELS["llama"]
     kept, computed = (forced(lone_mesh(), config, length=SEQ, use_cache=use) for use in (True, False))
