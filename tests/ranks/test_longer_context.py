@@ -97,11 +97,15 @@ def test_twenty_steps_at_tp_2_and_cp_2_equal_one_process_and_leave_as_a_folder(f
     assert len(capsys.readouterr().out.split()) > 41
 
 
-@pytest.mark.parametrize("how", ["p2p", "all_gather", "a2a"])
+TYPES = {kind: 2 for kind in ("p2p", "all_gather", "a2a")} | {"a2a+p2p --hierarchical-context-parallel-sizes 2 2": 4}
+
+
+@pytest.mark.parametrize("how", TYPES)
 def test_every_type_of_context_parallelism_gives_the_numbers_of_one_rank(how: str, folder: Path):
     alone = trained(folder, {}, f"{ONE}--train-iters 2")
-    flags = f"--tensor-model-parallel-size 1 --context-parallel-size 2 --cp-comm-type {how} --train-iters 2"
-    assert trained(folder, {"cp": 2}, flags) == pytest.approx(alone, rel=1e-10)
+    sizes = {"cp": TYPES[how], "cp_heads": 2 if TYPES[how] == 4 else 1}
+    flags = f"--tensor-model-parallel-size 1 --context-parallel-size {sizes['cp']} --cp-comm-type {how} --train-iters 2"
+    assert trained(folder, sizes, flags) == pytest.approx(alone, rel=1e-10)
 
 
 def test_a_change_of_positions_is_refused_unless_it_is_allowed(folder: Path, tmp_path: Path, capsys):
