@@ -1,10 +1,11 @@
 """Context parallelism where sizes are odd: groups of one rank, few key/value heads, narrow windows, short documents."""
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
-from tiny_run import LLAMA, SEQ, Layout, Outcome, assert_equal, run
+import torch
+from tiny_run import GPT, LLAMA, SEQ, Layout, Outcome, assert_equal, run, sample
 
 from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.transformer.model_config import ModelConfig
@@ -46,3 +47,21 @@ def test_dropout_is_the_same_when_attention_is_computed_again(kind: str):
     for recompute in ("selective", "uniform 1"):
         layout = Layout(cp=2, cp_types=(kind,), cp_heads=2, recompute=recompute, m=2)
         assert_as_one_process(model, layout, batch=8)  # microbatches of 4 samples
+
+
+def of_documents(length: int, number: int, texts: object) -> dict[str, torch.Tensor]:
+    """Sample `number`, of documents of so many tokens each."""
+    return sample(number) | {"documents": torch.arange(SEQ) // length}
+
+
+@pytest.mark.parametrize("length", [1, 2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_documents_of_one_token_and_those_that_end_with_a_chunk_see_themselves_alone(kind: str, length: int):
+    """SEQ is 8: chunks have 2 tokens at cp 2, and 1 at cp 4."""
+    subject = replace(GPT, sample=partial(of_documents, length))
+    options = {"global_batch": 4, "steps": 1, "subject": subject}
+    alone = run(TWO, Layout(), **options)
+    assert alone.losses != run(TWO, Layout(), global_batch=4, steps=1).losses
+    for ranks in (2, 4):
+        layout = Layout(cp=ranks, cp_types=(kind,), cp_heads=2)
+        assert_equal(run(TWO, layout, **options), alone, 1e-10)
