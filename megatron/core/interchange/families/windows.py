@@ -43,6 +43,8 @@ def windows(
         if width is None and "sliding_window" not in given.values:
             width = absent
         if switch and not given.choice(switch, False, (False, True)):
+            if width is not None and _WINDOW in (given.get("layer_types") or ()):
+                raise given.wrong(switch, "layer_types has layers with a window; which of them counts?")
             width = None
         if not lists or (types := given.get("layer_types")) is None:
             has = [width is not None and rule(given, layer) for layer in range(layers)]
