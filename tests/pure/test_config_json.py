@@ -84,6 +84,7 @@ def test_a_head_of_cohere2_that_is_not_said_is_hidden_size_over_heads():
             {"use_sliding_window": False, "sliding_window": 7, "layer_types": ["sliding_attention"] * 4},
             "use_sliding_window is False; layer_types has layers with a window",
         ),
+        ("smollm3", {"sliding_window": 7, "layer_types": 5}, "layer_types is 5; it must have"),
         ("gemma", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; write gelu_pytorch_tanh"),
         ("gemma", {"hidden_activation": "silu"}, "hidden_activation is 'silu'"),
         ("gemma2", {"hidden_act": "silu"}, "hidden_act is 'silu'"),

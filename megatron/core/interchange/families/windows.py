@@ -43,7 +43,8 @@ def windows(
         if width is None and "sliding_window" not in given.values:
             width = absent
         if switch and not given.choice(switch, False, (False, True)):
-            if width is not None and _WINDOW in (given.get("layer_types") or ()):
+            types = given.get("layer_types")
+            if width is not None and isinstance(types, list) and _WINDOW in types:
                 raise given.wrong(switch, "layer_types has layers with a window; which of them counts?")
             width = None
         if not lists or (types := given.get("layer_types")) is None:
