@@ -18,6 +18,9 @@ from megatron.core.optimizer.muon_config import MuonConfig, ns_coefficients
 from megatron.core.optimizer.update import States, Tensors, UpdateStep
 from megatron.core.optimizer.whole import Owners, WholeTensor
 
+# Megatron-LM's. A smaller matrix fades: what is zero but for rounding differs between layouts, and must not become a whole step.
+SMALLEST_NORM = 1e-7
+
 
 def muon_update(
     parameters: Tensors,
@@ -114,12 +117,13 @@ def scale_factor(shape: tuple[int, ...], mode: str) -> float:
 def orthogonalized(matrix: Tensor, config: MuonConfig) -> Tensor:
     """About U V^T of the matrix U S V^T, in new memory.
 
-    Newton-Schulz steps X <- a X + (b A + c A^2) X, A = X X^T, begin with matrix / |matrix| and drive its singular values
-    towards 1. A matrix of zeros stays one.
+    Newton-Schulz steps X <- a X + (b A + c A^2) X, A = X X^T, begin with matrix / max(|matrix|, 1e-7) and drive its singular
+    values towards 1.
     """
     x = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix  # A has the smaller side
-    # Squares of small float32 gradients would underflow.
-    norm = torch.linalg.vector_norm(x, dtype=torch.float64).clamp(min=torch.finfo(x.dtype).tiny)
+    norm = torch.linalg.vector_norm(x, dtype=torch.float64).clamp(
+        min=SMALLEST_NORM
+    )  # squares could underflow in float32
     x = x / norm.to(x.dtype)
     if _is_rounded(x.dtype, config) and multiplies_bfloat16(x.device):
         x = x.bfloat16()
