@@ -28,6 +28,7 @@ REFUSALS = {
     "not built": (1, MOCK + "--use-megatron-fsdp", "--use-megatron-fsdp --zero-stage 3"),
     "experts": (1, MOCK + "--num-experts 8", "--num-experts"),
     "expert parallel": (2, MOCK + "--expert-model-parallel-size 2", "--expert-model-parallel-size 2 1"),
+    "flag of a T5": (1, MOCK + "--no-scale-decoder-outputs", "--no-scale-decoder-outputs pretrain_t5.py"),
     "chunks of a sequence": (
         2,
         MOCK + "--context-parallel-size 2 --seq-length 30",

@@ -145,6 +145,11 @@ T5_CASES: dict[str, dict[str, Any]] = {
         **{**_T5, "feed_forward_proj": "gated-gelu", "d_kv": 4},
         **{"tie_word_embeddings": False, "scale_decoder_outputs": False},
     },
+    # Version 1.1 as transformers 5 makes it.
+    "t5-tied": {
+        **{**_T5, "feed_forward_proj": "gated-gelu"},
+        **{"tie_word_embeddings": True, "scale_decoder_outputs": False},
+    },
 }
 
 # Norms behind the blocks, and the heads of pretraining: with texts of `sentences`.

@@ -13,6 +13,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 import cases  # noqa: E402
 
 ALL = cases.CASES | cases.T5_CASES | cases.BERT_CASES
+NOT_OF_4 = ("t5-tied",)  # which divides hidden states wherever the table is tied
 
 
 def write(root: Path) -> None:
@@ -50,6 +51,9 @@ def check(root: Path, names: list[str]) -> int:
     print(f"transformers {transformers.__version__}")
     wrong = 0
     for name in names or ALL:
+        if name in NOT_OF_4 and transformers.__version__ < "5":
+            print(f"{name:20} has no words in this version")
+            continue
         try:
             model, told = kinds.get(name, AutoModelForCausalLM).from_pretrained(
                 root / "out" / name, attn_implementation="eager", torch_dtype=torch.float64, output_loading_info=True

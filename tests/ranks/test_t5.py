@@ -25,6 +25,7 @@ from megatron.core.interchange import open_foreign
 from megatron.core.interchange.families.config_json import family_of
 from megatron.core.interchange.formats.hf_folder import read_json
 from megatron.core.interchange.mapped import heads_of, rows_of
+from megatron.core.interchange.opened import settings_in
 from megatron.core.interchange.streamed import write_hf_folder
 from megatron.core.interchange.written import their_tensors
 from megatron.core.models.t5_model import T5Model
@@ -147,7 +148,24 @@ def test_a_folder_is_written_as_it_was_to_the_bit(case: str, folders: dict[str, 
     assert {k: v for k, v in written.items() if k not in own} == {
         k: v for k, v in given.items() if k not in left | {"transformers_version"}
     }
-    assert written["tie_word_embeddings"] == written["scale_decoder_outputs"] == (case == "t5")
+    assert written["tie_word_embeddings"] == (case != "t5-gated") and written["scale_decoder_outputs"] == (case == "t5")
+
+
+@pytest.mark.parametrize("is_tied", [False, True], ids=["a head of its own", "the table again"])
+def test_a_config_of_transformers_5_ties_a_head_that_is_the_table_alone(
+    is_tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It says of every model that it is tied; one that has been read with another head is not."""
+    record = read_record("t5-tied")
+    shapes = record["shapes"] | {"lm_head.weight": record["shapes"]["shared.weight"]}
+    drawn_as = {"lm_head.weight": "shared.weight"} if is_tied else {}
+    monkeypatch.setattr("cases.weight", lambda name, shape: weight(drawn_as.get(name, name), shape))
+    write_folder(tmp_path, {"config": record["config"], "shapes": shapes})
+    checkpoint, settings = open_foreign(tmp_path), settings_in(tmp_path)["transformer"]
+    assert settings["untie_embeddings_and_output_weights"] is not is_tied
+    assert settings["scale_decoder_outputs"] is not is_tied
+    assert checkpoint.state["config"]["transformer"] == settings
+    assert ("model/language_model.output_layer.weight" in checkpoint.manifest.tensors) is not is_tied
 
 
 @pytest.mark.full

@@ -6,7 +6,7 @@ So each rank of any layout reads its boxes from the files as they lie, without a
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,12 @@ from megatron.core import comm
 from megatron.core.checkpoint.format import CheckpointError, Manifest, TensorRecord
 from megatron.core.grid import ALONE, Axis
 from megatron.core.interchange.carried import Origin
+from megatron.core.interchange.families import t5_like
 from megatron.core.interchange.families.config_json import family_of, settings_of
 from megatron.core.interchange.families.family import OUTPUT, WORD_TABLE, Family, Row
 from megatron.core.interchange.families.fields import Given, dtype_in
 from megatron.core.interchange.families.operations import HeadCounts
-from megatron.core.interchange.formats.hf_folder import CONFIG, HFFolder, are_equal, read_hf_folder
+from megatron.core.interchange.formats.hf_folder import CONFIG, HFFolder, are_equal, read_hf_folder, read_json
 from megatron.core.interchange.formats.safetensors import FETCH_AGAIN, TensorInFile
 from megatron.core.interchange.strided import StridedCheckpoint, record_of
 from megatron.core.storage.files import is_file
@@ -103,6 +104,22 @@ def check_tied(folder: HFFolder, family: Family, config: ModelConfig, root: Path
 # ---------------------------------------------------------------- the checkpoint
 
 
+def config_in(root: Path) -> dict[str, Any]:
+    """The config.json of a folder; reads the weights' headers where they say more."""
+    config = read_json(root / CONFIG)
+    return _read(root).config if t5_like.may_have_a_head(config) else config
+
+
+def _read(root: Path) -> HFFolder:
+    folder = read_hf_folder(root)
+    if not t5_like.may_have_a_head(folder.config):
+        return folder
+    head, table = (folder.tensors.get(name) for name in (t5_like.HEAD, t5_like.TABLE))
+    if head is None or table is None or are_equal(root, head, table):
+        return folder
+    return replace(folder, config=t5_like.with_a_head(folder.config))
+
+
 def manifest_of(folder: HFFolder, root: Path) -> Manifest:
     """The folder as a checkpoint of iteration 0: weights, and the settings of their model."""
     settings, _ = settings_of(folder.config, str(root / CONFIG))
@@ -156,7 +173,7 @@ def open_hf_folder(root: Path, world: Axis = ALONE, device: torch.device | str =
     text = None
     with comm.together(world, device):
         if world.is_first:
-            folder = read_hf_folder(root)
+            folder = _read(root)
             settings, _ = settings_of(folder.config, str(root / CONFIG))
             check_tied(folder, family_of(folder.config, CONFIG), ModelConfig(**settings), root)
             text = json.dumps(asdict(folder))

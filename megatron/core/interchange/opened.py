@@ -15,7 +15,7 @@ from megatron.core.interchange.carried import Origin
 from megatron.core.interchange.families.config_json import family_of
 from megatron.core.interchange.formats.hf_folder import CONFIG, is_hf_folder, read_json
 from megatron.core.interchange.formats.megatron_folder import check_readable, is_megatron_folder
-from megatron.core.interchange.mapped import components_of, open_hf_folder
+from megatron.core.interchange.mapped import components_of, config_in, open_hf_folder
 from megatron.core.interchange.mapped_megatron import open_megatron, settings_of_megatron
 from megatron.core.interchange.mapped_titan import open_titan
 from megatron.core.interchange.strided import StridedCheckpoint
@@ -32,7 +32,7 @@ def is_foreign(root: Path | str, iteration: int | None = None) -> bool:
 def settings_in(root: Path, iteration: int | None = None) -> dict[str, dict[str, Any]]:
     """The settings that another project's folder gives to a run, by component."""
     if is_hf_folder(root):
-        return components_of(read_json(root / CONFIG), root / CONFIG, root)
+        return components_of(config_in(root), root / CONFIG, root)
     return settings_of_megatron(root, iteration)
 
 

@@ -46,6 +46,7 @@ def _problems_of_one_stack(config: Any) -> list[str]:
         "--decoder-seq-length": config.data.decoder_seq_length is not None,
         "--pipeline-model-parallel-split-rank": config.parallel.pipeline_model_parallel_split_rank is not None,
         "--position-embedding-type relative": config.transformer.position_embedding_type == "relative",
+        "--no-scale-decoder-outputs": not config.transformer.scale_decoder_outputs,
     }
     return [
         f"{flag} is about an encoder and a decoder, as pretrain_t5.py has them; leave it out"

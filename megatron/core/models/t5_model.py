@@ -195,7 +195,8 @@ class T5Model(LanguageModelStage):
     one takes the next words of the decoder alone, and hands on their hidden states alone.
 
     The decoder is causal and has no mask of its own: padding stands at the end, where no token looks. With tied weights hidden
-    states are divided by the square root of their width before the scores, as the published models of version 1.0 have it.
+    states are divided by the square root of their width before the scores, as the published models of version 1.0 have it;
+    `scale_decoder_outputs` False leaves that out.
     """
 
     rules = T5_RULES
@@ -204,7 +205,8 @@ class T5Model(LanguageModelStage):
     def __init__(self, config: ModelConfig, *, decoder_seq_length: int, **parts):
         super().__init__(config, **parts)
         self.decoder_seq_length = decoder_seq_length
-        self.factor = 1.0 if config.untie_embeddings_and_output_weights else config.hidden_size**-0.5
+        scales = config.scale_decoder_outputs and not config.untie_embeddings_and_output_weights
+        self.factor = config.hidden_size**-0.5 if scales else 1.0
 
     def forward(
         self,

@@ -35,6 +35,11 @@ class ShapeConfig(FlagConfig):
     add_qkv_bias: bool = knob(False, "bias in the QKV layer, even with --disable-bias-linear")
     qk_layernorm: bool = knob(False, "normalize query and key heads, as --normalization says")
     untie_embeddings_and_output_weights: bool = knob(False, "separate weight for the output layer")
+    scale_decoder_outputs: bool = knob(
+        True,
+        "pretrain_t5.py: the word table as output layer takes hidden states as they are, not divided by their width's root",
+        flags=("--no-scale-decoder-outputs",),
+    )
     make_vocab_size_divisible_by: Count = knob(128, "pad the vocabulary to a multiple of this x tensor-parallel size")
     hidden_dropout: BelowOne = knob(0.1, "dropout after the embedding and each block")
     attention_dropout: BelowOne = knob(0.1, "dropout of attention probabilities")

@@ -1,5 +1,6 @@
 """T5, versions 1.0 and 1.1: two stacks, relative positions, attention from the decoder to the encoder."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.interchange.families.family import ABOUT, OUTPUT, STAGE, START_ID, WORD_TABLE, Family, Row
@@ -31,21 +32,37 @@ def _mlp() -> Field:
     return Field((key, *parts), read, written)
 
 
+_TIED, _SCALED = "tie_word_embeddings", "scale_decoder_outputs"
+HEAD, TABLE = "lm_head.weight", "shared.weight"
+
+
 def _head() -> Field:
     """Whether the output layer is the word table, and its input then divided by the root of the width.
 
-    transformers 4 says tie_word_embeddings false for the others; 5 says true for all, and scale_decoder_outputs false for these.
+    Of version 1.1, whose models have an output layer of their own, transformers 4 says tie_word_embeddings false. 5 ties every
+    model that it makes, and says scale_decoder_outputs false of these; one that it has read may have a head all the same.
     """
-    tied, scaled = "tie_word_embeddings", "scale_decoder_outputs"
 
     def read(given: Given) -> dict[str, Any]:
-        is_tied = given.choice(tied, True, (False, True))
-        return {"untie_embeddings_and_output_weights": not (given.choice(scaled, is_tied, (False, True)) and is_tied)}
+        is_tied = given.choice(_TIED, True, (False, True))
+        is_scaled = given.choice(_SCALED, is_tied, (False, True) if is_tied else (False,))
+        return {"untie_embeddings_and_output_weights": not is_tied, "scale_decoder_outputs": is_scaled or not is_tied}
 
     def written(model: Any) -> dict[str, Any]:
-        return dict.fromkeys((tied, scaled), not model.untie_embeddings_and_output_weights)
+        is_tied = not model.untie_embeddings_and_output_weights
+        return {_TIED: is_tied, _SCALED: is_tied and model.scale_decoder_outputs}
 
-    return Field((tied, scaled), read, written)
+    return Field((_TIED, _SCALED), read, written)
+
+
+def may_have_a_head(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json leaves it to the weights whether the output layer is the word table (`HEAD` differs from `TABLE`)."""
+    return config.get("model_type") == "t5" and config.get(_TIED) is True and config.get(_SCALED) is False
+
+
+def with_a_head(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json of a model that has one."""
+    return {**config, _TIED: False}
 
 
 def _decoder_layers() -> Field:
@@ -118,7 +135,7 @@ T5 = Family(
         ABOUT,
     ),
     (
-        Row(WORD_TABLE, "copy", ("shared.weight",)),
+        Row(WORD_TABLE, "copy", (TABLE,)),
         _weight(f"{STAGE}encoder_relative_pos_emb", "copy", f"encoder.{_TABLE}"),
         _weight(f"{STAGE}decoder_relative_pos_emb", "copy", f"decoder.{_TABLE}"),
         *_layer(_ENCODER, _THEIR_ENCODER, 1),
