@@ -201,14 +201,18 @@ def test_what_cannot_be_written_is_refused(saved: Path, tool, kind: str, flags: 
 
 
 def test_a_folder_of_transformers_writes_its_ids(tool, tmp_path: Path):
-    """From the command line, with numbers for words; the ids that transformers says to the prompt of seven (record.py)."""
+    """From the command line, with numbers for words; the ids that transformers says to the prompt of seven (record.py). A text
+    ends before the folder's eos_token_id; without one it goes on, as the recorded texts do."""
     record = read_record("t5-gated")
+    ids, end = record["greedy"][2], record["config"]["eos_token_id"]
     write_folder(tmp_path / "hf", record)
+    write_folder(tmp_path / "endless", record | {"config": record["config"] | {"eos_token_id": None}})
     words = " ".join(map(str, prompts("t5-gated")[0][2]))
     tokenizer = ("--tokenizer-type", "NullTokenizer", "--vocab-size", 30)
-    flags = ("--load", tmp_path / "hf", *tokenizer, "--prompt", words, "--greedy", "--max-new-tokens", 14)
-    code, out, err = tool(*flags)
-    assert (code, [int(word) for word in out.split()]) == (0, record["greedy"][2]), err
+    for folder, expected in (("hf", ids[: ids.index(end)]), ("endless", ids)):
+        flags = ("--load", tmp_path / folder, *tokenizer, "--prompt", words, "--greedy", "--max-new-tokens", 14)
+        code, out, err = tool(*flags)
+        assert (code, [int(word) for word in out.split()]) == (0, expected), err
 
 
 def test_the_id_that_a_folder_begins_texts_with_is_taken_and_kept(tool, tmp_path: Path):
