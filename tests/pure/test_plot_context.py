@@ -76,6 +76,22 @@ def test_bytes_are_those_that_campaigns_count(kind, ranks, heads, groups):
     assert sum(bytes_sent(kind, ranks, Shape(SEQ, BATCH, heads, groups, 8, BYTES, BYTES))) == counted
 
 
+def test_in_half_precision_the_ring_sends_the_bytes_of_the_page(monkeypatch):
+    """Sums in float32 until they are complete; the last hop brings them home as the keys are."""
+    import torch
+
+    from megatron.core.grid import Axis
+    from megatron.core.pending import done
+    from megatron.core.transformer.context_parallel import merged
+
+    sent = []
+    monkeypatch.setattr(merged.comm, "start_shift", lambda x, axis: sent.append(x.nbytes) or done(x))
+    keys = torch.zeros(2, 1, 2, 16, 8, dtype=torch.bfloat16)  # keys and values of 1 sample, 2 heads, 64 / 4 rows
+    ring = merged.Ring(Axis("cp", (0, 1, 2, 3), 1))
+    home = ring.backward(keys, lambda chunks, here, arriving: torch.zeros_like(here, dtype=torch.float32))
+    assert sum(sent) == bytes_sent("p2p", 4, Shape(64, 1, 2, 2, 8))[1] and home.dtype == torch.bfloat16
+
+
 def test_the_commands_of_the_page_draw(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for command in commands_of(PAGE):

@@ -31,8 +31,10 @@ def bytes_sent(kind: str, ranks: int, shape: Shape, neighbours: int = 2) -> tupl
     if kind == "all_gather":
         return (ranks - 1) * pair, (ranks - 1) * pair
     exchanged = 2 * (shape.heads + groups) * head * (dealt - 1) // dealt
-    gradients = ring * pair // shape.number * shape.wide if ring > 1 else 0
-    return exchanged + (ring - 1) * pair, exchanged + (ring - 1) * pair + gradients
+    sums = (
+        (ring - 1) * pair // shape.number * shape.wide + pair if ring > 1 else 0
+    )  # the last ones, complete, are rounded
+    return exchanged + (ring - 1) * pair, exchanged + (ring - 1) * pair + sums
 
 
 def page() -> str:
@@ -110,8 +112,8 @@ _TYPES = """
 | a2a+p2p | heads among neighbours, keys and values round a ring of groups of them | both |
 
 MiB that a rank sends for one layer and microbatch, forward + backward, without recompute, by the formulas: 32 heads of width 128,
-8 heads of keys and values, one sample, half precision. The ring sends gradients in float32. a2a+p2p has 2 neighbours. Bytes
-grow with the length, not with its square.
+8 heads of keys and values, one sample, half precision. The ring sends sums of gradients in float32 until they are complete.
+a2a+p2p has 2 neighbours. Bytes grow with the length, not with its square.
 
 | length | c | p2p | all_gather | a2a | a2a+p2p |
 |---|---|---|---|---|---|"""

@@ -61,7 +61,10 @@ class Ring:
         here, leaving = saved, None
         for step in range(self.axis.size):
             coming = self._shift(here, step)
-            leaving = comm.start_shift(visit(self.chunks(step), here, leaving), self.axis)
+            sums = visit(self.chunks(step), here, leaving)
+            if step + 1 == self.axis.size:  # complete: rounded before it travels, as it would be after
+                sums = sums.to(saved.dtype)
+            leaving = comm.start_shift(sums, self.axis)
             here = coming.wait()
         return leaving.wait()
 
