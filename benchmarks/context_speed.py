@@ -137,8 +137,10 @@ def rank_main(folder: Path, shapes: list[int], length: int, rounds: int) -> None
     import torch.distributed as dist
 
     from megatron.core import parallel_state
+    from megatron.core.device import Device
 
     torch.set_num_threads(1)
+    Device("cpu").prepare(bf16=False)  # malloc as in a training run, for all ways
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(context_parallel_size=RANKS)
     seen = []
@@ -158,8 +160,10 @@ def profile_main(length: int) -> None:
     import torch.distributed as dist
 
     from megatron.core import parallel_state
+    from megatron.core.device import Device
 
     torch.set_num_threads(1)
+    Device("cpu").prepare(bf16=False)  # malloc as in a training run, for all ways
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(context_parallel_size=RANKS)
     way = ways_of(SHAPES[0], length)["p2p"]
