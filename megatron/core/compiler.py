@@ -29,6 +29,7 @@ from torch.utils._triton import has_triton
 from megatron.core import comm
 from megatron.core.config import FlagConfig, knob
 from megatron.core.grid import Axis
+from megatron.core.made_again import mark_made
 
 Formula = Callable[..., tuple[Tensor | None, ...]]
 
@@ -216,8 +217,13 @@ class Region:
             object.__setattr__(self, name, Compiled(getattr(self, name)))
 
     def compiled(self, *inputs: Any) -> Any:
-        """What `eager` gives, by the compiled formulas."""
-        return _Differentiable.apply(self, *inputs)
+        """What `eager` gives, by the compiled formulas. The result is marked if the backward keeps all that it is made from."""
+        made = _Differentiable.apply(self, *inputs)
+        if self.results == 1 and all(i in self.reads for i, x in enumerate(inputs) if isinstance(x, Tensor)):
+            result = made[-1] if self.carries else made
+            if result.requires_grad:
+                mark_made(result, self.forward, inputs)
+        return made
 
     def chosen(self, config: CompileConfig, device: torch.device | str) -> Callable[..., Any]:
         return self.compiled if compiles(config, device) else self.eager

@@ -116,6 +116,11 @@ def kept_by_layer(more: str) -> float:
         ("--recompute-granularity full --recompute-method uniform", 2),
         ("--recompute-granularity selective --recompute-modules mlp", 32 - 16),
         ("--recompute-granularity selective --recompute-modules layernorm", 32 - 4),
+        ("--compile regions", 32 - 12),
+        ("--compile regions --normalization RMSNorm", 32 - 12),
+        ("--compile regions --tensor-model-parallel-size 4 --world-size 4", 4 + 16 / 4),
+        ("--compile regions --tensor-model-parallel-size 4 --world-size 4 --sequence-parallel", 20 / 4),
+        ("--compile layers", 32 - 12),
     ],
 )
 def test_activations_of_a_layer_are_the_published_ones(more: str, units: float):

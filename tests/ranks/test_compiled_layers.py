@@ -169,7 +169,7 @@ def test_a_run_says_what_is_left_in_parts(said):
     "flags", ["", "--world-size 4 --rank 1 --bf16 --zero-stage 3 --swiglu --normalization RMSNorm"]
 )
 def test_memory_with_layers_is_predicted_and_less(flags: str):
-    """What a program saves is declared."""
-    got, parts = (measure(f"{SMALL} {flags} --compile {how}".split()) for how in ("layers", "regions"))
+    """What a program saves is declared. With regions as little is kept: their products make the same inputs again."""
+    got, parts, eager = (measure(f"{SMALL} {flags} --compile {how}".split()) for how in ("layers", "regions", "off"))
     check(got.predicted, got.bytes, got.total, got.in_file)
-    assert got.bytes["activations"] < parts.bytes["activations"]
+    assert got.bytes["activations"] <= parts.bytes["activations"] < 0.8 * eager.bytes["activations"]

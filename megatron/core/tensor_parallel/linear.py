@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron.core import comm
 from megatron.core.grid import ALONE, Axis
+from megatron.core.made_again import kept_for
 from megatron.core.main_grad import grad_was_added, grad_was_put_off, main_grad_and_beta
 from megatron.core.products import FEATURES_AT_ONCE, NATIVE, Products, Way, times, times_transposed
 from megatron.core.tensor_parallel.library_sums import add_in_library
@@ -143,7 +144,8 @@ class LinearFunction(torch.autograd.Function):
         store: WeightGradStore | None,
         products: Products,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.again, kept = kept_for(x)
+        ctx.save_for_backward(weight, *kept)
         # save_for_backward returns a new object for the weight; only the object given here has `main_grad`.
         ctx.weight, ctx.store = weight, store
         ctx.axis, ctx.sequence_parallel = axis, sequence_parallel
@@ -153,10 +155,11 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        x, weight = ctx.saved_tensors
+        weight, *kept = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         defers = needs_weight and _defers(ctx)
         gathering = summing = None
+        x = ctx.again(*kept) if needs_weight else None
         grad_weight = None
         if ctx.sequence_parallel and needs_weight and not defers:
             gathering = comm.start_all_gather(x, ctx.axis)

@@ -8,6 +8,7 @@ of the weight. `partial`: whether a rank's gradient is partial; None: under sequ
 from torch import Tensor, nn
 
 from megatron.core.compiler import compiles
+from megatron.core.made_again import unmarked
 from megatron.core.placement import Constant
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
@@ -32,9 +33,10 @@ class Norm(nn.Module):
         self.region, self.carries = REGIONS[name].chosen(config, tp.device), compiles(config, tp.device)
 
     def forward(self, x: Tensor, *, beside_input: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """norm(x). beside_input: (x, norm(x)); one that `carries` adds the gradients of both in its own pass."""
+        """norm(x). beside_input: (x, norm(x)); one that `carries` adds the gradients of both in its own pass, and the products
+        of norm(x), which must be of the same layer, make it again."""
         both = self.region(x, self.weight, self.bias, self.epsilon)
-        return both if beside_input else both[1]
+        return both if beside_input else unmarked(both[1])
 
 
 def make_norm(

@@ -6,8 +6,8 @@
 A program has the products and all that lies between them. The attention between the two is the kernel that its table chooses
 for each forward. As in a `Region` both directions are formulas, so what waits for the backward is declared: the inputs of both
 norms, the product before the activation, the heads. The backward makes the results of norms and activation again, in passes
-that read their inputs anyway; with regions these results wait. The gradient of a matrix is no part of a program: it goes where
-a linear layer's goes, unrounded in half precision, to `main_grad` or to the schedule that defers it.
+that read their inputs anyway; with regions in passes of their own. The gradient of a matrix is no part of a program: it goes
+where a linear layer's goes, unrounded in half precision, to `main_grad` or to the schedule that defers it.
 
 All layers of one shape share the programs. A layer in whose way something stands, which `WholeLayer.why_in_parts` names, runs
 as with `--compile regions`.

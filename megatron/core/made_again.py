@@ -1,0 +1,52 @@
+"""A tensor whose readers need not keep it for their backward: they keep what it is made from, and make it again.
+
+    y = gelu(x)         keeps x for its own backward, and marks y: made by its compiled formula from x
+    z = y W^T           keeps x instead of y; its backward makes y again, with the same program and so to the same bits
+
+It saves memory only where something else keeps what y is made from anyway, so only its maker may mark it.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+Again = Callable[..., Tensor]
+
+
+class _Mark(NamedTuple):
+    version: int  # of the marked tensor, which counts its changes in place
+    by: Callable[..., tuple[Tensor | None, ...]]
+    inputs: tuple[Any, ...]
+
+
+def mark_made(made: Tensor, by: Callable[..., tuple[Tensor | None, ...]], inputs: tuple[Any, ...]) -> None:
+    """Say that by(*inputs)[0] has the values of `made`, now and in the backward."""
+    made.made_again = _Mark(made._version, by, inputs)
+
+
+def unmarked(made: Tensor) -> Tensor:
+    """The same tensor, to be kept by its readers: they run where ZeRO stage 3 may have released a parameter it is made from."""
+    if hasattr(made, "made_again"):
+        del made.made_again
+    return made
+
+
+def kept_for(x: Tensor) -> tuple[Again, tuple[Tensor | None, ...]]:
+    """(again, kept): again(*kept) has the values of x. kept: what to save for a backward, x itself if nobody has marked it."""
+    mark = getattr(x, "made_again", None)
+    if mark is None or mark.version != x._version:  # changed in place since
+        return _as_kept, (x,)
+    numbers = tuple(None if isinstance(value, Tensor) else value for value in mark.inputs)
+    return partial(_make, mark.by, numbers), tuple(
+        value if isinstance(value, Tensor) else None for value in mark.inputs
+    )
+
+
+def _as_kept(x: Tensor) -> Tensor:
+    return x
+
+
+def _make(by: Callable[..., tuple[Tensor, ...]], numbers: tuple[Any, ...], *kept: Tensor | None) -> Tensor:
+    return by(*(number if value is None else value for value, number in zip(kept, numbers)))[0]
