@@ -4,7 +4,8 @@
     python benchmarks/context_speed.py results.jsonl --rounds 9 --shapes 0 2
     python benchmarks/context_speed.py --profile                             where a rank's time goes, of the first shape
 
-Two processes over gloo, one thread each; while rank 0 computes alone with two threads, rank 1 waits. In each round all ways take
+Two processes over gloo, one thread each; while rank 0 computes alone with two threads, rank 1 waits. All ways begin with heads as a
+layer has them, [s, b, n, d]; their kernels want each head's rows side by side, and each way copies them. In each round all ways take
 their turn, forward and backward, causal, without dropout, and in the first round their results are compared. A line of the record has
 the median seconds of each way, processor seconds of both processes, and two ratios, each the median over rounds, with their least
 and largest beside them:
@@ -64,8 +65,6 @@ def ways_of(shape: tuple[int, int, int, str], length: int) -> dict[str, Way]:
     ]
     mine = [of_my_rows(x, axis, dim=0) for x in whole]  # [s / c, 1, n, d]
 
-    theirs = [x.permute(1, 2, 0, 3).contiguous() for x in mine]  # [1, n, s / c, d]
-
     def ours(kind: str) -> list[torch.Tensor]:
         q, k, v = (x.detach().requires_grad_() for x in mine[:3])
         dropout = AttentionDropout(0.0, DropoutKeys(0), 0, 0)
@@ -87,15 +86,18 @@ def ways_of(shape: tuple[int, int, int, str], length: int) -> dict[str, Way]:
         torch.set_num_threads(1)
         return [of_my_rows(x, axis, dim=0) for x in (out.detach(), q.grad, k.grad, v.grad)]
 
+    def torchs(rotate: str) -> list[torch.Tensor]:
+        return of_torch([x.permute(1, 2, 0, 3).contiguous() for x in mine], rotate)
+
     ways: dict[str, Way] = {
         "one process": alone,
         **{kind: partial(ours, kind) for kind in ("p2p", "all_gather", "a2a")},
     }
-    return ways | {f"torch, {rotate}": partial(of_torch, theirs, rotate) for rotate in ("alltoall", "allgather")}
+    return ways | {f"torch, {rotate}": partial(torchs, rotate) for rotate in ("alltoall", "allgather")}
 
 
 def of_torch(heads: list, rotate: str) -> list:
-    """torch's public entry has no kernel on CPUs; its two inner functions have."""
+    """torch's public entry has no kernel on CPUs; its two inner functions have. heads: q, k, v and a gradient [b, n, s / c, d]."""
     import torch
     from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
 
@@ -139,8 +141,10 @@ def rank_main(folder: Path, shapes: list[int], length: int, rounds: int) -> None
     from megatron.core import parallel_state
     from megatron.core.device import Device
 
+    Device("cpu").prepare(
+        bf16=False
+    )  # malloc as in a training run, for all ways; with two threads as one process has them
     torch.set_num_threads(1)
-    Device("cpu").prepare(bf16=False)  # malloc as in a training run, for all ways
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(context_parallel_size=RANKS)
     seen = []
@@ -162,8 +166,10 @@ def profile_main(length: int) -> None:
     from megatron.core import parallel_state
     from megatron.core.device import Device
 
+    Device("cpu").prepare(
+        bf16=False
+    )  # malloc as in a training run, for all ways; with two threads as one process has them
     torch.set_num_threads(1)
-    Device("cpu").prepare(bf16=False)  # malloc as in a training run, for all ways
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(context_parallel_size=RANKS)
     way = ways_of(SHAPES[0], length)["p2p"]
