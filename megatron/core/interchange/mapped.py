@@ -16,9 +16,8 @@ from megatron.core import comm
 from megatron.core.checkpoint.format import CheckpointError, Manifest, TensorRecord
 from megatron.core.grid import ALONE, Axis
 from megatron.core.interchange.carried import Origin
-from megatron.core.interchange.families import t5_like
 from megatron.core.interchange.families.config_json import family_of, settings_of
-from megatron.core.interchange.families.family import OUTPUT, WORD_TABLE, Family, Row
+from megatron.core.interchange.families.family import OUTPUT, Family, Row
 from megatron.core.interchange.families.fields import Given, dtype_in
 from megatron.core.interchange.families.operations import HeadCounts
 from megatron.core.interchange.formats.hf_folder import CONFIG, HFFolder, are_equal, read_hf_folder, read_json
@@ -91,9 +90,7 @@ def check_tied(folder: HFFolder, family: Family, config: ModelConfig, root: Path
     """Refuse a head that differs from the word table with which the model is tied, and a copy that differs from its tensor."""
     tensors, pairs = _by_todays_names(family, list(family.rows), folder.tensors), list(family.copies)
     if not config.untie_embeddings_and_output_weights:
-        pairs.append(
-            tuple(row.theirs[0] for ours in (f"{OUTPUT}.weight", WORD_TABLE) for row in family.rows if row.ours == ours)
-        )
+        pairs.append(family.head_and_table())
     for one, other in pairs:
         if one in tensors and other in tensors and not are_equal(root, tensors[one], tensors[other]):
             raise CheckpointError(
@@ -107,17 +104,18 @@ def check_tied(folder: HFFolder, family: Family, config: ModelConfig, root: Path
 def config_in(root: Path) -> dict[str, Any]:
     """The config.json of a folder; reads the weights' headers where they say more."""
     config = read_json(root / CONFIG)
-    return _read(root).config if t5_like.may_have_a_head(config) else config
+    return config if family_of(config, str(root / CONFIG)).untied(config) is None else _read(root).config
 
 
 def _read(root: Path) -> HFFolder:
     folder = read_hf_folder(root)
-    if not t5_like.may_have_a_head(folder.config):
+    family = family_of(folder.config, str(root / CONFIG))
+    if (untied := family.untied(folder.config)) is None:
         return folder
-    head, table = (folder.tensors.get(name) for name in (t5_like.HEAD, t5_like.TABLE))
+    head, table = (folder.tensors.get(name) for name in family.head_and_table())
     if head is None or table is None or are_equal(root, head, table):
         return folder
-    return replace(folder, config=t5_like.with_a_head(folder.config))
+    return replace(folder, config=untied)
 
 
 def manifest_of(folder: HFFolder, root: Path) -> Manifest:

@@ -7,7 +7,6 @@ import torch
 from megatron.core import comm
 from megatron.core.grid import ALONE, Axis
 from megatron.core.interchange.families.config_json import family_of, settings_of
-from megatron.core.interchange.families.family import OUTPUT, WORD_TABLE
 from megatron.core.interchange.formats.hf_folder import CONFIG, HFFolder, read_json
 from megatron.core.interchange.mapped import manifest_with, records_of
 from megatron.core.interchange.mapped_megatron import manifest_as_text, opened_by_first
@@ -31,8 +30,7 @@ def open_titan(root: Path, world: Axis = ALONE, device: torch.device | str = "cp
             family = family_of_titan(family_of(raw, CONFIG), kind, config.rotary_percent)
             chunks = chunks_of_titan(root)
             if not config.untie_embeddings_and_output_weights:
-                theirs = {row.ours: row.theirs[0] for row in family.rows}
-                check_tied_chunks(root, chunks, theirs[f"{OUTPUT}.weight"], theirs[WORD_TABLE])
+                check_tied_chunks(root, chunks, *family.head_and_table())
             wholes = {name: as_whole(name, parts) for name, parts in chunks.items()}
             records = {name: divided(x, chunks) for name, x in records_of(family, config, wholes, root).items()}
             in_files = {f"{x.file} {x.start}": x for parts in chunks.values() for _, x in parts}

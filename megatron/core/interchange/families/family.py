@@ -1,6 +1,6 @@
 """A family of models that other libraries have, as a table: fields of config.json, and a row for each tensor."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,7 +23,8 @@ class Family:
 
     architecture: the class that transformers builds. settings: what all its models have, by names of `ModelConfig`. ignored:
     names of tensors, as regular expressions, that hold nothing to learn. prefix: of names, which some old files leave out.
-    vocab_size: the class's own, where a config.json says none. model: our class.
+    vocab_size: the class's own, where a config.json says none. model: our class. untied: of a config.json that leaves it to the
+    weights whether the head is the word table, the one that says that it is not; None: of any other.
     """
 
     architecture: str
@@ -36,6 +37,12 @@ class Family:
     model: str = "GPTModel"
     old_endings: tuple[tuple[str, str], ...] = ()
     copies: tuple[tuple[str, str], ...] = ()
+    untied: Callable[[Mapping[str, Any]], dict[str, Any] | None] = lambda config: None
+
+    def head_and_table(self) -> tuple[str, str]:
+        """The names of the head's weight and of the word table."""
+        theirs = {row.ours: row.theirs[0] for row in self.rows}
+        return theirs[f"{OUTPUT}.weight"], theirs[WORD_TABLE]
 
 
 STAGE = "language_model."

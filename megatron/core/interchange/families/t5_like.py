@@ -33,7 +33,6 @@ def _mlp() -> Field:
 
 
 _TIED, _SCALED = "tie_word_embeddings", "scale_decoder_outputs"
-HEAD, TABLE = "lm_head.weight", "shared.weight"
 
 
 def _head() -> Field:
@@ -55,14 +54,8 @@ def _head() -> Field:
     return Field((_TIED, _SCALED), read, written)
 
 
-def may_have_a_head(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json leaves it to the weights whether the output layer is the word table (`HEAD` differs from `TABLE`)."""
-    return config.get("model_type") == "t5" and config.get(_TIED) is True and config.get(_SCALED) is False
-
-
-def with_a_head(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json of a model that has one."""
-    return {**config, _TIED: False}
+def _untied(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    return {**config, _TIED: False} if config.get(_TIED) is True and config.get(_SCALED) is False else None
 
 
 def _decoder_layers() -> Field:
@@ -135,7 +128,7 @@ T5 = Family(
         ABOUT,
     ),
     (
-        Row(WORD_TABLE, "copy", (TABLE,)),
+        Row(WORD_TABLE, "copy", ("shared.weight",)),
         _weight(f"{STAGE}encoder_relative_pos_emb", "copy", f"encoder.{_TABLE}"),
         _weight(f"{STAGE}decoder_relative_pos_emb", "copy", f"decoder.{_TABLE}"),
         *_layer(_ENCODER, _THEIR_ENCODER, 1),
@@ -156,4 +149,5 @@ T5 = Family(
     "",
     _WORDS,
     "T5Model",
+    untied=_untied,
 )
