@@ -74,6 +74,7 @@ class T5Model(ModelOfMegatron, t5_model.T5Model):
             "position_embedding_type": position_embedding_type,
             "tied": share_embeddings_and_output_weights,
             "add_output_bias": share_embeddings_and_output_weights,
+            "scale_decoder_outputs": False,
         }
         if position_embedding_type == "relative":
             options["relative_attention_num_buckets"] = relative_attention_num_buckets
@@ -90,7 +91,7 @@ class T5Model(ModelOfMegatron, t5_model.T5Model):
             options,
             decoder_seq_length=(data and data.decoder_seq_length) or max_sequence_length,
         )
-        self.encoder_config, self.factor = encoder_config, 1.0
+        self.encoder_config = encoder_config
         self.add_encoder, self.add_decoder = add_encoder, add_decoder
         for stack, asked, made in (("encoder", add_encoder, self.encoder), ("decoder", add_decoder, self.decoder)):
             if made is not None and not asked:
