@@ -13,7 +13,9 @@ import torch
 from megatron.core.config import ConfigError, Count, FlagConfig, WholeNumber, knob
 from megatron.core.pending import Pending, done
 
-_products_before: list[str] = []  # what a --bf16 run on this CPU has found, and leaves behind
+_products_before: list[
+    str
+] = []  # precision of float32 products before a --bf16 run on this CPU; `restore` puts it back
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl", "xpu": "xccl"}
 
 

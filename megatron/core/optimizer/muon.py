@@ -121,10 +121,8 @@ def orthogonalized(matrix: Tensor, config: MuonConfig) -> Tensor:
     values towards 1.
     """
     x = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix  # A has the smaller side
-    norm = torch.linalg.vector_norm(x, dtype=torch.float64).clamp(
-        min=SMALLEST_NORM
-    )  # squares could underflow in float32
-    x = x / norm.to(x.dtype)
+    norm = torch.linalg.vector_norm(x, dtype=torch.float64)  # in float32 its squares could underflow
+    x = x / norm.clamp(min=SMALLEST_NORM).to(x.dtype)
     if _is_rounded(x.dtype, config) and multiplies_bfloat16(x.device):
         x = x.bfloat16()
     with float32_products(x.device, tf32=config.muon_fp32_matmul_prec != "highest"):
