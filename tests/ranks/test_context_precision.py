@@ -8,6 +8,7 @@ import torch
 from tiny_run import GPT2, LLAMA, Layout, Outcome, assert_equal, run
 
 from megatron.core import compiler
+from megatron.core.transformer.context_parallel.block_kernels import Total
 from megatron.core.transformer.model_config import ModelConfig
 
 KINDS = ("p2p", "all_gather", "a2a", "a2a+p2p")
@@ -52,3 +53,18 @@ def test_compiled_regions_give_one_eager_process_in_float64(
     monkeypatch.setattr(compiler, "BACKEND", "eager")
     model, layout = replace(model, num_layers=2), Layout(cp=ranks, cp_types=(kind,), cp_heads=2)
     assert_equal(one_step(replace(model, compile="regions"), layout), one_step(model), 1e-10)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 4])
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_of_blocks_are_summed_in_float32_and_rounded_once(half: torch.dtype, blocks: int):
+    """A ring's blocks of two ranks and of more: all of my rows first, then the last half of them."""
+    draw = torch.Generator().manual_seed(blocks)
+    rows = [slice(0, 8), *[slice(4, 8)] * (blocks - 1)]
+    tensors = [torch.randn(2, 3, part.stop - part.start, 5, generator=draw).to(half) for part in rows]
+    total, expected = Total(torch.empty(2, 3, 8, 5, dtype=half)), torch.zeros(2, 3, 8, 5)
+    for part, x in zip(rows, tensors):
+        expected[:, :, part] += x.float()
+        total.add(part, x.clone())
+    (got,) = total.rounded(half)
+    assert torch.equal(got.transpose(1, 2), expected.to(half))

@@ -10,7 +10,7 @@ row and a key contributes once, and nothing needs merging.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -81,13 +81,15 @@ class Upstream(NamedTuple):
 
 
 class Total:
-    """Sums over blocks, in float32 or wider, [tensors, b, heads, rows, d] as `like`.
+    """Sums over blocks, [tensors, b, rows, heads, d] in float32 or wider: rows before heads, as kernels return gradients.
 
-    arriving: the sums of other ranks' blocks, which those of this rank are added to."""
+    heads: of these, [b, heads, rows, d]. arriving: the sums of other ranks' blocks, which those of this rank are added to."""
 
-    def __init__(self, like: Tensor, arriving: Pending[Tensor] | None = None):
-        self._like, self._arriving = like, arriving
+    def __init__(self, heads: Tensor, tensors: int = 1, arriving: Pending[Tensor] | None = None):
+        self._like, self._tensors = heads.transpose(1, 2), tensors
+        self._arriving = arriving
         self._sum: Tensor | None = None
+        self._unsummed: list[_Block] = []  # at most two, of which the first has all rows
 
     @property
     def mine(self) -> Tensor:
@@ -98,26 +100,51 @@ class Total:
 
     @property
     def result(self) -> Tensor:
+        if self._unsummed:
+            self._sum = self._empty()
+            for total, x in zip(self._sum, self._unsummed[0].tensors):  # copied, a pass less than zeros and a sum
+                total.copy_(x)
+            for block in self._unsummed[1:]:
+                block.add_to(self._sum)
+            self._unsummed = []
         if self._arriving is not None:
             arrived, self._arriving = self._arriving.wait(), None
             self._sum = arrived if self._sum is None else arrived.add_(self._sum)
         return self.mine
 
-    def add(self, rows: slice, *blocks: Tensor) -> None:
-        """Add a block of each tensor, [b, heads, rows, d], to what has arrived."""
-        is_first = self._sum is None and self._arriving is None and blocks[0].shape == self._like.shape[1:]
-        if is_first:  # of all rows: copied, a pass less than zeros and a sum
-            self._sum = self._empty()
-        for total, block in zip(self.result, blocks, strict=True):
-            total.copy_(block) if is_first else total[:, :, rows].add_(block)
+    def rounded(self, dtype: torch.dtype) -> Sequence[Tensor]:
+        """The tensors of `result` in the dtype of the blocks, in which a sum of two is rounded once as well."""
+        if self._arriving is None and len(self._unsummed) == 2:
+            first, second = self._unsummed
+            second.add_to(first.tensors)
+            return first.tensors
+        return [x.to(dtype) for x in self.result]
+
+    def add(self, rows: slice, *tensors: Tensor) -> None:
+        """Add a block of each tensor, [b, heads, rows, d], to what has arrived. It must be nobody else's."""
+        block = _Block(rows, [x.transpose(1, 2) for x in tensors])
+        is_first = self._sum is None and self._arriving is None and block.tensors[0].shape == self._like.shape
+        if len(self._unsummed) == 1 or (is_first and not self._unsummed):
+            self._unsummed.append(block)
+        else:
+            block.add_to(self.result)
 
     def _empty(self) -> Tensor:
-        return torch.empty_like(self._like, dtype=torch.promote_types(self._like.dtype, torch.float32))
+        return wide_empty((self._tensors, *self._like.shape), self._like)
+
+
+class _Block(NamedTuple):
+    rows: slice
+    tensors: list[Tensor]  # [b, rows, heads, d]
+
+    def add_to(self, totals: Iterable[Tensor]) -> None:
+        for total, x in zip(totals, self.tensors, strict=True):
+            total[:, self.rows].add_(x)
 
 
 class Grads(NamedTuple):
-    q: Total  # of one tensor, [b, n, rows, d]
-    pairs: Total  # of two, of keys and of values, [b, groups, keys, d]
+    q: Total  # of one tensor
+    pairs: Total  # of two, of keys and of values
     bias: Tensor | None = None  # [n, rows, s], in float32 or wider
 
 
@@ -228,8 +255,8 @@ class TiledBlocks:
         groups = k.shape[1]
         k, v = _repeated(q, k, v)
         inner = up.inner.unsqueeze(-1)
-        of_q = grads.q.mine[0]
-        of_k, of_v = grads.pairs.mine
+        of_q = grads.q.mine.transpose(2, 3)[0]
+        of_k, of_v = grads.pairs.mine.transpose(2, 3)
         for tile in self._tiles(theirs):
             rows, keys = tile[:2]
             products, grad = self._products(q, k, tile), up.grad[:, :, rows]

@@ -26,7 +26,8 @@ from megatron.core.transformer.context_parallel.blocks import ChunkNumbers
 from megatron.core.transformer.tiles import wide_empty
 
 Visit = Callable[[ChunkNumbers, Tensor], None]  # (chunks, their keys and values)
-# Takes the sum of the gradients of these keys and values on other ranks, too, which is on its way; returns it with mine.
+# Takes the sum of the gradients of these keys and values on other ranks, too, which is on its way; returns it with mine, as
+# `Total` has it.
 VisitBack = Callable[[ChunkNumbers, Tensor, Pending[Tensor] | None], Tensor]
 
 
@@ -38,7 +39,7 @@ class Travel(Protocol):
         ...
 
     def backward(self, saved: Tensor, visit: VisitBack) -> Tensor:
-        """Calls visit again; returns the sum of the gradients of mine."""
+        """Calls visit again; returns the sum of the gradients of mine, [2, b, s / c, groups, d]."""
         ...
 
 
@@ -88,7 +89,7 @@ class Gathered:
         return whole
 
     def backward(self, saved: Tensor, visit: VisitBack) -> Tensor:
-        grad = by_rank(visit(self.chunks, saved, None), self.axis.size, dim=-2).flatten(0, 1)
+        grad = by_rank(visit(self.chunks, saved, None), self.axis.size, dim=-3).flatten(0, 1)
         if saved.dtype == grad.dtype:
             return comm.reduce_scatter(grad, self.axis)
         return comm.start_reduce_scatter_in(grad.dtype, grad.to(saved.dtype), self.axis).wait()  # half precision
@@ -144,29 +145,28 @@ class _OverBlocks(torch.autograd.Function):
         saved = travel.forward(pairs, lambda chunks, x: kernel.add(merged, heads, *x, chunks, bias))
         out, log_sums = merged.result
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, saved, out, log_sums, sinks, bias)
+        ctx.save_for_backward(heads, saved, out, log_sums, sinks, bias)
         ctx.travel, ctx.kernel = travel, kernel
         return out.permute(2, 0, 1, 3)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: recomputation fills it when it is read
-        q, pairs = saved[:2]
+        heads, pairs = saved[:2]
         sinks, bias = saved[4:]
         up = Upstream(_heads(grad), *saved[2:4])
-        heads = _heads(q)
-        of_q = Total(_by_head(q).unsqueeze(0))
+        of_q = Total(heads)
         of_bias = wide_empty(bias.shape, bias).zero_() if ctx.needs_input_grad[4] else None
 
         def visit(chunks: ChunkNumbers, here: Tensor, arriving: Pending[Tensor] | None) -> Tensor:
-            of_pairs = Total(here, arriving)
+            of_pairs = Total(here[0], tensors=len(here), arriving=arriving)
             ctx.kernel.add_grads(Grads(of_q, of_pairs, of_bias), up, heads, *here, chunks, bias)
             return of_pairs.result
 
         of_pairs = ctx.travel.backward(pairs, visit)
         of_sinks = None if sinks is None else up.grad_of_sinks(sinks)
         of_bias = None if of_bias is None else of_bias.to(bias.dtype)
-        of_inputs = (_by_row(x, q.dtype) for x in (*of_q.result, *of_pairs))
+        of_inputs = (x.transpose(0, 1).to(grad.dtype) for x in (*of_q.rounded(grad.dtype), *of_pairs))
         return *of_inputs, of_sinks, of_bias, None, None
 
 
@@ -181,8 +181,3 @@ def _heads(x: Tensor) -> Tensor:
     Its kernel reads them where they lie. The rows of a head of [s, b, n, d] are n d numbers apart, often a power of two, and then
     share a few sets of the cache: 8 float32 heads of 64 and 2,048 rows took 107 + 435 ms of processor time, copied 59 + 191."""
     return _by_head(x).contiguous() if x.device.type in ("cpu", "meta") else _by_head(x)
-
-
-def _by_row(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """[b, n, s, d] -> [s, b, n, d]"""
-    return x.permute(2, 0, 1, 3).to(dtype, memory_format=torch.contiguous_format)
