@@ -1,4 +1,4 @@
-"""Every ZeRO stage with every way to overlap, accumulate, recompute and offload, in five layouts: against one process.
+"""Every ZeRO stage with every way to overlap, accumulate, recompute and offload, in six layouts: against one process.
 
     python tests/zero_matrix.py results.jsonl --limit-minutes 30         the product; goes on where it stopped
     python tests/zero_matrix.py results.jsonl --report docs/zero_matrix.md
@@ -53,7 +53,14 @@ DIMENSIONS = {
         "file",
     ),  # of masters and moments, and of parameters where a rank keeps a shard of them only
     "tied": (False, True),
-    "layout": ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 2, 2), (2, 2, 1)),  # tp, pp, virtual stages
+    "layout": (  # tp, pp, virtual stages, cp
+        (1, 1, 1, 1),
+        (2, 1, 1, 1),
+        (1, 2, 1, 1),
+        (1, 2, 2, 1),
+        (2, 2, 1, 1),
+        (1, 1, 1, 2),
+    ),
 }
 
 
@@ -70,12 +77,12 @@ class ZeroCase(Combined):
     recompute: str
     offload: str
     tied: bool
-    layout: tuple[int, int, int]
+    layout: tuple[int, int, int, int]
 
     def __str__(self) -> str:
-        tp, pp, v = self.layout
+        tp, pp, v, cp = self.layout
         parts = [f"zero{self.stage}" if self.stage.isdigit() else self.stage, f"tp{tp}-pp{pp}", f"a{self.accumulation}"]
-        parts += [f"v{v}"] * (v > 1) + [self.recompute] * (self.recompute != "none")
+        parts += [f"v{v}"] * (v > 1) + [f"cp{cp}"] * (cp > 1) + [self.recompute] * (self.recompute != "none")
         parts += [self.offload] * (self.offload != "none")
         return "-".join([*parts, "tied" if self.tied else "untied", *["overlap"] * self.overlap])
 
@@ -85,7 +92,7 @@ class ZeroCase(Combined):
 
     @property
     def run_layout(self) -> Layout:
-        tp, pp, v = self.layout
+        tp, pp, v, cp = self.layout
         settings = dict(STAGES[self.stage])
         if self.overlap:
             settings |= dict(overlap_grad_reduce=True, ddp_bucket_size=BUCKET, overlap_param_gather=self.stage != "0")
@@ -93,6 +100,7 @@ class ZeroCase(Combined):
             tp=tp,
             pp=pp,
             v=v,
+            cp=cp,
             dp=4 if "num_distributed_optimizer_instances" in settings else 2,
             m=self.accumulation * (pp if v > 1 else 1),
             schedule="interleaved" if v > 1 else "1f1b",

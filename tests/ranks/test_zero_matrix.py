@@ -24,7 +24,7 @@ def test_the_cases_have_every_triple_and_names_of_their_own():
     for three in combinations(range(len(DIMENSIONS)), 3):
         sizes = [len(list(DIMENSIONS.values())[i]) for i in three]
         assert len({tuple(case.choices[i] for i in three) for case in covering_cases(3)}) == prod(sizes)
-    assert len({str(case) for case in all_cases()}) == len(all_cases()) == 6 * 2 * 2 * 3 * 3 * 2 * 5
+    assert len({str(case) for case in all_cases()}) == len(all_cases()) == 6 * 2 * 2 * 3 * 3 * 2 * 6
 
 
 def test_the_command_goes_on_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
@@ -39,6 +39,6 @@ def test_the_command_goes_on_and_reports(tmp_path: Path, monkeypatch: pytest.Mon
     assert main([str(path)]) == 1
     assert [json.loads(line)["case"] for line in path.read_text().splitlines()] == [str(case) for case in cases]
     assert main([str(path), "--report", str(page)]) == 1
-    assert "**3 of 2,160 cases have been run; 1 differ.**" in page.read_text()
+    assert "**3 of 2,592 cases have been run; 1 differ.**" in page.read_text()
     assert f"DIFFERS: `{cases[2]}`: losses of step 0, 0.001" in page.read_text()
     assert "3 of 3 cases have been run, 1 differ" in capsys.readouterr().out
