@@ -86,6 +86,10 @@ class Work:
         return self.global_batch_size // (self.micro_batch_size * self.replicas)
 
     @property
+    def has_dropout(self) -> bool:
+        return self.attention_dropout > 0 or self.hidden_dropout > 0
+
+    @property
     def tokens(self) -> int:
         """Tokens of a step."""
         return self.seq_length * self.global_batch_size
