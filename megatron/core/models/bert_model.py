@@ -49,7 +49,7 @@ class Pooler(nn.Module):
 
 
 class WordBias(nn.Module):
-    """scores + b, one bias per word of this rank. forward(scores [s, b, padded vocabulary / t])"""
+    """scores + b, one bias per word of this rank, in their place. forward(scores [s, b, padded vocabulary / t])"""
 
     def __init__(self, config: ModelConfig, vocab_size: int, context: LayerContext):
         super().__init__()
@@ -58,7 +58,7 @@ class WordBias(nn.Module):
         self.bias = tp.parameter((rows,), Placement((vocab_size,), Constant(0.0), shard={tp.axis.name: 0}))
 
     def forward(self, scores: Tensor) -> Tensor:
-        return scores + self.bias
+        return scores.add_(self.bias)  # no backward needs them without it
 
 
 class BertHead(nn.Module):
@@ -126,5 +126,6 @@ class BertModel(LanguageModelStage):
         if lm_labels is None:
             return self.returned(scores), order
         compiled = compiles(self.settings, scores.device)
-        losses = sharded_cross_entropy(scores, lm_labels.t(), self.axis, self.vocab_size, compiled=compiled)
+        how = {"compiled": compiled, "overwrite": compiled}
+        losses = sharded_cross_entropy(scores, lm_labels.t(), self.axis, self.vocab_size, **how)
         return self.batch_first(losses), order
