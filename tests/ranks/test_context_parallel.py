@@ -127,6 +127,36 @@ def attention_of(kind: str, dtype: torch.dtype, mesh: Mesh) -> list[torch.Tensor
     return [out.detach(), q.grad, k.grad, v.grad]
 
 
+@pytest.mark.parametrize("kind", METHODS)
+def test_a_row_that_sees_no_key_gives_0_and_no_gradient(kind: str):
+    """As torch's fused kernel has it: such as the rows of padding, under a mask that hides padding from itself."""
+    draw = partial(torch.randn, 8, 2, 4, 3, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    whole, hidden = [draw() for _ in range(3)], torch.zeros(2, 1, 8, 8, dtype=torch.bool)
+    hidden[0, :, 6:], hidden[0, :, :, 6:], hidden[1, :, 2] = True, True, True
+    dropout = AttentionDropout(0.0, DropoutKeys(0), 0, 0)
+
+    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        heads = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=~mask).permute(2, 0, 1, 3)
+
+    def work(mesh: Mesh) -> list[torch.Tensor]:
+        q, k, v = (of_my_rows(x, mesh["cp"], dim=0).requires_grad_() for x in whole)
+        cp = ContextParallel(mesh["cp"], heads=mesh["cp_heads"], ring=mesh["cp_ring"])
+        mask = of_my_rows(hidden, mesh["cp"], dim=2)
+        out = METHODS[kind].attend(SharedAttention(q, k, v, mask, dropout, "auto", kernel), cp)
+        out.sin().sum().backward()
+        return [out.detach(), q.grad, k.grad, v.grad]
+
+    q, k, v = (x.clone().requires_grad_() for x in whole)
+    expected = kernel(q, k, v, hidden)
+    expected.sin().sum().backward()
+    assert not expected[6:, 0].any() and not expected[2, 1].any()
+    for rank, got in enumerate(run_ranks({"cp": 4, "cp_heads": 2}, work)):
+        mine = Axis("cp", tuple(range(4)), rank)
+        for x, y in zip(got, (expected.detach(), q.grad, k.grad, v.grad), strict=True):
+            torch.testing.assert_close(x, of_my_rows(y, mine, dim=0), rtol=0, atol=1e-14)
+
+
 def test_a_rank_that_is_given_all_tokens_says_what_to_do():
     rows = ContextParallel(Axis("cp", (0, 1), 0), longest=SEQ)
     rows.check(SEQ)

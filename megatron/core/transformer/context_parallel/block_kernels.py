@@ -57,9 +57,15 @@ class Merged:
             return
         so_far, sums = (x[:, :, rows] for x in self.result)
         together = torch.logaddexp(sums, log_sums)
-        base = together.masked_fill(together == -math.inf, 0)  # a row that has seen nothing yet: a weight of 0, not NaN
-        so_far.lerp_(wide, (log_sums - base).exp_().unsqueeze(-1))  # O1 + exp(L2 - L) (O2 - O1), in one pass
+        so_far.lerp_(
+            wide, (log_sums - _finite(together)).exp_().unsqueeze(-1)
+        )  # O1 + exp(L2 - L) (O2 - O1), in one pass
         sums.copy_(together)
+
+
+def _finite(log_sums: Tensor) -> Tensor:
+    """The L of rows to subtract; 0 of those that see no key, so that their probabilities become 0 and not NaN."""
+    return log_sums.masked_fill(log_sums == -math.inf, 0)
 
 
 class Upstream(NamedTuple):
@@ -237,8 +243,7 @@ class TiledBlocks:
         for tile in self._tiles(theirs):
             scores = self._masked(self._products(q, k, tile), tile, bias)
             log_sums = scores.logsumexp(dim=-1)
-            base = log_sums.masked_fill(log_sums == -math.inf, 0)  # rows that see none of these keys
-            probabilities = scores.sub_(base.unsqueeze(-1)).exp_()
+            probabilities = scores.sub_(_finite(log_sums).unsqueeze(-1)).exp_()
             self._drop(self._kept(q, tile), probabilities)
             merged.add(tile.rows, probabilities.to(q.dtype) @ v[:, :, tile.keys], log_sums)
 
@@ -254,7 +259,7 @@ class TiledBlocks:
     ) -> None:
         groups = k.shape[1]
         k, v = _repeated(q, k, v)
-        inner = up.inner.unsqueeze(-1)
+        inner, base = up.inner.unsqueeze(-1), _finite(up.log_sums).unsqueeze(-1)
         of_q = grads.q.mine.transpose(2, 3)[0]
         of_k, of_v = grads.pairs.mine.transpose(2, 3)
         for tile in self._tiles(theirs):
@@ -262,7 +267,7 @@ class TiledBlocks:
             products, grad = self._products(q, k, tile), up.grad[:, :, rows]
             slope = self._scoring.slope(products) / math.sqrt(q.shape[-1])
             scores = self._masked(products, tile, bias)
-            probabilities = scores.sub_(up.log_sums[:, :, rows].unsqueeze(-1)).exp_()
+            probabilities = scores.sub_(base[:, :, rows]).exp_()
             kept = self._kept(q, tile)
             by_probabilities = (grad @ v[:, :, keys].transpose(-1, -2)).to(scores.dtype)
             self._drop(kept, by_probabilities)
