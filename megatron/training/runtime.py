@@ -198,10 +198,15 @@ def is_last_rank() -> bool:
 def print_rank_0(message: str, rank: int | None = None) -> None:
     """Print once per run, from the first rank. rank: this process's, if the caller knows it."""
     if (parallel_state.launched_rank() if rank is None else rank) == 0 and not is_dry_run():
-        print(message, flush=True)
+        _print_line(message)
 
 
 def print_rank_last(message: str) -> None:
     """Print once per run, from the rank that logs (`is_last_rank`)."""
     if is_last_rank() and not is_dry_run():
-        print(message, flush=True)
+        _print_line(message)
+
+
+def _print_line(message: str) -> None:
+    """In one write: ranks under a launcher write to one place, where another's line could come before the end of this one."""
+    print(f"{message}\n", end="", flush=True)

@@ -63,7 +63,7 @@ def test_ranks_in_words(ranks, words):
 def test_a_waiting_rank_says_every_so_often_who_has_not_come(join, capfd):
     exchange = Exchange(3)
     first = join(exchange, 0)
-    assert not first.wait_until_all_have_come(time.monotonic() + 0.1, says_every=0.04)
+    assert not first.wait_until_all_have_come(time.monotonic() + 0.4, says_every=0.04)
     second = join(exchange, 2)
     assert second.missing() == "rank 1"
     join(exchange, 1)

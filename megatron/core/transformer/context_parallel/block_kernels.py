@@ -57,9 +57,8 @@ class Merged:
             return
         so_far, sums = (x[:, :, rows] for x in self.result)
         together = torch.logaddexp(sums, log_sums)
-        so_far.lerp_(
-            wide, (log_sums - _finite(together)).exp_().unsqueeze(-1)
-        )  # O1 + exp(L2 - L) (O2 - O1), in one pass
+        weight = (log_sums - _finite(together)).exp_().unsqueeze(-1)
+        so_far.lerp_(wide, weight)  # O1 + exp(L2 - L) (O2 - O1), in one pass
         sums.copy_(together)
 
 
