@@ -31,8 +31,7 @@ def blocks_of(queries: int, keys: int, before: int, rows: int) -> list[Block]:
     earlier = keys - queries
     plain = min(max(before + 1 - earlier, 0), queries)
     starts = [*([0] if plain else []), *range(plain, queries, rows)]
-    stops = [*starts[1:], queries]
-    return [Block(a, b, max(0, earlier + a - before), earlier + b) for a, b in zip(starts, stops)]
+    return [Block(a, b, max(0, earlier + a - before), earlier + b) for a, b in zip(starts, [*starts[1:], queries])]
 
 
 def attention_in_band(q: Tensor, k: Tensor, v: Tensor, before: int, mask: Tensor | None) -> Tensor:
@@ -69,8 +68,7 @@ def attention_in_band(q: Tensor, k: Tensor, v: Tensor, before: int, mask: Tensor
 
 def _visible(size: int, seen: int, before: int, device: torch.device) -> Tensor:
     """[size, seen], True for a query's own key and the `before` ones before it; the queries are the last of the keys."""
-    everything = torch.ones(size, seen, dtype=torch.bool, device=device)
-    return everything.tril(seen - size).triu(seen - size - before)
+    return torch.ones(size, seen, dtype=torch.bool, device=device).tril(seen - size).triu(seen - size - before)
 
 
 class _Ranges(torch.autograd.Function):

@@ -109,13 +109,11 @@ class _Masks(NamedTuple):
             last.masked_fill_(torch.ones_like(last[0], dtype=torch.bool).triu(1), -math.inf)
         else:
             wide.masked_fill_(hidden_in_tile(self.mask, tile, self.scores, scores.device), -math.inf)
-        wide = wide if sinks is None else with_sinks(wide, sinks[tile.rows[0], None, None])
-        return wide.softmax(dim=-1)
+        return (wide if sinks is None else with_sinks(wide, sinks[tile.rows[0], None, None])).softmax(dim=-1)
 
     def of_keys(self, whole: Tensor, tile: Tile) -> Tensor:
         """Without the sinks."""
-        keys = tile.columns[1]
-        return whole[..., : keys.stop - keys.start]
+        return whole[..., : tile.columns[1].stop - tile.columns[1].start]
 
     def ones(self, lines: Tensor | None, columns: Tensor | None, tile: Tile) -> Tensor | None:
         """1 where a number of the tile is kept, 0 elsewhere; None: all are kept."""

@@ -1,7 +1,7 @@
 """Causal attention in tiles of queries, compiled, with dropout or without: no s x s tensor.
 
 As in FlashAttention-2 (arXiv:2307.08691, algorithms 1 and 2) the forward saves q, k, v, its result and log(sum exp) of each
-row, and the backward computes the scores again.
+row, and the backward computes the scores again. Without dropout a CPU takes torch's forward, which saves the same.
 """
 
 import math
@@ -30,15 +30,18 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *dropout: Any) -> Tensor:
         """dropout: the words of its masks, lines and columns, or None and None; its probability."""
-        q, k = by_head(q), by_head(k)
-        of_heads, out = by_head(v), torch.empty_like(q)
-        log_sums = wide_empty(q.shape[:2], q)
-        for rows, keys in tiles_of(q, _QUERIES, _ELEMENTS):
-            probabilities, log_sums[rows] = _FORWARD(q[rows] @ k[keys].transpose(1, 2), *_of_tile(dropout, *rows))
-            torch.bmm(probabilities, of_heads[keys], out=out[rows])
-        ctx.save_for_backward(q, k, of_heads, out, log_sums, *dropout[:2])
+        shape, q = q.shape, by_head(q)
+        k, v = by_head(k), by_head(v)
+        if dropout[0] is None and q.device.type in ("cpu", "meta"):
+            out, log_sums = (x[0] for x in _FLASH(q[None], k[None], v[None], 0.0, True, scale=1.0)[:2])
+        else:
+            out, log_sums = torch.empty_like(q), wide_empty(q.shape[:2], q)
+            for rows, keys in tiles_of(q, _QUERIES, _ELEMENTS):
+                probabilities, log_sums[rows] = _FORWARD(q[rows] @ k[keys].transpose(1, 2), *_of_tile(dropout, *rows))
+                torch.bmm(probabilities, v[keys], out=out[rows])
+        ctx.save_for_backward(q, k, v, out, log_sums, *dropout[:2])
         ctx.probability = dropout[2]
-        return out.view_as(v)
+        return out.view(shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -60,6 +63,7 @@ class _Tiled(torch.autograd.Function):
         return *(x.to(q.dtype).view(shape) for x in (grad_q, grad_k, grad_v)), None, None, None
 
 
+_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _QUERIES, _ELEMENTS = 256, 2**20  # of a tile: scores of 2 to 4 MB, beside their probabilities
 
 
