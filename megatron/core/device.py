@@ -13,9 +13,7 @@ import torch
 from megatron.core.config import ConfigError, Count, FlagConfig, WholeNumber, knob
 from megatron.core.pending import Pending, done
 
-_products_before: list[
-    str
-] = []  # precision of float32 products before a --bf16 run on this CPU; `restore` puts it back
+_products_before: list[str] = []  # precision before a --bf16 run on this CPU, of float32 products; for `restore`
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl", "xpu": "xccl"}
 
 

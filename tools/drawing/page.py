@@ -31,9 +31,8 @@ def bytes_sent(kind: str, ranks: int, shape: Shape, neighbours: int = 2) -> tupl
     if kind == "all_gather":
         return (ranks - 1) * pair, (ranks - 1) * pair
     exchanged = 2 * (shape.heads + groups) * head * (dealt - 1) // dealt
-    sums = (
-        (ring - 1) * pair // shape.number * shape.wide + pair if ring > 1 else 0
-    )  # the last ones, complete, are rounded
+    wide = (ring - 1) * pair // shape.number * shape.wide
+    sums = wide + pair if ring > 1 else 0  # the last ones, complete, are rounded
     return exchanged + (ring - 1) * pair, exchanged + (ring - 1) * pair + sums
 
 
