@@ -22,7 +22,7 @@ PRODUCT_FILES = [p for p in PYTHON_FILES if "tests" not in p.relative_to(ROOT).p
 # A package may import only from rows above its own (row 2 packages not even one another).
 ROWS = [
     "config_fields config whereabouts answered_keys device grid boxes enums errors pending lazy signatures tables batch_size parallel_config model_parallel_config packed_seq_params extensions fusions dist_checkpointing optimizer_param_scheduler stage_map storage open_table sequence_rows",
-    "comm mesh current_mesh dropout_masks held_rows job model_parallel parallel_state placement random tensor_hash main_grad weight_grads products tiers utils compiler made_again",
+    "comm mesh current_mesh dropout_masks held_rows job model_parallel parallel_state placement random tensor_hash main_grad weight_grads products tiers utils compiling made_again",
     "tensor_parallel pipeline_parallel distributed datasets tokenizers",
     "transformer optimizer checkpoint",
     "models held_tensors interchange",
@@ -325,9 +325,10 @@ RULES_OF_SIZE = ("file", "function", "assignment", "line")
 # At most so many code lines for each package, without those below it. Raised, by a hundred, by nothing but a feature in its commit.
 BUDGETS = {
     "megatron": 300,
-    "megatron/core": 2_900,
+    "megatron/core": 2_750,
     "megatron/core/checkpoint": 1_600,
     "megatron/core/classic": 1_800,
+    "megatron/core/compiling": 300,
     "megatron/core/datasets": 2_200,
     "megatron/core/distributed": 1_600,
     "megatron/core/inference": 500,

@@ -19,7 +19,7 @@ from typing import Literal, get_args, get_type_hints
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.compiler import CompileConfig
+from megatron.core.compiling.compiler import CompileConfig
 from megatron.core.config import BelowOne, Count, FlagConfig, Positive, WholeNumber, knob
 from megatron.core.device import Device, multiplies_bfloat16
 from tools.benchmarking import records, works

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from megatron.core import comm, parallel_state, products, whereabouts
-from megatron.core.compiler import settle_compiling
+from megatron.core.compiling.compiler import settle_compiling
 from megatron.core.config import ConfigError
 from megatron.core.current_mesh import current
 from megatron.core.datasets.fim import FillInTheMiddle

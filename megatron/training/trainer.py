@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from megatron.core import comm, parallel_state, whereabouts
-from megatron.core.compiler import news_of_compiling, news_of_layers
+from megatron.core.compiling.compiler import news_of_compiling, news_of_layers
 from megatron.core.datasets.batches import loader
 from megatron.core.distributed.traffic import traffic_line
 from megatron.core.optimizer.lr_schedule import AnySchedule, differences, learning_rate_schedule, schedule_in_force

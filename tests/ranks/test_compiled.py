@@ -12,8 +12,8 @@ from parity_cases import assert_as_one_process
 from tiny_run import TINY_GPT2, TINY_LLAMA, Layout, assert_equal, run
 from torch import Tensor
 
-from megatron.core import compiler
-from megatron.core.compiler import CompileConfig, compiles, spent
+from megatron.core.compiling import compiler
+from megatron.core.compiling.compiler import CompileConfig, compiles, spent
 from megatron.core.dropout_masks import column_words, numbered_keys, pairs_of_words
 from megatron.core.grid import ALONE
 from megatron.core.random import AttentionDropout, DropoutKeys

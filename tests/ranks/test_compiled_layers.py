@@ -16,7 +16,7 @@ from test_memory_measured import SMALL, check
 from tiny_run import GPT, Layout, Subject, assert_equal, build_chunks, run
 from torch import nn
 
-from megatron.core.compiler import news_of_layers
+from megatron.core.compiling.compiler import news_of_layers
 from megatron.core.grid import Axis
 from megatron.core.mesh import Mesh
 from megatron.core.products import Products

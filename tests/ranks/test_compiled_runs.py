@@ -13,8 +13,8 @@ from test_bert import BERT
 from test_memory_measured import SMALL, check
 from tiny_run import GPT, TINY_GPT2, TINY_LLAMA, Layout, Subject, TinyTrainer, assert_equal, run
 
-from megatron.core import compiler
-from megatron.core.compiler import CompileConfig, compiles, settle_compiling, spent, why_not
+from megatron.core.compiling import compiler
+from megatron.core.compiling.compiler import CompileConfig, compiles, settle_compiling, spent, why_not
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.loss_scale import DynamicGradScaler

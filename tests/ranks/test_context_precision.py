@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny_run import GPT2, LLAMA, Layout, Outcome, assert_equal, run
 
-from megatron.core import compiler
+from megatron.core.compiling import compiler
 from megatron.core.transformer.context_parallel.block_kernels import Total
 from megatron.core.transformer.model_config import ModelConfig
 

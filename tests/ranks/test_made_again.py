@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core import compiler
+from megatron.core.compiling import compiler
 from megatron.core.grid import ALONE
 from megatron.core.made_again import kept_for
 from megatron.core.random import DropoutKeys

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.compiler import compiles
+from megatron.core.compiling.compiler import compiles
 from megatron.core.models.language_model import LanguageModelStage
 from megatron.core.models.rules import BERT_RULES
 from megatron.core.placement import Constant, InitialValue, Placement

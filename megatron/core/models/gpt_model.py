@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from megatron.core.compiler import compiles
+from megatron.core.compiling.compiler import compiles
 from megatron.core.models.language_model import LanguageModelStage
 from megatron.core.models.rules import GPT_RULES
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy

@@ -118,7 +118,7 @@ def sharded_cross_entropy(
     logits: [s, b, v/t], this rank's shard of the vocabulary; target: [s, b] global ids; -> [s, b]. Columns beyond
     `vocab_size` are padding, with probability 0. Every rank of the axis must call.
 
-    compiled: run the work on rows compiled (`megatron/core/compiler.py`). overwrite: the backward writes the gradient
+    compiled: run the work on rows compiled (`megatron/core/compiling/compiler.py`). overwrite: the backward writes the gradient
     into the memory of `logits`, which nobody may read after that.
     """
     if logits.shape[:-1] != target.shape:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.core.compiler import Compiled
+from megatron.core.compiling.compiler import Compiled
 
 
 class Factors(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron.core.compiler import Region
+from megatron.core.compiling.compiler import Region
 from megatron.core.transformer.formulas import of_rows, plus_bias, wide_of
 
 

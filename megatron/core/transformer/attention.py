@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from megatron.core.compiler import compiles
+from megatron.core.compiling.compiler import compiles
 from megatron.core.grid import ALONE
 from megatron.core.lazy import lazy_names
 from megatron.core.placement import Normal, Placement, Rows

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from megatron.core.compiler import compiles
+from megatron.core.compiling.compiler import compiles
 from megatron.core.lazy import lazy_names
 from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.context import LayerContext

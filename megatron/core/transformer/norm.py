@@ -7,7 +7,7 @@ of the weight. `partial`: whether a rank's gradient is partial; None: under sequ
 
 from torch import Tensor, nn
 
-from megatron.core.compiler import compiles
+from megatron.core.compiling.compiler import compiles
 from megatron.core.made_again import unmarked
 from megatron.core.placement import Constant
 from megatron.core.transformer.context import LayerContext

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron.core.compiler import Region
+from megatron.core.compiling.compiler import Region
 from megatron.core.dropout_masks import MaskWords, dropped
 from megatron.core.transformer.activations import OTHER_ACTIVATIONS, gated_region
 from megatron.core.transformer.formulas import of_rows, plus_bias, wide_of

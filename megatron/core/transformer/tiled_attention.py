@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.compiler import Compiled
+from megatron.core.compiling.compiler import Compiled
 from megatron.core.dropout_masks import MaskWords, kept
 from megatron.core.random import AttentionDropout
 from megatron.core.transformer.masks import Mask

@@ -5,7 +5,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from megatron.core.compiler import compiles
+from megatron.core.compiling.compiler import compiles
 from megatron.core.lazy import lazy_names
 from megatron.core.random import HiddenDropout
 from megatron.core.transformer.attention import ParallelAttention

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron.core.compiler import Compiled
+from megatron.core.compiling.compiler import Compiled
 from megatron.core.dropout_masks import MaskWords, dropped
 from megatron.core.random import HiddenDropout
 from megatron.core.tensor_parallel.linear import weight_gradient_in_time

@@ -15,7 +15,7 @@ import shutil
 import sysconfig
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dis
 from torch.utils._triton import has_triton
 
 from megatron.core import comm
+from megatron.core.compiling.replayed import Replay, call_kind, programs_called, replay_of, watched_backend
 from megatron.core.config import FlagConfig, knob
 from megatron.core.grid import Axis
 from megatron.core.made_again import mark_made
@@ -153,7 +154,7 @@ def _compile(formula: Formula) -> Formula:
     known = "recompile_limit" in inspect.signature(torch.compile).parameters  # torch 2.11 knows the setting alone
     limit = {"recompile_limit": _MOST_PROGRAMS} if known else {}
     torch._dynamo.config.recompile_limit = _MOST_PROGRAMS
-    run = torch.compile(formula, fullgraph=True, backend=BACKEND, **limit)
+    run = torch.compile(formula, fullgraph=True, backend=watched_backend(BACKEND), **limit)
     if not _imported_in:
         _imported_in = time.perf_counter() - began
     return run
@@ -161,6 +162,7 @@ def _compile(formula: Formula) -> Formula:
 
 BACKEND = "inductor"  # of torch.compile; tests of many layouts trace with one that needs no C++
 _MOST_PROGRAMS = 64  # of one formula; beyond it torch raises an error
+_MOST_REPLAYS = 256  # of one formula: lengths of a generation's sequence would fill memory
 
 
 # ---------------------------------------------------------------- what is compiled
@@ -175,6 +177,7 @@ class Compiled:
     def __init__(self, formula: Formula):
         self.formula = formula
         self._runs: dict[str, Formula] = {}  # by backend
+        self._replays: dict[Hashable, Replay | None] = {}  # by backend and kind of call
 
     def __call__(self, *inputs: Any) -> tuple[Tensor | None, ...]:
         # Plain tensors of one kind: parameters, and what requires a gradient, would each be compiled anew.
@@ -183,16 +186,27 @@ class Compiled:
             with _disable_current_modes():
                 made = self.formula(*plain)
             return tuple(None if x is None else torch.empty_like(x) for x in made)
-        if BACKEND not in self._runs:
-            self._runs[BACKEND] = _compile(self.formula)
-        run = self._runs[BACKEND]
         if not is_in_torch_dispatch_mode():
-            return run(*plain)
+            return self._run(plain)
         with (
             _disable_current_modes()
         ):  # a mode that counts memory sees results alone, as copies of what it saw nothing make
-            made = run(*plain)
+            made = self._run(plain)
         return tuple(None if x is None else x.clone() for x in made)
+
+    def _run(self, inputs: list[Any]) -> tuple[Tensor | None, ...]:
+        kind = BACKEND, call_kind(inputs)
+        if (replay := self._replays.get(kind)) is not None:
+            return replay(inputs)
+        if BACKEND not in self._runs:
+            self._runs[BACKEND] = _compile(self.formula)
+        run = self._runs[BACKEND]
+        if kind[1] is None or kind in self._replays or len(self._replays) >= _MOST_REPLAYS:
+            return run(*inputs)
+        with programs_called() as calls:
+            made = run(*inputs)
+        self._replays[kind] = replay_of(calls, inputs, made)
+        return made
 
 
 @dataclass(frozen=True)
