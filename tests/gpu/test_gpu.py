@@ -13,15 +13,21 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from local_ranks import run_ranks
+from sentence_files import write_sentences
 
-from megatron.core.grid import ALONE
+from megatron.core.grid import ALONE, Axis
+from megatron.core.held_rows import of_my_rows
+from megatron.core.mesh import Mesh
 from megatron.core.optimizer.update import UpdateStep, adam_update
 from megatron.core.random import AttentionDropout, DropoutKeys
 from megatron.core.tensor_parallel import linear
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.tensor_parallel.lookup import lookup
+from megatron.core.transformer.context_parallel.method import METHODS, ContextParallel, SharedAttention
 from megatron.core.transformer.kernels import fused_attention, plain_attention
 from megatron.core.transformer.masks import Documents, Window
 
@@ -61,6 +67,37 @@ def test_fused_attention_equals_the_plain_kernel_in_float64(groups: int, masked:
         results.append([out.detach(), *(x.grad for x in inputs)])
     for fused, plain in zip(*results):
         torch.testing.assert_close(fused.double(), plain, rtol=bound, atol=bound * plain.abs().max().item())
+
+
+@pytest.mark.parametrize("kind", METHODS)
+@pytest.mark.parametrize("width", [64, 20])  # the flash kernel takes multiples of 8
+@pytest.mark.parametrize("mask", [None, Window(40, None)], ids=["causal", "window"])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 3e-2), (torch.float32, 1e-4)])
+def test_attention_of_a_shared_sequence_equals_the_plain_kernel_in_float64(kind: str, width: int, mask, dtype, bound):
+    """Four ranks are threads here, on one device."""
+    whole = [on_device(128, 2, heads, width, seed=i, dtype=dtype) for i, heads in enumerate((8, 4, 4, 8))]
+    none = AttentionDropout(0.0, DropoutKeys(0), 0, 0)
+
+    def work(mesh: Mesh) -> list[torch.Tensor]:
+        q, k, v, grad = (of_my_rows(x, mesh["cp"], dim=0) for x in whole)
+        inputs = [x.requires_grad_() for x in (q, k, v)]
+        cp = ContextParallel(mesh["cp"], heads=mesh["cp_heads"], ring=mesh["cp_ring"])
+        out = METHODS[kind].attend(SharedAttention(*inputs, mask, none, "auto", rows_first(fused_attention)), cp)
+        out.backward(grad)
+        return [out.detach(), *(x.grad for x in inputs)]
+
+    def rows_first(kernel):
+        return lambda q, k, v, mask: kernel(*(x.permute(1, 2, 0, 3) for x in (q, k, v)), mask, none).permute(2, 0, 1, 3)
+
+    *inputs, grad = (x.double() for x in whole)
+    inputs = [x.requires_grad_() for x in inputs]
+    expected = rows_first(plain_attention)(*inputs, mask)
+    expected.backward(grad)
+    for rank, got in enumerate(run_ranks({"cp": 4, "cp_heads": 2}, work)):
+        mine = Axis("cp", tuple(range(4)), rank)
+        for x, y in zip(got, (expected.detach(), *(x.grad for x in inputs)), strict=True):
+            part = of_my_rows(y, mine, dim=0)
+            torch.testing.assert_close(x.double(), part, rtol=bound, atol=bound * y.abs().max().item())
 
 
 @pytest.mark.parametrize("factor", [torch.bfloat16, torch.float16])
@@ -118,7 +155,10 @@ DATA = (
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 255 --eval-iters 0 --log-interval 1 --lr 1e-3 --hidden-dropout 0 "
     "--attention-dropout 0"
 )
-TINY = f"{DATA} --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 --train-iters 5"
+SIZES_OF_TINY = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 --train-iters 5"
+)
+TINY = f"{DATA} {SIZES_OF_TINY}"
 LLAMA = (
     "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights "
     "--group-query-attention --num-query-groups 2"
@@ -133,11 +173,11 @@ def job(script: str, flags: str, ranks: int = 1, device: str | None = None, **op
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False, **options)
 
 
-def train(flags: str, ranks: int = 1, base: str = TINY, **options) -> str:
+def train(flags: str, ranks: int = 1, base: str = TINY, script: str = "pretrain_gpt.py", **options) -> str:
     """What a run printed that must succeed. Skips where it needs more devices than there are."""
-    if ranks > COUNT:
+    if ranks > COUNT and "gloo" not in flags:
         pytest.skip(f"needs {ranks} devices, and there are {COUNT}")
-    done = job("pretrain_gpt.py", f"{base} {flags}", ranks, **options)
+    done = job(script, f"{base} {flags}", ranks, **options)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 
@@ -166,6 +206,66 @@ def test_one_device_trains_as_the_cpu(model: str, precision: str, bound: float):
     """Attention in float64 is the plain kernel on both."""
     flags = f"{precision} {model} --global-batch-size 4"
     assert losses_of_one(flags) == pytest.approx(losses_of_one(flags, "cpu"), rel=bound)
+
+
+DROPS = "--hidden-dropout 0.1 --attention-dropout 0.1"
+FEATURES = {
+    "dropout": (DROPS, DROPS, 1e-4),
+    "windows": ("--window-size 16,0 --window-attn-skip-freq 2",) * 2 + (1e-4,),
+    "muon": ("--optimizer muon",) * 2 + (1e-3,),
+    "tiles": ("--tiled-mlp 4 --tiled-loss 4",) * 2 + (1e-4,),
+    "documents": ("--reset-attention-mask --reset-position-ids",) * 2 + (1e-4,),
+    "regions": ("--compile regions", "", 1e-4),
+    "regions, llama": (f"--compile regions {LLAMA}", LLAMA, 1e-4),
+    "regions, dropout": (f"--compile regions {DROPS}", DROPS, 1e-4),
+    "regions, bfloat16": (f"--compile regions {DROPS} --bf16", f"{DROPS} --bf16", 2e-2),
+    "layers": ("--compile layers", "", 1e-4),
+}
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_feature_trains_as_on_the_cpu(name: str):
+    """Compiled runs are compared with eager ones."""
+    flags, on_cpu, bound = FEATURES[name]
+    assert losses_of_one(flags) == pytest.approx(losses_of_one(on_cpu, "cpu"), rel=bound)
+
+
+@pytest.mark.parametrize(
+    ("script", "more"), [("pretrain_bert.py", ""), ("pretrain_t5.py", "--decoder-seq-length 32 --vocab-extra-ids 10")]
+)
+def test_other_models_train_as_on_the_cpu(script: str, more: str, tmp_path):
+    documents = [(5 + np.arange(60) % 50, [10] * 6) for _ in range(100)]
+    flags = " ".join(write_sentences(tmp_path, documents, words=60, pieces=20))
+    base = f"{SIZES_OF_TINY} --eval-iters 0 --log-interval 1 --lr 1e-3 {DROPS} --split 100,0,0 {more} {flags}"
+    got, expected = (losses(train("", base=base, script=script, device=x)) for x in (None, "cpu"))
+    assert len(got) == 5 and got == pytest.approx(expected, rel=1e-4)
+
+
+def test_generated_text_is_that_of_the_cpu(tmp_path):
+    train(f"--save {tmp_path} --max-position-embeddings 128")
+    asked = f"--load {tmp_path} --greedy --max-new-tokens 20 --prompt"
+    texts = [job("tools/generate.py", f"{asked} 7", device=x) for x in (None, "cpu")]
+    assert texts[0].returncode == 0, texts[0].stderr[-3000:]
+    assert texts[0].stdout == texts[1].stdout
+
+
+@pytest.mark.skipif(IS_CPU, reason="ranks share a CPU")
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "",
+        "--zero-stage 2",
+        "--zero-stage 3",
+        "--tensor-model-parallel-size 2 --sequence-parallel",
+        "--pipeline-model-parallel-size 2",
+        "--context-parallel-size 2",
+        "--context-parallel-size 2 --cp-comm-type a2a",
+    ],
+)
+def test_ranks_share_a_device_over_gloo(layout: str):
+    assert losses(
+        train(f"{BATCH} {layout} --distributed-backend gloo --distributed-timeout-minutes 1", 2, device=None)
+    ) == pytest.approx(losses_of_one(BATCH), rel=1e-4)
 
 
 BATCH = "--global-batch-size 16"

@@ -19,9 +19,9 @@ from megatron.core.grid import ALONE
 from megatron.core.random import AttentionDropout, DropoutKeys
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.transformer.activations import OTHER_ACTIVATIONS, gated_region
+from megatron.core.transformer.attention_kernels.tiled_attention import tiled_attention
 from megatron.core.transformer.kernels import plain_attention
 from megatron.core.transformer.regions import REGIONS
-from megatron.core.transformer.tiled_attention import tiled_attention
 
 CASES = [case for case in covering_cases(2) if case.corner != "5 words"][::13]
 
@@ -101,8 +101,8 @@ def test_bounded_and_shifted_gates_are_their_eager_form(traced: None):
 @pytest.mark.full
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_attention_in_tiles_is_the_plain_one(dropout: float, traced: None, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("megatron.core.transformer.tiled_attention._QUERIES", 4)
-    monkeypatch.setattr("megatron.core.transformer.tiled_attention._ELEMENTS", 40)
+    monkeypatch.setattr("megatron.core.transformer.attention_kernels.tiled_attention._QUERIES", 4)
+    monkeypatch.setattr("megatron.core.transformer.attention_kernels.tiled_attention._ELEMENTS", 40)
     keys = DropoutKeys(5)
     keys.samples = (11, 4)
     masks = AttentionDropout(dropout, keys, 1, 0)

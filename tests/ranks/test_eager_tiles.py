@@ -9,10 +9,10 @@ from torch import Tensor
 
 from megatron.core.random import AttentionDropout, DropoutKeys
 from megatron.core.transformer import eager_tiles
-from megatron.core.transformer.eager_tiles import eager_tiled_attention
+from megatron.core.transformer.attention_kernels.eager_tiles import eager_tiled_attention
+from megatron.core.transformer.attention_kernels.tiles import tiles_of
 from megatron.core.transformer.kernels import plain_attention
 from megatron.core.transformer.masks import Documents, Mask, Window
-from megatron.core.transformer.tiles import tiles_of
 
 PADDING = torch.arange(10).view(1, 1, 1, 10) >= torch.tensor([7, 10]).view(2, 1, 1, 1)
 OF_HEADS = torch.ones(2, 4, 10, 10).tril(3).roll((1, 2), (2, 3)) == 0

@@ -17,11 +17,11 @@ from torch.nn import functional
 from megatron.core.config import ConfigError
 from megatron.core.open_table import Table
 from megatron.core.random import AttentionDropout
-from megatron.core.transformer.band import attention_in_band
-from megatron.core.transformer.eager_tiles import eager_tiled_attention
+from megatron.core.transformer.attention_kernels.band import attention_in_band
+from megatron.core.transformer.attention_kernels.eager_tiles import eager_tiled_attention
+from megatron.core.transformer.attention_kernels.tiled_attention import tiled_attention
 from megatron.core.transformer.masks import Documents, Mask, Window, hidden_keys, windowed
 from megatron.core.transformer.scoring import Scoring
-from megatron.core.transformer.tiled_attention import tiled_attention
 
 
 def plain_attention(

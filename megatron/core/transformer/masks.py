@@ -6,7 +6,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from megatron.core.transformer.tiles import Tile
+from megatron.core.transformer.attention_kernels.tiles import Tile
 
 
 class Documents:

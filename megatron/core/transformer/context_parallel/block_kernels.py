@@ -20,10 +20,10 @@ from torch import Tensor
 from megatron.core.dropout_masks import MaskWords, clear_dropped, ones_where_kept
 from megatron.core.pending import Pending
 from megatron.core.random import AttentionDropout
+from megatron.core.transformer.attention_kernels.tiles import wide_empty
 from megatron.core.transformer.context_parallel.blocks import ChunkNumbers, ScoreTile, blocks_between, tiles_between
 from megatron.core.transformer.masks import Documents, Mask, Window
 from megatron.core.transformer.scoring import Scoring
-from megatron.core.transformer.tiles import wide_empty
 
 _QUERIES, _KEYS = 128, 1024  # of a tile
 
@@ -184,7 +184,8 @@ def flash_refuses(q: Tensor) -> str | None:
         return None
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"has no {q.dtype} on {q.device.type}"
-    return "has no heads wider than 256" if q.shape[-1] > 256 else None
+    width = q.shape[-1]
+    return f"takes heads of a multiple of 8 up to 256, not of {width}" if width > 256 or width % 8 else None
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ from megatron.core import comm
 from megatron.core.grid import Axis
 from megatron.core.pending import Pending, done
 from megatron.core.sequence_rows import chunks_of
+from megatron.core.transformer.attention_kernels.tiles import wide_empty
 from megatron.core.transformer.context_parallel.block_kernels import (
     FlashBlocks,
     Grads,
@@ -23,7 +24,6 @@ from megatron.core.transformer.context_parallel.block_kernels import (
     Upstream,
 )
 from megatron.core.transformer.context_parallel.blocks import ChunkNumbers
-from megatron.core.transformer.tiles import wide_empty
 
 Visit = Callable[[ChunkNumbers, Tensor], None]  # (chunks, their keys and values)
 # Takes the sum of the gradients of these keys and values on other ranks, too, which is on its way; returns it with mine, as

@@ -13,8 +13,8 @@ from torch import Tensor
 from megatron.core.compiling.compiler import Compiled
 from megatron.core.dropout_masks import MaskWords, kept
 from megatron.core.random import AttentionDropout
+from megatron.core.transformer.attention_kernels.tiles import by_head, tiles_of, wide_empty
 from megatron.core.transformer.masks import Mask
-from megatron.core.transformer.tiles import by_head, tiles_of, wide_empty
 
 
 def tiled_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: AttentionDropout) -> Tensor:
