@@ -49,6 +49,7 @@ def inputs_of(name: str, dtype: torch.dtype) -> list:
         "residual": [x, values(6, 2, 16, dtype=dtype, seed=3), lines, column_words(16, place), 0.3, dtype],
         "heads": [
             values(6, 2, 2, 5, 8, dtype=dtype),
+            values(80, dtype=dtype, seed=5),
             values(6, 1, 3, dtype=dtype),
             values(6, 1, 3, dtype=dtype, seed=4),
             3,
@@ -89,6 +90,14 @@ def test_a_region_is_its_eager_form(name: str, traced: None):
     eager, compiled = (both_directions(f, half) for f in (region.eager, region.compiled))
     for near, got, truth in zip(eager, compiled, exact):
         assert error(got, truth) <= error(near, truth) + 2**-8
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("left_out", [(1,), (2, 3), (1, 2, 3)], ids=["no bias", "no rotation", "neither"])
+def test_heads_may_lack_a_bias_or_a_rotation(left_out: tuple[int, ...], traced: None):
+    inputs = [None if i in left_out else x for i, x in enumerate(inputs_of("heads", torch.float64))]
+    exact, compiled = (both_directions(f, inputs) for f in (REGIONS["heads"].eager, REGIONS["heads"].compiled))
+    assert len(compiled) == 4 + (1 not in left_out) and max(map(error, compiled, exact)) < 1e-12
 
 
 @pytest.mark.full

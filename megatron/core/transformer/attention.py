@@ -125,6 +125,7 @@ class ParallelAttention(nn.Module):
             tp=tp,
             init=config.init,
             bias=config.has_qkv_bias,
+            skip_bias_add=compiles(config, tp.device) and not config.qk_layernorm,  # the region of heads adds it
             rows=shared_group_rows(n, groups, d, tp) if shared else (),
             interleaved=(n // groups * d, d, d),
         )
@@ -152,13 +153,19 @@ class ParallelAttention(nn.Module):
         self, x: Tensor, mask: Tensor | None = None, angles: Tensor | None = None, cache: KeyValueCache | None = None
     ) -> Tensor:
         """[s, b, n/t d]: the heads' results, before the output layer."""
-        return self.attend(self.linear_qkv(x)[0], mask, angles, cache)
+        fused, bias = self.linear_qkv(x)
+        return self.attend(fused, mask, angles, cache, bias)
 
     def attend(
-        self, fused: Tensor, mask: Mask = None, angles: Tensor | None = None, cache: KeyValueCache | None = None
+        self,
+        fused: Tensor,
+        mask: Mask = None,
+        angles: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
-        """`attended`, from the product with the fused q/k/v weight."""
-        heads = self.heads_of(fused, angles)
+        """`attended`, from the product with the fused q/k/v weight, to which the bias is still to be added."""
+        heads = self.heads_of(fused, angles, bias)
         k, v = heads[1:] if cache is None else cache.append(self.layer, *heads[1:])
         mask = windowed(mask, self.keys_before, len(k) * self.cp_size)
         if self.cp_size > 1 and cache is not None and not cache.shares:
@@ -166,14 +173,15 @@ class ParallelAttention(nn.Module):
         attend = partial(recomputed, self.core_attention, self.keys) if self.recomputes_core else self.core_attention
         return attend(heads.q, k, v, mask)
 
-    def heads_of(self, fused: Tensor, angles: Tensor | None = None) -> "Heads":
+    def heads_of(self, fused: Tensor, angles: Tensor | None = None, bias: Tensor | None = None) -> "Heads":
         """The heads of a fused product, normalized and rotated."""
         fused = fused.view(*fused.shape[:2], self.groups, self.heads_per_group + 2, self.head_width)
         if angles is not None:
             angles = None if self.rope is None else angles[self.rope] if angles.dim() == 4 else angles
-        if self.compiled and angles is not None and self.q_layernorm is None:
-            of_angles = cosines_and_sines(angles, self.amplitude, fused.dtype)
-            return Heads(*self.rotated_heads.compiled(fused, *of_angles, self.heads_per_group))
+        if self.compiled and self.q_layernorm is None:
+            turn = (None, None) if angles is None else cosines_and_sines(angles, self.amplitude, fused.dtype)
+            return Heads(*self.rotated_heads.compiled(fused, bias, *turn, self.heads_per_group))
+        fused = fused if bias is None else fused + bias.view(fused.shape[2:])
         heads = Heads(*(part.flatten(2, 3) for part in fused.split([self.heads_per_group, 1, 1], dim=3)))
         if self.q_layernorm is not None:
             q, k = normed_heads((self.q_layernorm, self.k_layernorm), heads.q, heads.k, self.norms_over)

@@ -20,27 +20,31 @@ from megatron.core.transformer.masks import Mask
 def tiled_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: AttentionDropout) -> Tensor:
     """`plain_attention` of a causal mask, q and k of one length."""
     assert mask is None and q.shape[2] == k.shape[2], "only causal"
-    repeat = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
+    if (repeat := q.shape[1] // k.shape[1]) > 1:
+        k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
     words = dropout.words_for((*q.shape[:3], k.shape[2]), q.device) if dropout.is_active else (None, None)
-    return _Tiled.apply(q / math.sqrt(q.shape[-1]), k, v, *words, dropout.probability)
+    factor = 1 / math.sqrt(q.shape[-1])
+    if q.dtype == torch.float16:  # before the product, which would overflow
+        q, factor = q * factor, 1.0
+    return _Tiled.apply(q, k, v, factor, *words, dropout.probability)
 
 
 class _Tiled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *dropout: Any) -> Tensor:
-        """dropout: the words of its masks, lines and columns, or None and None; its probability."""
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, factor: float, *dropout: Any) -> Tensor:
+        """factor: of scores. dropout: the words of its masks, lines and columns, or None and None; its probability."""
         shape, q = q.shape, by_head(q)
         k, v = by_head(k), by_head(v)
         if dropout[0] is None and q.device.type in ("cpu", "meta"):
-            out, log_sums = (x[0] for x in _FLASH(q[None], k[None], v[None], 0.0, True, scale=1.0)[:2])
+            out, log_sums = (x[0] for x in _FLASH(q[None], k[None], v[None], 0.0, True, scale=factor)[:2])
         else:
             out, log_sums = torch.empty_like(q), wide_empty(q.shape[:2], q)
             for rows, keys in tiles_of(q, _QUERIES, _ELEMENTS):
-                probabilities, log_sums[rows] = _FORWARD(q[rows] @ k[keys].transpose(1, 2), *_of_tile(dropout, *rows))
+                products = q[rows] @ k[keys].transpose(1, 2)
+                probabilities, log_sums[rows] = _FORWARD(products, factor, *_of_tile(dropout, *rows))
                 torch.bmm(probabilities, v[keys], out=out[rows])
         ctx.save_for_backward(q, k, v, out, log_sums, *dropout[:2])
-        ctx.probability = dropout[2]
+        ctx.factor, ctx.probability = factor, dropout[2]
         return out.view(shape)
 
     @staticmethod
@@ -51,16 +55,17 @@ class _Tiled(torch.autograd.Function):
         log_sums, *words = saved[4:]
         shape, grad = grad.shape, by_head(grad)
         inner = (grad.to(log_sums.dtype) * out).sum(dim=-1)  # of each row: sum of probability x its gradient
-        grad_q, grad_k = torch.empty_like(q), wide_empty(k.shape, k).zero_()
-        grad_v = torch.zeros_like(grad_k)  # wide, since it is a sum over tiles
-        for rows, keys in tiles_of(q, _QUERIES, _ELEMENTS):
+        grad_q = torch.empty_like(q)
+        grad_k, grad_v = (wide_empty(k.shape, k) for _ in range(2))  # wide, since they are sums over tiles
+        for rows, keys in reversed([*tiles_of(q, _QUERIES, _ELEMENTS)]):  # the first ones meet all keys
             products = q[rows] @ k[keys].transpose(1, 2), grad[rows] @ v[keys].transpose(1, 2)
             masks = _of_tile((*words, ctx.probability), *rows)
-            probabilities, by_scores = _BACKWARD(*products, log_sums[rows], inner[rows], *masks)
+            probabilities, by_scores = _BACKWARD(*products, ctx.factor, log_sums[rows], inner[rows], *masks)
             torch.bmm(by_scores, k[keys], out=grad_q[rows])
-            grad_k[keys] += by_scores.transpose(1, 2) @ q[rows]
-            grad_v[keys] += probabilities.transpose(1, 2) @ grad[rows]
-        return *(x.to(q.dtype).view(shape) for x in (grad_q, grad_k, grad_v)), None, None, None
+            put = Tensor.copy_ if rows[1].stop == q.shape[1] else Tensor.add_
+            put(grad_k[keys], by_scores.transpose(1, 2) @ q[rows])
+            put(grad_v[keys], probabilities.transpose(1, 2) @ grad[rows])
+        return *(x.to(q.dtype).view(shape) for x in (grad_q, grad_k, grad_v)), None, None, None, None
 
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -78,10 +83,10 @@ def _of_tile(dropout: tuple[Any, ...], heads: slice, queries: slice) -> tuple[An
 # ---------------------------------------------------------------- formulas
 
 
-def _probabilities(scores: Tensor, log_sum: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _probabilities(scores: Tensor, factor: float, log_sum: Tensor | None = None) -> tuple[Tensor, Tensor]:
     rows, keys = scores.shape[1:]
     later = torch.arange(keys, device=scores.device) > torch.arange(keys - rows, keys, device=scores.device)[:, None]
-    wide = scores.to(torch.promote_types(scores.dtype, torch.float32)).masked_fill(later, -math.inf)
+    wide = (scores.to(torch.promote_types(scores.dtype, torch.float32)) * factor).masked_fill(later, -math.inf)
     if log_sum is None:
         largest = wide.amax(dim=-1)
         log_sum = (wide - largest.unsqueeze(-1)).exp().sum(dim=-1).log() + largest
@@ -94,18 +99,18 @@ def _dropped(x: Tensor, lines: Tensor | None, columns: Tensor | None, probabilit
     return torch.where(kept(MaskWords(lines, columns), probability), x * (1 / (1 - probability)), 0)
 
 
-def _forward(scores: Tensor, *dropout: Any) -> tuple[Tensor, Tensor]:
-    probabilities, log_sum = _probabilities(scores)
+def _forward(scores: Tensor, factor: float, *dropout: Any) -> tuple[Tensor, Tensor]:
+    probabilities, log_sum = _probabilities(scores, factor)
     return _dropped(probabilities, *dropout).to(scores.dtype), log_sum
 
 
 def _backward(
-    scores: Tensor, by_dropped: Tensor, log_sum: Tensor, inner: Tensor, *dropout: Any
+    scores: Tensor, by_dropped: Tensor, factor: float, log_sum: Tensor, inner: Tensor, *dropout: Any
 ) -> tuple[Tensor, Tensor]:
-    """The dropped probabilities again, and the gradient of the scores."""
-    probabilities, _ = _probabilities(scores, log_sum)
+    """The dropped probabilities again, and the gradient of the products."""
+    probabilities, _ = _probabilities(scores, factor, log_sum)
     by_probabilities = _dropped(by_dropped.to(log_sum.dtype), *dropout)
-    by_scores = probabilities * (by_probabilities - inner.unsqueeze(-1))
+    by_scores = probabilities * (by_probabilities - inner.unsqueeze(-1)) * factor
     return _dropped(probabilities, *dropout).to(scores.dtype), by_scores.to(scores.dtype)
 
 
