@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.compiling.compiler import CompileConfig
 from megatron.core.config import BelowOne, Count, FlagConfig, Positive, WholeNumber, knob
-from megatron.core.device import Device, multiplies_bfloat16
+from megatron.core.device import Device, DeviceName, multiplies_bfloat16
 from tools.benchmarking import records, works
 from tools.benchmarking.contest import TURN, Contest, Plan, Stopped, ceilings
 from tools.benchmarking.picture import draw
@@ -76,7 +76,7 @@ class BenchmarkConfig(FlagConfig):
     limit_seconds: Positive | None = knob(None, "begin no turn after so many seconds")
     profile: bool = knob(False, "list the operators that take most of an iteration")
     ceilings: bool = knob(True, "do not measure the limits of the device", flags=("--no-ceilings",))
-    device: Literal["auto", "cpu"] = knob("auto", "device to run on; auto: an accelerator if there is one")
+    device: DeviceName = knob("auto", "device to run on; auto: an accelerator if there is one")
     json: str | None = knob(None, "file for all measurements", metavar="FILE")
     works: list[str] = knob(
         [],

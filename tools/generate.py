@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 from torch import nn
@@ -38,7 +38,7 @@ from megatron.core.config import (
     knob,
     read_flags,
 )
-from megatron.core.device import Device
+from megatron.core.device import Device, DeviceName
 from megatron.core.errors import write_error_file
 from megatron.core.grid import Axis
 from megatron.core.inference import (
@@ -104,7 +104,7 @@ class GenerateConfig(FlagConfig):
         ["p2p"], "how context-parallel ranks see each other's tokens, as in training", metavar="TYPE"
     )
     hierarchical_context_parallel_sizes: list[int] | None = knob(None, "as in training, for --cp-comm-type a2a+p2p")
-    device: Literal["auto", "cpu"] = knob("auto", "device to run on; auto: an accelerator if there is one")
+    device: DeviceName = knob("auto", "device to run on; auto: an accelerator if there is one")
     distributed_timeout_minutes: Count = knob(10, "minutes until an unfinished collective is an error")
     local_rank: int | None = knob(
         None, "rank on this node, as launchers pass it", flags=("--local-rank", "--local_rank")

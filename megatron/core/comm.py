@@ -183,18 +183,34 @@ class TorchGroup:
 
     def shift(self, out: Tensor, x: Tensor, to: int, source: int) -> Pending[Any]:
         """One batch: NCCL runs a communicator's transfers in order, and in a ring bare sends would wait for each other."""
-        group = self.process_group
-        sends = dist.P2POp(dist.isend, x, group=group, group_peer=to)
-        receives = dist.P2POp(dist.irecv, out, group=group, group_peer=source)
+        group, here = self.process_group, self._receiving(out)
+        sends = dist.P2POp(dist.isend, self._sending(x), group=group, group_peer=to)
+        receives = dist.P2POp(dist.irecv, here, group=group, group_peer=source)
         with as_peer_error():
             works = dist.batch_isend_irecv([sends, receives])
-        return Pending(lambda: [_wait_for(work) for work in works])
+        return _landing(Pending(lambda: [_wait_for(work) for work in works]), here, out)
 
     def send(self, x: Tensor, to: int) -> Pending[Any]:
-        return self._start(dist.isend, x, group_dst=to)
+        return self._start(dist.isend, self._sending(x), group_dst=to)
 
     def recv(self, x: Tensor, source: int) -> Pending[Any]:
-        return self._start(dist.irecv, x, group_src=source)
+        here = self._receiving(x)
+        return _landing(self._start(dist.irecv, here, group_src=source), here, x)
+
+    def _sending(self, x: Tensor) -> Tensor:
+        return x.cpu() if sends_from_host(self.process_group, x) else x
+
+    def _receiving(self, x: Tensor) -> Tensor:
+        return torch.empty(x.shape, dtype=x.dtype) if sends_from_host(self.process_group, x) else x
+
+
+def sends_from_host(group: dist.ProcessGroup, x: Tensor) -> bool:
+    """Whether a transfer of x to one rank goes through host memory: gloo takes a device's tensors for collectives alone."""
+    return x.device.type != "cpu" and dist.get_backend(group) == "gloo"
+
+
+def _landing(receiving: Pending[Any], here: Tensor, out: Tensor) -> Pending[Any]:
+    return receiving if here is out else Pending(lambda: (receiving.wait(), out.copy_(here)))
 
 
 def _wait_for(work: dist.Work) -> None:

@@ -15,15 +15,14 @@ from megatron.core.pending import Pending, done
 
 _products_before: list[str] = []  # precision before a --bf16 run on this CPU, of float32 products; for `restore`
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl", "xpu": "xccl"}
+DeviceName = Literal["auto", "cpu", "cuda", "npu", "xpu"]
 
 
 @dataclass(frozen=True)
 class DeviceConfig(FlagConfig):
     """Device and processes."""
 
-    device: Literal["auto", "cpu", "cuda", "npu", "xpu"] = knob(
-        "auto", "device to train on; auto: an accelerator if there is one"
-    )
+    device: DeviceName = knob("auto", "device to train on; auto: an accelerator if there is one")
     distributed_backend: Literal["gloo", "nccl", "hccl", "xccl"] | None = knob(
         None, "torch.distributed backend; default: the device's"
     )

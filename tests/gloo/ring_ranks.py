@@ -6,6 +6,7 @@ Causal, without dropout.
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.context_speed import of_torch
 
-from megatron.core import parallel_state
+from megatron.core import comm, parallel_state
 from megatron.core.grid import Axis
 from megatron.core.held_rows import of_my_rows
 from megatron.core.random import AttentionDropout, DropoutKeys
@@ -61,6 +62,12 @@ def of_one_process(axis: Axis) -> list[Tensor]:
     return [of_my_rows(x, axis, dim=0) for x in (out.detach(), q.grad, k.grad, v.grad)]
 
 
+def through_host(kind: str, cp: ContextParallel) -> list[Tensor]:
+    """Transfers as those of a device over gloo: from a copy and into another tensor."""
+    with patch.object(comm, "sends_from_host", lambda group, x: True):
+        return ours(kind, cp)
+
+
 def compare(what: str, got: list[Tensor], expected: list[Tensor]) -> None:
     for name, a, b in zip(("result", "dq", "dk", "dv"), got, expected, strict=True):
         worst = ((a - b).abs().max() / b.abs().max()).item()
@@ -79,6 +86,7 @@ def main() -> None:
         "one process": lambda: of_one_process(axis),
         "torch's ring": lambda: torchs(axis, "alltoall"),
         "torch's gathering": lambda: torchs(axis, "allgather"),
+        "transfers through host memory": lambda: through_host("p2p", cp),
     }
     for kind in METHODS:
         mine = ours(kind, cp)

@@ -16,7 +16,7 @@ SCRIPT, DYING = (str(Path(__file__).with_name(name)) for name in ("ring_ranks.py
 def test_attention_and_its_gradients_are_those_of_torchs_ring(ranks: int):
     """In float64, to 1e-14 of each tensor's largest value."""
     outcome = run([SCRIPT], ranks).succeeded()
-    assert all(text.count(" agree\n") == 4 * 3 for text in outcome.stdout)
+    assert all(text.count(" agree\n") == 4 * 4 for text in outcome.stdout)
 
 
 def test_a_rank_that_dies_inside_the_ring_ends_all_by_its_name():

@@ -134,9 +134,10 @@ def test_the_loss_equals_torchs_in_float64(tokens: int):
     torch.testing.assert_close(scores.grad.double(), wide.grad, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+@pytest.mark.parametrize(("dtype", "bound", "near_zero"), [(torch.float64, 1e-12, 1e-14), (torch.float32, 1e-5, 1e-6)])
 @pytest.mark.parametrize("factor", [1.0, 0.3])
-def test_the_update_equals_that_of_the_cpu(dtype: torch.dtype, bound: float, factor: float):
+def test_the_update_equals_that_of_the_cpu(dtype: torch.dtype, bound: float, near_zero: float, factor: float):
+    """near_zero: of values that an update has brought there from values near one."""
     outcomes = []
     for device in ("cpu", DEVICE):
         values, gradients, first, second = ([on_device(1000, seed=i, dtype=dtype).to(device)] for i in range(4))
@@ -146,7 +147,7 @@ def test_the_update_equals_that_of_the_cpu(dtype: torch.dtype, bound: float, fac
             adam_update(values, gradients, states, step, beta1=0.9, beta2=0.95, eps=1e-8)
         outcomes.append([x.cpu() for x in (*values, *first, *second)])
     for mine, other in zip(*outcomes):
-        torch.testing.assert_close(mine, other, rtol=bound, atol=bound / 100)
+        torch.testing.assert_close(mine, other, rtol=bound, atol=near_zero)
 
 
 # ---------------------------------------------------------------- runs by the command line
@@ -263,6 +264,7 @@ def test_generated_text_is_that_of_the_cpu(tmp_path):
     ],
 )
 def test_ranks_share_a_device_over_gloo(layout: str):
+    """Transfers between two of them go through host memory."""
     assert losses(
         train(f"{BATCH} {layout} --distributed-backend gloo --distributed-timeout-minutes 1", 2, device=None)
     ) == pytest.approx(losses_of_one(BATCH), rel=1e-4)
@@ -374,7 +376,9 @@ FLAGS = [
 
 @pytest.mark.parametrize("flags", FLAGS)
 def test_memory_is_what_was_predicted(flags: str):
-    """State within 3 % and the peak of a step within 10 %, by the allocator's count."""
+    """State within 3 % and the peak of a step within 10 %, by the allocator's count. Both beside what cuBLAS keeps from Hopper on:
+    32 MiB for each thread that multiplies, this one and autograd's."""
+    of_library = 2 * 2**25 if DEVICE == "cuda" and torch.cuda.get_device_capability() >= (9, 0) else 0
     text = train(f"{flags} {'--log-memory-interval 2' if IS_CPU else ''}", base=TINY if IS_CPU else LARGE)
     head, row = next(
         (head, row)
@@ -387,7 +391,8 @@ def test_memory_is_what_was_predicted(flags: str):
         for name, (a, a_unit, b, b_unit) in zip(head.split()[1:], pairs, strict=True)
     }
     found.setdefault("total", tuple(map(sum, zip(*found.values()))))  # the CPU's table has all kinds
-    wrong = {name: f"{b / a - 1:+.1%}" for name, (a, b) in found.items() if a}
+    found = {name: (measured - of_library, said) for name, (measured, said) in found.items() if measured}
+    wrong = {name: f"{b / a - 1:+.1%}" for name, (a, b) in found.items()}
     if "state" in found:
         assert found["state"][1] == pytest.approx(found["state"][0], rel=0.03), wrong
     assert found["total"][1] == pytest.approx(found["total"][0], rel=0.10), wrong
