@@ -140,6 +140,8 @@ class Waits(TorchDispatchMode):
             return {torch.bool: True, torch.int64: 0}.get(args[0].dtype, 1.0)
         if func is torch.ops.aten._pin_memory.default:
             return args[0] if self._is_pinned(args[0]) else self._pin(torch.empty_like(args[0]))
+        if func is torch.ops.aten._scaled_dot_product_flash_attention_backward.default:
+            assert args[5].is_contiguous(), "CUDA's flash backward reads log sums without their strides"
         result = func(*args, **kwargs)
         if kwargs.get("pin_memory"):
             self._pin(result)
@@ -220,7 +222,7 @@ class Case(NamedTuple):
     flags: str
 
 
-# A test runs the first three; all take a quarter of a minute.
+# A test runs the first four; all take a quarter of a minute.
 CASES = [
     Case(
         4,
@@ -238,6 +240,7 @@ CASES = [
         "--bf16 --zero-stage 3 --offload-params --optimizer-cpu-offload --num-distributed-optimizer-instances 2 "
         "--outer-dp-sharding-strategy optim --cpu-offloading-num-layers 2 --min-offloaded-tensor-size 1",
     ),
+    Case(2, 1, "--bf16 --context-parallel-size 2 --cp-comm-type all_gather"),
     Case(
         1,
         0,

@@ -368,11 +368,11 @@ OF_ORDER = {f"core/distributed/call_order.py _compare: {what}" for what in ("cop
 @pytest.mark.full
 def test_a_step_computes_on_one_device_and_its_host_waits_where_it_must():
     """On a device that is not there, by the command line: `stand_in.py` says how."""
-    command = [sys.executable, str(Path(__file__).parent.parent / "stand_in.py"), "--cases", "3"]
+    command = [sys.executable, str(Path(__file__).parent.parent / "stand_in.py"), "--cases", "4"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
     outcomes = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(outcomes) == 3
+    assert len(outcomes) == 4
     for _, _, flags, waits in outcomes:
         found = {place: waits.pop(place, 0) for place in WAITS}
         assert found == dict.fromkeys(WAITS, 1), flags

@@ -201,9 +201,10 @@ def _flash_backward(up: Upstream, q: Tensor, k: Tensor, v: Tensor, causal: bool)
             up.grad, q, k, v, up.out, up.log_sums, 0.0, causal
         )
     wide_k, wide_v = _repeated(q, k, v)
+    log_sums = up.log_sums.contiguous()  # of which the kernel reads no strides
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout that there is not
     of_q, *of_pair = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        up.grad, q, wide_k, wide_v, up.out, up.log_sums, None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed[:0]
+        up.grad, q, wide_k, wide_v, up.out, log_sums, None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed[:0]
     )
     return of_q, *(_summed(x, k.shape[1]) for x in of_pair)
 
