@@ -153,19 +153,10 @@ class ParallelAttention(nn.Module):
         self, x: Tensor, mask: Tensor | None = None, angles: Tensor | None = None, cache: KeyValueCache | None = None
     ) -> Tensor:
         """[s, b, n/t d]: the heads' results, before the output layer."""
-        fused, bias = self.linear_qkv(x)
-        return self.attend(fused, mask, angles, cache, bias)
+        return self.of_heads(self.heads_of(*self.linear_qkv(x), angles), mask, cache)
 
-    def attend(
-        self,
-        fused: Tensor,
-        mask: Mask = None,
-        angles: Tensor | None = None,
-        cache: KeyValueCache | None = None,
-        bias: Tensor | None = None,
-    ) -> Tensor:
-        """`attended`, from the product with the fused q/k/v weight, to which the bias is still to be added."""
-        heads = self.heads_of(fused, angles, bias)
+    def of_heads(self, heads: "Heads", mask: Mask = None, cache: KeyValueCache | None = None) -> Tensor:
+        """`attended`, from the heads."""
         k, v = heads[1:] if cache is None else cache.append(self.layer, *heads[1:])
         mask = windowed(mask, self.keys_before, len(k) * self.cp_size)
         if self.cp_size > 1 and cache is not None and not cache.shares:
@@ -173,8 +164,8 @@ class ParallelAttention(nn.Module):
         attend = partial(recomputed, self.core_attention, self.keys) if self.recomputes_core else self.core_attention
         return attend(heads.q, k, v, mask)
 
-    def heads_of(self, fused: Tensor, angles: Tensor | None = None, bias: Tensor | None = None) -> "Heads":
-        """The heads of a fused product, normalized and rotated."""
+    def heads_of(self, fused: Tensor, bias: Tensor | None, angles: Tensor | None = None) -> "Heads":
+        """The heads of a product with the fused q/k/v weight, to which `bias` is still to be added, normalized and rotated."""
         fused = fused.view(*fused.shape[:2], self.groups, self.heads_per_group + 2, self.head_width)
         if angles is not None:
             angles = None if self.rope is None else angles[self.rope] if angles.dim() == 4 else angles

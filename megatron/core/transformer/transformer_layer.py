@@ -67,7 +67,8 @@ class ParallelTransformerLayer(nn.Module):
     ) -> Tensor:
         if self.compiled_whole is not None and self.compiled_whole.takes(cache):
             x, fused = self.compiled_whole.before(x)
-            return self.compiled_whole.after(x, self.self_attention.attend(fused, mask, angles))
+            heads = self.self_attention.heads_of(fused, None, angles)
+            return self.compiled_whole.after(x, self.self_attention.of_heads(heads, mask))
         attend = lambda normed: self.self_attention(normed, mask, angles, cache)  # noqa: E731
         mlp = partial(recomputed, self.mlp, self.keys) if self.recomputes_mlp else self.mlp
         if self.placement in ("parallel", "parallel-one-norm"):
