@@ -4,12 +4,16 @@
     z = y W^T           keeps x instead of y; its backward makes y again, with the same program and so to the same bits
 
 It saves memory only where something else keeps what y is made from anyway, so only its maker may mark it.
+
+A maker's backward reads what y is made from. A reader whose own backward can wait for that one asks it for y (`ask_maker`), which
+then costs no pass of its own.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 Again = Callable[..., Tensor]
@@ -42,6 +46,26 @@ def kept_for(x: Tensor) -> tuple[Again, tuple[Tensor | None, ...]]:
     return partial(_make, mark.by, numbers), tuple(
         value if isinstance(value, Tensor) else None for value in mark.inputs
     )
+
+
+def maker_of(x: Tensor) -> "Maker | None":
+    """Whom to ask for x in the backward; None: nobody."""
+    mark = getattr(x, "made_again", None)
+    return x.grad_fn if mark is not None and mark.version == x._version and hasattr(x.grad_fn, "asked") else None
+
+
+def ask_maker(maker: "Maker | None", use: Callable[[Tensor], Any]) -> bool:
+    """Whether the backward that runs has that of the maker before it, which will call use(x)."""
+    if maker is None or not torch._C._will_engine_execute_node(maker):
+        return False
+    maker.asked.append(use)
+    return True
+
+
+class Maker(Protocol):
+    """A node of autograd's graph: whom its backward is to give its result."""
+
+    asked: list[Callable[[Tensor], Any]]
 
 
 def _as_kept(x: Tensor) -> Tensor:

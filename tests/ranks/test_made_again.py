@@ -113,6 +113,43 @@ def test_the_compiled_program_makes_the_same_bits(dtype: torch.dtype, monkeypatc
     test_gradients_are_those_of_inputs_that_are_kept("gelu-tanh", True, "LayerNorm", dtype)
 
 
+def gradients_in_buffers(block: Block, read: Callable[[Tensor], Tensor], backwards: int = 1) -> list[Tensor]:
+    for weight in (block.fc1, block.fc2):
+        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+    made = block.run(read).square().sum()
+    others = [x for x in block.parameters() if x is not block.fc1 and x is not block.fc2]
+    for left in reversed(range(backwards)):
+        found = torch.autograd.grad(made, [*others, block.fc1, block.fc2], retain_graph=left > 0, allow_unused=True)
+    assert found[len(others) :] == (None, None)
+    return [*found[: len(others)], block.fc1.main_grad, block.fc2.main_grad]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("activation", "bias", "norm"), BLOCKS)
+def test_a_gradient_in_a_buffer_is_made_in_the_backward_of_its_inputs_maker(
+    activation: str, bias: bool, norm: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
+    """Without a pass that makes the input again, to the same numbers; also in a second backward."""
+    block = Block(activation, bias=bias, norm=norm, dtype=dtype)
+    plain = gradients_in_buffers(block, lambda x: x.view_as(x))
+
+    def refused(*_: object) -> None:
+        raise AssertionError("a pass of its own")
+
+    monkeypatch.setattr("megatron.core.made_again._make", refused)
+    asked, twice = (gradients_in_buffers(block, lambda x: x, backwards) for backwards in (1, 2))
+    assert all(map(torch.equal, asked, plain))
+    torch.testing.assert_close(twice[-2:], [2 * x for x in plain[-2:]])
+
+
+def test_a_backward_that_leaves_out_the_maker_makes_the_input_itself():
+    block = Block("gelu-tanh", bias=True, norm="LayerNorm")
+    expected = gradients_in_buffers(block, lambda x: x)[-1]
+    block.fc2.main_grad = torch.zeros_like(block.fc2)
+    torch.autograd.grad(block.run().square().sum(), [block.fc2], allow_unused=True)
+    assert torch.equal(block.fc2.main_grad, expected)
+
+
 def test_a_tensor_changed_in_place_is_kept():
     made = REGIONS["gelu-tanh"].compiled(drawn(4, 8), None)
     assert kept_for(made)[1][0] is not made
@@ -133,7 +170,7 @@ def test_a_norm_by_itself_is_kept_by_its_readers():
 
 def test_a_region_that_does_not_keep_its_inputs_marks_nothing():
     fused, angles = drawn(6, 2, 2, 5, 8), drawn(6, 1, 3, seed=1).detach()
-    assert not any(hasattr(x, "made_again") for x in REGIONS["heads"].compiled(fused, angles, angles, 3))
+    assert not any(hasattr(x, "made_again") for x in REGIONS["heads"].compiled(fused, None, angles, angles, 3))
 
 
 def test_without_gradients_nothing_is_marked():

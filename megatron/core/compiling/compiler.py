@@ -16,7 +16,7 @@ import sysconfig
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -216,7 +216,8 @@ class Region:
     eager(*inputs): by torch's operations, the reference. forward(*inputs) -> its results, then what the backward needs beside
     the inputs in `reads` (their positions). backward(*gradients of the results, *read inputs, *kept) -> the gradient of each
     input, None for numbers. carries: the first input is the first result too, as the residual stream is; backward then gets
-    the gradient of both and adds them in the same pass.
+    the gradient of both and adds them in the same pass. again(*read inputs, *kept) -> the last result, which the backward makes
+    in the same pass for a reader that does not keep it; None: as forward(*read inputs) makes it.
     """
 
     eager: Callable[..., Any]
@@ -225,10 +226,19 @@ class Region:
     reads: tuple[int, ...]
     results: int = 1
     carries: bool = False
+    again: Callable[..., Tensor] | None = None
+    backward_and_again: Formula = field(init=False)
 
     def __post_init__(self) -> None:
-        for name in ("forward", "backward"):
-            object.__setattr__(self, name, Compiled(getattr(self, name)))
+        forward, backward = self.forward, self.backward
+        again, grads = self.again or (lambda *read: forward(*read)[0]), self.results + self.carries
+        formulas = {
+            "forward": forward,
+            "backward": backward,
+            "backward_and_again": lambda *inputs: (*backward(*inputs), again(*inputs[grads:])),
+        }
+        for name, formula in formulas.items():
+            object.__setattr__(self, name, Compiled(formula))
 
     def compiled(self, *inputs: Any) -> Any:
         """What `eager` gives, by the compiled formulas. The result is marked if the backward keeps all that it is made from."""
@@ -249,6 +259,7 @@ class _Differentiable(torch.autograd.Function):
         made, read = region.forward(*inputs), [inputs[i] for i in region.reads]
         ctx.region, ctx.numbers = region, [None if isinstance(x, Tensor) else x for x in read]
         ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in read), *made[region.results :])
+        ctx.asked = []
         results = (*inputs[: region.carries], *made[: region.results])
         return results if len(results) > 1 else results[0]
 
@@ -256,4 +267,10 @@ class _Differentiable(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved, numbers = ctx.saved_tensors, ctx.numbers
         read = [number if x is None else x for x, number in zip(saved, numbers)]
-        return None, *ctx.region.backward(*grads, *read, *saved[len(numbers) :])
+        given, uses = (*grads, *read, *saved[len(numbers) :]), ctx.asked
+        if not uses:
+            return None, *ctx.region.backward(*given)
+        *of_inputs, again = ctx.region.backward_and_again(*given)
+        while uses:
+            uses.pop()(again)
+        return None, *of_inputs

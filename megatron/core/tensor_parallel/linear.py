@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron.core import comm
 from megatron.core.grid import ALONE, Axis
-from megatron.core.made_again import kept_for
+from megatron.core.made_again import ask_maker, kept_for, maker_of
 from megatron.core.main_grad import grad_was_added, grad_was_put_off, main_grad_and_beta
 from megatron.core.products import FEATURES_AT_ONCE, NATIVE, Products, Way, times, times_transposed
 from megatron.core.tensor_parallel.library_sums import add_in_library
@@ -145,6 +145,7 @@ class LinearFunction(torch.autograd.Function):
         products: Products,
     ) -> Tensor:
         ctx.again, kept = kept_for(x)
+        ctx.maker = maker_of(x)
         ctx.save_for_backward(weight, *kept)
         # save_for_backward returns a new object for the weight; only the object given here has `main_grad`.
         ctx.weight, ctx.store = weight, store
@@ -159,7 +160,8 @@ class LinearFunction(torch.autograd.Function):
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         defers = needs_weight and _defers(ctx)
         gathering = summing = None
-        x = ctx.again(*kept) if needs_weight else None
+        waits = needs_x and needs_weight and not defers and _asks(ctx, grad)
+        x = ctx.again(*kept) if needs_weight and not waits else None
         grad_weight = None
         if ctx.sequence_parallel and needs_weight and not defers:
             gathering = comm.start_all_gather(x, ctx.axis)
@@ -171,7 +173,7 @@ class LinearFunction(torch.autograd.Function):
             gather_over = ctx.axis if ctx.sequence_parallel else ALONE
             ctx.store.keep(partial(_write, ctx.weight, grad, x.detach(), gather_over, ctx.way))
             grad_was_put_off(ctx.weight)
-        elif needs_weight:
+        elif needs_weight and not waits:
             grad_weight = weight_gradient(ctx.weight, grad, gathering.wait() if gathering else x, ctx.way)
         grad_x = summing.wait() if summing else None
         return grad_x, grad_weight, None, None, None, None
@@ -180,6 +182,13 @@ class LinearFunction(torch.autograd.Function):
 def _defers(ctx) -> bool:
     """Whether to defer the weight gradient: the schedule collects it, and the weight has a buffer for it."""
     return ctx.store is not None and ctx.store.is_collecting and hasattr(ctx.weight, "main_grad")
+
+
+def _asks(ctx, grad: Tensor) -> bool:
+    """Whether x's maker will give it, and the weight gradient is made then: it goes to a buffer, and hides no communication."""
+    if ctx.axis.size > 1 or not hasattr(ctx.weight, "main_grad"):
+        return False
+    return ask_maker(ctx.maker, lambda x: weight_gradient(ctx.weight, grad, x, ctx.way))
 
 
 @torch.no_grad()

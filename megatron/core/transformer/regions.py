@@ -59,7 +59,7 @@ def _layer_norm(plus: int) -> NormFormulas:
         grad_x = (carried + (by_normed - inner) * scale).to(x.dtype)
         return grad_x, of_rows(g * normed, weight), of_rows(g, bias), None
 
-    return NormFormulas(Region(eager, forward, backward, reads=(0, 1, 2), carries=True), again)
+    return NormFormulas(Region(eager, forward, backward, reads=(0, 1, 2), carries=True, again=again), again)
 
 
 def _rms_norm(plus: int) -> NormFormulas:
@@ -83,7 +83,7 @@ def _rms_norm(plus: int) -> NormFormulas:
         inner = normed * (by_normed * normed).mean(dim=-1, keepdim=True)
         return (carried + (by_normed - inner) * scale).to(x.dtype), of_rows(g * normed, weight), None, None
 
-    return NormFormulas(Region(eager, forward, backward, reads=(0, 1, 2), carries=True), again)
+    return NormFormulas(Region(eager, forward, backward, reads=(0, 1, 2), carries=True, again=again), again)
 
 
 NORMS = {"LayerNorm": _layer_norm(0), "RMSNorm": _rms_norm(0), "LayerNorm1p": _layer_norm(1), "RMSNorm1p": _rms_norm(1)}
