@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.random import AttentionDropout, DropoutKeys
-from megatron.core.transformer import eager_tiles
+from megatron.core.transformer.attention_kernels import eager_tiles
 from megatron.core.transformer.attention_kernels.eager_tiles import eager_tiled_attention
 from megatron.core.transformer.attention_kernels.tiles import tiles_of
 from megatron.core.transformer.kernels import plain_attention

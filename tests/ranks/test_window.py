@@ -18,7 +18,7 @@ from megatron.core.config import ConfigError
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.inference.load import lone_mesh
 from megatron.core.models.rules import BERT_RULES, GPT_RULES
-from megatron.core.transformer import band
+from megatron.core.transformer.attention_kernels import band
 from megatron.core.transformer.attention_kernels.band import blocks_of
 from megatron.core.transformer.kernels import KERNELS, AttentionCase, fused_attention, kernel_for, plain_attention
 from megatron.core.transformer.kv_cache import KeyValueCache
