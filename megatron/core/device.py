@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import os
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -58,6 +59,7 @@ class Device:
         self.torch_device = torch.device(name) if name == "cpu" else torch.device(name, self.module.current_device())
         self._peak_before = 0  # peak before the last `restart_peak`
         self._kept_below: int | None = None  # bytes, of malloc; set by `prepare` on a CPU
+        self._usual: int | None = None  # bytes of this process after the first step since `return_freed`
 
     @classmethod
     def select(cls, name: str = "auto", local_rank: int = 0) -> "Device":
@@ -110,6 +112,7 @@ class Device:
             return
         self._kept_below = _KEPT_BELOW[empty_level]
         set_malloc(self._kept_below)
+        align_to_pages()
         matmul = torch.backends.mkldnn.matmul
         if bf16 and matmul.fp32_precision != "bf16":
             _products_before.append(matmul.fp32_precision)
@@ -152,6 +155,22 @@ class Device:
         pieces, of which the tensors of a step use some. Call it now and then, not each step, which would fault the pages in."""
         if self.module is None and (c_library := _glibc()) is not None:
             c_library.malloc_trim(0)
+            self._usual = None
+
+    def return_freed_if_grown(self, *, surely: bool = False) -> None:
+        """`return_freed`, if this process holds a twelfth more than after the first step since the last return, or `surely`.
+
+        Call it after each step: a heap in pieces takes new pages where none fits. Each of 2 tensor-parallel ranks grew by 20 MiB
+        a step of 0.54 s; a return takes 9 ms."""
+        if surely:
+            self.return_freed()
+            return
+        if self.module is not None or (held := _anonymous_bytes()) is None:
+            return
+        if self._usual is None:
+            self._usual = held
+        elif held > self._usual * 13 / 12:
+            self.return_freed()
 
     def peak_memory_bytes(self) -> int | None:
         """Peak memory of tensors since the start; None if the device does not count it."""
@@ -320,6 +339,27 @@ def set_malloc(threshold: int) -> None:
         c_library.mallopt(_M_TRIM_THRESHOLD, threshold)
         if torch.get_num_threads() == 1:
             c_library.mallopt(_M_ARENA_MAX, 1)
+
+
+def align_to_pages() -> None:
+    """Has torch align tensors of 2 MB and more to pages, and ask for huge ones. No effect once torch has made a tensor.
+
+    Aligned to 64 bytes, glibc asks for a little more and frees what is over: pieces so small that a thread keeps them for its
+    next small object. A tensor that is freed then leaves a hole too small for the next one of its size, and the heap grows with
+    every step: a rank of ZeRO stage 3 with 27.6 million parameters took 1.3 GiB after 4 steps and 3.0 after 32, so aligned 0.9
+    and 1.3.
+    """
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+
+def _anonymous_bytes() -> int | None:
+    """Resident memory of this process that is no file's; None unless on Linux."""
+    try:
+        with open("/proc/self/statm") as file:
+            resident, shared = (int(pages) for pages in file.read().split()[1:3])
+    except OSError:
+        return None
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _glibc() -> ctypes.CDLL | None:

@@ -286,13 +286,13 @@ class Trainer:
         state.consumed_train_samples += batch_size
         state.scheduled_train_samples += 0 if result.skipped else self._scheduled(batch_size)
         self._report(result, batch_size)
-        self.tell_of_compiling()
+        self.tidy_up()
 
-    def tell_of_compiling(self) -> None:
-        """Print what the last step has compiled, and return the memory that this took."""
+    def tidy_up(self) -> None:
+        """Print what the last step has compiled, and return the memory that this took, or that steps have left in pieces."""
         if news := news_of_compiling():
             print_rank_last(news)
-            self.runtime.device.return_freed()
+        self.runtime.device.return_freed_if_grown(surely=bool(news))
 
     @contextmanager
     def _naming_the_step(self) -> Iterator[None]:

@@ -1,5 +1,9 @@
 """--empty-unused-memory-level: what the C library is told, and when an accelerator is asked."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -40,3 +44,44 @@ def test_an_accelerator_is_asked_and_a_cpu_is_not():
     cpu.module = module = Module()  # as if it had one
     cpu.empty_unused()
     assert module.emptied == 1 and torch.device("cpu") == cpu.torch_device
+
+
+def test_memory_goes_back_once_steps_hold_a_twelfth_more_than_the_first_one(monkeypatch):
+    """After a return the next step says anew what is usual: what steps need more of is not given back again and again."""
+    returned, held = [], iter([100, 108, 107, 109, 140, 150, 151, 152])
+    monkeypatch.setattr(device, "_anonymous_bytes", lambda: next(held))
+    monkeypatch.setattr(
+        device, "_glibc", lambda: type("C", (), {"malloc_trim": lambda self, pad: returned.append(pad)})()
+    )
+    cpu, seen = Device("cpu"), []
+    for _ in range(8):
+        cpu.return_freed_if_grown()
+        seen.append(len(returned))
+    assert seen == [0, 0, 0, 1, 1, 1, 1, 2]
+
+
+def test_anonymous_memory_is_no_files(tmp_path):
+    (tmp_path / "file").write_bytes(bytes(2**24))
+    before = device._anonymous_bytes()
+    if before is None:
+        pytest.skip("no /proc/self/statm")
+    mapped = torch.from_file(str(tmp_path / "file"), size=2**24, dtype=torch.uint8, shared=True)
+    assert mapped.sum() == 0 and device._anonymous_bytes() - before < 2**23
+    own = torch.ones(2**24, dtype=torch.uint8)
+    assert own.sum() == 2**24 and device._anonymous_bytes() - before > 2**23
+
+
+def test_large_tensors_begin_with_a_page():
+    """In a process of its own, since torch asks once. A user's choice stays."""
+    code = (
+        "import sys, torch; from megatron.core.device import Device; Device('cpu').prepare(bf16=False); "
+        "sys.exit(any(torch.empty(2**19 + 1000 * i).data_ptr() % 4096 for i in range(9)))"
+    )
+    choices = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
+    codes = [
+        subprocess.run([sys.executable, "-c", code], env=choices | more, check=False).returncode for more in ({}, OFF)
+    ]
+    assert codes == ([0, 1] if sys.platform == "linux" else codes)
+
+
+OFF = {"THP_MEM_ALLOC_ENABLE": "0"}

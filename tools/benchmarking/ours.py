@@ -101,7 +101,7 @@ class Ours:
 
     def step(self) -> None:
         train_step(self.trainer.pipeline, self.trainer.optimizer, self.batches, first_sample=0, lr=LR)
-        self.trainer.tell_of_compiling()
+        self.trainer.tidy_up()
 
     def meet(self) -> None:
         """Wait for all ranks."""
