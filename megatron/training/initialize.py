@@ -191,8 +191,8 @@ def read_settings(
         *_notes_of_settings(config, world_size),
         *notes_of(device.name, config.offload.tier, moved, torch.get_num_threads()),
     ]
-    empty_level = config.device.empty_unused_memory_level
-    device.prepare(bf16=config.transformer.bf16, empty_level=max(empty_level, int(config.offload.tier == "file")))
+    empty_level = max(config.device.empty_unused_memory_level, int(config.offload.tier == "file"))
+    device.prepare(bf16=config.transformer.bf16, empty_level=empty_level, ranks=world_size)
     if config.profile.record_memory_history:
         device.record_memory_history()
     sha256 = None if tokenizer is None else tokenizer_sha256(config.tokenizer, tokenizer)

@@ -71,10 +71,10 @@ def test_anonymous_memory_is_no_files(tmp_path):
     assert own.sum() == 2**24 and device._anonymous_bytes() - before > 2**23
 
 
-def test_large_tensors_begin_with_a_page():
+def test_large_tensors_of_one_of_several_ranks_begin_with_a_page():
     """In a process of its own, since torch asks once. A user's choice stays."""
     code = (
-        "import sys, torch; from megatron.core.device import Device; Device('cpu').prepare(bf16=False); "
+        "import sys, torch; from megatron.core.device import Device; Device('cpu').prepare(bf16=False, ranks=2); "
         "sys.exit(any(torch.empty(2**19 + 1000 * i).data_ptr() % 4096 for i in range(9)))"
     )
     choices = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
