@@ -5,8 +5,7 @@ dimensions.
 """
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,19 +20,12 @@ from megatron.core.transformer.rotary import Rotation, rotated, rotated_interlea
 # ---------------------------------------------------------------- norms: (x, weight, bias or None, epsilon) -> (x, norm(x))
 
 
-class NormFormulas(NamedTuple):
-    """A norm's region, and its result from (x, weight, bias, *what its forward keeps)."""
-
-    region: Region
-    again: Callable[..., Tensor]
-
-
 def _factor_of(weight: Tensor, plus: int) -> Tensor:
     """What a norm multiplies by: the weight, or 1 + weight without rounding the sum."""
     return wide_of(weight) + plus if plus else wide_of(weight)
 
 
-def _layer_norm(plus: int) -> NormFormulas:
+def _layer_norm(plus: int) -> Region:
     def eager(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> tuple[Tensor, Tensor]:
         wide, factor = (wide_of(x), _factor_of(weight, plus)) if plus else (x, weight.to(x.dtype))
         added = None if bias is None else bias.to(wide.dtype)
@@ -59,10 +51,10 @@ def _layer_norm(plus: int) -> NormFormulas:
         grad_x = (carried + (by_normed - inner) * scale).to(x.dtype)
         return grad_x, of_rows(g * normed, weight), of_rows(g, bias), None
 
-    return NormFormulas(Region(eager, forward, backward, reads=(0, 1, 2), carries=True, again=again), again)
+    return Region(eager, forward, backward, reads=(0, 1, 2), carries=True, again=again)
 
 
-def _rms_norm(plus: int) -> NormFormulas:
+def _rms_norm(plus: int) -> Region:
     def eager(x: Tensor, weight: Tensor, bias: None, epsilon: float) -> tuple[Tensor, Tensor]:
         wide, factor = (wide_of(x), _factor_of(weight, plus)) if plus else (x, weight.to(x.dtype))
         return x, functional.rms_norm(wide, weight.shape, factor, epsilon).to(weight.dtype)
@@ -83,7 +75,7 @@ def _rms_norm(plus: int) -> NormFormulas:
         inner = normed * (by_normed * normed).mean(dim=-1, keepdim=True)
         return (carried + (by_normed - inner) * scale).to(x.dtype), of_rows(g * normed, weight), None, None
 
-    return NormFormulas(Region(eager, forward, backward, reads=(0, 1, 2), carries=True, again=again), again)
+    return Region(eager, forward, backward, reads=(0, 1, 2), carries=True, again=again)
 
 
 NORMS = {"LayerNorm": _layer_norm(0), "RMSNorm": _rms_norm(0), "LayerNorm1p": _layer_norm(1), "RMSNorm1p": _rms_norm(1)}
@@ -195,15 +187,15 @@ def _as_kernels_read(x: Tensor) -> Tensor:
     """Keys or values [s, b, n, d], on a CPU with the rows of each head side by side: its kernel reads them for each block of
     queries, both ways of 4 x 12 heads of 512 float32 rows in 68 instead of 81 ms. Queries stay as they are, since the kernel's
     result lies as they do."""
-    return (
-        x.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3) if x.device.type in ("cpu", "meta") else x.contiguous()
-    )
+    if x.device.type not in ("cpu", "meta"):
+        return x.contiguous()
+    return x.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3)
 
 
 # ---------------------------------------------------------------- the table
 
 REGIONS = {
-    **{name: formulas.region for name, formulas in NORMS.items()},
+    **NORMS,
     "gelu-tanh": Region(gelu, _gelu, _gelu_backward, reads=(0, 1)),
     "residual": Region(_eager_residual, _residual, _residual_backward, reads=(2, 3, 4, 5)),
     "heads": _heads_by(rotated),

@@ -29,7 +29,7 @@ from megatron.core.transformer.formulas import of_rows, plus_bias, wide_of
 from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.norm import Norm
-from megatron.core.transformer.regions import NORMS, REGIONS
+from megatron.core.transformer.regions import REGIONS
 
 
 class WholeLayer:
@@ -230,7 +230,7 @@ def _programs(normalization: str, activation: str) -> _Programs:
     """The formulas with a norm and an activation: rows of REGIONS."""
     norm, norm_backward = (f.formula for f in (REGIONS[normalization].forward, REGIONS[normalization].backward))
     active, active_backward = (f.formula for f in (REGIONS[activation].forward, REGIONS[activation].backward))
-    normed_again = NORMS[normalization].again
+    normed_again = REGIONS[normalization].again
 
     def before(x, weight, bias, matrix, vector, epsilon):
         normed, *kept = norm(x, weight, bias, epsilon)
