@@ -6,8 +6,8 @@
 
 Two processes over gloo, one thread each; while rank 0 computes alone with two threads, rank 1 waits. All ways begin with heads as a
 layer has them, [s, b, n, d]; their kernels want each head's rows side by side, and each way copies them. In each round all ways take
-their turn, each round beginning with another, forward and backward, causal, without dropout, and before the first their results are compared. A line of the record has
-the median seconds of each way, processor seconds of both processes, and two ratios, each the median over rounds, with their least
+their turn, each round beginning with another, forward and backward, causal, without dropout; before the first round their results are
+compared. A line of the record has the median seconds of each way, processor seconds of both processes, and two ratios, each the median over rounds, with their least
 and largest beside them:
 
     of one process     one process' seconds / ours: at least 0.85
@@ -152,8 +152,8 @@ def rank_main(folder: Path, shapes: list[int], length: int, rounds: int) -> None
     for shape in (SHAPES[number] for number in shapes):
         ways, times = ways_of(shape, length), []
         same({name: measured(way)[2] for name, way in ways.items()}, shape[-1])  # warm, too
+        names = sorted(ways)
         for turn in range(rounds):
-            names = sorted(ways)
             order = names[turn % len(names) :] + names[: turn % len(names)]
             times.append({name: measured(ways[name])[:2] for name in order})
         seen.append(times)

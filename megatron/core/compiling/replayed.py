@@ -80,9 +80,8 @@ class Replay:
 
     program: Program
     given: tuple[tuple[int | None, Any], ...]  # position among the inputs, or None and a number
-    made: tuple[
-        tuple[int | None, int | None], ...
-    ]  # position among the program's results, or of an input; neither: None
+    # Position among the program's results, or of an input; neither: None.
+    made: tuple[tuple[int | None, int | None], ...]
 
     def __call__(self, inputs: Sequence[Any]) -> tuple[Tensor | None, ...]:
         results = self.program(*[number if i is None else inputs[i] for i, number in self.given])
