@@ -75,7 +75,7 @@ def losses() -> None:
             ours.cases.write_folder(root, {"config": written, "shapes": shapes})
             (root / "model.safetensors").unlink()
             model = ours.loaded(root, config)
-        optimizer, steps = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-8, weight_decay=0.1), []
+        optimizer, steps = torch.optim.AdamW(model.parameters(), lr=0.001, eps=1e-8, weight_decay=0.1), []
         for batch in found["batches"]:
             optimizer.zero_grad()
             given = {key: torch.tensor(value) for key, value in batch.items()}

@@ -119,18 +119,21 @@ def test_five_steps_and_float32_follow_transformers(case: str, folders: dict[str
 
 @pytest.mark.parametrize("case", T5_CASES)
 def test_training_on_real_text_follows_transformers(case: str, tmp_path: Path):
-    """Ten steps on sentences of a play, spans left out by the data set (tests/exchange/real_text.py): each step's loss."""
+    """Ten steps on sentences of a play, spans left out by the data set (tests/exchange/real_text.py): each step's loss.
+
+    At a rate of 0.001 a change of all weights in their last bit moves the tenth loss by 4e-12; at 0.01 it would move it by 8e-10.
+    """
     record = read_record("t5-text")
     write_folder(tmp_path / "hf", record[case])
     model, single = model_of(tmp_path / "hf"), model_of(tmp_path / "hf", fp64=False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-8, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.001, eps=1e-8, weight_decay=0.1)
     for step, (batch, expected) in enumerate(zip(record["batches"], record[case]["losses"], strict=True)):
         given = {key: torch.tensor(value) for key, value in batch.items()}
         texts = given["text_enc"], given["text_dec"], given["enc_mask"], given["labels"].clamp(min=0)
         mean = lambda model: (model(*texts) * given["loss_mask"]).sum() / given["loss_mask"].sum()  # noqa: B023, E731
         optimizer.zero_grad()
         loss = mean(model)
-        assert abs(loss.item() - expected) < 1e-9, step
+        assert abs(loss.item() - expected) < 1e-10, step
         if step == 0:
             assert abs(mean(single).item() - expected) < 1e-4
         loss.backward()
