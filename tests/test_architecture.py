@@ -329,7 +329,7 @@ BUDGETS = {
     "megatron/core/checkpoint": 1_600,
     "megatron/core/classic": 1_800,
     "megatron/core/compiling": 300,
-    "megatron/core/datasets": 2_200,
+    "megatron/core/datasets": 2_300,
     "megatron/core/distributed": 1_600,
     "megatron/core/inference": 500,
     "megatron/core/interchange": 1_200,

@@ -84,7 +84,8 @@ RULES_AND_MASKS = [
     (TokenRules(9, eod_id=8), [3, 8, 4], [8, 4, 7], [1, 1, 1]),
     (TokenRules(9, eod_id=8, eod_mask_loss=True), [3, 8, 4], [8, 4, 7], [1, 0, 1]),
     (TokenRules(9, eod_id=8, pad_id=7), [3, 8, 4], [8, 4, 0], [1, 1, 0]),
-    (TokenRules(9, eod_id=8, pad_id=8), [3, 0, 4], [0, 4, 7], [0, 1, 1]),
+    (TokenRules(9, eod_id=8, pad_id=8), [3, 8, 4], [8, 4, 7], [1, 1, 1]),
+    (TokenRules(9, eod_id=8, pad_id=4, pad_is_text=True), [3, 8, 4], [8, 4, 7], [1, 1, 1]),
 ]
 
 

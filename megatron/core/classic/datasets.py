@@ -20,6 +20,7 @@ from megatron.core.datasets.bert import build_bert_datasets
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.index_map import build_indices, parse_split, split_ranges
 from megatron.core.datasets.masking import MaskedDataConfig
+from megatron.core.datasets.padding import pad_is_text
 from megatron.core.datasets.split_plan import samples_of_files
 from megatron.core.parallel_state import launched_rank
 from megatron.core.signatures import takes
@@ -72,6 +73,16 @@ class GPTDatasetConfig(_fields_of("gpt"), BlendedMegatronDatasetConfig):
 @dataclass(kw_only=True)
 class BERTMaskedWordPieceDatasetConfig(_fields_of("bert"), BlendedMegatronDatasetConfig):
     """Of masked samples of files of sentences."""
+
+
+def _check_pad(config: BlendedMegatronDatasetConfig) -> None:
+    """Raises ConfigError where a config wants each pad masked, and the tokenizer's pad is also a token of texts."""
+    if config.allow_ambiguous_pad_tokens and pad_is_text(config.tokenizer):
+        kind = type(config).__name__
+        raise ConfigError(
+            f"{kind}: allow_ambiguous_pad_tokens=True masks the pad ({config.tokenizer.pad}) wherever it stands, and texts "
+            "hold it too; leave it out: only what fills a sample up is masked"
+        )
 
 
 def compile_helpers() -> None:
@@ -147,6 +158,7 @@ class GPTDataset(MegatronDataset):
         super().__init__(indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config)
 
     def _finalize(self) -> None:
+        _check_pad(self.config)
         data = self.config.data
         rules = gpt.rules_of(data, self.config.tokenizer)
         ids = int(self.indices[0]), int(self.indices[-1]) + 1
@@ -214,6 +226,7 @@ class BlendedDataset(blend.BlendedDataset):
 
 
 def _gpt(config: GPTDatasetConfig, sizes: list[int | None], building: dict[str, Any]) -> list[Any]:
+    _check_pad(config)
     made = gpt.build_gpt_datasets(config.data, config.tokenizer, sizes, config.random_seed, **building)
     if model_parallel_is_initialized() and current().run is not None:  # a run's batches need no mask of s x s
         return list(made)
@@ -222,6 +235,7 @@ def _gpt(config: GPTDatasetConfig, sizes: list[int | None], building: dict[str, 
 
 
 def _bert(config: BERTMaskedWordPieceDatasetConfig, sizes: list[int | None], building: dict[str, Any]) -> list[Any]:
+    _check_pad(config)
     chances = config.masking_probability, config.short_sequence_probability
     masking = MaskedDataConfig(*chances, config.classification_head)
     return list(build_bert_datasets(config.data, masking, config.tokenizer, sizes, config.random_seed, **building))

@@ -12,6 +12,7 @@ from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.known_ids import tokenizer_name
 from megatron.core.datasets.masked import BertDataset, TextSample
 from megatron.core.datasets.masking import MaskedDataConfig, MaskingRules, WordPieces
+from megatron.core.datasets.padding import id_of, pad_is_text
 from megatron.core.datasets.sample_map import SampleRequest
 from megatron.core.datasets.sentence_samples import SentenceSamples, problems_of_flags_of_gpt
 from megatron.core.datasets.split_plan import Building, Part, build_datasets, size_problems
@@ -96,7 +97,7 @@ def _pieces_of(tokenizer: Any, *, made_up: bool) -> WordPieces:
 
     Made-up data take any vocabulary as one of whole words; a tokenizer without special tokens lends its first four ids.
     """
-    ids = [getattr(tokenizer, name, None) for name in ("cls", "sep", "mask", "pad")]
+    ids = [id_of(tokenizer, name) for name in ("cls", "sep", "mask", "pad")]
     if made_up and tokenizer.vocab_size < 16:
         raise ValueError(f"a vocabulary of {tokenizer.vocab_size} is too small for made-up data; give at least 16")
     if made_up:
@@ -107,7 +108,7 @@ def _pieces_of(tokenizer: Any, *, made_up: bool) -> WordPieces:
             "--tokenizer-type BertWordPieceLowerCase or BertWordPieceCase"
         )
     words = tuple(tokenizer.inv_vocab.get(i, "") for i in range(tokenizer.vocab_size))
-    return WordPieces(words, *ids, tokenizer=tokenizer_name(tokenizer))
+    return WordPieces(words, *ids, tokenizer=tokenizer_name(tokenizer), pad_is_text=pad_is_text(tokenizer))
 
 
 class MockBertDataset(BertDataset):

@@ -37,7 +37,9 @@ class FimConfig(FlagConfig):
     fim_prefix_token: str = knob("<fim_prefix>", "token before the prefix", metavar="TOKEN")
     fim_middle_token: str = knob("<fim_middle>", "token before the middle", metavar="TOKEN")
     fim_suffix_token: str = knob("<fim_suffix>", "token before the suffix", metavar="TOKEN")
-    fim_pad_token: str = knob("<fim_pad>", "padding token of shortened samples; masked from the loss", metavar="TOKEN")
+    fim_pad_token: str = knob(
+        "<fim_pad>", "token that fills shortened samples up; where it does, it is masked from the loss", metavar="TOKEN"
+    )
     fim_eod_token: str | None = knob(
         None, "token between documents; default: the tokenizer's end-of-document token", metavar="TOKEN"
     )
@@ -90,15 +92,21 @@ class FillInTheMiddle:
             raise ConfigError(problems)
 
     def __call__(self, tokens: np.ndarray, number: int) -> np.ndarray:
-        """The tokens of sample `number`, each document in them rearranged or not: int64, as many as there were.
+        """The tokens of sample `number`, each document in them rearranged or not: int64, as many as there were."""
+        return self.filled(self.moved(tokens, number), len(tokens))
 
-        A part of no tokens between two documents' ends is left out, what then is too long is cut off at the end, and what is
-        too short is filled with `pad`.
+    def filled(self, tokens: np.ndarray, count: int) -> np.ndarray:
+        """`tokens` and, up to `count`, padding."""
+        return np.append(tokens, np.full(count - len(tokens), self.pad)).astype(np.int64)
+
+    def moved(self, tokens: np.ndarray, number: int) -> np.ndarray:
+        """As a call, but what is too short is not filled.
+
+        A part of no tokens between two documents' ends is left out, and what then is too long is cut off at the end.
         """
         rng = np.random.RandomState([self.seed % (1 << 32), number % (1 << 32), number >> 32])
         parts = [self._document(part, rng) for part in _parts(tokens, self.eod)]
-        changed = np.concatenate(_joined(parts, self.eod))[: len(tokens)]
-        return np.append(changed, np.full(len(tokens) - len(changed), self.pad)).astype(np.int64)
+        return np.concatenate(_joined(parts, self.eod))[: len(tokens)]
 
     def _document(self, tokens: np.ndarray, rng: np.random.RandomState) -> np.ndarray:
         if self.split is None or self.split not in tokens:

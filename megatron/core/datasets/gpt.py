@@ -5,7 +5,7 @@ the number of samples consumed.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from megatron.core.datasets.index_map import (
 )
 from megatron.core.datasets.indexed import IndexedDataset
 from megatron.core.datasets.known_ids import joined, tokenizer_name
+from megatron.core.datasets.padding import FILLED, id_of, pad_is_text
 from megatron.core.datasets.split_plan import (
     Building,
     Part,
@@ -43,7 +44,10 @@ _OF_ENDS = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")  # se
 
 @dataclass(frozen=True)
 class TokenRules:
-    """What a sample needs of the tokenizer. pad_id: None without a padding token; tokenizer: its name, for messages."""
+    """What a sample needs of the tokenizer. tokenizer: its name, for messages.
+
+    pad_id: None without a padding token. pad_is_text: texts hold it too, as they do where it is `eod_id`; then it pads nothing.
+    """
 
     vocab_size: int
     eod_id: int
@@ -52,15 +56,21 @@ class TokenRules:
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
     tokenizer: str = "the tokenizer of this run"
+    pad_is_text: bool = False
+
+    @property
+    def padding(self) -> int | None:
+        """The token that is padding wherever it stands in a file."""
+        return None if self.pad_is_text or self.pad_id == self.eod_id else self.pad_id
 
 
 def training_item(text: np.ndarray, rules: TokenRules) -> dict[str, np.ndarray]:
     """The arrays of one sample from its seq_length + 1 tokens, of which labels are the inputs shifted by one.
 
     tokens, labels, position_ids: int64 [s]; loss_mask: float32 [s], 0 where the label is padding and, with
-    eod_mask_loss, where the input ends a document. Padding reads as token 0, which every vocabulary has. A document ends
-    with its eod token: with reset_position_ids the position after it is 0, and with reset_attention_mask there is
-    document_ids: int64 [s], which document of the sample each token belongs to.
+    eod_mask_loss, where the input ends a document. Padding is FILLED and `rules.padding`, and reads as token 0, which every
+    vocabulary has. A document ends with its eod token: with reset_position_ids the position after it is 0, and with
+    reset_attention_mask there is document_ids: int64 [s], which document of the sample each token belongs to.
     """
     tokens, labels = text[:-1].copy(), text[1:].copy()
     loss_mask = np.ones(len(tokens), np.float32)
@@ -71,16 +81,12 @@ def training_item(text: np.ndarray, rules: TokenRules) -> dict[str, np.ndarray]:
         positions -= np.append(0, np.flatnonzero(begins))[documents]
     if rules.eod_mask_loss:
         loss_mask[tokens == rules.eod_id] = 0.0
-    pad = _pad_id(rules)
-    loss_mask[labels == pad] = 0.0
-    tokens[tokens == pad] = 0
-    labels[labels == pad] = 0
+    padding = [FILLED] if rules.padding is None else [FILLED, rules.padding]
+    loss_mask[np.isin(labels, padding)] = 0.0
+    tokens[np.isin(tokens, padding)] = 0
+    labels[np.isin(labels, padding)] = 0
     item = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "position_ids": positions}
     return item | ({"document_ids": documents} if rules.reset_attention_mask else {})
-
-
-def _pad_id(rules: TokenRules) -> int:
-    return -1 if rules.pad_id is None else rules.pad_id  # -1 is no token of any file
 
 
 @dataclass(eq=False)
@@ -105,13 +111,14 @@ class GPTDataset:
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
         tokens = self._tokens(int(self.indices.shuffle_index[i]))
-        if self.fim is not None:
-            tokens = self.fim(tokens, i)
-        text = np.full(self.seq_length + 1, _pad_id(self.rules), np.int64)
-        text[: len(tokens)] = tokens
+        text = np.full(self.seq_length + 1, FILLED, np.int64)
+        if self.fim is None:
+            text[: len(tokens)] = tokens
+            return training_item(text, self.rules)
+        moved = self.fim.moved(tokens, i)
+        text[: len(tokens)] = self.fim.filled(moved, len(tokens))
         item = training_item(text, self.rules)
-        if self.fim is not None:
-            item["loss_mask"][text[1:] == self.fim.pad] = 0.0
+        item["loss_mask"][max(len(moved) - 1, 0) :] = 0.0  # label j is the token j + 1
         return item
 
     def _tokens(self, k: int) -> np.ndarray:
@@ -156,7 +163,8 @@ class MockGPTDataset:
         values = (rng.randint(distinct) + rng.choice(self.STEPS) * np.arange(count)) % distinct
         noisy = rng.random_sample(count) < self.NOISE
         values = np.where(noisy, rng.randint(distinct, size=count), values)
-        return training_item(values * self.rules.vocab_size // distinct, self.rules)
+        # Any id may occur, that of the pad too.
+        return training_item(values * self.rules.vocab_size // distinct, replace(self.rules, pad_id=None))
 
 
 @dataclass(eq=False)
@@ -201,7 +209,12 @@ class GPTSamples(SampleKind):
             )
 
     def look_at_all(self, files: list[IndexedDataset], building: Building) -> None:
-        """Note documents without an end: a warning if a flag acts on the ends, else a line of progress."""
+        """Note a pad that is text, and documents without an end: a warning if a flag acts on them, else a line of progress."""
+        if self.rules.pad_id is not None and self.rules.padding is None:
+            building.progress(
+                f"the pad token ({self.rules.pad_id}) of {self.rules.tokenizer} is also a token of texts: it is text "
+                "wherever it stands in the files"
+            )
         note = note_without_ends(files, self.rules.eod_id)
         if note and (given := [flag_of(name) for name in _OF_ENDS if getattr(self.config, name)]):
             building.say(f"{note}; there {' and '.join(given)} will find nothing to act on")
@@ -226,8 +239,9 @@ class GPTSamples(SampleKind):
 
 def rules_of(config: DataConfig, tokenizer: Any) -> TokenRules:
     about_ends = {name: getattr(config, name) for name in _OF_ENDS}
-    ids = (tokenizer.vocab_size, tokenizer.eod, getattr(tokenizer, "pad", None))
-    return TokenRules(*ids, **about_ends, tokenizer=tokenizer_name(tokenizer))
+    ids = (tokenizer.vocab_size, tokenizer.eod, id_of(tokenizer, "pad"))
+    names = {"tokenizer": tokenizer_name(tokenizer), "pad_is_text": pad_is_text(tokenizer)}
+    return TokenRules(*ids, **about_ends, **names)
 
 
 def build_gpt_datasets(

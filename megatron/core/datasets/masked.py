@@ -13,6 +13,7 @@ import numpy as np
 from megatron.core.datasets.indexed import IndexedDataset
 from megatron.core.datasets.known_ids import joined
 from megatron.core.datasets.masking import MaskingRules, WordPieces, choose_spans, joined_lists
+from megatron.core.datasets.padding import FILLED
 
 
 class TextSample(NamedTuple):
@@ -73,14 +74,16 @@ class BertDataset(_MaskedDataset):
                 labels[position] = tokens[position]
                 shown[position] = self._shown(tokens[position], text.rng)
         pad, labels = self.pieces.pad, np.array(labels, np.int64)
-        shown = _padded(shown, self.seq_length, pad)
+        tokens, shown = (_padded(row, self.seq_length, FILLED) for row in (tokens, shown))
+        padding = tokens == FILLED
+        if not self.pieces.pad_is_text:  # a word that was replaced by the pad counts as padding, as in Megatron core
+            padding |= (shown == pad) & (tokens != pad)
         return {
-            "text": shown,
-            "types": _padded(types, self.seq_length, pad),
+            "text": np.where(shown == FILLED, pad, shown),
+            "types": _padded(types, self.seq_length, 0),
             "labels": labels,
             "is_random": np.array(swapped, np.int64),
-            # A word that was replaced by the padding token counts as padding, as in the files in the wild.
-            "padding_mask": (shown != pad).astype(np.int64),
+            "padding_mask": (~padding).astype(np.int64),
             "loss_mask": (labels >= 0).astype(np.int64),
             "truncated": np.array(truncated, np.int64),
         }
@@ -143,16 +146,16 @@ class T5Dataset(_MaskedDataset):
         if len(asked) >= length:
             raise ValueError(f"sample {i} asks for {len(asked) + 1} tokens; raise --decoder-seq-length ({length})")
         item = {
-            "text_enc": _padded(encoder + tokens[end:], self.seq_length, pieces.pad),
-            "text_dec": _padded([pieces.bos, *asked], length, pieces.pad),
-            "labels": _padded([*asked, pieces.eos], length, -1),
+            "text_enc": _padded(encoder + tokens[end:], self.seq_length, FILLED),
+            "text_dec": _padded([pieces.bos, *asked], length, FILLED),
+            "labels": _padded([*asked, pieces.eos], length, FILLED),
             "loss_mask": _padded([1] * (len(asked) + 1), length, 0),
             "truncated": np.array(len(whole) > len(tokens), np.int64),
         }
         for mask, name in (("enc_mask", "text_enc"), ("dec_mask", "text_dec")):
-            item[mask] = (item[name] != pieces.pad).astype(np.int64)
-        for name in ("text_enc", "text_dec", "labels"):
-            item[name][item[name] == pieces.pad] = 0
+            padding = item[name] == FILLED
+            item[mask] = (~padding).astype(np.int64)
+            item[name][padding] = 0
         return item
 
 

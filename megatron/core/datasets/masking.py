@@ -80,7 +80,10 @@ def choose_spans(
 
 @dataclass(frozen=True)
 class WordPieces:
-    """What the masked data sets know of the tokenizer. words: the text of each token id; tokenizer: its name, for messages."""
+    """What the masked data sets know of the tokenizer. words: the text of each token id; tokenizer: its name, for messages.
+
+    pad_is_text: texts hold `pad` too.
+    """
 
     words: tuple[str, ...]
     cls: int
@@ -91,6 +94,7 @@ class WordPieces:
     eos: int = -1
     sentinels: tuple[int, ...] = ()
     tokenizer: str = "the tokenizer of this run"
+    pad_is_text: bool = False
 
     def whole_words(self, tokens: list[int], whole: bool) -> list[list[int]]:
         """The positions of each word's tokens, without those of CLS and SEP; whole False: each token is a word."""

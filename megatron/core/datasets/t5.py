@@ -12,6 +12,7 @@ from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.known_ids import tokenizer_name
 from megatron.core.datasets.masked import T5Dataset, TextSample
 from megatron.core.datasets.masking import MaskedDataConfig, MaskingRules, WordPieces
+from megatron.core.datasets.padding import id_of, pad_is_text
 from megatron.core.datasets.sample_map import SampleRequest
 from megatron.core.datasets.sentence_samples import SentenceSamples, problems_of_flags_of_gpt
 from megatron.core.datasets.split_plan import Building, Part, build_datasets, size_problems
@@ -113,7 +114,7 @@ def _pieces_of(tokenizer: Any, config: DataConfig, masking: MaskedDataConfig) ->
         sentinels = tuple(range(size - 1, size - 1 - spans, -1))
         return WordPieces(("",) * size, 1, 2, 3, 0, 4, 5, sentinels)
     names = ("cls", "sep", "mask", "pad", "bos", "eos")
-    ids = [getattr(tokenizer, name, None) for name in names]
+    ids = [id_of(tokenizer, name) for name in names]
     sentinels = getattr(tokenizer, "additional_special_tokens_ids", None)
     if None in ids or sentinels is None:
         raise ValueError(
@@ -126,7 +127,7 @@ def _pieces_of(tokenizer: Any, config: DataConfig, masking: MaskedDataConfig) ->
             f"--seq-length {config.seq_length} has at most {spans} spans"
         )
     words = tuple(tokenizer.inv_vocab.get(i, "") for i in range(size))
-    return WordPieces(words, *ids, tuple(sentinels), tokenizer=tokenizer_name(tokenizer))
+    return WordPieces(words, *ids, tuple(sentinels), tokenizer_name(tokenizer), pad_is_text(tokenizer))
 
 
 class MockT5Dataset(T5Dataset):

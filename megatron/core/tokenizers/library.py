@@ -22,6 +22,9 @@ GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?
 EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 PAD_NAMES = ("<pad>", "<|pad|>", "[PAD]")
 
+# The names that a tokenizer_config.json has for tokens of texts.
+_SPECIAL_NAMES = ("eos_token", "unk_token", "bos_token", "cls_token", "sep_token", "mask_token")
+
 TIK_SPECIAL = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 TIK_LARGEST = 1 << 17  # ids of a TikToken file without --vocab-size, which is as many as Megatron takes
 TIK_PATTERNS = {
@@ -38,6 +41,7 @@ class LibraryTokenizer:
 
     special: token -> id of special tokens that the library does not know, so that no text gives them. words: a pattern that cuts
     text into words which no token crosses, None without such a pattern; never: strings that tokens may cross all the same.
+    pad_is_text: texts hold `pad` too.
     """
 
     name: str
@@ -48,6 +52,7 @@ class LibraryTokenizer:
     special: dict[str, int] = field(default_factory=dict)
     words: str | None = None
     never: Sequence[str] = ()
+    pad_is_text: bool = False
 
     @functools.cached_property
     def vocab_size(self) -> int:
@@ -182,13 +187,33 @@ def huggingface_tokenizer(config: Any) -> LibraryTokenizer:
         )
     pad = _special_id(tokenizer, settings, "pad_token", special, PAD_NAMES)
     added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
-    words = GPT2_PATTERN if _is_plain_byte_level(tokenizer) else None
-    return LibraryTokenizer("HuggingFaceTokenizer", path, tokenizer, eod, pad, words=words, never=added)
-
-
-def _is_plain_byte_level(tokenizer: Any) -> bool:
-    """Whether a tokenizer.json is byte-level BPE and nothing else, as tools/train_tokenizer.py writes it."""
     parts = json.loads(tokenizer.to_str())
+    words = GPT2_PATTERN if _is_plain_byte_level(parts) else None
+    is_text = pad is not None and _is_in_texts(pad, tokenizer, parts["model"], path, settings)
+    return LibraryTokenizer(
+        "HuggingFaceTokenizer", path, tokenizer, eod, pad, words=words, never=added, pad_is_text=is_text
+    )
+
+
+def _is_in_texts(token: int, tokenizer: Any, model: dict[str, Any], path: str, settings: Any) -> bool:
+    """Whether texts hold a special token of a folder: it is a word, stands for unknown words, or begins or ends a text by the
+    template or by another name that the folder gives it."""
+    if token not in tokenizer.get_added_tokens_decoder():
+        return True
+    named = {name: settings.get(name) for name in _SPECIAL_NAMES} if isinstance(settings, dict) else {}
+    words = [word.get("content") if isinstance(word, dict) else word for word in named.values()]
+    words.append(model.get("unk_token"))
+    ids = [tokenizer.token_to_id(word) for word in words if isinstance(word, str)]
+    # generation_config.json has all tokens that end a text: of Qwen 2.5's chats <|im_end|> and <|endoftext|>.
+    beside = os.path.join(os.path.dirname(path), "generation_config.json")
+    generation = _json_of(beside, "valid JSON") if os.path.isfile(beside) else {}
+    ends = generation.get("eos_token_id") if isinstance(generation, dict) else None
+    ids += ends if isinstance(ends, list) else [ends]
+    return token in [model.get("unk_id"), *ids, *tokenizer.encode("").ids]
+
+
+def _is_plain_byte_level(parts: dict[str, Any]) -> bool:
+    """Whether a tokenizer.json is byte-level BPE and nothing else, as tools/train_tokenizer.py writes it."""
     cut, after = parts["pre_tokenizer"] or {}, parts["post_processor"] or {"type": "ByteLevel"}
     model = parts["model"]
     cuts_as_gpt2 = cut.get("type") == "ByteLevel" and not cut["add_prefix_space"] and cut.get("use_regex", True)

@@ -20,7 +20,7 @@ class PieceTokenizer:
         self.name, self.path = name, path
         self.vocab_size = model.get_piece_size()
         self.bos, self.eos = model.bos_id(), model.eos_id()
-        self.eod = self.eos
+        self.unk, self.eod = model.unk_id(), self.eos
         self.pad = model.pad_id() if model.pad_id() >= 0 else None
         self._model = model
         self._first = list(first)
