@@ -46,8 +46,9 @@ def evaluate(
     num_microbatches: int,
     first_sample: int,
     has_empty_rows: bool = False,
-) -> dict[str, float]:
-    """Mean of each report entry over `num_microbatches` of each rank; empty outside the last stage. Every rank must call.
+) -> dict[str, float | None]:
+    """Mean of each report entry over `num_microbatches` of each rank, None for one that counts nothing; empty outside the last
+    stage. Every rank must call.
 
     make_iterators(first sample) -> this rank's data iterators by stage. has_empty_rows: some rows count nothing, by their
     `loss_mask`; raises ConfigError on every rank for an entry that cannot tell, since it is no pair (sum, count).
@@ -67,7 +68,8 @@ def evaluate(
     if has_empty_rows:
         with comm.together(pipeline.mesh["world"], pipeline.device):
             _check_counts(reports)
-    return pipeline.share_totals(totals).report
+    shared = pipeline.share_totals(totals)
+    return shared.report | dict.fromkeys(shared.uncounted)
 
 
 def _check_counts(reports: list[Mapping[str, Any]]) -> None:

@@ -20,7 +20,7 @@ class NotFiniteError(FloatingPointError):
 
 @dataclass(frozen=True)
 class StepResult:
-    """The reported numbers of one step. `losses` is empty on ranks outside the last stage."""
+    """The reported numbers of one step. `losses` is empty on ranks outside the last stage, and lacks those that count nothing."""
 
     losses: dict[str, float]
     grad_norm: float

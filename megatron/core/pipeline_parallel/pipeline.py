@@ -50,7 +50,8 @@ class SharedTotals(NamedTuple):
 
     tokens: float
     loss: float  # sum of the losses as returned
-    report: dict[str, float]  # mean of each entry; on the last stage, empty elsewhere
+    report: dict[str, float]  # mean of each entry that counts something; on the last stage, empty elsewhere
+    uncounted: tuple[str, ...] = ()  # the other entries, which have no mean: every token is masked
 
 
 class Pipeline:
@@ -158,9 +159,9 @@ class Pipeline:
             comm.all_reduce(packed, self.mesh.tokens)
         shared = comm.all_reduce(packed[:2].clone(), self.mesh["pp"])
         numbers = torch.cat((shared, packed[2:])).cpu().tolist()  # read at once: each read waits for the device
-        pairs = zip(names, numbers[2::2], numbers[3::2])
-        means = {name: total / count if count else 0.0 for name, total, count in pairs}  # 0: every token is masked
-        return SharedTotals(numbers[0], numbers[1], means)
+        pairs = list(zip(names, numbers[2::2], numbers[3::2]))
+        means = {name: total / count for name, total, count in pairs if count}
+        return SharedTotals(numbers[0], numbers[1], means, tuple(name for name in names if name not in means))
 
     def _reserve(self, schedule: Schedule) -> None:
         """Tells the layers of each chunk the peak number of microbatches that wait for a backward."""

@@ -87,18 +87,24 @@ class TrainingLog:
     def state(self) -> dict[str, Any]:
         """The sums and counts as JSON. A NaN or infinite sum is text, as JSON has no such numbers; `float` reads it back."""
         sums = {name: total if math.isfinite(total) else str(total) for name, total in self.sums.items()}
-        return {"sums": sums, **{name: getattr(self, name) for name in _COUNTS}}
+        in_all = set(self.counts.values()) <= {self.steps - self.skipped_steps}
+        counts = {} if in_all else {"counts": dict(self.counts)}
+        return {"sums": sums, **counts, **{name: getattr(self, name) for name in _COUNTS}}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.sums = {name: float(total) for name, total in state.get("sums", {}).items()}
         for name in _COUNTS:
             setattr(self, name, state.get(name, 0))
+        # How many steps are in each sum: those that were not skipped, unless the state says that some counted no token.
+        in_all = dict.fromkeys(self.sums, self.steps - self.skipped_steps)
+        self.counts: dict[str, int] = in_all | state.get("counts", {})
 
     def add(self, losses: Mapping[str, float], is_nan: bool = False, *, skipped: bool = False) -> None:
-        """Count one step. Averages leave out the losses of skipped steps, as in Megatron."""
+        """Count one step. Averages leave out the losses of skipped steps, as in Megatron, and of steps that counted no token."""
         if not skipped:
             for name, value in losses.items():
                 self.sums[name] = self.sums.get(name, 0.0) + value
+                self.counts[name] = self.counts.get(name, 0) + 1
         self.steps += 1
         self._timed_steps += 1
         self.nan_steps += is_nan
@@ -123,7 +129,7 @@ class TrainingLog:
         if not ends and not self._progress_is_due():
             return None
         milliseconds = 1000 * (time.perf_counter() - self._began) / max(self._timed_steps, 1)
-        losses = {name: total / (self.steps - self.skipped_steps) for name, total in self.sums.items()}
+        losses = {name: total / self.counts[name] for name, total in self.sums.items()}
         flops = self.device_flops_per_sample
         tflops = None if flops is None else flops * step.global_batch_size / (milliseconds * 1e9)
         skipped, nan = self.skipped_steps, self.nan_steps
@@ -178,8 +184,11 @@ def _progress(done: str, of: Interval, seq_length: int, more: list[str]) -> str:
     return "   progress: " + ", ".join([done, f"{left} left", speed, *more])
 
 
-def print_validation(split: str, name: str, iteration: int, losses: Mapping[str, float], *, at_end: bool) -> None:
-    """The line of a set of `split`, and a warning if it is due. name: as Megatron's lines have it, but for the test set's."""
+def print_validation(
+    split: str, name: str, iteration: int, losses: Mapping[str, float | None], *, at_end: bool
+) -> None:
+    """The line of a set of `split`, and a warning if it is due. name: as Megatron's lines have it, but for the test set's.
+    losses: None for one that counted no token."""
     where = f"iteration {iteration}" + f" on {'validation' if split == 'valid' else split} set" * at_end
     what = name if split == "valid" else "validation"
     print_rank_last(validation_line(where, losses, what))
@@ -187,30 +196,36 @@ def print_validation(split: str, name: str, iteration: int, losses: Mapping[str,
         print_rank_last(warning)
 
 
-def validation_line(where: str, losses: Mapping[str, float], what: str = "validation") -> str:
+def validation_line(where: str, losses: Mapping[str, float | None], what: str = "validation") -> str:
     """Megatron's validation line. what: `validation`, and the name of one of several sets."""
     parts = [f" {what} loss at {where}"]
     for name, value in losses.items():
-        parts.append(f"{name} value: {value:.6E}")
-        if has_perplexity(name):
+        parts.append(f"no token counts for {name}" if value is None else f"{name} value: {value:.6E}")
+        if value is not None and has_perplexity(name):
             parts.append(f"{name} PPL: {perplexity(value):.6E}")
     return " | ".join(parts) + " | "
 
 
-def validation_warning(where: str, losses: Mapping[str, float]) -> str | None:
-    """A warning if a validation loss is NaN or infinite, which does not stop the run."""
-    bad = [f"{name} is {value}" for name, value in losses.items() if not math.isfinite(value)]
-    if not bad:
+def validation_warning(where: str, losses: Mapping[str, float | None]) -> str | None:
+    """A warning if a validation loss is NaN or infinite, or counted no token; neither stops the run."""
+    bad = [f"{name} is {value}" for name, value in losses.items() if value is not None and not math.isfinite(value)]
+    if bad:
+        return (
+            f"WARNING: validation at {where}: {', '.join(bad)}. The run continues, as only training losses stop it; check the "
+            "validation data and the weights"
+        )
+    empty = [name for name, value in losses.items() if value is None]
+    if not empty:
         return None
     return (
-        f"WARNING: validation at {where}: {', '.join(bad)}. The run continues, as only training losses stop it; check the "
-        "validation data and the weights"
+        f"WARNING: validation at {where}: no token counts for {', '.join(empty)}, so there is no such number. The loss masks "
+        "leave out every token that was read: check the validation data, and --eval-iters"
     )
 
 
 def has_perplexity(name: str) -> bool:
-    """Whether the validation number `name` is a loss; an accuracy has no perplexity."""
-    return not name.endswith("accuracy")
+    """Whether the validation number `name` is a cross entropy; an accuracy, or what training lowers, has no perplexity."""
+    return not name.endswith(("accuracy", "objective"))
 
 
 def perplexity(loss: float) -> float:

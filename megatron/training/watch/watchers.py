@@ -149,9 +149,10 @@ class Watch:
         for (what, name), statistics in tensors.items():
             self._send("inspect", statistics.values(), {"what": what, "name": name})
 
-    def report_validation(self, what: str, losses: Mapping[str, float], *, at_end: bool) -> None:
-        """Send losses to the sinks. what: test, validation, or validation-NAME for one of several sets. at_end: after the last
-        step."""
+    def report_validation(self, what: str, losses: Mapping[str, float | None], *, at_end: bool) -> None:
+        """Send losses to the sinks. what: test, validation, or validation-NAME for one of several sets. losses: None for one that
+        counted no token. at_end: after the last step."""
+        losses = {name: loss for name, loss in losses.items() if loss is not None}
         values = {f"{name} {what}": value for name, value in losses.items()}
         if self.config.tensorboard.log_validation_ppl_to_tensorboard:
             values |= {f"{name} {what} ppl": perplexity(loss) for name, loss in losses.items() if has_perplexity(name)}
