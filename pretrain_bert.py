@@ -16,7 +16,7 @@ from megatron.core.enums import ModelType
 from megatron.core.models.bert_model import BertModel
 from megatron.core.tensor_parallel.broadcast import broadcast_batch
 from megatron.training import get_runtime, get_timers, get_tokenizer, pretrain
-from megatron.training.batches import get_batch_on_this_cp_rank, mean_over_shared_samples
+from megatron.training.batches import get_batch_on_this_cp_rank, loss_report, mean_over_shared_samples
 
 
 def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> nn.Module:
@@ -68,8 +68,8 @@ def loss_func(
     """
     losses, order = output
     mask = batch["loss_mask"].to(losses.dtype)
-    words = torch.stack(((losses * mask).sum(), mask.sum()))
-    loss, report = mean_over_shared_samples(*words), {"lm loss": words.detach()}
+    words = (losses * mask).sum(), mask.sum()
+    loss, report = mean_over_shared_samples(*words), loss_report(losses, mask, *words)
     if order is None:
         return loss, report
     scores = order.to(torch.promote_types(order.dtype, torch.float32))

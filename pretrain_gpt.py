@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from megatron.core import mpu
@@ -15,7 +14,7 @@ from megatron.core.datasets.gpt import build_gpt_datasets
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt_model import GPTModel
 from megatron.training import get_runtime, get_timers, get_tokenizer, pretrain
-from megatron.training.batches import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
+from megatron.training.batches import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank, loss_report
 
 
 def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> nn.Module:
@@ -41,7 +40,7 @@ def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[s
     """(sum of losses over unmasked tokens, number of unmasked tokens, report). Both inputs are [b, s]."""
     loss_mask = loss_mask.to(losses.dtype)
     loss_sum, num_tokens = (losses * loss_mask).sum(), loss_mask.sum()
-    return loss_sum, num_tokens, {"lm loss": torch.stack((loss_sum.detach(), num_tokens))}
+    return loss_sum, num_tokens, loss_report(losses, loss_mask, loss_sum, num_tokens)
 
 
 def forward_step(data_iterator: Iterator | None, model: nn.Module) -> tuple[Tensor, Any]:

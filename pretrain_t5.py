@@ -15,7 +15,7 @@ from megatron.core.enums import ModelType
 from megatron.core.models.t5_model import T5Model
 from megatron.core.tensor_parallel.broadcast import broadcast_batch
 from megatron.training import get_runtime, get_timers, get_tokenizer, pretrain
-from megatron.training.batches import get_batch_on_this_cp_rank
+from megatron.training.batches import get_batch_on_this_cp_rank, loss_report
 
 
 def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> nn.Module:
@@ -58,7 +58,7 @@ def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[s
     """(sum of losses over the spans' tokens, their number, report). Both inputs are [b, t]."""
     loss_mask = loss_mask.to(losses.dtype)
     loss_sum, num_tokens = (losses * loss_mask).sum(), loss_mask.sum()
-    return loss_sum, num_tokens, {"lm loss": torch.stack((loss_sum.detach(), num_tokens))}
+    return loss_sum, num_tokens, loss_report(losses, loss_mask, loss_sum, num_tokens)
 
 
 def forward_step(data_iterator: Iterator | None, model: nn.Module) -> tuple[Any, Any]:

@@ -55,6 +55,20 @@ def mean_over_shared_samples(total: Tensor, count: Tensor) -> Tensor:
     return total / count.clamp(min=1)
 
 
+def loss_report(losses: Tensor, loss_mask: Tensor, loss_sum: Tensor, num_tokens: Tensor) -> dict[str, Tensor]:
+    """What a loss function reports of a model's losses [b, s]: pairs (sum, count) over the tokens that the mask counts.
+
+    lm loss: the cross entropy. lm objective: what training lowers, where that is more: with label smoothing or z-loss.
+    loss_sum: of the losses as they are.
+    """
+    loss_sum = loss_sum.detach()
+    plain = getattr(losses, "cross_entropy", None)
+    if plain is None:
+        return {"lm loss": torch.stack((loss_sum, num_tokens))}
+    pairs = {"lm loss": ((plain * loss_mask).sum(), num_tokens), "lm objective": (loss_sum, num_tokens)}
+    return {name: torch.stack(pair) for name, pair in pairs.items()}
+
+
 def average_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
     """Mean of each loss over the data-parallel ranks: [len(losses)], detached. Every rank of the stage must call."""
     tokens = parallel_state.get_mesh().tokens

@@ -263,7 +263,7 @@ def test_words_of_a_t5_are_seen_where_they_are_the_pad(tmp_path, pad, bos):
             sentinel = token if token >= 30 else sentinel
             spans.setdefault(sentinel, []).extend([token] if token < 30 else [])
         whole = [t for token in item["text_enc"][item["enc_mask"] == 1].tolist() for t in spans.get(token, [token])]
-        assert whole == sum(text, [])
+        assert whole == [token for part in text for token in part]
 
 
 def test_the_masked_data_sets_hear_of_a_pad_in_texts(tmp_path):

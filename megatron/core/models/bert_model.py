@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.compiling.compiler import compiles
 from megatron.core.models.language_model import LanguageModelStage
 from megatron.core.models.rules import BERT_RULES
 from megatron.core.placement import Constant, InitialValue, Placement
-from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.norm import make_norm
@@ -125,7 +123,4 @@ class BertModel(LanguageModelStage):
         scores = self.word_bias(self.language_model.scores(self.lm_head(x)))
         if lm_labels is None:
             return self.returned(scores), order
-        compiled = compiles(self.settings, scores.device)
-        how = {"compiled": compiled, "overwrite": compiled}
-        losses = sharded_cross_entropy(scores, lm_labels.t(), self.axis, self.vocab_size, **how)
-        return self.batch_first(losses), order
+        return self.batch_first(self.losses(scores, lm_labels.t())), order

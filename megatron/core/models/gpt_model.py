@@ -2,10 +2,8 @@
 
 from torch import Tensor
 
-from megatron.core.compiling.compiler import compiles
 from megatron.core.models.language_model import LanguageModelStage
 from megatron.core.models.rules import GPT_RULES
-from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.transformer.kv_cache import KeyValueCache
 
 
@@ -14,7 +12,7 @@ class GPTModel(LanguageModelStage):
 
     forward(input_ids [b, s], position_ids [b, s], attention_mask, labels [b, s]): hidden states [s, b, h]; on the last
     stage
-        the loss of each token [b, s], or without labels the scores [b, s, padded vocabulary / t].
+        the loss of each token [b, s] (`LanguageModelStage.losses`), or without labels the scores [b, s, padded vocabulary / t].
     attention_mask: [b or 1, 1, s, s], True where attention is masked; None (causal) and `Documents` are faster.
     cache: keys and values of earlier tokens, for generation; the last stage then gives the scores of the last token,
     [b, 1, ..].
@@ -36,18 +34,3 @@ class GPTModel(LanguageModelStage):
         if labels is not None:
             return self.batch_first(self.language_model.scores(x, labels.t(), self.losses))
         return self.returned(self.language_model.scores(x if cache is None else x[-1:]))  # of [s, b, v/t]
-
-    def losses(self, scores: Tensor, labels: Tensor) -> Tensor:
-        """scores [s, b, v/t], labels [s, b] -> [s, b]."""
-        smoothing, z_loss = self.settings.label_smoothing, self.settings.z_loss_coeff
-        compiled = compiles(self.settings, scores.device)
-        return sharded_cross_entropy(
-            scores,
-            labels,
-            self.axis,
-            self.vocab_size,
-            label_smoothing=smoothing,
-            z_loss=z_loss,
-            compiled=compiled,
-            overwrite=compiled,
-        )

@@ -18,7 +18,7 @@ class LanguageModelHead(nn.Module):
 
     shares_table: this stage's embedding holds the same tensor.
     forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), tied_weight) -> [s, b, padded vocabulary / t]
-    forward(x, tied_weight, labels [s, b], loss) -> [s, b], of loss(scores, labels), tile by tile with `--tiled-loss`.
+    forward(x, tied_weight, labels [s, b], loss) -> [s, b, ..], of loss(scores, labels), tile by tile with `--tiled-loss`.
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int, context: LayerContext, *, shares_table: bool = False):

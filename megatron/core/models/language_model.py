@@ -3,13 +3,16 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from megatron.core.compiling.compiler import compiles
 from megatron.core.models.embedding import Embedding
 from megatron.core.models.head import LanguageModelHead
 from megatron.core.models.rules import NO_RULES
 from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel.cross_entropy import sharded_losses
 from megatron.core.transformer.context import LayerContext, MakePart
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.model_config import ModelConfig
@@ -82,7 +85,7 @@ class TransformerLanguageModel(nn.Module):
 def scores_of(head: LanguageModelHead, embedding: Embedding | None, x: Tensor, *losses: Any) -> Tensor:
     """What the last stage of a model makes of hidden states [s, b, h]: scores [s, b, padded vocabulary / t].
 
-    losses: labels [s, b], and loss(scores, labels) -> [s, b], which then is the result. embedding: has the word table, if the
+    losses: labels [s, b], and loss(scores, labels) -> [s, b, ..], which then is the result. embedding: has the word table, if the
     head has no weight of its own."""
     # ZeRO stage 3 would gather a table that is passed in vain.
     weight = None if head.weight is not None else embedding.word_embeddings.weight
@@ -116,7 +119,28 @@ class LanguageModelStage(nn.Module):
     def set_input_tensor(self, x: Tensor | tuple[Tensor, ...] | None) -> None:
         self.language_model.set_input_tensor(x)
 
+    def losses(self, scores: Tensor, labels: Tensor) -> Tensor:
+        """scores [s, b, v/t], labels [s, b] -> the cross entropy of each token [s, b].
+
+        In training with label smoothing or z-loss [s, b, 2]: with these terms and without. An evaluation has no such terms.
+        """
+        config, compiled = self.settings, compiles(self.settings, scores.device)
+        terms = {"label_smoothing": config.label_smoothing, "z_loss": config.z_loss_coeff} if self.training else {}
+        how = {"compiled": compiled, "overwrite": compiled}
+        loss, plain = sharded_losses(scores, labels, self.axis, self.vocab_size, **terms, **how)
+        return loss if plain is loss else torch.stack((loss, plain), dim=-1)
+
     def batch_first(self, losses: Tensor) -> Tensor:
+        """What `losses` gives, as the forward returns it [b, s]: of two the one with the terms of training. The other is its
+        attribute `cross_entropy`, which a loss function reports (`megatron.training.batches.loss_report`)."""
+        if losses.dim() == 2:
+            return self._batch_first(losses)
+        loss, plain = (of.contiguous() for of in losses.unbind(-1))
+        made = self._batch_first(loss)
+        made.cross_entropy = self._batch_first(plain.detach())
+        return made
+
+    def _batch_first(self, losses: Tensor) -> Tensor:
         """[s, b] -> [b, s]: a view, whose sums add in the order of the sequence, or its copy for a script that flattens it."""
         return losses.t().contiguous() if self.flattens else losses.t()
 

@@ -23,7 +23,6 @@ from megatron.core.models.head import LanguageModelHead
 from megatron.core.models.language_model import LanguageModelStage, scores_of
 from megatron.core.models.rules import T5_RULES
 from megatron.core.pipeline_parallel.transport import TensorSpec
-from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.transformer.context import LayerContext, MakePart
 from megatron.core.transformer.cross_attention import BesideEncoder, ParallelCrossAttention
 from megatron.core.transformer.kv_cache import DecoderCache
@@ -230,14 +229,7 @@ class T5Model(LanguageModelStage):
         y = y * self.factor
         if lm_labels is None:
             return self.returned(self.language_model.scores(y))
-        loss = partial(
-            sharded_cross_entropy,
-            axis=self.axis,
-            vocab_size=self.vocab_size,
-            label_smoothing=self.settings.label_smoothing,
-            z_loss=self.settings.z_loss_coeff,
-        )
-        return self.batch_first(self.language_model.scores(y, lm_labels.t(), loss))
+        return self.batch_first(self.language_model.scores(y, lm_labels.t(), self.losses))
 
     def boundary(
         self, micro_batch_size: int, seq_length: int, decoder_seq_length: int | None = None

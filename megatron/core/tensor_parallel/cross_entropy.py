@@ -10,6 +10,8 @@ words. That is Megatron's meaning: e' = e K / (K - 1), loss = (1 - e') nll - e' 
 never padding, so that the loss is the same at every tensor-parallel size (Megatron's issue 7452).
 
 z-loss (arXiv:2204.02311, section 5) adds z l^2, which keeps l near 0; its gradient is 2 z l softmax_v.
+
+Both are terms of training. What a run reports is the cross entropy without them: l - x at the target.
 """
 
 from typing import NamedTuple
@@ -26,8 +28,9 @@ from megatron.core.tensor_parallel.word_ids import check_word_ids
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Saves the logits and log(sum exp), and computes the softmax again in the backward.
+    """The loss and, where `how` asks for it, the cross entropy without smoothing and z-loss, which has no gradient.
 
+    Saves the logits and log(sum exp), and computes the softmax again in the backward.
     That costs two passes over the logits in their own dtype, and no float32 copy of all (412 MB for 2048 tokens of
     GPT-2).
     """
@@ -35,7 +38,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, logits: Tensor, target: Tensor, axis: Axis, vocab_size: int, smoothing: float, z_loss: float, how: "_How"
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         shape, columns = target.shape, logits.shape[-1]
         rows, target = logits.reshape(-1, columns), target.reshape(-1)
         first = axis.rank * columns
@@ -50,10 +53,12 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         elsewhere = (target < first) | (target >= first + columns)
         local_target = (target - first).masked_fill(elsewhere, 0).unsqueeze(-1)
         everywhere, extra = _wanted(vocab_size, smoothing)
-        wanted = (rows.gather(-1, local_target).squeeze(-1).to(total.dtype) - largest).masked_fill(elsewhere, 0.0)
-        if smoothing:
-            wanted = extra * wanted + everywhere * (word_sum - words * largest)
-        comm.all_reduce(wanted, axis)
+        at_target = (rows.gather(-1, local_target).squeeze(-1).to(total.dtype) - largest).masked_fill(elsewhere, 0.0)
+        wanted = extra * at_target + everywhere * (word_sum - words * largest) if smoothing else at_target
+        if smoothing and how.plain:
+            wanted, at_target = comm.all_reduce(torch.stack((wanted, at_target)), axis)
+        else:
+            comm.all_reduce(wanted, axis)  # without smoothing also at_target, which is the same tensor
 
         loss, log_sum = total.log() - wanted, total.log() + largest
         # d loss / d l: the softmax is the gradient of l.
@@ -61,10 +66,15 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(logits, log_sum, local_target, elsewhere, by_log_sum)
         ctx.everywhere, ctx.extra = everywhere, extra
         ctx.words, ctx.how = words, how
-        return (loss + z_loss * log_sum**2 if z_loss else loss).view(shape)
+        loss = (loss + z_loss * log_sum**2 if z_loss else loss).view(shape)
+        if not how.plain:
+            return loss
+        plain = (total.log() - at_target).view(shape)
+        ctx.mark_non_differentiable(plain)
+        return loss, plain
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad: Tensor, *of_plain: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.how is None:
             raise RuntimeError("the first backward has overwritten the scores with their gradient; there is no second")
         logits, *kept = ctx.saved_tensors
@@ -93,6 +103,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 class _How(NamedTuple):
     compiled: bool
     overwrite: bool
+    plain: bool
 
 
 def _wanted(vocab_size: int, smoothing: float) -> tuple[float, float]:
@@ -115,12 +126,41 @@ def sharded_cross_entropy(
 ) -> Tensor:
     """-log softmax(logits)[target] per token, in float32 or wider, with optional label smoothing and z-loss.
 
-    logits: [s, b, v/t], this rank's shard of the vocabulary; target: [s, b] global ids; -> [s, b]. Columns beyond
+    The arguments are those of `sharded_losses`, and the result its first one.
+    """
+    how = _How(compiled, overwrite, plain=False)
+    return _losses(logits, target, axis, vocab_size, label_smoothing, z_loss, how)
+
+
+def sharded_losses(
+    logits: Tensor,
+    target: Tensor,
+    axis: Axis,
+    vocab_size: int | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    compiled: bool = False,
+    overwrite: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(the loss of each token with label smoothing and z-loss, its cross entropy), in float32 or wider. Without smoothing and
+    z-loss both are the same tensor; else the cross entropy has no gradient.
+
+    logits: [s, b, v/t], this rank's shard of the vocabulary; target: [s, b] global ids; -> [s, b] each. Columns beyond
     `vocab_size` are padding, with probability 0. Every rank of the axis must call.
 
     compiled: run the work on rows compiled (`megatron/core/compiling/compiler.py`). overwrite: the backward writes the gradient
     into the memory of `logits`, which nobody may read after that.
     """
+    has_terms = bool(label_smoothing or z_loss)
+    how = _How(compiled, overwrite, plain=has_terms)
+    made = _losses(logits, target, axis, vocab_size, label_smoothing, z_loss, how)
+    return made if has_terms else (made, made)
+
+
+def _losses(
+    logits: Tensor, target: Tensor, axis: Axis, vocab_size: int | None, label_smoothing: float, z_loss: float, how: _How
+) -> Tensor | tuple[Tensor, Tensor]:
     if logits.shape[:-1] != target.shape:
         raise ValueError(
             f"cross entropy: scores of {tuple(logits.shape[:-1])} tokens, but targets of {tuple(target.shape)}"
@@ -129,9 +169,7 @@ def sharded_cross_entropy(
     vocab_size = vocab_size or logits.shape[-1] * axis.size
     # Negative labels, such as -1, mark positions without loss.
     check_word_ids(target, vocab_size, "the labels", least=None)
-    return _VocabParallelCrossEntropy.apply(
-        logits, target, axis, vocab_size, label_smoothing, z_loss, _How(compiled, overwrite)
-    )
+    return _VocabParallelCrossEntropy.apply(logits, target, axis, vocab_size, label_smoothing, z_loss, how)
 
 
 __getattr__, __dir__ = lazy_names(__name__, {"megatron.core.classic.tensor_parallel": "vocab_parallel_cross_entropy"})

@@ -95,8 +95,10 @@ class RecomputeConfig(FlagConfig):
 class LossConfig(FlagConfig):
     """The loss of a token."""
 
-    label_smoothing: BelowOne = knob(0.0, "label smoothing: share of the probability spread over the other words")
-    z_loss_coeff: NotNegative = knob(0.0, "coefficient of the z-loss: squared log-sum-exp of the logits")
+    label_smoothing: BelowOne = knob(
+        0.0, "label smoothing, in training: share of the probability spread over the other words"
+    )
+    z_loss_coeff: NotNegative = knob(0.0, "coefficient of the z-loss, in training: squared log-sum-exp of the logits")
 
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}

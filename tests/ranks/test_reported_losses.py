@@ -1,0 +1,203 @@
+"""What a run reports: `lm loss` and its perplexity are the cross entropy alone, whatever training adds to it, in every layout.
+
+The oracle is torch's own cross entropy of the scores, and a run without label smoothing and z-loss from the same weights.
+"""
+
+import json
+import math
+import re
+from functools import cache, partial
+from types import SimpleNamespace
+
+import pretrain_t5
+import pytest
+import torch
+import whole_run
+from local_ranks import run_ranks
+from script_run import trainer_of
+from token_files import write
+from torch.nn import functional as F
+
+import pretrain_bert
+import pretrain_gpt
+from megatron.core.mesh import Mesh
+from megatron.core.models import language_model
+from megatron.training.evaluate import evaluate
+from megatron.training.watch.log import Interval, StepNumbers, TrainingLog, training_line
+
+SMOOTHING, Z, WORDS = 0.2, 0.01, 60
+TERMS = f"--label-smoothing {SMOOTHING} --z-loss-coeff {Z} "
+MODEL = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 16 --fp64 --micro-batch-size 2 --lr 1e-2 --device cpu "
+    "--make-vocab-size-divisible-by 8 --num-workers 0 --global-batch-size 8 --train-iters 2 --eval-iters 1 --mock-data "
+    f"--tokenizer-type NullTokenizer --vocab-size {WORDS - 1} --init-method-std 0.3 --attention-dropout 0 --hidden-dropout 0 "
+)
+T5 = SimpleNamespace(**vars(pretrain_t5), args_defaults=pretrain_t5.DEFAULTS | {"decoder_num_layers": 2})
+SCRIPTS = {
+    "GPT": (pretrain_gpt, ""),
+    "BERT": (pretrain_bert, "--mask-prob 0.3 "),
+    "T5": (T5, "--decoder-seq-length 16 --mask-prob 0.3 "),
+}
+
+
+def train(mesh: Mesh, name: str, flags: str, seen: list | None = None) -> tuple[list, dict]:
+    """(reported losses of each step, of a validation before them). seen: gets the scores and labels of the first step."""
+    script, own = SCRIPTS[name]
+    with trainer_of(script, mesh, MODEL + own + flags, predicts=False) as trainer:
+        losses_of = partial(
+            partial, evaluate, trainer.pipeline, num_microbatches=4 // mesh.samples.size, first_sample=0
+        )
+        validation = losses_of(partial(trainer._iterators, "valid", trainer.datasets["valid"][0].samples))()
+        steps = []
+        trainer.log.add = lambda losses, is_nan=False, *, skipped=False: steps.append(dict(losses))
+        if seen is not None:
+            of_model = language_model.sharded_losses
+
+            def noted(scores, labels, *rest, **how):
+                seen.append((scores.detach().clone(), labels.clone()))
+                return of_model(scores, labels, *rest, **how)
+
+            language_model.sharded_losses = noted
+        try:
+            trainer._train()
+        finally:
+            if seen is not None:
+                language_model.sharded_losses = of_model
+        return steps, validation
+
+
+@cache
+def one_process(name: str, flags: str = "") -> tuple[list, dict]:
+    return run_ranks({}, partial(train, name=name, flags=flags))[0]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(("smoothing", "z"), [(SMOOTHING, Z), (SMOOTHING, 0.0), (0.0, Z)])
+def test_the_loss_of_a_line_is_torch_s_cross_entropy_and_the_objective_what_is_added_to_it(name, smoothing, z):
+    seen, flags = [], f"--label-smoothing {smoothing} --z-loss-coeff {z} "
+    steps, validation = run_ranks({}, partial(train, name=name, flags=flags, seen=seen))[0]
+    scores = torch.cat([one.transpose(0, 1).flatten(0, 1) for one, _ in seen[:4]])[:, :WORDS]
+    labels = torch.cat([one.t().flatten() for _, one in seen[:4]])
+    scores, labels = scores[labels >= 0], labels[labels >= 0]
+    plain = F.cross_entropy(scores, labels)
+    smoothed = F.cross_entropy(scores, labels, label_smoothing=smoothing * WORDS / (WORDS - 1))
+    objective = smoothed + z * scores.logsumexp(-1).square().mean()
+    assert steps[0]["lm loss"] == pytest.approx(float(plain), rel=1e-12)
+    assert steps[0]["lm objective"] == pytest.approx(float(objective), rel=1e-12)
+    assert abs(objective - plain) > 1e-3
+    without, expected = one_process(name)
+    assert validation == expected and "lm objective" not in validation
+    assert steps[0]["lm loss"] == pytest.approx(without[0]["lm loss"], rel=1e-12)
+    assert [list(losses)[:2] for losses in steps] == [["lm loss", "lm objective"]] * 2
+    assert all("lm objective" not in losses for losses in without)
+
+
+TP, PP = "--tensor-model-parallel-size 2 ", "--pipeline-model-parallel-size 2 "
+LAYOUTS = {
+    "GPT tp-sp-pp-dp": ("GPT", {"tp": 2, "pp": 2, "dp": 2}, TP + PP + "--sequence-parallel "),
+    "GPT cp-dp-zero3": ("GPT", {"cp": 2, "dp": 2}, "--context-parallel-size 2 --zero-stage 3 "),
+    "GPT tp-sp in tiles": ("GPT", {"tp": 2}, TP + "--sequence-parallel --tiled-loss 2 "),
+    "BERT tp-sp-dp-zero1": ("BERT", {"tp": 2, "dp": 2}, TP + "--sequence-parallel --use-distributed-optimizer "),
+    "T5 tp-pp-cp": ("T5", {"tp": 2, "pp": 2, "cp": 2}, TP + PP + "--context-parallel-size 2 "),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_reports_both_as_one_process(layout):
+    name, sizes, flags = LAYOUTS[layout]
+    steps, validation = run_ranks(sizes, partial(train, name=name, flags=TERMS + flags))[-1]
+    expected_steps, expected = one_process(name, TERMS)
+    for got, losses in zip(steps, expected_steps, strict=True):
+        assert got == pytest.approx(losses, rel=1e-10)
+    assert validation == pytest.approx(expected, rel=1e-10)
+
+
+# ---------------------------------------------------------------- lines and files
+
+RUN = "--global-batch-size 2 --train-iters 4 --eval-interval 2 --eval-iters 1 --init-method-std 0.3 "
+
+
+def numbers(text: str, what: str) -> list[float]:
+    return [float(number) for number in re.findall(rf"\| {what}: (\S+)", text)]
+
+
+@pytest.mark.parametrize("script", [pretrain_gpt, pretrain_bert, pretrain_t5])
+def test_the_lines_and_files_of_a_run_have_both(script, capsys, tmp_path):
+    own = "--decoder-seq-length 8 --decoder-num-layers 1 " if script is pretrain_t5 else ""
+    own += "--mask-prob 0.3 " if script is not pretrain_gpt else ""
+    more = {"args_defaults": pretrain_t5.DEFAULTS} if script is pretrain_t5 else {}
+    whole_run.run(f"{RUN}{own}{TERMS} --lr 1e-12 --metrics-file {tmp_path}/m", script=script, **more)
+    text = capsys.readouterr().out
+    whole_run.run(f"{RUN}{own} --lr 1e-12", script=script, **more)
+    plain = capsys.readouterr().out
+    assert len(numbers(text, "lm loss")) == 4
+    assert numbers(text, "lm loss") == pytest.approx(numbers(plain, "lm loss"), rel=1e-6)
+    both = zip(numbers(text, "lm objective"), numbers(text, "lm loss"), strict=True)
+    assert all(objective > loss for objective, loss in both) and "objective" not in plain
+    for what in ("lm loss value", "lm loss PPL"):
+        assert len(numbers(text, what)) >= 3
+        assert numbers(text, what) == pytest.approx(numbers(plain, what), rel=1e-6)
+    records = [json.loads(line) for line in (tmp_path / "m").read_text().splitlines()]
+    intervals = [record for record in records if record["kind"] == "interval"]
+    assert [record["lm loss"] for record in intervals] == pytest.approx(numbers(text, "lm loss"), rel=1e-6)
+    assert [record["lm objective"] for record in intervals] == pytest.approx(numbers(text, "lm objective"), rel=1e-6)
+    validations = [record for record in records if record["kind"] == "validation"]
+    assert validations and not any("objective" in name for record in validations for name in record)
+
+
+# ---------------------------------------------------------------- where no token counts
+
+
+def files(tmp_path, valid: list[int], train: list[int]) -> str:
+    """Flags of a run whose loss leaves out what follows the token 31, the end of a document."""
+    for name, text in (("train", train), ("valid", valid)):
+        write(tmp_path / name, [[text]] * 4)
+    return (
+        f"--train-data-path {tmp_path}/train --valid-data-path {tmp_path}/valid --data-cache-path {tmp_path}/cache "
+        "--eod-mask-loss "
+    )
+
+
+REAL = [word for word in whole_run.TINY if word != "--mock-data"]
+
+
+def test_a_validation_without_a_token_that_counts_has_no_loss_and_no_perplexity(capsys, tmp_path):
+    flags = f"{RUN}{files(tmp_path, [31] * 40, [1, 2, 3] * 30)} --metrics-file {tmp_path}/m "
+    whole_run.run(flags + "--log-validation-ppl-to-tensorboard", tiny=REAL)
+    text = capsys.readouterr().out
+    assert "PPL" not in text and "lm loss value" not in text
+    lines = [line for line in text.splitlines() if line.startswith(" validation loss at")]
+    assert lines == [
+        " validation loss at iteration 2 | no token counts for lm loss | ",
+        " validation loss at iteration 4 on validation set | no token counts for lm loss | ",
+    ]
+    warned = [line for line in text.splitlines() if line.startswith("WARNING: validation at iteration")]
+    assert len(warned) == 2 and all("no token counts for lm loss" in line for line in warned)
+    records = [json.loads(line) for line in (tmp_path / "m").read_text().splitlines()]
+    of_validations = [record for record in records if record["kind"] == "validation"]
+    assert len(of_validations) == 2 and not any("lm loss" in name for record in of_validations for name in record)
+    assert len(numbers(text, "lm loss")) == 4
+
+
+def test_a_step_without_a_token_that_counts_has_no_loss(capsys, tmp_path):
+    """Not even in the mean over the steps of a line, and none where it is the only one."""
+    whole_run.run(f"{RUN}{files(tmp_path, [1] * 40, [31] * 40)}", tiny=REAL)
+    text = capsys.readouterr().out
+    lines = [line for line in text.splitlines() if re.search(r"\] iteration ", line)]
+    assert len(lines) == 4 and not any("lm loss" in line for line in lines)
+    assert all(math.isfinite(number) and number > 0 for number in numbers(text, "lm loss value"))
+
+
+def test_a_line_s_mean_leaves_steps_out_that_counted_nothing(capsys):
+    step = StepNumbers(4, 32, 8, 1e-3)
+    for stop in (None, 1, 2, 3):
+        log = TrainingLog(4, 4)
+        for iteration, losses in enumerate(({}, {"lm loss": 2.0}, {}, {"lm loss": 4.0, "other": 1.0}), start=1):
+            log.add(losses)
+            if iteration == stop:
+                state = json.loads(json.dumps(log.state()))
+                log = TrainingLog(4, 4)
+                log.load_state(state)
+        assert log.line_if_due(step).losses == {"lm loss": 3.0, "other": 1.0}
+        assert "lm loss: 3.000000E+00 | other: 1.000000E+00 |" in capsys.readouterr().out
+    assert "lm loss" not in training_line(Interval(step, 4, 1.0, {}))
