@@ -118,16 +118,17 @@ def parse_args(
     words = sys.argv[1:] if argv is None else list(argv)
     sources = _given_in_file(parser, words) + [_given(parser, words)]
     settings = {name: value for source in sources for name, value in source.settings.items()}
-    taken = [take(settings, parser) for take in (taken_from_hf_config, taken_from_checkpoint)]
+    hides_positions = any(source.hides_positions for source in sources)
+    taken = [take(settings, parser, defaults) for take in (taken_from_hf_config, taken_from_checkpoint)]
     for one in taken:
         sources.insert(0, _given(parser, one.words))
         sources[0].problems = [f"{one.where}: {problem}" for problem in sources[0].problems]
-        settings = sources[0].settings | settings
-    in_vain = {_flag_of(name): reason for name, reason in unread.items() if name in settings}
+        settings = _over(settings, one.settings | sources[0].settings)
+    in_vain = {_flag_of(name): reason for name, reason in unread.items() if _is_set(name, settings)}
     problems = [problem for source in sources for problem in source.problems]
-    if any(source.hides_positions for source in sources):
+    if hides_positions:
         settings.setdefault("position_embedding_type", "none")
-    _add_defaults(settings, defaults)
+    settings = _over(settings, _usable(defaults, settings))
     parts, more = _build_all(settings, {name for source in sources for name in source.unreadable})
     if problems + more:
         raise ArgumentsError(problems + more, parts)
@@ -167,6 +168,7 @@ def _given_in_file(parser: FlagParser, words: Sequence[str]) -> list[GivenFlags]
     source.no_effect |= file.no_effect
     ours = _names_of_settings()
     parser.set_defaults(**{name: value for name, value in source.settings.items() if name not in ours})
+    source.settings = file.settings | source.settings
     return [source]
 
 
@@ -213,13 +215,34 @@ def _lines(kind: str, reasons: Mapping[str, str]) -> list[str]:
     return [f"{kind}: {' '.join(same)}: {reason}" for reason, same in flags.items()]
 
 
-def _add_defaults(settings: dict[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Add the script's defaults, except a default tokenizer without any of its files: errors would blame a choice nobody made."""
+# Settings that say one thing together: where a source says it by one of them, another source's say nothing.
+_SAY_ONE_THING = (("bf16", "fp16", "fp64"), ("train_iters", "train_samples"))
+
+
+def _over(settings: Mapping[str, Any], lower: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of two sources, of which the first takes precedence."""
+    left_out = {name for group in _SAY_ONE_THING if any(settings.get(one) for one in group) for name in group}
+    if settings.get("swiglu"):  # which is a gate and an activation
+        left_out |= {"gated", "activation"}
+    elif settings.get("gated") or settings.get("activation", "gelu-tanh") != "gelu-tanh":
+        left_out.add("swiglu")
+    if settings.get("group_query_attention") is False:
+        left_out.add("num_query_groups")
+    return {name: value for name, value in lower.items() if name not in left_out} | dict(settings)
+
+
+def _usable(defaults: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The script's defaults, without a default tokenizer that has none of its files: errors would blame a choice nobody made."""
     kind = TOKENIZERS.get(defaults.get("tokenizer_type"))
     guessed = kind is not None and bool(kind.needs) and all(settings.get(name) is None for name in kind.needs)
-    for name, value in defaults.items():
-        if settings.get(name) is None and not (guessed and name == "tokenizer_type"):
-            settings[name] = value
+    return {name: value for name, value in defaults.items() if not (guessed and name == "tokenizer_type")}
+
+
+def _is_set(name: str, settings: Mapping[str, Any]) -> bool:
+    """Whether a setting is given, but for a switch of a file that leaves it as it is."""
+    field = next(f for part in COMPONENTS.values() for f in knobs(part) if f.name == name)
+    is_switch = isinstance(field.default, bool)
+    return name in settings and not (is_switch and settings[name] == field.default)
 
 
 def _build_all(settings: Mapping[str, Any], unreadable: set[str]) -> tuple[dict[str, Any], list[str]]:

@@ -156,7 +156,8 @@ def components_of(config: Mapping[str, Any], source: Path, folder: Path | None) 
     """The settings that a config.json gives to a run, by component. source: the file; folder: where its tokenizer may lie."""
     settings, words = settings_of(config, str(source))
     dtype = dtype_in(Given(config, str(source)))
-    precision = {flag: True for name, flag in _PRECISIONS.items() if name == dtype}
+    # A folder that says its dtype says what the run is not trained in, too: a script may have another by default.
+    precision = {flag: name == dtype for name, flag in _PRECISIONS.items()} if dtype is not None else {}
     tokenizer = {"model_vocab_size": words}
     if folder is not None and is_file(path := folder / "tokenizer.json"):
         tokenizer |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(path)}

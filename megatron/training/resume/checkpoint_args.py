@@ -1,10 +1,12 @@
-"""--use-checkpoint-args: what the checkpoint's run computed becomes the default of this command line, as flags.
+"""--use-checkpoint-args: what the checkpoint's run computed becomes the default of this command line.
 
     taken           the model's settings and its precision, the tokenizer, --seq-length, a script's flags of the model
     not taken       what changes no number (memory, kernels), data, schedules, optimizer; the layout, but for
                     --use-mp-args-from-checkpoint-args
 
-A flag on the command line, or in its file, takes precedence; where the two differ, a note says so.
+    command line  >  --yaml-cfg FILE  >  checkpoint, folder or --hf-config  >  the script's args_defaults  >  our defaults
+
+Where a given setting differs from the checkpoint's, a note says so.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,7 +21,7 @@ from megatron.core.parallel_config import ParallelConfig
 from megatron.core.storage.paths import path_of
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.training.resume.compared import NOT_COMPARED, PRECISION, SCALING
+from megatron.training.resume.compared import COURSE_OF_MODEL, NOT_COMPARED, PRECISION, SCALING
 from megatron.training.resume.start import where_to_start
 from megatron.training.settings.config import CheckpointConfig, shown
 
@@ -33,18 +35,25 @@ _MODEL = tuple(field.name for field in knobs(ModelConfig) if field.name not in _
 _DEFAULTS = {
     field.name: default_of(field) for kind in (ModelConfig, TokenizerConfig, ParallelConfig) for field in knobs(kind)
 }
+# Settings whose absence from a description says that the model has our default.
+_DESCRIBED = {*_MODEL} - {*COURSE_OF_MODEL, *PRECISION, "max_position_embeddings"}
 
 
 class Taken(NamedTuple):
     """What a checkpoint adds to a command line."""
 
     words: list[str]
+    settings: dict[str, Any]  # those that no flag can say: a switch that is off, a number that is left open
     notes: list[str]
     where: str = ""  # the checkpoint, for messages
 
 
-def taken_from_checkpoint(given: Mapping[str, Any], parser: FlagParser) -> Taken:
-    """The checkpoint's settings as flags. given: the settings of the command line, by name; empty without one of the two flags.
+NOTHING_TAKEN = Taken([], {}, [])
+
+
+def taken_from_checkpoint(given: Mapping[str, Any], parser: FlagParser, defaults: Mapping[str, Any]) -> Taken:
+    """The checkpoint's settings. given: the settings of the command line, by name; empty without one of the two flags.
+    defaults: the script's args_defaults.
 
     Raises ConfigError where --load names no folder of checkpoints, or one whose settings cannot be read.
     """
@@ -54,35 +63,54 @@ def taken_from_checkpoint(given: Mapping[str, Any], parser: FlagParser) -> Taken
         given = {**given, "use_checkpoint_args": True}
     asked = [name for name in ("use_checkpoint_args", "use_mp_args_from_checkpoint_args") if given.get(name)]
     if not asked or not roots:
-        return Taken([], [])
+        return NOTHING_TAKEN
     config, flag = build(CheckpointConfig, dict(given)), flag_of(asked[0])
     start = where_to_start(config)
     if start is None:
-        return Taken([], [f"{flag}: {config.load} holds no checkpoint yet, so nothing is taken from it"])
+        return Taken([], {}, [f"{flag}: {config.load} holds no checkpoint yet, so nothing is taken from it"])
     step = next(iter(start.iterations), None)
     if is_foreign(start.root, step):
         saved, where = settings_in(path_of(start.root), step), start.root
     else:
         saved, iteration = _saved_settings(path_of(start.root), start.iterations)
         where = f"iteration {iteration} of {start.root}"
-    own = [(action.dest, saved.get("own_model", {}).get(action.dest)) for action in parser.own]
+    saved_own = saved.get("own_model", {})
+    own = [(action.dest, saved_own[action.dest]) for action in parser.own if action.dest in saved_own]
     wanted = [*_wanted(config, given, saved), *(own if config.use_checkpoint_args else [])]
-    return as_flags(flag, where, wanted, given, parser)
+    return as_flags(flag, where, wanted, given, parser, defaults)
 
 
 def as_flags(
-    flag: str, where: str, wanted: Iterable[tuple[str, Any]], given: Mapping[str, Any], parser: FlagParser
+    flag: str,
+    where: str,
+    wanted: Iterable[tuple[str, Any]],
+    given: Mapping[str, Any],
+    parser: FlagParser,
+    defaults: Mapping[str, Any],
 ) -> Taken:
-    """The settings `wanted` that are not given and differ from their defaults, as flags; notes say where given ones differ."""
-    words, taken = [], []
-    notes = []
+    """The settings `wanted` that are not given and differ from what the script would have without them; notes say where given
+    ones differ. defaults: the script's args_defaults."""
+    words: list[str] = []
+    settings: dict[str, Any] = {}
+    taken: list[str] = []
+    notes: list[str] = []
+    own_fields = {action.dest: action.knob for action in parser.own if hasattr(action, "knob")}
+    usual = _DEFAULTS | {name: default_of(field) for name, field in own_fields.items()}
     for name, value in wanted:
-        if name in given and given[name] != value:
-            notes.append(f"{flag}: {flag_of(name)} {shown(given[name])} is given, {where} has {shown(value)}")
-        elif name not in given and value != _DEFAULTS.get(name) and (said := _words(name, value, parser)):
+        if name in given:
+            if given[name] != value:
+                notes.append(f"{flag}: {flag_of(name)} {shown(given[name])} is given, {where} has {shown(value)}")
+            continue
+        if value == defaults.get(name, usual.get(name)):
+            continue
+        if said := _words(name, value, parser):
             words += said
-            taken.append(f"{name} {shown(value)}")
-    return Taken(words, [f"{flag}: taken from {where}: {', '.join(taken) or 'nothing'}", *notes], where)
+        elif (value is None or isinstance(value, bool)) and name in usual and value == usual[name]:
+            settings[name] = value
+        else:
+            continue
+        taken.append(f"{name} {shown(value)}")
+    return Taken(words, settings, [f"{flag}: taken from {where}: {', '.join(taken) or 'nothing'}", *notes], where)
 
 
 def _saved_settings(root: Path, iterations: list[int]) -> tuple[dict[str, dict[str, Any]], int]:
@@ -117,13 +145,17 @@ def _wanted(
 def of_model_and_tokenizer(
     config: CheckpointConfig, given: Mapping[str, Any], saved: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[tuple[str, Any]]:
-    """(setting, the saved value) of the model, of its precision unless another is given, and likewise of the tokenizer."""
+    """(setting, the saved value) of the model, of its precision unless another is given, and likewise of the tokenizer.
+
+    A setting of the model that is not saved has our default, and not the script's: so does the comparison with the checkpoint.
+    """
     model, tokenizer = saved.get("transformer", {}), saved.get("tokenizer", {})
     keeps_precision = not config.allow_precision_change and not any(given.get(name) for name in PRECISION)
     left_out = {*(() if keeps_precision else PRECISION)}
     if config.allow_rope_change and any(name in given for name in SCALING):
         left_out.update(SCALING)  # one scaling excludes another
-    yield from ((name, model[name]) for name in _MODEL if name in model and name not in left_out)
+    of_model = {name: _DEFAULTS[name] for name in _DESCRIBED} | {name: model[name] for name in _MODEL if name in model}
+    yield from ((name, of_model[name]) for name in _MODEL if name in of_model and name not in left_out)
     kind = tokenizer.get("tokenizer_type")
     if given.get("tokenizer_type", kind) == kind and not config.allow_tokenizer_change:
         yield from ((name, tokenizer[name]) for name in _TOKENIZER if name in tokenizer)

@@ -143,6 +143,8 @@ def _in_force(parts: Parts) -> dict[str, dict[str, Any]]:
         model = found["transformer"]
         config = build(ModelConfig, {name: model[name] for name in OF_WIDTHS if name in model})
         model |= {"ffn_hidden_size": config.ffn_size, "kv_channels": config.head_width}
+        if model.get("group_query_attention") and model.get("num_query_groups") == config.num_attention_heads:
+            model |= {"group_query_attention": False, "num_query_groups": 1}  # as many groups as heads share nothing
     if "data" in found:
         found["data"]["split"] = found["data"].get("split") or DEFAULT_SPLIT
     if "own_model" in found:

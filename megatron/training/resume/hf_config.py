@@ -1,6 +1,6 @@
 """--hf-config: the model that a config.json of Hugging Face describes, trained from scratch. No weights are read.
 
-taken     as flags, before the command line's own: the model's settings, its precision, and of a folder the tokenizer
+taken     before the command line's own: the model's settings, its precision, and of a folder the tokenizer
 checked   the model that the flags then make: one that the file does not describe is refused, as for a folder's weights
 """
 
@@ -12,20 +12,21 @@ from megatron.core.config import ConfigError, FlagParser, build, flag_of, knobs
 from megatron.core.interchange import described_by, is_foreign
 from megatron.core.models.rules import ModelRules
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.training.resume.checkpoint_args import Taken, as_flags, of_model_and_tokenizer
+from megatron.training.resume.checkpoint_args import NOTHING_TAKEN, Taken, as_flags, of_model_and_tokenizer
 from megatron.training.resume.compared import compare
 from megatron.training.settings.config import CheckpointConfig, Config, shown
 
 _TOKENIZER_FLAGS = ("vocab_size", "vocab_file", "merge_file", "tokenizer_model")
 
 
-def taken_from_hf_config(given: Mapping[str, Any], parser: FlagParser) -> Taken:
-    """The settings of the file as flags. given: the settings of the command line, by name; nothing without --hf-config.
+def taken_from_hf_config(given: Mapping[str, Any], parser: FlagParser, defaults: Mapping[str, Any]) -> Taken:
+    """The settings of the file. given: the settings of the command line, by name; nothing without --hf-config. defaults: the
+    script's args_defaults.
 
     Raises ConfigError for a file that cannot be read or is not understood, and beside another source of the model's flags.
     """
     if (path := given.get("hf_config")) is None:
-        return Taken([], [])
+        return NOTHING_TAKEN
     if problems := list(_other_sources(given)):
         raise ConfigError([f"--hf-config {path}: {problem}" for problem in problems])
     saved, config = described_by(Path(path)).settings, build(CheckpointConfig, dict(given))
@@ -33,7 +34,7 @@ def taken_from_hf_config(given: Mapping[str, Any], parser: FlagParser) -> Taken:
     kind = given.get("tokenizer_type", wanted.get("tokenizer_type", "NullTokenizer"))
     if kind == "NullTokenizer" and not any(given.get(name) for name in _TOKENIZER_FLAGS):
         wanted["vocab_size"] = max(1, saved["tokenizer"]["model_vocab_size"] - 1)  # its end of a document is one more
-    return as_flags("--hf-config", path, wanted.items(), given, parser)
+    return as_flags("--hf-config", path, wanted.items(), given, parser, defaults)
 
 
 def _other_sources(given: Mapping[str, Any]) -> Iterator[str]:

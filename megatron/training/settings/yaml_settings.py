@@ -3,7 +3,7 @@
     tensor-model-parallel-size: 2     # hyphens or underscores, with or without the leading --
     model:                            # groups: any name, any depth
       num_layers: 24
-      add_bias_linear: false          # a switch: true gives the flag; false gives the flag that turns the field off
+      add_bias_linear: false          # a switch: true or false, also where only the other one has a flag
       data_path: [0.3, books, 0.7, web]
 
 Values are read as written: 1e-4 is a number, although YAML 1.1 reads it as text. A key without a value (null) has no effect.
@@ -54,6 +54,7 @@ class YamlFlags(NamedTuple):
     """A file of settings as a command line."""
 
     words: list[str]
+    settings: dict[str, bool]  # switches at the value that no flag says; a checkpoint or the script may have the other
     problems: list[str]
     no_effect: dict[str, str]  # name -> why
 
@@ -77,12 +78,13 @@ def read_yaml(path: str, parser: FlagParser) -> YamlFlags:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{YAML_FLAG} {path} is not YAML: {' '.join(str(error).split())}; correct it") from None
     if root is None:
-        return YamlFlags([], [], {})
+        return YamlFlags([], {}, [], {})
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{YAML_FLAG} {path} must hold `key: value` lines, not a list or a single value")
     reader = _Reader(path, parser)
     reader.read_group(root)
-    return YamlFlags(reader.words, reader.problems, reader.no_effect)
+    reader.share_heads()
+    return YamlFlags(reader.words, reader.settings, reader.problems, reader.no_effect)
 
 
 class _Reader:
@@ -92,6 +94,7 @@ class _Reader:
         self.path, self.actions = path, parser.actions_by_flag()
         self.refused = parser.refused
         self.words: list[str] = []
+        self.settings: dict[str, bool] = {}
         self.problems: list[str] = []
         self.no_effect: dict[str, str] = {}
         self.lines: dict[str, int] = {}  # setting -> line number
@@ -160,9 +163,19 @@ class _Reader:
             self.words += [action.option_strings[0], *texts] if several else [f"{flag}={' '.join(texts)}"]
 
     def _read_switch(self, key: str, value: Any, action: argparse.Action, *, when: bool) -> None:
-        """Give the switch's flag if the value equals `when` (False for a switch that turns its field off)."""
+        """Give the switch's flag if the value equals `when` (False for a switch that turns its field off), else the field's other
+        value."""
         switch = _SWITCH.get(str(value.value).lower())
         if switch is None:
             self._refuse(value.start_mark.line + 1, f"{key} is {value.value!r}; it must be true or false")
         elif switch is when:
             self.words.append(action.option_strings[0])
+        elif hasattr(action, "knob"):
+            self.settings[action.dest] = not action.const
+
+    def share_heads(self) -> None:
+        """Add --group-query-attention to a number of groups: num_query_groups of a file is the field of Megatron's
+        TransformerConfig, where the number alone says that heads share keys and values."""
+        groups = next((word.split("=")[1] for word in self.words if word.startswith("--num-query-groups=")), "1")
+        if groups != "1" and "group_query_attention" not in self.lines:
+            self.words.append("--group-query-attention")
