@@ -147,6 +147,15 @@ def test_a_head_that_differs_from_the_table_it_is_tied_with_is_refused(folder: P
     assert "differs from" in refused(folder)
 
 
+@pytest.mark.parametrize("stack", ["encoder", "decoder"])
+@pytest.mark.parametrize("case", ["t5", "t5-gated"])
+def test_a_word_table_of_one_stack_that_differs_from_the_shared_one_is_refused(case: str, stack: str, tmp_path: Path):
+    """transformers computes with it; here both stacks have one table."""
+    record, name = read_record(case), f"{stack}.embed_tokens.weight"
+    write_folder(tmp_path, record | {"shapes": record["shapes"] | {name: record["shapes"]["shared.weight"]}}, "F32")
+    assert f"{name} and shared.weight" in refused(tmp_path)
+
+
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_changed_folders_never_give_a_wrong_tensor(seed: int, tmp_path: Path):
     """Whatever still loads has the values of the file; nothing but the two errors is raised."""

@@ -64,7 +64,7 @@ IdsOf = Callable[[str, Tokenizer], list[int]]
 
 def reading_of(state: dict[str, Any], saved: SavedSettings, tokenizer: Tokenizer, start_id: int | None) -> Reading:
     """start_id: --decoder-start-token-id. Raises ConfigError, CheckpointError."""
-    theirs = Origin(**state["origin"]).end_ids() if is_folder_of_others(state) else []
+    theirs = _their_end_ids(state, tokenizer)
     if is_t5(state):
         has_table = saved.transformer.position_embedding_type == "learned_absolute"
         start = start_of_decoder(start_id, state, tokenizer)
@@ -77,6 +77,15 @@ def reading_of(state: dict[str, Any], saved: SavedSettings, tokenizer: Tokenizer
     return Reading(
         lambda text, tokenizer, ids_of: ids_of(text, tokenizer), theirs or tokenizer.eod, saved.data.seq_length
     )
+
+
+def _their_end_ids(state: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
+    """The ids that end a text by the folder that the model began as; with training since, also the one that ended the documents."""
+    origin = Origin.in_state(state, "the checkpoint")
+    theirs = origin.end_ids() if origin is not None else []
+    if not theirs or is_folder_of_others(state) or tokenizer.eod in theirs:
+        return theirs
+    return [*theirs, tokenizer.eod]
 
 
 def encoder_ids(prompt: str, tokenizer: Tokenizer, ids_of: IdsOf) -> list[int]:
@@ -96,9 +105,12 @@ def start_of_decoder(given: int | None, state: dict[str, Any], tokenizer: Tokeni
     """The id that the text of a T5's decoder begins with. given: --decoder-start-token-id."""
     if given is not None:
         return given
-    if is_folder_of_others(state) and state["origin"]["model_type"] == "t5":
+    begin = getattr(tokenizer, "bos", None)
+    has_none = begin is None or begin < 0
+    # With training since, texts begin as those of the data did: with the tokenizer's own, if it has one.
+    if (state.get("origin") or {}).get("model_type") == "t5" and (has_none or is_folder_of_others(state)):
         return state["origin"].get("kept", {}).get(START_ID, 0)  # 0: the padding token, as the published models have it
-    if (begin := getattr(tokenizer, "bos", None)) is None or begin < 0:
+    if has_none:
         raise ConfigError(
             f"{tokenizer.name} has no token that begins a text; give the one that the decoder's texts began with: "
             "--decoder-start-token-id ID"

@@ -3,9 +3,10 @@
     state["origin"] of a checkpoint    {"model_type": "mistral",            the family it is written back as
                                         "folder": "/models/Mistral-7B",     where the files are
                                         "kept": {"eos_token_id": 2},        keys of config.json, carried unchanged
-                                        "files": {"tokenizer.json": sha256}}  those that are carried
+                                        "files": {"tokenizer.json": sha256},  those that are carried
+                        "ends": [2, 7]}                     the ids that end a text, by all files
 
-A folder that is opened says the first three; a run that starts from it adds the hashes, so that what is carried later is what it
+A folder that is opened says the first three; a run that starts from it adds the others, so that what is carried later is what it
 began with. Plain JSON, which may come from anywhere and is checked before it is used. No torch.
 """
 
@@ -63,12 +64,14 @@ def _is_carried(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a model began. files: name -> sha256; None where the folder was opened just now, and is taken as it is."""
+    """Where a model began. files: name -> sha256; None where the folder was opened just now, and is taken as it is. ends: None where
+    the files are still to be asked."""
 
     model_type: str
     folder: str
     kept: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, str] | None = None
+    ends: list[int] | None = None
 
     @classmethod
     def of(cls, config: Mapping[str, Any], root: Path) -> "Origin":
@@ -88,7 +91,8 @@ class Origin:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def with_files(self, note: Callable[[str], object]) -> "Origin":
-        """With the hashes of the files that are in the folder now. note: told of one that cannot be carried."""
+        """With the hashes of the files that are in the folder now, and the ids that end a text by them. note: told of a file that
+        cannot be carried or understood."""
         root, files = path_of(self.folder), {}
         for name in carried_in(root):
             data, wrong = _as_begun(root, name, None)
@@ -96,11 +100,18 @@ class Origin:
                 note(f"{root / name} will not be carried into folders that are written of this model: {wrong}")
             else:
                 files[name] = hashlib.sha256(data).hexdigest()
-        return replace(self, files=files)
+        begun = replace(self, files=files)
+        try:
+            return replace(begun, ends=begun.end_ids())
+        except CheckpointError as error:
+            note(f"{error.file} {error.wrong}: the ids that end a text are those of config.json")
+            return replace(begun, ends=_ids_in(self.kept.get(_END)))
 
     def end_ids(self) -> list[int]:
         """The ids that end a text, as transformers' generate() takes them: those of generation_config.json if it names some, else
         those of config.json; none if neither does. Raises CheckpointError for a file that cannot be read."""
+        if self.ends is not None:
+            return list(self.ends)
         root, said = path_of(self.folder), self.kept.get(_END)
         if self.files is None or _GENERATION in self.files:
             data, wrong = _as_begun(root, _GENERATION, (self.files or {}).get(_GENERATION))
@@ -108,11 +119,17 @@ class Origin:
             if found is not None and not _is_kept(_END, found):
                 raise CheckpointError(root / _GENERATION, f"says {_END} {found!r:.80}", "give an id, or a list of ids")
             said = said if found is None else found
-        return [] if said is None else said if isinstance(said, list) else [said]
+        return _ids_in(said)
 
     def without_tokenizer(self) -> "Origin":
         """For a run that goes on with another tokenizer: ids and files are those of the first."""
-        return replace(self, kept={name: x for name, x in self.kept.items() if name == "initializer_range"}, files={})
+        kept = {name: x for name, x in self.kept.items() if name == "initializer_range"}
+        return replace(self, kept=kept, files={}, ends=[])
+
+
+def _ids_in(said: Any) -> list[int]:
+    """The ids of a key that has none, one or a list."""
+    return [] if said is None else said if isinstance(said, list) else [said]
 
 
 def origin_problems(raw: Any) -> list[str]:
@@ -120,14 +137,15 @@ def origin_problems(raw: Any) -> list[str]:
     if raw is None:
         return []
     if not isinstance(raw, dict) or not {"model_type", "folder"} <= raw.keys() <= {f.name for f in fields(Origin)}:
-        return [f"origin is {raw!r:.80}, not an object of model_type, folder, kept and files"]
-    kept, files = raw.get("kept", {}), raw.get("files", {})
+        return [f"origin is {raw!r:.80}, not an object of model_type, folder, kept, files and ends"]
+    kept, files, ends = raw.get("kept", {}), raw.get("files", {}), raw.get("ends", [])
     fits = {
         "model_type": bool(re.fullmatch(r"[\w.-]{1,100}", str(raw["model_type"]))),
         "folder": isinstance(raw["folder"], str) and bool(re.fullmatch(r"[^\x00-\x1f]{1,4096}", raw["folder"])),
         "kept": isinstance(kept, dict) and all(_is_kept(name, value) for name, value in kept.items()),
         "files": isinstance(files, dict)
         and all(_is_carried(name) and re.fullmatch("[0-9a-f]{64}", str(value)) for name, value in files.items()),
+        "ends": isinstance(ends, list) and _is_kept(_END, ends),
     }
     return [f"origin/{name} is {raw[name]!r:.80}" for name, is_right in fits.items() if not is_right]
 

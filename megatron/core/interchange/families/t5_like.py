@@ -141,7 +141,7 @@ T5 = Family(
         _weight(f"{STAGE}decoder.final_layernorm", "copy", "decoder.final_layer_norm"),
         _weight(OUTPUT, "copy", "lm_head"),
     ),
-    # Copies of the word table, and a table that old files have although their model does not read it.
+    # Copies of the word table (see below), and a table that old files have although their model does not read it.
     (
         r"(encoder|decoder)\.embed_tokens\.weight",
         r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
@@ -149,5 +149,6 @@ T5 = Family(
     "",
     _WORDS,
     "T5Model",
+    copies=tuple((f"{stack}.embed_tokens.weight", "shared.weight") for stack in ("encoder", "decoder")),
     untied=_untied,
 )
