@@ -330,6 +330,7 @@ BUDGETS = {
     "megatron/core/classic": 1_800,
     "megatron/core/compiling": 300,
     "megatron/core/datasets": 2_300,
+    "megatron/core/datasets": 2_400,
     "megatron/core/distributed": 1_600,
     "megatron/core/inference": 500,
     "megatron/core/interchange": 1_300,

@@ -18,6 +18,7 @@ from megatron.core.config import ConfigError
 from megatron.core.current_mesh import current
 from megatron.core.datasets.fim import FillInTheMiddle
 from megatron.core.datasets.identity import data_sha256
+from megatron.core.datasets.known_ids import table_note, table_problem, within_table
 from megatron.core.device import Device, DeviceConfig
 from megatron.core.errors import write_error_file
 from megatron.core.grid import ORDER, Axis
@@ -189,6 +190,7 @@ def read_settings(
         *share_cores(Launch() if parallel_state.has_joined() else discover(os.environ)),
         *watch_notes(config.tensorboard, config.profile, config.training.train_iters),
         *_notes_of_settings(config, world_size),
+        *_notes_of_table(config, tokenizer),
         *notes_of(device.name, config.offload.tier, moved, torch.get_num_threads()),
     ]
     empty_level = max(config.device.empty_unused_memory_level, int(config.offload.tier == "file"))
@@ -213,6 +215,11 @@ def _notes_of_settings(config: Config, world_size: int) -> Iterator[str]:
             "two weights that rounds towards zero (1 in 131,072 by chance) is kept one unit in the last place nearer to zero; "
             "losses may in time differ in their last digits from a run without the flag"
         )
+
+
+def _notes_of_table(config: Config, tokenizer: Tokenizer | None) -> list[str]:
+    note = None if tokenizer is None else table_note(tokenizer, vocab_size_of(config, tokenizer))
+    return [] if note is None else [note]
 
 
 class Examined(NamedTuple):
@@ -245,14 +252,12 @@ def examine_without_device(config: Config, world_size: int, rules: ModelRules) -
                 tokenizer = build_tokenizer(config.tokenizer)
             except ImportError as error:
                 raise ConfigError(f"--tokenizer-type {config.tokenizer.tokenizer_type}: {error}") from error
-    words, rows = tokenizer.vocab_size if tokenizer is not None else 0, config.tokenizer.model_vocab_size
-    if rows is not None and rows < words:
-        problems.append(
-            f"the tokenizer has {words} words, above --model-vocab-size {rows}; give the model's own tokenizer"
-        )
-    if tokenizer is not None and config.fim.fim_data:
-        with collected(problems):
-            FillInTheMiddle(config.fim, tokenizer, config.training.seed)  # raises if the vocabulary lacks its tokens
+    rows = config.tokenizer.model_vocab_size
+    if tokenizer is not None and rows is not None and (problem := table_problem(tokenizer, rows)):
+        problems.append(problem)
+    elif tokenizer is not None and config.fim.fim_data:
+        with collected(problems):  # raises if the vocabulary lacks its tokens
+            FillInTheMiddle(config.fim, within_table(tokenizer, vocab_size_of(config, tokenizer)), config.training.seed)
     return problems + hf_config_problems(config, rules) + rules.problems(config, tokenizer), tokenizer
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from megatron.core import comm, parallel_state
 from megatron.core.config import ConfigError
 from megatron.core.current_mesh import acting_on, current
+from megatron.core.datasets.known_ids import within_table
 from megatron.core.device import Device
 from megatron.core.mesh import Mesh
 from megatron.core.products import NATIVE, Products
@@ -175,11 +176,11 @@ def get_args() -> Arguments:
 
 
 def get_tokenizer() -> Tokenizer:
-    """The tokenizer of the run. Raises ConfigError if the run has none."""
-    tokenizer = get_runtime().tokenizer
-    if tokenizer is None:
+    """The tokenizer of the run, with the ids that the model has rows for. Raises ConfigError if the run has none."""
+    runtime = get_runtime()
+    if runtime.tokenizer is None:
         raise ConfigError(f"this script asks for a tokenizer, and there is none: {NO_TOKENIZER}")
-    return tokenizer
+    return within_table(runtime.tokenizer, runtime.vocab_size)
 
 
 def get_timers() -> Timers:

@@ -80,10 +80,10 @@ def reading_of(state: dict[str, Any], saved: SavedSettings, tokenizer: Tokenizer
 
 
 def _their_end_ids(state: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
-    """The ids that end a text by the folder that the model began as; with training since, also the one that ended the documents."""
+    """The ids that end a text by the folder that the model began as; with training since, also that which ended documents."""
     origin = Origin.in_state(state, "the checkpoint")
     theirs = origin.end_ids() if origin is not None else []
-    if not theirs or is_folder_of_others(state) or tokenizer.eod in theirs:
+    if not theirs or is_folder_of_others(state) or tokenizer.eod is None or tokenizer.eod in theirs:
         return theirs
     return [*theirs, tokenizer.eod]
 

@@ -108,7 +108,8 @@ def _pieces_of(tokenizer: Any, *, made_up: bool) -> WordPieces:
             "--tokenizer-type BertWordPieceLowerCase or BertWordPieceCase"
         )
     words = tuple(tokenizer.inv_vocab.get(i, "") for i in range(tokenizer.vocab_size))
-    return WordPieces(words, *ids, tokenizer=tokenizer_name(tokenizer), pad_is_text=pad_is_text(tokenizer))
+    about = {"tokenizer": tokenizer_name(tokenizer), "pad_is_text": pad_is_text(tokenizer)}
+    return WordPieces(words, *ids, **about, beyond=getattr(tokenizer, "beyond", {}))
 
 
 class MockBertDataset(BertDataset):

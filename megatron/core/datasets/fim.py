@@ -81,6 +81,12 @@ class FillInTheMiddle:
             for name, token in tokens.items()
             if token is not None and ids[name] is None
         ]
+        problems += [
+            f"{flag_of(name)} {tokens[name]} is token {i}, and the model's word table has {tokenizer.vocab_size} rows, none for it; "
+            "name another"
+            for name, i in ids.items()
+            if i in getattr(tokenizer, "beyond", ())
+        ]
         self.prefix, self.middle = ids["fim_prefix_token"], ids["fim_middle_token"]
         self.suffix, self.pad = ids["fim_suffix_token"], ids["fim_pad_token"]
         self.eod = tokenizer.eod if ids["fim_eod_token"] is None else ids["fim_eod_token"]

@@ -5,7 +5,8 @@ the number of samples consumed.
 """
 
 import functools
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ class TokenRules:
     reset_attention_mask: bool = False
     tokenizer: str = "the tokenizer of this run"
     pad_is_text: bool = False
+    beyond: Mapping[int, str] = field(default_factory=dict, hash=False)  # its tokens that the model has no row for
 
     @property
     def padding(self) -> int | None:
@@ -132,7 +134,7 @@ class GPTDataset:
             length = stop + 1 - offset if position == last else None  # the last token is read again by sample k + 1
             parts.append(self.indexed.get(document, offset, length))
             places.append((document, offset))
-        return joined(parts, places, self.indexed, self.rules.vocab_size, self.rules.tokenizer)
+        return joined(parts, places, self.indexed, self.rules.vocab_size, self.rules.tokenizer, self.rules.beyond)
 
 
 @dataclass(eq=False)
@@ -240,8 +242,8 @@ class GPTSamples(SampleKind):
 def rules_of(config: DataConfig, tokenizer: Any) -> TokenRules:
     about_ends = {name: getattr(config, name) for name in _OF_ENDS}
     ids = (tokenizer.vocab_size, tokenizer.eod, id_of(tokenizer, "pad"))
-    names = {"tokenizer": tokenizer_name(tokenizer), "pad_is_text": pad_is_text(tokenizer)}
-    return TokenRules(*ids, **about_ends, **names)
+    about = {"tokenizer": tokenizer_name(tokenizer), "pad_is_text": pad_is_text(tokenizer)}
+    return TokenRules(*ids, **about_ends, **about, beyond=getattr(tokenizer, "beyond", {}))
 
 
 def build_gpt_datasets(

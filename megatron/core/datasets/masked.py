@@ -44,7 +44,8 @@ class _MaskedDataset:
         row = self.sample_map[i].tolist()  # first sentence, one past the last, target length
         numbers = range(*row[:2])
         sentences = self.indexed[row[0] : row[1]]
-        joined(sentences, [(k, 0) for k in numbers], self.indexed, len(self.pieces.words), self.pieces.tokenizer)
+        pieces, places = self.pieces, [(k, 0) for k in numbers]
+        joined(sentences, places, self.indexed, len(pieces.words), pieces.tokenizer, pieces.beyond)
         rng = np.random.RandomState((self.seed + i) % (1 << 32))
         return TextSample([sentence.tolist() for sentence in sentences], row[2], rng)
 

@@ -2,8 +2,8 @@
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import numpy as np
@@ -95,6 +95,7 @@ class WordPieces:
     sentinels: tuple[int, ...] = ()
     tokenizer: str = "the tokenizer of this run"
     pad_is_text: bool = False
+    beyond: Mapping[int, str] = field(default_factory=dict, hash=False)  # its tokens that the model has no row for
 
     def whole_words(self, tokens: list[int], whole: bool) -> list[list[int]]:
         """The positions of each word's tokens, without those of CLS and SEP; whole False: each token is a word."""

@@ -127,7 +127,8 @@ def _pieces_of(tokenizer: Any, config: DataConfig, masking: MaskedDataConfig) ->
             f"--seq-length {config.seq_length} has at most {spans} spans"
         )
     words = tuple(tokenizer.inv_vocab.get(i, "") for i in range(size))
-    return WordPieces(words, *ids, tuple(sentinels), tokenizer_name(tokenizer), pad_is_text(tokenizer))
+    about = {"tokenizer": tokenizer_name(tokenizer), "pad_is_text": pad_is_text(tokenizer)}
+    return WordPieces(words, *ids, tuple(sentinels), **about, beyond=getattr(tokenizer, "beyond", {}))
 
 
 class MockT5Dataset(T5Dataset):

@@ -64,8 +64,8 @@ def _is_carried(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a model began. files: name -> sha256; None where the folder was opened just now, and is taken as it is. ends: None where
-    the files are still to be asked."""
+    """Where a model began. files: name -> sha256; None where the folder was opened just now, and is taken as it is. ends: None
+    where the files are still to be asked."""
 
     model_type: str
     folder: str
@@ -138,7 +138,8 @@ def origin_problems(raw: Any) -> list[str]:
         return []
     if not isinstance(raw, dict) or not {"model_type", "folder"} <= raw.keys() <= {f.name for f in fields(Origin)}:
         return [f"origin is {raw!r:.80}, not an object of model_type, folder, kept, files and ends"]
-    kept, files, ends = raw.get("kept", {}), raw.get("files", {}), raw.get("ends", [])
+    kept, files = raw.get("kept", {}), raw.get("files", {})
+    ends = raw.get("ends", [])
     fits = {
         "model_type": bool(re.fullmatch(r"[\w.-]{1,100}", str(raw["model_type"]))),
         "folder": isinstance(raw["folder"], str) and bool(re.fullmatch(r"[^\x00-\x1f]{1,4096}", raw["folder"])),
