@@ -82,8 +82,8 @@ class FillInTheMiddle:
             if token is not None and ids[name] is None
         ]
         problems += [
-            f"{flag_of(name)} {tokens[name]} is token {i}, and the model's word table has {tokenizer.vocab_size} rows, none for it; "
-            "name another"
+            f"{flag_of(name)} {tokens[name]} is token {i}, and the model's word table has {tokenizer.vocab_size} rows, none for "
+            "it; name another"
             for name, i in ids.items()
             if i in getattr(tokenizer, "beyond", ())
         ]

@@ -110,8 +110,8 @@ def joined(
         reason = "and no id is negative: the file is damaged, or no tokenizer made it; preprocess again"
     elif (token := beyond.get(int(tokens[at]))) is not None:
         reason = (
-            f"which is {token} of {tokenizer}, and the model's word table has {vocab_size} rows, none for it: leave {token} out of "
-            "the texts, and preprocess again"
+            f"which is {token} of {tokenizer}, and the model's word table has {vocab_size} rows, none for it: leave {token} "
+            "out of the texts, and preprocess again"
         )
     else:
         reason = (

@@ -23,6 +23,7 @@ from megatron.core.interchange.families.operations import HeadCounts
 from megatron.core.interchange.formats.hf_folder import CONFIG, HFFolder, are_equal, read_hf_folder, read_json
 from megatron.core.interchange.formats.safetensors import FETCH_AGAIN, TensorInFile
 from megatron.core.interchange.strided import StridedCheckpoint, record_of
+from megatron.core.interchange.tokenizer_config import TOKENIZER_CONFIG
 from megatron.core.storage.files import is_file
 from megatron.core.transformer.model_config import ModelConfig
 
@@ -74,6 +75,7 @@ def records_of(
 def _by_todays_names(family: Family, rows: list[Row], tensors: Mapping[str, TensorInFile]) -> dict[str, TensorInFile]:
     """The tensors by the names of the table, also of an old file: its names end otherwise, or lack the family's prefix."""
     known = {name for row in rows for name in row.theirs}
+    ignored = re.compile("|".join(family.ignored) or "(?!)")
 
     def today(name: str) -> str:
         if name in known:
@@ -81,7 +83,8 @@ def _by_todays_names(family: Family, rows: list[Row], tensors: Mapping[str, Tens
         for old, new in family.old_endings:
             if name.endswith(old):
                 name = name.removesuffix(old) + new
-        return name if name in known else family.prefix + name.removeprefix(family.prefix)
+        whole = family.prefix + name.removeprefix(family.prefix)
+        return whole if whole in known or ignored.fullmatch(whole) else name
 
     return {today(name): x for name, x in tensors.items()}
 
@@ -158,10 +161,20 @@ def components_of(config: Mapping[str, Any], source: Path, folder: Path | None) 
     dtype = dtype_in(Given(config, str(source)))
     # A folder that says its dtype says what the run is not trained in, too: a script may have another by default.
     precision = {flag: name == dtype for name, flag in _PRECISIONS.items()} if dtype is not None else {}
-    tokenizer = {"model_vocab_size": words}
-    if folder is not None and is_file(path := folder / "tokenizer.json"):
-        tokenizer |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(path)}
+    tokenizer = {"model_vocab_size": words} | ({} if folder is None else _tokenizer_in(folder))
     return {"transformer": settings | precision, "tokenizer": tokenizer}
+
+
+def _tokenizer_in(folder: Path) -> dict[str, Any]:
+    """The settings of a folder's tokenizer; none if it has no file that says all of it."""
+    if is_file(path := folder / "tokenizer.json"):
+        return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(path)}
+    if not is_file(path := folder / "vocab.txt"):
+        return {}
+    beside = folder / TOKENIZER_CONFIG
+    lower = read_json(beside).get("do_lower_case", True) if is_file(beside) else True
+    kind = "BertWordPieceCase" if lower is False else "BertWordPieceLowerCase"
+    return {"tokenizer_type": kind, "vocab_file": str(path)}
 
 
 def open_hf_folder(root: Path, world: Axis = ALONE, device: torch.device | str = "cpu") -> StridedCheckpoint:

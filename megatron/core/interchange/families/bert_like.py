@@ -62,7 +62,6 @@ BERT = Family(
         Row(f"{OUTPUT}.weight", "copy", (f"{_HEAD}decoder.weight",)),
     ),
     (r"bert\.embeddings\.position_ids", r"cls\.predictions\.decoder\.bias"),
-    "",
     30522,
     "BertModel",
     (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")),

@@ -22,7 +22,7 @@ class Family:
     """One family: how its models are described and stored.
 
     architecture: the class that transformers builds. settings: what all its models have, by names of `ModelConfig`. ignored:
-    names of tensors, as regular expressions, that hold nothing to learn. prefix: of names, which some old files leave out.
+    names of tensors, as regular expressions, that hold nothing to learn.
     vocab_size: the class's own, where a config.json says none. model: our class. untied: of a config.json that leaves it to the
     weights whether the head is the word table, the one that says that it is not; None: of any other.
     """
@@ -32,12 +32,17 @@ class Family:
     fields: tuple[Field, ...]
     rows: tuple[Row, ...]
     ignored: tuple[str, ...] = ()
-    prefix: str = ""
     vocab_size: int | None = None
     model: str = "GPTModel"
     old_endings: tuple[tuple[str, str], ...] = ()
     copies: tuple[tuple[str, str], ...] = ()
     untied: Callable[[Mapping[str, Any]], dict[str, Any] | None] = lambda config: None
+
+    @property
+    def prefix(self) -> str:
+        """What names begin with in a model with a head, and not in one of the base class, nor in some old files: "bert."."""
+        _, table = self.head_and_table()
+        return table.split(".")[0] + "." if table.count(".") > 1 else ""  # a T5 has shared.weight
 
     def head_and_table(self) -> tuple[str, str]:
         """The names of the head's weight and of the word table."""

@@ -69,7 +69,6 @@ GPT2 = Family(
         *both(OUTPUT, "copy", "lm_head"),
     ),
     (r"transformer\.h\.\d+\.attn\.(masked_)?bias",),
-    "transformer.",
     50257,
 )
 

@@ -146,7 +146,6 @@ T5 = Family(
         r"(encoder|decoder)\.embed_tokens\.weight",
         r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
     ),
-    "",
     _WORDS,
     "T5Model",
     copies=tuple((f"{stack}.embed_tokens.weight", "shared.weight") for stack in ("encoder", "decoder")),
