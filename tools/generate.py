@@ -197,7 +197,7 @@ class Prompts:
 
     texts: list[str]
     ids: list[list[int]]
-    stop_id: int | list[int]
+    stop_id: int | list[int] | None  # None: no text ends by itself
     max_length: int | None  # the model's sequence length; None: there is no longest
     start_id: int | None = None  # of a T5: what the decoder's text begins with
 
@@ -262,9 +262,14 @@ def prompt_ids(prompt: str, tokenizer: Tokenizer) -> list[int]:
     except UnicodeEncodeError as error:
         raise ConfigError(f"the prompt {prompt!a:.60} is not valid text at character {error.start}") from None
     try:
-        return tokenizer.tokenize(prompt) or [tokenizer.eod]
+        ids = tokenizer.tokenize(prompt)
     except ValueError as error:
         raise ConfigError(f"the prompt {prompt!r:.60} cannot be read: {error}") from None
+    if not ids and tokenizer.eod is None:
+        raise ConfigError(
+            f"an empty prompt begins after a document's end, and {tokenizer.name} has no token for it; give a text"
+        )
+    return ids or [tokenizer.eod]
 
 
 # ---------------------------------------------------------------- the texts

@@ -99,6 +99,8 @@ def verify(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> str:
             )
     if tokenizer is None:
         return f"  verified: the index fits the data; largest token {most} (no tokenizer given to compare with)"
+    if tokenizer.eod is None:
+        return f"  verified: the index fits the data; all tokens are below {limit}"
     filled = document_lengths(dataset) > 0
     ends = starts[dataset.document_indices[1:]][filled] - 1
     without = int((tokens[ends] != tokenizer.eod).sum())

@@ -47,7 +47,7 @@ class Reading:
     """How a model takes a prompt, and ends a text."""
 
     ids_of: Callable[[str, Tokenizer, "IdsOf"], list[int]]
-    stop_id: int | list[int]
+    stop_id: int | list[int] | None  # None: no text ends by itself
     longest: int | None  # tokens of a prompt; None: there is no longest
     start_id: int | None = None  # of a T5: what its decoder's text begins with
 
@@ -68,7 +68,8 @@ def reading_of(state: dict[str, Any], saved: SavedSettings, tokenizer: Tokenizer
     if is_t5(state):
         has_table = saved.transformer.position_embedding_type == "learned_absolute"
         start = start_of_decoder(start_id, state, tokenizer)
-        stop = theirs or getattr(tokenizer, "eos", tokenizer.eod)
+        eos = getattr(tokenizer, "eos", None)
+        stop = theirs or (tokenizer.eod if eos is None else eos)
         return Reading(encoder_ids, stop, saved.positions if has_table else None, start)
     if start_id is not None:
         raise ConfigError(
@@ -90,7 +91,9 @@ def _their_end_ids(state: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
 
 def encoder_ids(prompt: str, tokenizer: Tokenizer, ids_of: IdsOf) -> list[int]:
     """The ids of a T5's prompt, in which the name of a sentinel, `<extra_id_0>`, means its id. ids_of: of text between them."""
-    sentinels = {tokenizer.inv_vocab[i]: i for i in getattr(tokenizer, "additional_special_tokens_ids", ())}
+    # A tokenizer.json of a T5 finds them by itself.
+    named = {tokenizer.inv_vocab[i]: i for i in getattr(tokenizer, "additional_special_tokens_ids", ())}
+    sentinels = {name: i for name, i in named.items() if i not in ids_of(name, tokenizer)}
     if not prompt.strip():
         raise ConfigError("a prompt is empty, and a T5 has nothing to read then; give a text")
     if not sentinels:

@@ -60,6 +60,11 @@ class Encoder:
     split: Callable[[str], list[str]] | None = None
 
     def __post_init__(self) -> None:
+        if self.append_eod and self.tokenizer.eod is None:
+            raise ValueError(
+                f"--append-eod: {self._name} has no token that ends a document; drop --append-eod, or use a tokenizer that has "
+                "one (for a tokenizer.json: eos_token in the tokenizer_config.json beside it)"
+            )
         if self.append_eod and not 0 <= self.tokenizer.eod < self.tokenizer.vocab_size:
             raise ValueError(
                 f"{self._name}: the end-of-document id {self.tokenizer.eod} {self._outside}; drop --append-eod"
@@ -137,7 +142,7 @@ class Encoder:
 
     @functools.cached_property
     def _pack(self) -> Callable[[list[str]], list[bytes]]:
-        return packer(self.tokenizer)
+        return packer(self.tokenizer, are_sentences=self.split is not None)
 
     @functools.cached_property
     def _eod(self) -> bytes:

@@ -31,8 +31,11 @@ _NAMED = re.compile(r"\\p\{\w+\}|\\s")
 _CLASS = re.compile(rf"\[(?:{_NAMED.pattern}|\\.|[^\]])*\]|{_NAMED.pattern}|\\S")  # in brackets, or by itself
 
 
-def packer(tokenizer: Tokenizer) -> Callable[[list[str]], list[bytes]]:
-    """A function from texts to their ids, as bytes of native int32: the tokenizer's fastest way."""
+def packer(tokenizer: Tokenizer, *, are_sentences: bool = False) -> Callable[[list[str]], list[bytes]]:
+    """A function from texts to their ids, as bytes of native int32: the tokenizer's fastest way.
+
+    are_sentences: the texts are sentences for a BERT or a T5, so nothing is added that begins or ends a text.
+    """
     if getattr(tokenizer, "words", None):
         memory = WordMemory(tokenizer.library, tokenizer.words, tokenizer.never)
 
@@ -41,6 +44,8 @@ def packer(tokenizer: Tokenizer) -> Callable[[list[str]], list[bytes]]:
                 return list(map(memory.encode, texts))
 
         return remembered
+    if are_sentences and hasattr(tokenizer, "tokenize_sentences"):
+        return lambda texts: list(map(packed, tokenizer.tokenize_sentences(texts)))
     if hasattr(tokenizer, "tokenize_batch"):
         return lambda texts: list(map(packed, tokenizer.tokenize_batch(texts)))
     return lambda texts: [packed(tokenizer.tokenize(text)) for text in texts]

@@ -105,7 +105,7 @@ def _pieces_of(tokenizer: Any, *, made_up: bool) -> WordPieces:
     if None in ids:
         raise ValueError(
             f"{getattr(tokenizer, 'name', 'the tokenizer')} has no [CLS], [SEP], [MASK] or [PAD]; BERT reads data made with "
-            "--tokenizer-type BertWordPieceLowerCase or BertWordPieceCase"
+            "--tokenizer-type BertWordPieceLowerCase or BertWordPieceCase, or with a BERT's tokenizer.json (HuggingFaceTokenizer)"
         )
     words = tuple(tokenizer.inv_vocab.get(i, "") for i in range(tokenizer.vocab_size))
     about = {"tokenizer": tokenizer_name(tokenizer), "pad_is_text": pad_is_text(tokenizer)}

@@ -91,6 +91,11 @@ class FillInTheMiddle:
         self.suffix, self.pad = ids["fim_suffix_token"], ids["fim_pad_token"]
         self.eod = tokenizer.eod if ids["fim_eod_token"] is None else ids["fim_eod_token"]
         self.split = ids["fim_split_sample"]
+        if self.eod is None:
+            problems.append(
+                "--fim-data rearranges the documents of a sample, and the tokenizer has no token that ends one; name it by "
+                "--fim-eod-token"
+            )
         self._first = tokenizer.tokenize("")  # such as the <s> that begins every text
         if tokenizer.tokenize("1")[: len(self._first)] != self._first:
             problems.append("--fim-data cannot be used with a tokenizer that ends every text with a token of its own")

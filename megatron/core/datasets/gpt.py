@@ -40,6 +40,7 @@ from megatron.core.datasets.split_plan import (
     size_problems,
 )
 
+_NO_TOKEN = -2  # is no token of any file, nor what a sample is filled with
 _OF_ENDS = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")  # settings that look for ends of documents
 
 
@@ -217,6 +218,8 @@ class GPTSamples(SampleKind):
                 f"the pad token ({self.rules.pad_id}) of {self.rules.tokenizer} is also a token of texts: it is text "
                 "wherever it stands in the files"
             )
+        if self.rules.eod_id == _NO_TOKEN:
+            return  # no document can end with it, and no flag acts on the ends
         note = note_without_ends(files, self.rules.eod_id)
         if note and (given := [flag_of(name) for name in _OF_ENDS if getattr(self.config, name)]):
             building.say(f"{note}; there {' and '.join(given)} will find nothing to act on")
@@ -241,9 +244,24 @@ class GPTSamples(SampleKind):
 
 def rules_of(config: DataConfig, tokenizer: Any) -> TokenRules:
     about_ends = {name: getattr(config, name) for name in _OF_ENDS}
-    ids = (tokenizer.vocab_size, tokenizer.eod, id_of(tokenizer, "pad"))
+    if problems := end_problems(config, tokenizer):
+        raise ConfigError(problems)
+    eod = _NO_TOKEN if tokenizer.eod is None else tokenizer.eod
+    ids = (tokenizer.vocab_size, eod, id_of(tokenizer, "pad"))
     about = {"tokenizer": tokenizer_name(tokenizer), "pad_is_text": pad_is_text(tokenizer)}
     return TokenRules(*ids, **about_ends, **about, beyond=getattr(tokenizer, "beyond", {}))
+
+
+def end_problems(config: DataConfig, tokenizer: Any) -> list[str]:
+    """Settings that look for ends of documents, with a tokenizer that has no token for them."""
+    if tokenizer.eod is not None:
+        return []
+    given = [flag_of(name) for name in _OF_ENDS if getattr(config, name)]
+    return [
+        f"{flag} looks for the token that ends a document, and {tokenizer_name(tokenizer)} has none; leave the flag out, or use "
+        "a tokenizer that has one"
+        for flag in given
+    ]
 
 
 def build_gpt_datasets(

@@ -19,6 +19,7 @@ from megatron.core.datasets.split_plan import Building, Part, build_datasets, si
 
 _SPECIAL = 2  # tokens of --seq-length that Megatron leaves to special ones
 _LONGEST_SPAN = 10  # words
+_NO_TOKEN = -1
 
 
 @dataclass(eq=False)
@@ -113,22 +114,26 @@ def _pieces_of(tokenizer: Any, config: DataConfig, masking: MaskedDataConfig) ->
             )
         sentinels = tuple(range(size - 1, size - 1 - spans, -1))
         return WordPieces(("",) * size, 1, 2, 3, 0, 4, 5, sentinels)
-    names = ("cls", "sep", "mask", "pad", "bos", "eos")
-    ids = [id_of(tokenizer, name) for name in names]
+    cls, sep, pad, eos, bos = (id_of(tokenizer, name) for name in ("cls", "sep", "pad", "eos", "bos"))
+    bos = pad if bos is None else bos  # the decoder's text of a published T5 begins with padding
     sentinels = getattr(tokenizer, "additional_special_tokens_ids", None)
-    if None in ids or sentinels is None:
+    if None in (pad, eos) or sentinels is None:
         raise ValueError(
-            f"{getattr(tokenizer, 'name', 'the tokenizer')} has no sentinels, or no tokens that begin and end a text; T5 reads "
-            "data made with --tokenizer-type BertWordPieceLowerCase, BertWordPieceCase or SentencePieceTokenizer"
+            f"{getattr(tokenizer, 'name', 'the tokenizer')} has no sentinels, no padding, or no token that ends a text; T5 reads "
+            "data made with --tokenizer-type BertWordPieceLowerCase, BertWordPieceCase, SentencePieceTokenizer, or "
+            "HuggingFaceTokenizer with the tokenizer.json of a T5"
         )
     if not sentinels:
         raise ValueError(
-            "a T5 puts a sentinel in the place of each span: give --vocab-extra-ids N; the published models have 100, and "
-            f"--seq-length {config.seq_length} has at most {spans} spans"
+            "a T5 puts a sentinel in the place of each span: give --vocab-extra-ids N, or a tokenizer.json with <extra_id_0>; "
+            f"the published models have 100, and --seq-length {config.seq_length} has at most {spans} spans"
         )
     words = tuple(tokenizer.inv_vocab.get(i, "") for i in range(size))
+    # A sentinel stands in the place of what is hidden, so no mask is needed; a published T5 has neither [CLS] nor [SEP].
+    unused = (_NO_TOKEN if i is None else i for i in (cls, sep, None))
     about = {"tokenizer": tokenizer_name(tokenizer), "pad_is_text": pad_is_text(tokenizer)}
-    return WordPieces(words, *ids, tuple(sentinels), **about, beyond=getattr(tokenizer, "beyond", {}))
+    beyond = getattr(tokenizer, "beyond", {})
+    return WordPieces(words, *unused, pad, bos, eos, tuple(sentinels), **about, beyond=beyond)
 
 
 class MockT5Dataset(T5Dataset):

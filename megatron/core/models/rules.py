@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron.core.config import knobs
 from megatron.core.datasets.bert import bert_problems
+from megatron.core.datasets.gpt import end_problems
 from megatron.core.datasets.masking import MaskedDataConfig
 from megatron.core.datasets.t5 import t5_problems
 from megatron.core.tokenizers.tokenizer_config import NO_TOKENIZER
@@ -53,6 +54,11 @@ def _problems_of_one_stack(config: Any) -> list[str]:
         for flag, is_given in given.items()
         if is_given
     ]
+
+
+def _problems_of_gpt(config: Any, tokenizer: Tokenizer | None) -> list[str]:
+    problems = text_problems(config) + _problems_of_one_stack(config)
+    return problems if tokenizer is None else problems + end_problems(config.data, tokenizer)
 
 
 def _problems_of_bert(config: Any, tokenizer: Tokenizer | None) -> list[str]:
@@ -107,7 +113,7 @@ GPT_RULES = ModelRules(
     unread=dict.fromkeys(
         (f.name for f in knobs(MaskedDataConfig)), "only masked words need it, as pretrain_bert.py has them"
     ),
-    problems=lambda config, tokenizer: text_problems(config) + _problems_of_one_stack(config),
+    problems=_problems_of_gpt,
     reads_text=True,
 )
 BERT_RULES = ModelRules(model="BertModel", problems=_problems_of_bert, reads_text=True)

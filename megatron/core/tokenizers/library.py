@@ -9,6 +9,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,9 @@ GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?
 # The names under which published tokenizers keep these tokens, in the order in which they are looked for.
 EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 PAD_NAMES = ("<pad>", "<|pad|>", "[PAD]")
+# Those of masked words have one name each.
+MASKED_NAMES = {"cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+_SENTINEL = re.compile(r"<extra_id_(\d+)>")
 
 # The names that a tokenizer_config.json has for tokens of texts.
 _SPECIAL_NAMES = ("eos_token", "unk_token", "bos_token", "cls_token", "sep_token", "mask_token")
@@ -47,12 +51,18 @@ class LibraryTokenizer:
     name: str
     path: str
     library: Any
-    eod: int
+    eod: int | None
     pad: int | None = None
     special: dict[str, int] = field(default_factory=dict)
     words: str | None = None
     never: Sequence[str] = ()
     pad_is_text: bool = False
+    bos: int | None = None
+    eos: int | None = None
+    cls: int | None = None
+    sep: int | None = None
+    mask: int | None = None
+    additional_special_tokens_ids: list[int] = field(default_factory=list)  # a T5's sentinels, from <extra_id_0> on
 
     @functools.cached_property
     def vocab_size(self) -> int:
@@ -79,6 +89,11 @@ class LibraryTokenizer:
         with self.naming_panics():
             return [encoding.ids for encoding in self.library.encode_batch_fast(texts)]
 
+    def tokenize_sentences(self, texts: list[str]) -> list[list[int]]:
+        """Ids of each text without those that the template adds: parts of a sample, around which data sets put tokens."""
+        with self.naming_panics():
+            return [encoding.ids for encoding in self.library.encode_batch_fast(texts, add_special_tokens=False)]
+
     def detokenize(self, ids: list[int]) -> str:
         """Text of `ids`, special tokens included."""
         if not self.special:
@@ -99,21 +114,28 @@ class LibraryTokenizer:
 
 
 class WordPieceTokenizer(LibraryTokenizer):
-    """BERT's word pieces, with [BOS], [EOS] and the <extra_id_...> sentinels after the ids of the file, as in Megatron."""
+    """BERT's word pieces, with [BOS], [EOS] and the <extra_id_...> sentinels after the ids of the file, as in Megatron.
 
-    def __init__(self, name: str, tokenizer: Any, extra_ids: int, path: str):
+    rows: words of the model, None if it has as many as the tokenizer. A published BERT has a row for each line of its file and
+    no more; its tokenizer then has the ids of the file alone, and no token that ends a document.
+    """
+
+    def __init__(self, name: str, tokenizer: Any, extra_ids: int, path: str, rows: int | None = None):
         vocab = tokenizer.get_vocab()
         missing = [token for token in ("[CLS]", "[SEP]", "[MASK]", "[PAD]") if token not in vocab]
         if missing:
             raise ValueError(f"{path} has no {', '.join(missing)}; is it BERT's vocab.txt?")
         sentinels = [f"<extra_id_{i}>" for i in range(extra_ids)]
+        first = max(vocab.values()) + 1
         added = [token for token in ("[BOS]", "[EOS]", *sentinels) if token not in vocab]
-        special = {token: max(vocab.values()) + 1 + i for i, token in enumerate(added)}
+        if rows is not None and first + len(added) > rows:
+            added = [token for token in sentinels if token not in vocab]
+        special = {token: first + i for i, token in enumerate(added)}
         ids = vocab | special
-        super().__init__(name, path, tokenizer, ids["[EOS]"], ids["[PAD]"], special)
+        super().__init__(name, path, tokenizer, ids.get("[EOS]"), ids["[PAD]"], special)
         self.cls, self.sep = ids["[CLS]"], ids["[SEP]"]
         self.mask = ids["[MASK]"]
-        self.bos, self.eos = ids["[BOS]"], ids["[EOS]"]
+        self.bos, self.eos = ids.get("[BOS]"), ids.get("[EOS]")
         self.additional_special_tokens_ids = [ids[token] for token in sentinels]
 
 
@@ -139,7 +161,8 @@ def bert_word_piece_tokenizer(config: Any) -> WordPieceTokenizer:
     tokenizer.normalizer = library.normalizers.BertNormalizer(lowercase=lower)
     tokenizer.pre_tokenizer = library.pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = library.decoders.WordPiece()
-    return WordPieceTokenizer(config.tokenizer_type, tokenizer, config.vocab_extra_ids, config.vocab_file)
+    extra_ids, rows = config.vocab_extra_ids, config.model_vocab_size
+    return WordPieceTokenizer(config.tokenizer_type, tokenizer, extra_ids, config.vocab_file, rows)
 
 
 def gpt2_bpe_tokenizer(config: Any) -> LibraryTokenizer:
@@ -164,7 +187,8 @@ def huggingface_tokenizer(config: Any) -> LibraryTokenizer:
     """What the tokenizer.json says.
 
     Its end-of-document token is the eos_token of the tokenizer_config.json beside it, or, where there is none, the
-    first of EOD_NAMES among its special tokens; likewise for padding.
+    first of EOD_NAMES among its special tokens; None without either, as for a BERT. Likewise for padding, [CLS], [SEP] and
+    [MASK].
     """
     library = optional_package("tokenizers", config.tokenizer_type)
     path = config.tokenizer_model
@@ -180,18 +204,30 @@ def huggingface_tokenizer(config: Any) -> LibraryTokenizer:
     beside = os.path.join(os.path.dirname(path), "tokenizer_config.json")
     settings = _json_of(beside, "valid JSON") if os.path.isfile(beside) else {}
     eod = _special_id(tokenizer, settings, "eos_token", special, EOD_NAMES)
-    if eod is None:
-        raise ValueError(
-            f"{path} has no special token that ends documents: it has {sorted(special) or 'none'}, looked for are "
-            f"{', '.join(EOD_NAMES)}; add one of them to the file"
-        )
     pad = _special_id(tokenizer, settings, "pad_token", special, PAD_NAMES)
     added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
+    named = {
+        name: _special_id(tokenizer, settings, f"{name}_token", special, (token,))
+        for name, token in MASKED_NAMES.items()
+    }
+    bos = _special_id(tokenizer, settings, "bos_token", special, ())
+    sentinels = {int(found[1]): i for token, i in special.items() if (found := _SENTINEL.fullmatch(token))}
     parts = json.loads(tokenizer.to_str())
     words = GPT2_PATTERN if _is_plain_byte_level(parts) else None
     is_text = pad is not None and _is_in_texts(pad, tokenizer, parts["model"], path, settings)
     return LibraryTokenizer(
-        "HuggingFaceTokenizer", path, tokenizer, eod, pad, words=words, never=added, pad_is_text=is_text
+        "HuggingFaceTokenizer",
+        path,
+        tokenizer,
+        eod,
+        pad,
+        words=words,
+        never=added,
+        pad_is_text=is_text,
+        bos=bos,
+        eos=eod,
+        **named,
+        additional_special_tokens_ids=[sentinels[k] for k in sorted(sentinels)],
     )
 
 

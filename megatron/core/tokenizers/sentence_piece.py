@@ -41,6 +41,10 @@ class PieceTokenizer:
     def tokenize_batch(self, texts: list[str]) -> list[list[int]]:
         return [self._first + ids for ids in self._model.encode(texts, out_type=int, num_threads=1)]
 
+    def tokenize_sentences(self, texts: list[str]) -> list[list[int]]:
+        """`tokenize` of each without the ids that begin every text: parts of a sample, around which data sets put tokens."""
+        return [ids[len(self._first) :] for ids in self.tokenize_batch(texts)]
+
     def detokenize(self, ids: list[int]) -> str:
         return self._model.decode([int(i) for i in ids])
 

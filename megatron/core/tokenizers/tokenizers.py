@@ -17,12 +17,13 @@ class Tokenizer(Protocol):
     """What the rest of the code relies on. A tokenizer may also have `tokenize_batch`, many texts in one call, and `pad_is_text`:
     whether texts hold its pad too.
 
-    Those made for masked words have cls, sep, mask (ids) and vocab, inv_vocab (token to id and back) besides.
+    Those made for masked words have cls, sep, mask (ids) and vocab, inv_vocab (token to id and back) besides, and where
+    `tokenize` adds tokens of its own, `tokenize_sentences`, which does not: those data sets put theirs around a sample.
     """
 
     name: str
     vocab_size: int  # every id is below it
-    eod: int  # the id that ends a document
+    eod: int | None  # the id that ends a document; None: there is none, and none can be appended
     pad: int | None  # None: there is none
 
     def tokenize(self, text: str) -> list[int]: ...
