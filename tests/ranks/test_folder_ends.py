@@ -41,7 +41,7 @@ def written_by(root: Path, case: str, capsys) -> list[int]:
 
 
 @pytest.mark.parametrize("where", ["config.json", "generation_config.json"])
-@pytest.mark.parametrize("case", SCRIPTS)
+@pytest.mark.parametrize("case", ["llama", "t5-gated", pytest.param("gemma", marks=pytest.mark.full)])
 def test_a_text_ends_where_transformers_ends_it_after_a_step_too(case: str, where: str, tmp_path: Path, capsys):
     """The learning rate is next to nothing, so the ids are those that transformers says to the prompt (record.py)."""
     record, (script, more) = read_record(case), SCRIPTS[case]

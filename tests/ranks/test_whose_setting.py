@@ -37,8 +37,17 @@ def folder(tmp_path: Path):
 # ---------------------------------------------------------------- the folder and the script's defaults
 
 
-@pytest.mark.parametrize("case", ["t5-gated", "t5-tied"])
-@pytest.mark.parametrize("flag", ["--load", "--pretrained-checkpoint", "--hf-config"])
+@pytest.mark.parametrize(
+    "case, flag",
+    [
+        ("t5-gated", "--load"),
+        ("t5-tied", "--pretrained-checkpoint"),
+        ("t5-gated", "--hf-config"),
+        pytest.param("t5-tied", "--load", marks=pytest.mark.full),
+        pytest.param("t5-gated", "--pretrained-checkpoint", marks=pytest.mark.full),
+        pytest.param("t5-tied", "--hf-config", marks=pytest.mark.full),
+    ],
+)
 def test_a_t5_1_1_is_trained_by_the_script_whose_defaults_are_those_of_1_0(
     case: str, flag: str, folder, tmp_path: Path
 ):
