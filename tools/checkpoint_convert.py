@@ -25,6 +25,7 @@ from megatron.core.checkpoint import Checkpoint
 from megatron.core.checkpoint.local_tensor import LocalTensor
 from megatron.core.config import ConfigError, FlagConfig, knob
 from megatron.core.interchange import copy_checkpoint, open_any, write_hf_folder
+from megatron.core.interchange.absent import check_complete
 from megatron.core.interchange.strided import StridedCheckpoint
 from megatron.core.storage.files import at, exists, remove_tree
 from megatron.core.storage.paths import is_url, path_of
@@ -61,6 +62,7 @@ class ConvertConfig(FlagConfig):
     tokenizer: str | None = knob(
         None, "folder with the tokenizer's files, which are copied; default: the one it began as", metavar="DIR"
     )
+    allow_missing_tensors: bool = knob(False, "write a model that lacks tensors, without them; each is named")
 
     def problems(self) -> list[str]:
         found = missing(self, "load")
@@ -86,10 +88,12 @@ def convert(config: ConvertConfig) -> None:
     if config.save is not None:
         if not isinstance(checkpoint, StridedCheckpoint):
             raise ConfigError(f"--save: {config.load} is a checkpoint of ours already, which any layout loads")
-        copy_checkpoint(checkpoint, config.save, config.dtype)
+        copy_checkpoint(checkpoint, config.save, config.dtype, allow_missing=config.allow_missing_tensors, note=print)
         print(f"{config.load}: written to {config.save}, weights alone; a run takes it as --pretrained-checkpoint")
         return
     if config.save_dcp is not None:
+        names, source = checkpoint.manifest.tensors, str(checkpoint.folder)
+        check_complete(checkpoint.state, names, source, allow=config.allow_missing_tensors, note=print)
         write_dcp_folder(checkpoint, path_of(config.save_dcp), config.dtype)
         print(f"{config.load}: written to {config.save_dcp}; its .metadata is a pickle, which torch runs when it loads")
         return
@@ -100,6 +104,7 @@ def convert(config: ConvertConfig) -> None:
         dtype=config.dtype,
         most_bytes=bytes_of(config.max_shard_size or DEFAULT_SHARD_SIZE),
         along=path_of(config.tokenizer) if config.tokenizer else None,
+        allow_missing=config.allow_missing_tensors,
         note=print,
     )
     print(f"{config.load}: written to {config.save_hf} as a {kind}")

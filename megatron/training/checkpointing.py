@@ -219,9 +219,17 @@ def _load_one(
         checks.check_same_parameters(wanted, checkpoint, mesh["world"], device)
         checks.check_same_positions(runtime.config, wanted, checkpoint, mesh["world"], device)
     goes_on = config.load_optim and not finetune
+    absent: set[str] = set()
+    if isinstance(checkpoint, Checkpoint):
+        absent = checks.absent_parameters(
+            runtime.config, wanted, checkpoint, given, mesh["world"], device, goes_on=goes_on
+        )
     if goes_on:
         checks.check_same_optimizer(runtime, checkpoint.state)
     state = optimizer_tensors(optimizer, mesh)
+    if absent:  # their masters, too, were made of first values
+        wanted = {name: tensor for name, tensor in wanted.items() if name not in absent}
+        state = {name: tensor for name, tensor in state.items() if name.replace(_MASTER, "model/", 1) not in absent}
     read_tensors(checkpoint, wanted, state, mesh["world"], device, goes_on=goes_on)
     if optimizer.config.reuse_fp32_param:  # this rank has rounded only its own masters to weights; gather the others
         for chunk in chunks:

@@ -3,7 +3,7 @@
 A tensor that theirs holds transposed is read as a whole: each run of ours would read all of it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from megatron.core.boxes import Box, boxes_of_run, size_of, whole
 from megatron.core.checkpoint import LocalTensor, save_checkpoint
 from megatron.core.config import ConfigError
 from megatron.core.grid import ALONE
+from megatron.core.interchange.absent import check_complete
 from megatron.core.interchange.strided import StridedCheckpoint, lies_in_order
 from megatron.core.pending import Pending, done
 from megatron.core.storage.files import exists
@@ -22,14 +23,24 @@ from megatron.core.storage.paths import path_of
 from megatron.core.storage.stored import StoredTensor
 
 
-def copy_checkpoint(checkpoint: StridedCheckpoint, root: Path | str, dtype: str | None = None) -> Path:
+def copy_checkpoint(
+    checkpoint: StridedCheckpoint,
+    root: Path | str,
+    dtype: str | None = None,
+    *,
+    allow_missing: bool = False,
+    note: Callable[[str], object] = lambda line: None,
+) -> Path:
     """Write the weights below `root`, which must not exist, as an iteration that any layout loads; returns its folder.
 
     One process calls. dtype: of all floating tensors; default: as they are. The state says the model, and that no
-    optimizer's state is there. Raises ConfigError, CheckpointError.
+    optimizer's state is there. allow_missing: writes a model that lacks tensors, without them; note: told of each. Raises
+    ConfigError, CheckpointError.
     """
     if exists(path_of(root)):
         raise ConfigError(f"{root} is there already; a checkpoint is written anew: choose another folder")
+    names = checkpoint.manifest.tensors
+    check_complete(checkpoint.state, names, str(checkpoint.folder), allow=allow_missing, note=note)
     tensors = {}
     for name, record in checkpoint.manifest.tensors.items():
         box = whole(record.shape)

@@ -15,6 +15,7 @@ import torch
 from megatron.core import comm
 from megatron.core.checkpoint.format import CheckpointError, Manifest, TensorRecord
 from megatron.core.grid import ALONE, Axis
+from megatron.core.interchange.absent import ABSENT_HEADS, absent_heads_of
 from megatron.core.interchange.carried import Origin
 from megatron.core.interchange.families.config_json import family_of, settings_of
 from megatron.core.interchange.families.family import OUTPUT, Family, Row
@@ -132,6 +133,7 @@ def manifest_with(records: Mapping[str, TensorRecord], folder: HFFolder, root: P
     """As `manifest_of`, of tensors whose places are known."""
     settings, words = settings_of(folder.config, str(root / CONFIG))
     config, family = ModelConfig(**settings), family_of(folder.config, CONFIG)
+    absent_heads = absent_heads_of(family, config, folder.config.get("architectures"), records)
     ends: dict[str, int] = {}
     for x in folder.tensors.values():
         ends[x.file] = max(ends.get(x.file, 0), x.start + x.nbytes)
@@ -141,6 +143,7 @@ def manifest_with(records: Mapping[str, TensorRecord], folder: HFFolder, root: P
         "optimizer_steps": 0,
         "model": family.model,
         "origin": Origin.of(folder.config, root).as_json(),
+        ABSENT_HEADS: absent_heads,
         "vocab_size": words,
         "config": {
             **components_of(folder.config, root / CONFIG, root),

@@ -10,6 +10,7 @@ import torch
 from megatron.core import comm
 from megatron.core.checkpoint.format import CheckpointError, Manifest, TensorRecord
 from megatron.core.grid import ALONE, Axis
+from megatron.core.interchange.absent import ABSENT_HEADS, without_order_of_sentences
 from megatron.core.interchange.families.family import WORD_TABLE
 from megatron.core.interchange.families.operations import shape_of
 from megatron.core.interchange.formats.megatron_args import unclear
@@ -88,7 +89,10 @@ def manifest_of_megatron(model: MegatronModel, iteration: int, path: Path) -> Ma
     ends: dict[str, int] = {}
     for x in (part.tensor for parts in model.parts.values() for part in parts):
         ends[x.file] = max(ends.get(x.file, 0), x.start + x.nbytes)
-    ModelConfig(**model.settings)
+    config = ModelConfig(**model.settings)
+    if model.is_bert:
+        has_order = model.args.get("bert_binary_head", True) is not False
+        state[ABSENT_HEADS] = [] if has_order else without_order_of_sentences(config)
     return Manifest(iteration, state, ends, records)
 
 

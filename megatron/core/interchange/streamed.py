@@ -60,6 +60,7 @@ def write_hf_folder(
     dtype: str | None = None,
     most_bytes: int = 5 << 30,
     along: Path | None = None,
+    allow_missing: bool = False,
     note: Callable[[str], object] = lambda line: None,
     world: Axis = ALONE,
     device: torch.device | str = "cpu",
@@ -69,11 +70,13 @@ def write_hf_folder(
     Every rank of `world` must call, and writes its share of the files. kind: the model_type; default: that of the folder that
     the model came from, or the first family that can say what it computes. dtype: of all tensors; default: as they are.
     most_bytes: of one file. along: the folder with the tokenizer's files; default: where the model came from, and only files that
-    are as they were then. note: told, on the first rank, of files that are not written. Raises ConfigError, CheckpointError.
+    are as they were then. allow_missing: writes a model that lacks tensors, without them. note: told, on the first rank, of files
+    and of tensors that are not written. Raises ConfigError, CheckpointError.
     """
     partial = out.with_name(out.name + PARTIAL)
     with comm.together(world, device):
-        options = {"kind": kind, "dtype": dtype, "most_bytes": most_bytes}
+        options = {"kind": kind, "dtype": dtype, "most_bytes": most_bytes, "allow_missing": allow_missing}
+        options["note"] = note if world.is_first else lambda line: None
         plan = plan_folder(checkpoint.state, checkpoint.manifest.tensors, str(checkpoint.folder), **options)
         if world.is_first:
             if exists(out):

@@ -9,7 +9,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from math import prod
 from pathlib import Path
@@ -21,9 +21,10 @@ from torch import Tensor
 from megatron.core.boxes import slices
 from megatron.core.checkpoint.format import ITEM_BYTES, CheckpointError, TensorRecord
 from megatron.core.config import ConfigError, build
+from megatron.core.interchange.absent import check_complete, names_of
 from megatron.core.interchange.carried import Origin, carry
 from megatron.core.interchange.families.config_json import config_of, kind_of
-from megatron.core.interchange.families.family import Row
+from megatron.core.interchange.families.family import Family, Row
 from megatron.core.interchange.families.known import FAMILIES
 from megatron.core.interchange.families.operations import OPERATIONS, HeadCounts, View
 from megatron.core.interchange.formats.hf_folder import CONFIG, INDEX, WEIGHTS
@@ -115,18 +116,23 @@ def plan_folder(
     kind: str | None = None,
     dtype: str | None = None,
     most_bytes: int = 5 << 30,
+    allow_missing: bool = False,
+    note: Callable[[str], object] = lambda line: None,
 ) -> FolderPlan:
     """What a folder of the model holds, file by file.
 
     state: of a checkpoint. tensors: dtypes and shapes, by the names of a checkpoint. source: of both, in errors. The rest as
-    `write_hf_folder` is given. Raises ConfigError for a model that the family cannot say, and for tensors without a place.
+    `write_hf_folder` is given. Raises ConfigError for a model that the family cannot say, and for tensors without a place, and
+    CheckpointError for a model that lacks tensors.
     """
     model, words = _model_in(state, source)
     origin = Origin.in_state(state, source)
     kind = kind_of(state.get("model", "GPTModel"), model, words, kind or (origin.model_type if origin else None))
     records = {name: x for name, x in tensors.items() if name.startswith(_PREFIX)}
+    check_complete(state, records, source, allow=allow_missing, note=note)
     files = _files(records, source, kind, model, dtype, most_bytes)
     config = config_of(kind, model, words, _dtype_of(files)) | _kept(origin)
+    config["architectures"] = [_architecture(FAMILIES[kind], model, records)]
     return FolderPlan(kind, config, dict(zip(_names(len(files)), files)), heads_of(model), records, dtype, origin)
 
 
@@ -139,6 +145,14 @@ def finish_folder(plan: FolderPlan, partial: Path, along: Path | None, note: Cal
         partial / CONFIG, json.dumps(plan.config, indent=2, sort_keys=True) + "\n"
     )  # without it a folder is none
     at(partial).sync_folder(partial)
+
+
+def _architecture(family: Family, model: ModelConfig, records: Collection[str]) -> str:
+    """The family's, or the one without the heads that are not there as a whole."""
+    names = names_of(family.model, model) or []
+    lacking = [name for name in names if _PREFIX + name not in records]
+    heads = [head for head in family.heads if (mine := head.of(names)) and {*mine} <= {*lacking}]
+    return family.architecture_without(heads)
 
 
 def _model_in(state: dict[str, Any], source: str) -> tuple[ModelConfig, int]:

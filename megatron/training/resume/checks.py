@@ -1,6 +1,7 @@
 """Checks of a checkpoint before a run resumes from it: same model, same optimizer; other changed settings are reported."""
 
 import contextlib
+import json
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from megatron.core import comm, dropout_masks
 from megatron.core.checkpoint import Checkpoint, CheckpointError, LocalTensor
 from megatron.core.config import ConfigError, build, flags_of, knobs
 from megatron.core.grid import Axis
+from megatron.core.interchange.absent import ABSENT_HEADS, ALLOW, advice_of, heads_in_state, both_names, shown_heads
 from megatron.core.interchange.carried import origin_problems
 from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.training.resume.compared import BY_DATA, BY_TOKENIZER, OF_WIDTHS, Change, Changes, compare, precision_of
@@ -37,6 +39,42 @@ def check_same_parameters(
         )
 
 
+def absent_parameters(
+    config: Config,
+    mine: dict[str, LocalTensor],
+    checkpoint: Checkpoint,
+    given: str,
+    world: Axis,
+    device: torch.device,
+    *,
+    goes_on: bool,
+) -> set[str]:
+    """The parameters of this run's model that a checkpoint does not hold, and that keep their first values. Every rank must call.
+
+    Those of heads that its architecture lacks are named in one line. Any other is refused, unless --allow-missing-tensors is
+    given, which names each. Names are those of a checkpoint. goes_on: with the optimizer's state, which nobody could make up.
+    """
+    state, there = checkpoint.state, {*checkpoint.names}
+    texts = comm.all_gather_texts(json.dumps([name for name in mine if name not in there]), world, device)
+    lacking = list(dict.fromkeys(name.removeprefix("model/") for text in texts for name in json.loads(text)))
+    if not lacking:
+        return set()
+    heads = {*heads_in_state(state)}
+    drawn = [name for name in lacking if name in heads]
+    absent = [name for name in lacking if name not in heads]
+    if absent and (goes_on or not config.checkpoint.allow_missing_tensors):
+        advice = advice_of(state)
+        if goes_on:
+            advice = "load it with the settings of the model that was saved; with --finetune or --no-load-optim "
+            advice += f"{ALLOW} loads the weights that are there"
+        raise CheckpointError(checkpoint.folder, [f"lacks {both_names(state, name)}" for name in absent], advice)
+    if drawn:
+        print_rank_0(f"{given} has no {shown_heads(drawn)}, as its architecture: they get first values")
+    for name in absent:
+        print_rank_0(f"WARNING: {given} lacks {both_names(state, name)}: it gets first values")
+    return {f"model/{name}" for name in lacking}
+
+
 # The entries of a checkpoint's state that a run reads, and their types. `*`: every entry of that object.
 _NEEDED: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("config", "config/*", "config/optimizer", "config/checkpoint", "train"), (dict,)),
@@ -49,7 +87,7 @@ _OPTIONAL: dict[str, tuple[type, ...]] = {
         ("train/schedules", "train/schedules/*", "train/guard", "train/guard/*", "log/sums", "grad_scaler"), (dict,)
     ),
     **dict.fromkeys((f"train/{name}" for name in _COUNTS), (int,)),
-    "checkpoints": (list,),
+    **dict.fromkeys(("checkpoints", ABSENT_HEADS), (list,)),
     **dict.fromkeys(("dropout_masks", "log/steps", "log/nan_steps", "log/skipped_steps"), (int,)),
     **dict.fromkeys(("global_batch_size", *(f"config/transformer/{name}" for name in OF_WIDTHS)), (int, type(None))),
 }

@@ -165,6 +165,9 @@ class CheckpointConfig(FlagConfig):
     allow_tokenizer_change: bool = knob(
         False, "load weights trained with another tokenizer of the same vocabulary size"
     )
+    allow_missing_tensors: bool = knob(
+        False, "load weights alone of a model that lacks tensors: each is named, and gets its first values"
+    )
 
     def problems(self) -> Iterator[str]:
         kind, interval = self.non_persistent_ckpt_type, self.non_persistent_save_interval
@@ -215,6 +218,7 @@ class CheckpointConfig(FlagConfig):
             "--allow-precision-change": self.allow_precision_change,
             "--allow-tokenizer-change": self.allow_tokenizer_change,
             "--allow-rope-change": self.allow_rope_change,
+            "--allow-missing-tensors": self.allow_missing_tensors,
         }
         return {flag: "nothing is loaded without --load" for flag, given in about_loading.items() if given}
 

@@ -3,10 +3,12 @@
 from megatron.core.interchange.families.family import (
     ABOUT,
     LAYER,
+    NO_WORDS,
     OUTPUT,
     STAGE,
     WORD_TABLE,
     Family,
+    Head,
     Row,
     activation,
     both,
@@ -66,4 +68,9 @@ BERT = Family(
     "BertModel",
     (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")),
     ((f"{_HEAD}decoder.bias", f"{_HEAD}bias"),),
+    heads=(
+        Head(("lm_head.", "word_bias."), (*NO_WORDS, "ForNextSentencePrediction")),
+        Head(("binary_head.",), (*NO_WORDS, "ForMaskedLM", "LMHeadModel")),
+        Head(("pooler.",), ("ForMaskedLM", "LMHeadModel", "ForTokenClassification", "ForQuestionAnswering")),
+    ),
 )

@@ -1,6 +1,6 @@
 """A family of models that other libraries have, as a table: fields of config.json, and a row for each tensor."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,6 +17,25 @@ class Row(NamedTuple):
     gated: bool | None = None
 
 
+_BASES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForPreTraining")  # ends of an `architecture`
+# Ends of architectures of transformers that have the layers of a family, and no head that scores words.
+NO_WORDS = (
+    *("Model", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"),
+    "ForMultipleChoice",
+)
+
+
+class Head(NamedTuple):
+    """A part of our model that some architectures of a family do not have."""
+
+    ours: tuple[str, ...]  # what the names of its parameters begin with
+    lacking: tuple[str, ...]  # the ends of the architectures without it
+
+    def of(self, names: Iterable[str]) -> list[str]:
+        """Those of its parameters."""
+        return [name for name in names if name.startswith(self.ours)]
+
+
 @dataclass(frozen=True)
 class Family:
     """One family: how its models are described and stored.
@@ -24,7 +43,8 @@ class Family:
     architecture: the class that transformers builds. settings: what all its models have, by names of `ModelConfig`. ignored:
     names of tensors, as regular expressions, that hold nothing to learn.
     vocab_size: the class's own, where a config.json says none. model: our class. untied: of a config.json that leaves it to the
-    weights whether the head is the word table, the one that says that it is not; None: of any other.
+    weights whether the head is the word table, the one that says that it is not; None: of any other. heads: parts of our model
+    that some of its architectures lack.
     """
 
     architecture: str
@@ -37,6 +57,7 @@ class Family:
     old_endings: tuple[tuple[str, str], ...] = ()
     copies: tuple[tuple[str, str], ...] = ()
     untied: Callable[[Mapping[str, Any]], dict[str, Any] | None] = lambda config: None
+    heads: tuple[Head, ...] = (Head(("language_model.output_layer.",), NO_WORDS),)
 
     @property
     def prefix(self) -> str:
@@ -48,6 +69,25 @@ class Family:
         """The names of the head's weight and of the word table."""
         theirs = {row.ours: row.theirs[0] for row in self.rows}
         return theirs[f"{OUTPUT}.weight"], theirs[WORD_TABLE]
+
+    def heads_lacking(self, architectures: Any) -> tuple[Head, ...]:
+        """The heads that none of a config.json's architectures has. One that is unknown has all heads."""
+        if not isinstance(architectures, list) or not architectures:
+            return ()
+        ends = [name.removeprefix(self._stem) if isinstance(name, str) else "" for name in architectures]
+        return tuple(head for head in self.heads if all(end in head.lacking for end in ends))
+
+    def architecture_without(self, heads: Collection[Head]) -> str:
+        """The architecture with all but these heads."""
+        ends = dict.fromkeys(end for head in self.heads for end in head.lacking)
+        names = [self.architecture, *(self._stem + end for end in ends)]
+        wanted = {*heads}
+        return next((name for name in names if {*self.heads_lacking([name])} == wanted), self.architecture)
+
+    @property
+    def _stem(self) -> str:
+        end = next((end for end in _BASES if self.architecture.endswith(end)), "")
+        return self.architecture.removesuffix(end)
 
 
 STAGE = "language_model."

@@ -6,11 +6,13 @@ from typing import Any
 from megatron.core.interchange.families.family import (
     ABOUT,
     LAYER,
+    NO_WORDS,
     NOT_ENCODERS,
     OUTPUT,
     STAGE,
     WORD_TABLE,
     Family,
+    Head,
     Row,
     activation,
     bias,
@@ -241,6 +243,7 @@ GEMMA3 = Family(
     ),
     _GEMMA_ROWS,
     _IGNORED,
+    heads=(Head((f"{OUTPUT}.",), ("TextModel", *NO_WORDS[1:])),),
 )
 
 # ---------------------------------------------------------------- Phi-3, OLMo 2 and 3, SmolLM 3, Granite, Cohere

@@ -19,7 +19,14 @@ from megatron.core.interchange.formats.hf_folder import are_equal
 from megatron.core.interchange.formats.inert_pickle import PickleError
 from megatron.core.interchange.formats.megatron_args import plain_args, settings_of_args
 from megatron.core.interchange.formats.megatron_folder import rank_files
-from megatron.core.interchange.formats.megatron_names import TIED_COPY, PartOf, copies, join_of, our_place_of
+from megatron.core.interchange.formats.megatron_names import (
+    TIED_COPY,
+    PartOf,
+    are_of_bert,
+    copies,
+    join_of,
+    our_place_of,
+)
 from megatron.core.interchange.formats.safetensors import FETCH_AGAIN, TensorInFile
 from megatron.core.interchange.formats.torch_file import TorchFile, read_torch_file
 
@@ -171,7 +178,7 @@ def _joined(
             problems.append(f"{name!r:.90}: {error}")
     if problems:
         raise CheckpointError(path, problems, "are these the files of one model? Nothing was read")
-    return MegatronModel(settings, args, parts, is_bert=any(name.startswith("lm_head.") for name in parts))
+    return MegatronModel(settings, args, parts, is_bert=are_of_bert(parts))
 
 
 def _by_name(

@@ -24,7 +24,7 @@ from megatron.core.interchange.formats.hf_folder import are_equal, path_inside
 from megatron.core.interchange.formats.megatron_args import plain_args, settings_of_args
 from megatron.core.interchange.formats.megatron_classic import MegatronModel, head_counts
 from megatron.core.interchange.formats.megatron_folder import COMMON
-from megatron.core.interchange.formats.megatron_names import PartOf, is_known, our_place_of
+from megatron.core.interchange.formats.megatron_names import PartOf, are_of_bert, is_known, our_place_of
 from megatron.core.interchange.formats.safetensors import FETCH_AGAIN
 from megatron.core.interchange.formats.torch_file import read_torch_file
 from megatron.core.storage.files import is_file
@@ -46,7 +46,7 @@ def read_dist(path: Path) -> MegatronModel:
     found = _joined(path, parts, settings, problems)
     if problems:
         raise CheckpointError(path, problems, "is it one model's checkpoint? Nothing was read")
-    return MegatronModel(settings, args, found, is_bert=any(name.startswith("lm_head.") for name in found))
+    return MegatronModel(settings, args, found, is_bert=are_of_bert(found))
 
 
 def args_of_dist(path: Path) -> tuple[ModelSettings, dict[str, Any], int]:

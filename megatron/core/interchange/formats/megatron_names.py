@@ -6,7 +6,7 @@ decoder.layers.0.self_attention.linear_proj.weight              megatron-core
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from megatron.core.boxes import Box, whole
@@ -25,7 +25,6 @@ _IN_LAYER = (
     (r"attention\.", "self_attention."),
     (r"self_attention\.query_key_value\.", "self_attention.linear_qkv."),
     (r"self_attention\.dense\.", "self_attention.linear_proj."),
-    (r"self_attention\.core_attention\.softmax_offset", "self_attention.softmax_offset"),
     (r"self_attention\.linear_qkv\.layer_norm_", "input_layernorm."),
     (r"mlp\.linear_fc1\.layer_norm_", "pre_mlp_layernorm."),
     (r"mlp\.dense_h_to_4h\.", "mlp.linear_fc1."),
@@ -65,6 +64,11 @@ def _replaced(name: str, table: Sequence[tuple[str, str]]) -> str:
     for pattern, ours in table:
         name = re.sub(f"^{pattern}", ours, name)
     return name
+
+
+def are_of_bert(names: Iterable[str]) -> bool:
+    """Whether parameters, by names of ours, are those of a BERT: also of one that lacks some of its heads."""
+    return any(name.startswith(("lm_head.", "word_bias.", "binary_head.", "pooler.")) for name in names)
 
 
 # ---------------------------------------------------------------- parts of ranks
@@ -152,7 +156,9 @@ def _heads(view: View, heads: HeadCounts) -> int:
 
 
 _DIVIDED: dict[str, Join] = {
-    **dict.fromkeys((WORD_TABLE, f"{OUTPUT}.weight", "word_bias.bias", f"{LAYER}self_attention.softmax_offset"), rows),
+    **dict.fromkeys(
+        (WORD_TABLE, f"{OUTPUT}.weight", "word_bias.bias", f"{LAYER}self_attention.core_attention.softmax_offset"), rows
+    ),
     **{f"{LAYER}{name}.weight": columns for name in ("self_attention.linear_proj", "mlp.linear_fc2")},
 }
 _FC1 = (f"{LAYER}mlp.linear_fc1.weight", f"{LAYER}mlp.linear_fc1.bias")
