@@ -53,11 +53,15 @@ from megatron.core.inference import (
 from megatron.core.inference.answer import answer_batch
 from megatron.core.inference.generate import generate_batch
 from megatron.core.interchange import open_any
+from megatron.core.interchange.carried import Origin
+from megatron.core.interchange.folder_tokenizer import vocabulary_in
 from megatron.core.mesh import Mesh
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.random import seed_of
+from megatron.core.storage.paths import path_of
 from megatron.core.tokenizers import Tokenizer, TokenizerConfig, build_tokenizer
 from megatron.core.tokenizers.identity import tokenizer_sha256
+from megatron.core.tokenizers.vocabulary import token_difference, vocabulary_of
 from megatron.core.transformer.context_parallel.problems import context_parallel_problems
 from megatron.training.initialize import available_cores
 from megatron.training.watch.contention import Contention
@@ -220,6 +224,7 @@ class Prompts:
                 f"the tokenizer ({tokenizer.name}) has the size of the checkpoint's tokenizer, but its files differ; give the "
                 "checkpoint's: --tokenizer-type and its files"
             )
+        check_tokens_of_folder(state, source, tokenizer)
         texts = read_texts(settings.generation)
         how = reading_of(state, saved, tokenizer, settings.generation.decoder_start_token_id)
         ids = [how.ids_of(text, tokenizer, prompt_ids) for text in texts]
@@ -230,6 +235,22 @@ class Prompts:
     def told(self, world: Axis, device: torch.device) -> "Prompts":
         """The first rank's prompts, on every rank. Every rank must call."""
         return Prompts(**json.loads(comm.broadcast_text(json.dumps(vars(self)), world, device)))
+
+
+def check_tokens_of_folder(state: dict[str, Any], source: str, tokenizer: Tokenizer) -> None:
+    """Refuse another tokenizer than that of the folder that a model lies in. Raises ConfigError."""
+    origin, mine = Origin.in_state(state, source), vocabulary_of(tokenizer)
+    if origin is None or mine is None or state.get("tokenizer_sha256") is not None:
+        return
+    try:
+        theirs = vocabulary_in(path_of(origin.folder))
+    except (ValueError, OSError, ImportError):  # what cannot be read is not compared
+        return
+    if theirs is not None and (differing := token_difference(theirs, mine)):
+        raise ConfigError(
+            f"{source} holds a model of another tokenizer than {tokenizer.name}: {differing}; leave the flags of the tokenizer "
+            "out to take the folder's"
+        )
 
 
 def read_texts(settings: GenerateConfig) -> list[str]:

@@ -29,7 +29,7 @@ from megatron.core.held_tensors import model_tensors, optimizer_tensors
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.storage.paths import path_of
-from megatron.training.resume import checks, copies
+from megatron.training.resume import checks, copies, vocabulary
 from megatron.training.resume.copies import OwnPart
 from megatron.training.resume.fallback import load_undamaged, newest_readable
 from megatron.training.resume.model_name import model_name
@@ -213,12 +213,14 @@ def _load_one(
         print_rank_0(f"WARNING: {checkpoint.warning}")
     checks.check_state(checkpoint.state, checkpoint.iteration, given)
     name = model_name([chunk.module for chunk in chunks], mesh["pp"], device)
-    checks.check_same_model(runtime, checkpoint.state, name, given, goes_on=not finetune)
+    goes_on = config.load_optim and not finetune
+    resizes = config.resize_token_embeddings is not None and not goes_on and isinstance(checkpoint, Checkpoint)
+    checks.check_same_model(runtime, checkpoint.state, name, given, goes_on=not finetune, resizes=resizes)
+    is_other = vocabulary.check_same_tokens(runtime, checkpoint.state, given)
     wanted = model_tensors(chunks, mesh)
     if isinstance(checkpoint, Checkpoint):  # a part of a copy names the boxes of its pieces, which must be those wanted
         checks.check_same_parameters(wanted, checkpoint, mesh["world"], device)
         checks.check_same_positions(runtime.config, wanted, checkpoint, mesh["world"], device)
-    goes_on = config.load_optim and not finetune
     absent: set[str] = set()
     if isinstance(checkpoint, Checkpoint):
         absent = checks.absent_parameters(
@@ -230,6 +232,10 @@ def _load_one(
     if absent:  # their masters, too, were made of first values
         wanted = {name: tensor for name, tensor in wanted.items() if name not in absent}
         state = {name: tensor for name, tensor in state.items() if name.replace(_MASTER, "model/", 1) not in absent}
+    if resizes:
+        rows = vocabulary.rows_that_stay(runtime, checkpoint, given)
+        wanted = vocabulary.with_rows(wanted, rows, checkpoint)
+        state = vocabulary.with_rows(state, rows, checkpoint, _MASTER)
     read_tensors(checkpoint, wanted, state, mesh["world"], device, goes_on=goes_on)
     if optimizer.config.reuse_fp32_param:  # this rank has rounded only its own masters to weights; gather the others
         for chunk in chunks:
@@ -241,7 +247,7 @@ def _load_one(
             optimizer.scaler.load_state(checkpoint.state.get("grad_scaler", {}))
     print_rank_0(f"loaded {'checkpoint' if goes_on else 'weights'} of iteration {checkpoint.iteration} from {root}")
     checks.note_changes(runtime, checkpoint.state, goes_on=not finetune)
-    origin = origin_of_run(runtime, checkpoint, given)
+    origin = origin_of_run(runtime, checkpoint, given, is_other_tokenizer=is_other or resizes)
     if finetune:
         return TrainState(origin=origin), None
     train = TrainState.from_json(checkpoint.state["train"])

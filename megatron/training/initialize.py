@@ -254,7 +254,9 @@ def examine_without_device(config: Config, world_size: int, rules: ModelRules) -
                 raise ConfigError(f"--tokenizer-type {config.tokenizer.tokenizer_type}: {error}") from error
     rows = config.tokenizer.model_vocab_size
     if tokenizer is not None and rows is not None and (problem := table_problem(tokenizer, rows)):
-        problems.append(problem)
+        problems.append(
+            f"{problem}, or --resize-token-embeddings tokens to start from the rows of the words that both have"
+        )
     elif tokenizer is not None and config.fim.fim_data:
         with collected(problems):  # raises if the vocabulary lacks its tokens
             FillInTheMiddle(config.fim, within_table(tokenizer, vocab_size_of(config, tokenizer)), config.training.seed)

@@ -179,7 +179,7 @@ def carry(origin: Origin | None, chosen: Path | None, target: Path, note: Callab
     one that cannot be written.
     """
     if chosen is not None:
-        return [_write(name, _read(chosen, name), target) for name in carried_in(chosen)]
+        return [_write(name, read_carried(chosen, name), target) for name in carried_in(chosen)]
     if origin is None:
         note(f"no tokenizer is written: it is not recorded where the model began; {OTHER_FOLDER}")
         return []
@@ -200,7 +200,7 @@ def carry(origin: Origin | None, chosen: Path | None, target: Path, note: Callab
 def _as_begun(root: Path, name: str, sha256: str | None) -> tuple[bytes, str]:
     """(the content of a file, ""), or (nothing, why it is not carried)."""
     try:
-        data = _read(root, name)
+        data = read_carried(root, name)
     except FileNotFoundError:
         return b"", "not there"
     except OSError as error:
@@ -211,7 +211,7 @@ def _as_begun(root: Path, name: str, sha256: str | None) -> tuple[bytes, str]:
     return data, "" if is_it else "changed since"
 
 
-def _read(root: Path, name: str) -> bytes:
+def read_carried(root: Path, name: str) -> bytes:
     path = root / name if is_url(root) else path_inside(root, name)
     data = read_start(path, _MOST_BYTES + 1)
     if len(data) > _MOST_BYTES:

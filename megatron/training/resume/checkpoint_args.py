@@ -158,8 +158,10 @@ def of_model_and_tokenizer(
     yield from ((name, of_model[name]) for name in _MODEL if name in of_model and name not in left_out)
     kind = tokenizer.get("tokenizer_type")
     if given.get("tokenizer_type", kind) == kind and not config.allow_tokenizer_change:
-        yield from ((name, tokenizer[name]) for name in _TOKENIZER if name in tokenizer)
-    if "model_vocab_size" in tokenizer:
+        yield from ((name, tokenizer[name]) for name in _TOKENIZER if name in tokenizer and name != "model_vocab_size")
+    elif kind is not None and "tokenizer_type" not in given and given.get("tokenizer_model") is not None:
+        yield "tokenizer_type", kind  # of the same type from another file
+    if "model_vocab_size" in tokenizer and config.resize_token_embeddings is None:
         yield "model_vocab_size", tokenizer["model_vocab_size"]
 
 

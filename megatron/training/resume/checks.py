@@ -12,7 +12,7 @@ from megatron.core import comm, dropout_masks
 from megatron.core.checkpoint import Checkpoint, CheckpointError, LocalTensor
 from megatron.core.config import ConfigError, build, flags_of, knobs
 from megatron.core.grid import Axis
-from megatron.core.interchange.absent import ABSENT_HEADS, ALLOW, advice_of, heads_in_state, both_names, shown_heads
+from megatron.core.interchange.absent import ABSENT_HEADS, ALLOW, advice_of, both_names, heads_in_state, shown_heads
 from megatron.core.interchange.carried import origin_problems
 from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.training.resume.compared import BY_DATA, BY_TOKENIZER, OF_WIDTHS, Change, Changes, compare, precision_of
@@ -142,10 +142,13 @@ def reading_state(given: str) -> Iterator[None]:
         ) from error
 
 
-def check_same_model(runtime: Runtime, saved: dict[str, Any], model: str, given: str, *, goes_on: bool) -> None:
+def check_same_model(
+    runtime: Runtime, saved: dict[str, Any], model: str, given: str, *, goes_on: bool, resizes: bool = False
+) -> None:
     """Refuse a checkpoint of another model or tokenizer, and if `goes_on` of another precision. Names all settings that differ.
 
-    model: `model_name` of this run. given: the checkpoint's flag and folder.
+    model: `model_name` of this run. given: the checkpoint's flag and folder. resizes: to another vocabulary, so that words and
+    tokenizer may differ.
     """
     changes, config = _changes(runtime, saved), runtime.config
     problems = [f"{given} holds another model; {_difference(change)}" for change in changes.model]
@@ -157,10 +160,15 @@ def check_same_model(runtime: Runtime, saved: dict[str, Any], model: str, given:
             f"{given} holds another model; the checkpoint has a {theirs}, this run a {model}: run the script of the saved model. "
             f'A class that computes the same as {theirs} declares it: model_name = "{theirs}"'
         )
-    if saved["vocab_size"] != runtime.vocab_size_if_any:
+    if resizes:
+        pass
+    elif saved["vocab_size"] != runtime.vocab_size_if_any:
+        weights = (
+            "" if goes_on else "; --resize-token-embeddings tokens starts from the rows of the words that both have"
+        )
         problems.append(
             f"{given} holds another model; vocabulary: the checkpoint has {saved['vocab_size']} words, this run's tokenizer "
-            f"{runtime.vocab_size_if_any}"
+            f"{runtime.vocab_size_if_any}{weights}"
         )
     elif not config.checkpoint.allow_tokenizer_change and _is_other(
         saved, "tokenizer_sha256", runtime.tokenizer_sha256

@@ -17,15 +17,18 @@ from megatron.training.runtime import Runtime, print_rank_0
 _TOKENIZER = "tokenizer.json"
 
 
-def origin_of_run(runtime: Runtime, checkpoint: Checkpoint | OwnPart, given: str) -> Origin | None:
+def origin_of_run(
+    runtime: Runtime, checkpoint: Checkpoint | OwnPart, given: str, *, is_other_tokenizer: bool = False
+) -> Origin | None:
     """The origin of a run that starts from a checkpoint, or from a folder of another project; None if it has none.
 
-    given: the flag and folder. Every rank must call: the first reads the folder's files for all. Raises ConfigError.
+    given: the flag and folder. is_other_tokenizer: the run's is known to be another than the model's. Every rank must call: the
+    first reads the folder's files for all. Raises ConfigError.
     """
 
     def read() -> Origin | None:
         origin = Origin.in_state(checkpoint.state, given)
-        return None if origin is None else _as_of_now(runtime, checkpoint.state, origin)
+        return None if origin is None else _as_of_now(runtime, checkpoint.state, origin, is_other=is_other_tokenizer)
 
     return _agreed(runtime, read)
 
@@ -48,14 +51,14 @@ def _agreed(runtime: Runtime, read: Callable[[], Origin | None]) -> Origin | Non
     return None if found is None else Origin(**found)
 
 
-def _as_of_now(runtime: Runtime, state: Mapping[str, Any], origin: Origin) -> Origin:
+def _as_of_now(runtime: Runtime, state: Mapping[str, Any], origin: Origin, *, is_other: bool = False) -> Origin:
     """With the files' hashes, or without the tokenizer if this run has another one."""
     if origin.files is None:
         origin = origin.with_files(lambda line: print_rank_0(f"WARNING: {line}"))
-        is_other = _is_other_file(runtime, origin)
+        is_other = is_other or _is_other_file(runtime, origin)
     else:
         theirs, mine = state.get("tokenizer_sha256"), runtime.tokenizer_sha256
-        is_other = None not in (theirs, mine) and theirs != mine
+        is_other = is_other or (None not in (theirs, mine) and theirs != mine)
     if not is_other or not origin.files:
         return origin
     print_rank_0(

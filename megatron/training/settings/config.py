@@ -165,6 +165,11 @@ class CheckpointConfig(FlagConfig):
     allow_tokenizer_change: bool = knob(
         False, "load weights trained with another tokenizer of the same vocabulary size"
     )
+    resize_token_embeddings: Literal["tokens", "ids"] | None = knob(
+        None,
+        "load weights alone for another vocabulary: rows of the word table stay for tokens, or for ids, that both tokenizers "
+        "have; the others get first values",
+    )
     allow_missing_tensors: bool = knob(
         False, "load weights alone of a model that lacks tensors: each is named, and gets its first values"
     )
@@ -193,6 +198,11 @@ class CheckpointConfig(FlagConfig):
             )
         if interval is not None and not self.save_optim:
             yield "--no-save-optim leaves a copy for restarts nothing to go on from; leave out --non-persistent-save-interval"
+        if self.allow_tokenizer_change and self.resize_token_embeddings is not None:
+            yield (
+                "--allow-tokenizer-change keeps every row of the word table, --resize-token-embeddings those of the tokens or "
+                "ids that both tokenizers have; leave one of them out"
+            )
         if (kind == "local") != (self.non_persistent_local_ckpt_dir is not None):
             yield "--non-persistent-ckpt-type local and --non-persistent-local-ckpt-dir DIR go together; give both"
         if kind != "global" and self.non_persistent_global_ckpt_dir is not None:
@@ -217,6 +227,7 @@ class CheckpointConfig(FlagConfig):
             "--no-load-optim": not self.load_optim,
             "--allow-precision-change": self.allow_precision_change,
             "--allow-tokenizer-change": self.allow_tokenizer_change,
+            "--resize-token-embeddings": self.resize_token_embeddings is not None,
             "--allow-rope-change": self.allow_rope_change,
             "--allow-missing-tensors": self.allow_missing_tensors,
         }
