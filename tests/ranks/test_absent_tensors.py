@@ -240,3 +240,63 @@ def test_torch_dist_without_a_norm_is_not_converted(tmp_path: Path, capsys, monk
     assert tells(
         capsys.readouterr().err, "language_model.decoder.layers.1.pre_mlp_layernorm.weight --allow-missing-tensors"
     )
+
+
+def with_heads_of_bert(*absent: str):
+    """Adds the heads of Megatron's BERT to a rank's values, but for `absent`."""
+    heads = {"lm_head.dense.weight": (24, 24), "lm_head.dense.bias": (24,), "lm_head.bias": (32,)}
+    heads |= {"lm_head.layernorm.weight": (24,), "lm_head.layernorm.bias": (24,)}
+    heads |= {"binary_head.weight": (2, 24), "binary_head.bias": (2,)}
+    inner = {"pooler.dense.weight": (24, 24), "pooler.dense.bias": (24,)}
+    inner["embedding.tokentype_embeddings.weight"] = (2, 24)
+
+    def change(rank: int, stage: int, values: dict) -> None:
+        for place, shapes in ((values["model"], heads), (values["model"]["language_model"], inner)):
+            for name, shape in shapes.items():
+                if not name.startswith(absent):
+                    *path, last = name.split(".")
+                    at = place
+                    for part in path:
+                        at = at.setdefault(part, {})
+                    at[last] = torch.ones(shape)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("absent", "flags", "refused"),
+    [
+        (("nothing",), {}, ""),
+        (("pooler.", "binary_head."), {"bert_binary_head": False}, ""),
+        (("pooler.", "binary_head."), {}, "pooler.dense.weight"),
+        (("lm_head.",), {}, "lm_head.dense.weight"),
+    ],
+)
+def test_the_heads_of_megatrons_bert(absent: tuple[str, ...], flags: dict, refused: str, tmp_path: Path, capsys):
+    """Their args say whether the run had a head for the order of sentences; without its words' head it is no GPT."""
+    megatron_files.write(tmp_path / "in", "gpt2", change=with_heads_of_bert(*absent), **flags)
+    code = checkpoint_convert.main(["--load", str(tmp_path / "in"), "--save", str(tmp_path / "out")])
+    said = capsys.readouterr()
+    assert code == (1 if refused else 0), said.err
+    assert (
+        tells(said.err, f"{refused} --allow-missing-tensors") if refused else ("binary_head" in said.out) == bool(flags)
+    )
+
+
+def test_megatrons_sinks_are_parameters_of_ours(tmp_path: Path, capsys):
+    """Learnable sinks have their name in a model of ours; without them a layer is incomplete."""
+    for number, layers in enumerate((range(3), range(2))):
+
+        def change(rank: int, stage: int, values: dict, layers=layers) -> None:
+            sinks = {f"decoder.layers.{i}.self_attention.core_attention.softmax_offset": torch.ones(3) for i in layers}
+            values["model"] |= sinks
+
+        megatron_files.write(tmp_path / f"in{number}", "llama", tp=2, change=change, softmax_type="learnable")
+    run(
+        f"--load {tmp_path / 'in0'} --save {tmp_path / 'run'} --fp64",
+        tiny=REST.replace("--vocab-size 30", "--vocab-size 31").split(),
+    )
+    sinks = "language_model.decoder.layers.{}.self_attention.core_attention.softmax_offset"
+    assert load_whole_tensors(tmp_path / "run")[f"model/{sinks.format(2)}"].shape == (6,)
+    assert checkpoint_convert.main(["--load", str(tmp_path / "in1"), "--save", str(tmp_path / "out")]) == 1
+    assert tells(capsys.readouterr().err, f"{sinks.format(2)} --allow-missing-tensors")
