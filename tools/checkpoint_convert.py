@@ -23,6 +23,7 @@ from torch.distributed import checkpoint as dcp
 from megatron.core.boxes import whole
 from megatron.core.checkpoint import Checkpoint
 from megatron.core.checkpoint.local_tensor import LocalTensor
+from megatron.core.checkpoint.lost import note_of_lost_buffers
 from megatron.core.config import ConfigError, FlagConfig, knob
 from megatron.core.interchange import copy_checkpoint, open_any, write_hf_folder
 from megatron.core.interchange.absent import check_complete
@@ -85,6 +86,8 @@ class ConvertConfig(FlagConfig):
 
 def convert(config: ConvertConfig) -> None:
     checkpoint = open_any(config.load, config.iteration)
+    if note := note_of_lost_buffers(checkpoint.state):
+        print(note)
     if config.save is not None:
         if not isinstance(checkpoint, StridedCheckpoint):
             raise ConfigError(f"--save: {config.load} is a checkpoint of ours already, which any layout loads")

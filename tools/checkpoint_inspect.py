@@ -26,6 +26,7 @@ from megatron.core.boxes import size_of, whole
 from megatron.core.checkpoint import Checkpoint, CheckpointError, LocalTensor, open_checkpoint
 from megatron.core.checkpoint.folder import saved_iterations
 from megatron.core.checkpoint.format import TensorRecord, item_bytes_of, iteration_of, show_box
+from megatron.core.checkpoint.lost import note_of_lost_buffers
 from megatron.core.config import ConfigError, Count, FlagConfig, WholeNumber, knob
 from megatron.core.storage.paths import path_of
 from tools.errors import missing, run_tool
@@ -81,6 +82,8 @@ def summary(checkpoint: Checkpoint) -> Iterator[str]:
     yield f"{checkpoint.folder}: iteration {checkpoint.iteration}, {size:,} bytes in {len(manifest.files)} file(s)"
     if checkpoint.warning:
         yield f"WARNING: {checkpoint.warning}"
+    if note := note_of_lost_buffers(state):
+        yield note
     kinds: dict[tuple[str, str], list[TensorRecord]] = {}
     for name, record in manifest.tensors.items():
         kind = "/".join(name.split("/")[:-1]) or name

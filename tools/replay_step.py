@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron.core import parallel_state
 from megatron.core.boxes import whole
 from megatron.core.checkpoint import Checkpoint, CheckpointError, LocalTensor, open_checkpoint
+from megatron.core.checkpoint.lost import lost_buffers
 from megatron.core.config import ConfigError, build, changes, flags_of, knobs
 from megatron.training.guard.dump import BATCH, exact_numbers
 from megatron.training.guard.first_bad import first_bad_tensor
@@ -85,7 +86,9 @@ def command_line(state: Mapping[str, Any], root: str) -> list[str]:
     batch = ["--micro-batch-size", str(step["micro_batch_size"]), "--global-batch-size", str(step["samples"])]
     words += [*batch, "--train-iters", str(state["train"]["iteration"] + 1), "--lr", "0.001", "--eval-iters", "0"]
     words += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(state["vocab_size"] - 1), "--mock-data"]
-    return [*words, "--load", root, "--no-load-optim", "--allow-tokenizer-change"]
+    # The step is computed with the buffers as they begin, which a WARNING says.
+    lost = ["--allow-lost-buffers"] if lost_buffers(state) else []
+    return [*words, "--load", root, "--no-load-optim", "--allow-tokenizer-change", *lost]
 
 
 def compare(step: Mapping[str, Any], figures: StepFigures) -> Iterator[str]:

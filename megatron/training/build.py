@@ -25,6 +25,7 @@ from megatron.training.chunks import ModelProvider, build_optimizer, in_buffers,
 from megatron.training.initialize import as_settings_problem
 from megatron.training.memory.offload import Room, check_room, warn_of_room
 from megatron.training.memory.timeline import Forecast
+from megatron.training.resume.lost_buffers import note_buffers
 from megatron.training.runtime import Runtime, get_runtime
 from megatron.training.samples import whole_set
 from megatron.training.validation_sets import sets_of
@@ -50,7 +51,9 @@ def built_chunks(
     for chunk in made.values():
         initialize_parameters(chunk, runtime.config.training.seed, runtime.mesh)
     with refused_alike(runtime):
-        return in_buffers(made, runtime, group_of)
+        chunks = in_buffers(made, runtime, group_of)
+    note_buffers(chunks.values(), runtime.mesh["world"], runtime.device.torch_device)
+    return chunks
 
 
 @contextlib.contextmanager

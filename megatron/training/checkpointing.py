@@ -22,6 +22,7 @@ from megatron.core.boxes import size_of
 from megatron.core.checkpoint import Checkpoint, LocalTensor
 from megatron.core.checkpoint import save_checkpoint as write_checkpoint
 from megatron.core.checkpoint.folder import saved_iterations
+from megatron.core.checkpoint.lost import LOST_BUFFERS, lost_buffers
 from megatron.core.checkpoint.retention import delete_older
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.grid import Axis
@@ -32,6 +33,7 @@ from megatron.core.storage.paths import path_of
 from megatron.training.resume import checks, copies, vocabulary
 from megatron.training.resume.copies import OwnPart
 from megatron.training.resume.fallback import load_undamaged, newest_readable
+from megatron.training.resume.lost_buffers import changed_buffers, check_lost_buffers
 from megatron.training.resume.model_name import model_name
 from megatron.training.resume.origin import origin_of_new_run, origin_of_run
 from megatron.training.resume.start import Start, loads_what_it_saves, where_to_start
@@ -78,6 +80,7 @@ def to_save(
     world = mesh["world"]
     name = model_name([chunk.module for chunk in chunks], mesh["pp"], device)
     log_text = comm.broadcast_text(json.dumps(log_state), world, device, source=mesh.reporter())
+    lost = changed_buffers(chunks, world, device)
     return (
         tensors_to_save(runtime, chunks, optimizer),
         {
@@ -95,6 +98,7 @@ def to_save(
             "dropout_masks": dropout_masks.MASKS_VERSION,
             "config": runtime.config.as_json(),
             **_products_of(runtime),
+            **({LOST_BUFFERS: lost} if lost else {}),
         },
     )
 
@@ -216,6 +220,7 @@ def _load_one(
     goes_on = config.load_optim and not finetune
     resizes = config.resize_token_embeddings is not None and not goes_on and isinstance(checkpoint, Checkpoint)
     checks.check_same_model(runtime, checkpoint.state, name, given, goes_on=not finetune, resizes=resizes)
+    check_lost_buffers(lost_buffers(checkpoint.state), given, allowed=config.allow_lost_buffers)
     is_other = vocabulary.check_same_tokens(runtime, checkpoint.state, given)
     wanted = model_tensors(chunks, mesh)
     if isinstance(checkpoint, Checkpoint):  # a part of a copy names the boxes of its pieces, which must be those wanted

@@ -77,6 +77,8 @@ class DistributedDataParallel(nn.Module):
         super().__init__()
         self.module, self.mesh = module, mesh
         self.fills_grad = fills_grad
+        # Of the module's buffers, by name, when the model was built; None: not noted. Checkpoints of the loop lack buffers.
+        self.buffers_at_start: dict[str, str] | None = None
         self.settings = config or DataParallelConfig()
         self._weight_grads = weight_grads or WeightGradStore()
         module.register_load_state_dict_pre_hook(_refuse_other_tensors)

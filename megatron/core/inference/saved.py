@@ -3,6 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Any
 
+from megatron.core.checkpoint.lost import note_of_lost_buffers
 from megatron.core.config import ConfigError, build
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
@@ -50,6 +51,7 @@ def read_saved_settings(state: dict[str, Any], source: str) -> SavedSettings:
 def notes_on(state: dict[str, Any]) -> list[str]:
     """Notes for the user: assumptions about the checkpoint, and saved settings that are ignored."""
     notes = [] if "model" in state else ["the checkpoint does not name its model; GPT is assumed"]
+    notes += filter(None, [note_of_lost_buffers(state)])
     own = _listed(state["config"].get("own", {}))
     return notes + ([f"the script's own settings are ignored: {own}"] if own else [])
 

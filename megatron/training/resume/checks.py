@@ -10,6 +10,7 @@ import torch
 
 from megatron.core import comm, dropout_masks
 from megatron.core.checkpoint import Checkpoint, CheckpointError, LocalTensor
+from megatron.core.checkpoint.lost import LOST_BUFFERS
 from megatron.core.config import ConfigError, build, flags_of, knobs
 from megatron.core.grid import Axis
 from megatron.core.interchange.absent import ABSENT_HEADS, ALLOW, advice_of, both_names, heads_in_state, shown_heads
@@ -87,7 +88,7 @@ _OPTIONAL: dict[str, tuple[type, ...]] = {
         ("train/schedules", "train/schedules/*", "train/guard", "train/guard/*", "log/sums", "grad_scaler"), (dict,)
     ),
     **dict.fromkeys((f"train/{name}" for name in _COUNTS), (int,)),
-    **dict.fromkeys(("checkpoints", ABSENT_HEADS), (list,)),
+    **dict.fromkeys(("checkpoints", ABSENT_HEADS, LOST_BUFFERS), (list,)),
     **dict.fromkeys(("dropout_masks", "log/steps", "log/nan_steps", "log/skipped_steps"), (int,)),
     **dict.fromkeys(("global_batch_size", *(f"config/transformer/{name}" for name in OF_WIDTHS)), (int, type(None))),
 }

@@ -173,6 +173,9 @@ class CheckpointConfig(FlagConfig):
     allow_missing_tensors: bool = knob(
         False, "load weights alone of a model that lacks tensors: each is named, and gets its first values"
     )
+    allow_lost_buffers: bool = knob(
+        False, "load a checkpoint that lacks buffers of its model that training had changed; they begin anew"
+    )
 
     def problems(self) -> Iterator[str]:
         kind, interval = self.non_persistent_ckpt_type, self.non_persistent_save_interval
@@ -230,6 +233,7 @@ class CheckpointConfig(FlagConfig):
             "--resize-token-embeddings": self.resize_token_embeddings is not None,
             "--allow-rope-change": self.allow_rope_change,
             "--allow-missing-tensors": self.allow_missing_tensors,
+            "--allow-lost-buffers": self.allow_lost_buffers,
         }
         return {flag: "nothing is loaded without --load" for flag, given in about_loading.items() if given}
 

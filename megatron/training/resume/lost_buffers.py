@@ -1,0 +1,110 @@
+"""State of modules that is no parameter. Checkpoints of the training loop do not hold it, and a run says so.
+
+    at the start     a WARNING names the persistent buffers, and the modules with an extra state (torch's `get_extra_state`)
+    at a save        the manifest's "lost_buffers" names those that have changed since the model was built; so does a WARNING
+    at a resume      a checkpoint that names some is refused without --allow-lost-buffers
+
+A buffer that never changes is made again by the model's constructor, so nothing of it is lost.
+"""
+
+import hashlib
+import io
+import json
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from megatron.core import comm
+from megatron.core.checkpoint.lost import first_names
+from megatron.core.config import ConfigError
+from megatron.core.distributed.data_parallel import DistributedDataParallel
+from megatron.core.grid import Axis
+from megatron.core.tensor_hash import tensor_hash
+from megatron.training.runtime import print_rank_0
+
+_EXTRA_STATE = "_extra_state"  # the end of torch's name for what `get_extra_state` returns
+Digests = dict[str, str]
+
+
+def note_buffers(chunks: Collection[DistributedDataParallel], world: Axis, device: torch.device | str) -> None:
+    """Remember the values with which the model begins; warn of those that a checkpoint will lack. Every rank must call."""
+    with comm.together(world, device):
+        for chunk in chunks:
+            chunk.buffers_at_start = digests_of(chunk.module)
+    names = _names_on_any_rank((name for chunk in chunks for name in chunk.buffers_at_start), world, device)
+    if names:
+        print_rank_0(
+            f"WARNING: this model has buffers that checkpoints do not hold: {first_names(names)}. A resume from a save in which "
+            "one has changed is refused without --allow-lost-buffers, with which it begins anew. A constant that the "
+            "constructor makes again is no state: register it with persistent=False"
+        )
+
+
+def changed_buffers(chunks: Collection[DistributedDataParallel], world: Axis, device: torch.device | str) -> list[str]:
+    """The names, on any rank, of what is not as it was when the model was built; a WARNING names them. Every rank must call.
+
+    A chunk whose beginning was not noted may have changed in all."""
+    mine: list[str] = []
+    with comm.together(world, device):
+        for chunk in chunks:
+            before, now = chunk.buffers_at_start or {}, digests_of(chunk.module)
+            mine += [name for name in before | now if before.get(name) != now.get(name)]
+    names = _names_on_any_rank(mine, world, device)
+    if names:
+        print_rank_0(
+            f"WARNING: this save lacks buffers that have changed since the model was built: {first_names(names)}; in a run that "
+            "resumes from it they begin anew, and it needs --allow-lost-buffers"
+        )
+    return names
+
+
+def check_lost_buffers(lost: Sequence[str], given: str, *, allowed: bool) -> None:
+    """Refuse a checkpoint that lacks the buffers `lost`, unless `allowed`; then a WARNING names them. given: its flag and
+    folder."""
+    if not lost:
+        return
+    text = f"{given} lacks buffers of the model that had changed when it was saved: {first_names(lost)}"
+    if not allowed:
+        raise ConfigError(
+            f"{text}; they would begin anew, and the model would compute something else. Give --allow-lost-buffers to go on so"
+        )
+    print_rank_0(f"WARNING: {text}; they begin anew, as --allow-lost-buffers allows")
+
+
+# ---------------------------------------------------------------- what a module's state is
+
+
+def digests_of(module: nn.Module) -> Digests:
+    """A digest of each persistent buffer and extra state, by its name in `state_dict`. Empty ones are left out."""
+    saved = module.state_dict(keep_vars=True)
+    found = {name: buffer for name, buffer in module.named_buffers(remove_duplicate=False) if name in saved}
+    found |= {name: value for name, value in saved.items() if name.endswith(_EXTRA_STATE)}
+    return {name: digest(value) for name, value in found.items() if not _is_empty(value)}
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or (isinstance(value, Tensor) and not value.numel())
+
+
+def digest(value: Any) -> str:
+    """Equal for equal values, bit by bit. value: a tensor; or what a module's extra state is, with any tensors inside."""
+    leaves, structure = tree_flatten(value)
+    parts = [str(structure)] if len(leaves) != 1 or leaves[0] is not value else []
+    return hashlib.sha256(" ".join([*parts, *map(_digest_of_leaf, leaves)]).encode()).hexdigest()
+
+
+def _digest_of_leaf(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        bits = torch.view_as_real(leaf.detach().resolve_conj()) if leaf.is_complex() else leaf
+        return f"{leaf.dtype} {tuple(leaf.shape)} {int(tensor_hash(bits.to_dense()).item())}"
+    if isinstance(leaf, io.BytesIO):
+        leaf = leaf.getvalue()
+    return hashlib.sha256(leaf).hexdigest() if isinstance(leaf, bytes | bytearray) else repr(leaf)
+
+
+def _names_on_any_rank(mine: Iterable[str], world: Axis, device: torch.device | str) -> list[str]:
+    texts = comm.all_gather_texts(json.dumps(sorted(set(mine))), world, device)
+    return sorted({name for text in texts for name in json.loads(text)})
