@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any, TypeVar, get_origin
 
 Entry = TypeVar("Entry")
+FUNCTIONS = "functions"  # of a checkpoint's state: setting -> what the entry that it names computes
 
 
 class Table(UserDict[str, Entry]):
@@ -27,6 +28,12 @@ class Table(UserDict[str, Entry]):
             text = "a function" if is_function else f"{self.form.__name__}, whose fields have their declared types:"
             raise TypeError(f"{self.name}[{key!r}] is {entry!r}; it must be {text} ({names})")
         super().__setitem__(key, entry)
+
+    def function_of(self, key: str) -> str:
+        """What the entry computes, in its own words (its field `computes`); of one that says nothing: that it is the script's.
+
+        Checkpoints keep it: two entries may have one name in two scripts, and two names may stand for one function."""
+        return getattr(self[key], "computes", None) or f"{key} of a script"
 
 
 def _fits(entry: Any, form: type | tuple[str, ...]) -> bool:

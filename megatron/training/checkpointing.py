@@ -28,11 +28,13 @@ from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.grid import Axis
 from megatron.core.held_tensors import model_tensors, optimizer_tensors
 from megatron.core.mesh import Mesh
+from megatron.core.open_table import FUNCTIONS
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.storage.paths import path_of
 from megatron.training.resume import checks, copies, vocabulary
 from megatron.training.resume.copies import OwnPart
 from megatron.training.resume.fallback import load_undamaged, newest_readable
+from megatron.training.resume.functions import functions_of
 from megatron.training.resume.lost_buffers import changed_buffers, check_lost_buffers
 from megatron.training.resume.model_name import model_name
 from megatron.training.resume.origin import origin_of_new_run, origin_of_run
@@ -97,6 +99,7 @@ def to_save(
             "data_sha256": runtime.data_sha256,
             "dropout_masks": dropout_masks.MASKS_VERSION,
             "config": runtime.config.as_json(),
+            FUNCTIONS: functions_of(runtime.config),
             **_products_of(runtime),
             **({LOST_BUFFERS: lost} if lost else {}),
         },

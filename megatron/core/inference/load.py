@@ -11,9 +11,11 @@ from megatron.core.mesh import Mesh, build_mesh
 from megatron.core.models.gpt_model import GPTModel
 from megatron.core.models.language_model import LanguageModelStage
 from megatron.core.models.t5_model import T5Model
+from megatron.core.open_table import FUNCTIONS
 from megatron.core.placement import pieces
 from megatron.core.products import Products, settle
 from megatron.core.transformer.context import LayerContext
+from megatron.core.transformer.kernels import attention_function
 from megatron.core.transformer.model_config import ModelConfig, tensor_parallel_problems
 
 _PARAMETERS = "model/"  # what precedes a parameter's name in a checkpoint
@@ -56,6 +58,12 @@ def load_model(
             f"{checkpoint.folder} holds a {theirs}, and what generates here is a {kind.__name__}: its layers would compute "
             f"something else. A class that computes what {kind.__name__} does says so when it trains: model_name = "
             f'"{kind.__name__}"'
+        )
+    before = checkpoint.state.get(FUNCTIONS, {}).get("attention_backend")
+    if before not in (None, now := attention_function(config.attention_backend)):
+        raise ConfigError(
+            f"{checkpoint.folder} was trained by attention that computes {before!r}, and --attention-backend "
+            f"{config.attention_backend} computes {now!r} here; give the script that trained, which adds its kernel, by --model"
         )
     mesh = mesh or lone_mesh()
     # Measured anew: the checkpoint may come from another CPU.

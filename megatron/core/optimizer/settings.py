@@ -26,6 +26,7 @@ class UpdateRule:
     scales: the update multiplies gradients by the step's factor, as a fused kernel can; otherwise they are multiplied
     first.
     others: for an update of layers' matrices alone: config -> the optimizer of the other parameters.
+    computes: the update, in words that are equal for rules that update alike; a resume compares it.
     """
 
     update: Callable[["OptimizerConfig"], Callable[..., None]]
@@ -33,6 +34,7 @@ class UpdateRule:
     whole: bool = False
     scales: bool = False
     others: Callable[["OptimizerConfig"], str] | None = None
+    computes: str | None = None
 
 
 def _adam(config: "OptimizerConfig") -> Callable[..., None]:
@@ -53,11 +55,15 @@ def _muon(config: "OptimizerConfig") -> Callable[..., None]:
 
 # A script adds a line before it calls pretrain(); --optimizer then takes its name. The states here have torch's names.
 _OURS = {
-    "adam": UpdateRule(_adam, lambda config: ("exp_avg", "exp_avg_sq"), scales=True),
-    "adam-l2": UpdateRule(_adam_l2, lambda config: ("exp_avg", "exp_avg_sq")),
-    "sgd": UpdateRule(_sgd, lambda config: ("momentum_buffer",) if config.sgd_momentum else ()),
+    "adam": UpdateRule(_adam, lambda config: ("exp_avg", "exp_avg_sq"), scales=True, computes="AdamW"),
+    "adam-l2": UpdateRule(_adam_l2, lambda config: ("exp_avg", "exp_avg_sq"), computes="Adam with L2"),
+    "sgd": UpdateRule(_sgd, lambda config: ("momentum_buffer",) if config.sgd_momentum else (), computes="SGD"),
     "muon": UpdateRule(
-        _muon, lambda config: ("momentum_buffer",), whole=True, others=lambda config: config.muon_scalar_optimizer
+        _muon,
+        lambda config: ("momentum_buffer",),
+        whole=True,
+        others=lambda config: config.muon_scalar_optimizer,
+        computes="Muon",
     ),
 }
 OPTIMIZERS: Table[UpdateRule] = Table("OPTIMIZERS", UpdateRule, _OURS)
@@ -137,6 +143,14 @@ class OptimizerConfig(MuonConfig):
                 f"OPTIMIZERS[{name!r}]: its states are {states!r}; they must be a tuple of names, () for none"
             )
         return OPTIMIZERS[name]
+
+    @property
+    def functions(self) -> dict[str, str]:
+        """Setting -> what the optimizer that it names computes, of those that this run uses."""
+        found = {"optimizer": OPTIMIZERS.function_of(self.optimizer)}
+        if (others := self.rule().others) is not None:
+            found["muon_scalar_optimizer"] = OPTIMIZERS.function_of(others(self))
+        return found
 
     def grouping(self, group_of: GroupRule) -> GroupRule:
         """`group_of`, with the optimizer of the parameters that --optimizer does not update."""

@@ -6,7 +6,7 @@ A script adds its own, which then is a value of the flag:
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from megatron.core.open_table import Table
@@ -37,11 +37,13 @@ class TokenizerType:
 
     build: a `TokenizerConfig` -> the tokenizer; it raises ValueError (or its file-system kin) with the flag to change, and
     ImportError if a library is missing. needs: fields of the config that it cannot do without; reads: others that it reads.
+    computes: the ids of a text, in words that are equal for types of equal ids from equal files; a resume compares it.
     """
 
     build: Callable[[Any], Tokenizer]
     needs: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
+    computes: str | None = None
 
 
 class NullTokenizer:
@@ -72,7 +74,7 @@ _OF_TIK = ("vocab_size", "tiktoken_pattern", "tiktoken_num_special_tokens", "tik
 _bert = TokenizerType(library.bert_word_piece_tokenizer, ("vocab_file",), _SENTINELS)
 _MODEL = ("tokenizer_model",)
 
-_OURS = {
+_KINDS = {
     "BertWordPieceLowerCase": _bert,
     "BertWordPieceCase": _bert,
     "GPT2BPETokenizer": TokenizerType(library.gpt2_bpe_tokenizer, ("vocab_file", "merge_file")),
@@ -87,4 +89,5 @@ _OURS = {
         ("null_tokenizer_eod_id",),
     ),
 }
+_OURS = {name: replace(kind, computes=name) for name, kind in _KINDS.items()}
 TOKENIZERS: Table[TokenizerType] = Table("TOKENIZERS", TokenizerType, _OURS)

@@ -2,7 +2,9 @@
 
 A script adds a kernel, which becomes a value of the flag:
 
-    KERNELS["window"] = Kernel(window_attention, refuses=lambda case: "has no dropout" if case.dropout else None)
+    KERNELS["window"] = Kernel(window_attention, computes="softmax over the last 3 keys")
+
+It says what it computes: a run refuses a checkpoint that was trained by a kernel of another function.
 """
 
 import math
@@ -101,13 +103,15 @@ class Kernel:
     """compute(q, k, v, mask, dropout), with the shapes of `plain_attention`; scoring too, if it `takes_scoring`.
 
     refuses(case): the reason why the kernel cannot compute this case, None if it can. instead: the name of a kernel for
-    refused cases, which computes the same function; without it, a refusal ends the run.
+    refused cases, which computes the same function; without it, a refusal ends the run. computes: the function, in words that
+    are equal for kernels of equal results; default: that of `instead`, else the entry's own.
     """
 
     compute: Callable[..., Tensor]
     refuses: Callable[[AttentionCase], str | None] = lambda case: None
     instead: str | None = None
     takes_scoring: bool = False
+    computes: str | None = None
 
     def why_not(self, case: AttentionCase) -> str | None:
         if case.scoring is not None and not self.takes_scoring:
@@ -139,10 +143,13 @@ def _not_for_fused(case: AttentionCase) -> str | None:
     return "has a slower backward than compiled tiles for so few queries" if tiles else None
 
 
-_PLAIN = Kernel(plain_attention, takes_scoring=True)
-_TILED = Kernel(tiled_attention, _not_for_tiles, instead="tiled-eager")
-_EAGER_TILES = Kernel(eager_tiled_attention, _not_for_eager_tiles, instead="unfused", takes_scoring=True)
-_FUSED = Kernel(fused_attention, _not_for_fused, instead="tiled")
+SOFTMAX = "softmax(q k / sqrt(d)) v"  # the function of all kernels here: each scores, masks and drops alike
+_PLAIN = Kernel(plain_attention, takes_scoring=True, computes=SOFTMAX)
+_TILED = Kernel(tiled_attention, _not_for_tiles, instead="tiled-eager", computes=SOFTMAX)
+_EAGER_TILES = Kernel(
+    eager_tiled_attention, _not_for_eager_tiles, instead="unfused", takes_scoring=True, computes=SOFTMAX
+)
+_FUSED = Kernel(fused_attention, _not_for_fused, instead="tiled", computes=SOFTMAX)
 _OURS = {
     "auto": _FUSED,
     "fused": _FUSED,
@@ -155,6 +162,21 @@ _OURS = {
 KERNELS: Table[Kernel] = Table("KERNELS", Kernel, _OURS)
 
 
+def attention_function(name: str) -> str:
+    """What the kernel of this value of --attention-backend computes."""
+    seen: list[str] = []
+    at = name
+    while at not in seen:
+        kernel = KERNELS[at]
+        if kernel.computes is None and any(kernel.compute is ours.compute for ours in _OURS.values()):
+            return SOFTMAX  # under a script's conditions
+        if kernel.computes is not None or kernel.instead not in KERNELS:
+            return KERNELS.function_of(at)
+        seen.append(at)
+        at = kernel.instead
+    return KERNELS.function_of(name)
+
+
 def kernel_for(name: str, case: AttentionCase) -> Kernel:
     """The kernel that computes the case under this value of --attention-backend. Raises ConfigError if none can."""
     kernel, asked = KERNELS[name], [name]
@@ -162,6 +184,11 @@ def kernel_for(name: str, case: AttentionCase) -> Kernel:
         if kernel.instead in asked or kernel.instead not in KERNELS:  # None, a circle, or no entry
             others = ", ".join(other for other in KERNELS if other not in asked)
             raise ConfigError(f"--attention-backend {name} {why}, and this run needs it; give another of {others}")
+        if (theirs := attention_function(kernel.instead)) != (mine := attention_function(name)):
+            raise ConfigError(
+                f"--attention-backend {name} {why}, and {kernel.instead} in its place computes {theirs!r}, not {mine!r}: change "
+                f"`instead` or `computes` of KERNELS[{asked[-1]!r}], or give another backend"
+            )
         asked.append(kernel.instead)
         kernel = KERNELS[kernel.instead]
     return kernel

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from megatron.core.config import BelowOne, Count, FlagConfig, NotNegative, WholeNumber, knob, out_of_range
 from megatron.core.placement import Normal, XavierUniform
-from megatron.core.transformer.kernels import KERNELS
+from megatron.core.transformer.kernels import KERNELS, attention_function
 from megatron.core.transformer.layer_pattern import layer_pattern, read_pattern
 from megatron.core.transformer.window import keys_before, read_window, window_pair, window_problems
 
@@ -92,6 +92,11 @@ class ShapeConfig(FlagConfig):
     def all_layers(self) -> int:
         """Layers of the whole model, which pipeline stages share: those of the encoder come first."""
         return self.num_layers + self.decoder_layers
+
+    @staticmethod
+    def function_of_attention(backend: str) -> str | None:
+        """What the kernel of a value of --attention-backend computes; None if this script has no such kernel."""
+        return attention_function(backend) if backend in KERNELS else None
 
     @property
     def head_width(self) -> int:

@@ -15,8 +15,10 @@ from megatron.core.config import ConfigError, build, flags_of, knobs
 from megatron.core.grid import Axis
 from megatron.core.interchange.absent import ABSENT_HEADS, ALLOW, advice_of, both_names, heads_in_state, shown_heads
 from megatron.core.interchange.carried import origin_problems
+from megatron.core.open_table import FUNCTIONS
 from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.training.resume.compared import BY_DATA, BY_TOKENIZER, OF_WIDTHS, Change, Changes, compare, precision_of
+from megatron.training.resume.functions import attention_problem, optimizer_problem, tokenizer_problem
 from megatron.training.resume.state import TrainState
 from megatron.training.runtime import Runtime, print_rank_0
 from megatron.training.settings.config import Config, shown
@@ -89,6 +91,8 @@ _OPTIONAL: dict[str, tuple[type, ...]] = {
     ),
     **dict.fromkeys((f"train/{name}" for name in _COUNTS), (int,)),
     **dict.fromkeys(("checkpoints", ABSENT_HEADS, LOST_BUFFERS), (list,)),
+    FUNCTIONS: (dict,),
+    f"{FUNCTIONS}/*": (str,),
     **dict.fromkeys(("dropout_masks", "log/steps", "log/nan_steps", "log/skipped_steps"), (int,)),
     **dict.fromkeys(("global_batch_size", *(f"config/transformer/{name}" for name in OF_WIDTHS)), (int, type(None))),
 }
@@ -122,7 +126,7 @@ def _misfits(state: dict[str, Any], where: str, kinds: tuple[type, ...]) -> Iter
             if where in _NEEDED:
                 yield f"{at} is missing"
         elif not isinstance(state[name], kinds) or (isinstance(state[name], int) and not 0 <= state[name] < 1 << 63):
-            wanted = {dict: "an object", list: "a list", int: "a number from 0 up", type(None): "null"}
+            wanted = {dict: "an object", list: "a list", str: "a text", int: "a number from 0 up", type(None): "null"}
             yield f"{at} is {state[name]!r:.40}, not {' or '.join(wanted[kind] for kind in kinds)}"
 
 
@@ -161,6 +165,7 @@ def check_same_model(
             f"{given} holds another model; the checkpoint has a {theirs}, this run a {model}: run the script of the saved model. "
             f'A class that computes the same as {theirs} declares it: model_name = "{theirs}"'
         )
+    problems += filter(None, [attention_problem(config, saved, given)])
     if resizes:
         pass
     elif saved["vocab_size"] != runtime.vocab_size_if_any:
@@ -178,6 +183,8 @@ def check_same_model(
             f"{given} holds a model of another tokenizer: {_flags_then_and_now(runtime, saved, 'tokenizer', BY_TOKENIZER)}; "
             "give that tokenizer, or --allow-tokenizer-change if its ids mean the same or will be learned anew"
         )
+    elif not config.checkpoint.allow_tokenizer_change:
+        problems += filter(None, [tokenizer_problem(config, saved, given)])
     if goes_on and changes.precision and not config.checkpoint.allow_precision_change:
         then, now = _precisions(saved, config)
         problems.append(
@@ -244,7 +251,7 @@ def _other_positions(config: Config, saved: int) -> str:
 
 def check_same_optimizer(runtime: Runtime, saved: dict[str, Any]) -> None:
     """Refuse a checkpoint without optimizer state, or with other moments."""
-    if found := _optimizer_at_fault(runtime.config, saved["config"]):
+    if found := _optimizer_at_fault(runtime.config, saved["config"]) or optimizer_problem(runtime.config, saved):
         load = runtime.config.checkpoint.load
         raise ConfigError(f"--load {load} holds {found}; --no-load-optim loads the weights alone")
 

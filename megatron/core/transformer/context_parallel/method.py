@@ -16,6 +16,7 @@ from megatron.core.sequence_rows import chunks_of
 from megatron.core.transformer.context_parallel.block_kernels import FlashBlocks, TiledBlocks, flash_refuses
 from megatron.core.transformer.context_parallel.merged import Gathered, Ring, Travel, attention_over_blocks, in_order
 from megatron.core.transformer.context_parallel.ulysses import my_rows, whole_sequences
+from megatron.core.transformer.kernels import SOFTMAX, attention_function
 from megatron.core.transformer.masks import Biased, Mask, Window
 from megatron.core.transformer.scoring import Scoring
 
@@ -87,6 +88,11 @@ def over_blocks(travel: Callable[[Axis], Travel], work: SharedAttention, axis: A
         raise ConfigError(
             f"--attention-backend {work.backend} computes whole samples, and --cp-comm-type p2p and all_gather need parts of "
             f"them: give --cp-comm-type a2a, or one of the backends {', '.join((*_BY_FLASH, *_BY_TILES))}"
+        )
+    if (function := attention_function(work.backend)) != SOFTMAX:
+        raise ConfigError(
+            f"--attention-backend {work.backend} computes {function!r}, and --cp-comm-type p2p and all_gather compute {SOFTMAX}: "
+            "give --cp-comm-type a2a"
         )
     if plain and work.backend in _BY_FLASH:
         kernel = FlashBlocks(mine, size)
