@@ -4,7 +4,7 @@
     python examples/walkthrough.py model --rank 5   one rank's part of the model: its parameters, and how each is sharded
     python examples/walkthrough.py buffers --rank 5 the contiguous buffers of its DistributedDataParallel
     python examples/walkthrough.py step --rank 5    the calls that it issues in a training step, by phase
-    python examples/walkthrough.py zero             ZeRO 0 to 3: what a rank holds, and which hook communicates
+    python examples/walkthrough.py zero             ZeRO 0 to 3, or the stage given: what a rank holds, and which hook communicates
     torchrun --nproc-per-node 4 examples/walkthrough.py start       processes that join by initialize_megatron
     torchrun --nproc-per-node 2 examples/walkthrough.py engine      DeepSpeed's engine over a plain torch model
 
@@ -35,6 +35,7 @@ from megatron.core.job.processes import backend_of
 from megatron.core.mesh import Mesh
 from megatron.core.pipeline_parallel.plot import plot_text
 from megatron.core.pipeline_parallel.simulate import make_schedule
+from megatron.core.placement import Placement, partial_axes
 from megatron.training import get_args, initialize_megatron
 from megatron.training.memory.dry_run import Job, RankParts, alone, batches_of, mesh_of, parts_of
 from megatron.training.memory.report import amount, table
@@ -64,6 +65,8 @@ def groups(job: Job) -> None:
         "model-parallel": "mp",
     }
     ranks_of = {name: [mesh[axis].ranks for mesh in meshes] for name, axis in named.items()}
+    if meshes[0]["cp"].size > 1:
+        ranks_of["context-parallel"] = [mesh["cp"].ranks for mesh in meshes]
     ranks_of["embedding"] = [mesh.embedding_ranks for mesh in meshes]
     for name, of_each_rank in ranks_of.items():
         found = list(dict.fromkeys(of_each_rank))
@@ -88,9 +91,14 @@ def buffers_of(parts: RankParts) -> list[ParamAndGradBuffer]:
 
 def place_of(mesh: Mesh) -> str:
     """rank 5: tp 1 of 2, dp 0 of 2, pp 1 of 4"""
-    return f"rank {mesh['world'].rank}: " + ", ".join(
-        f"{n} {mesh[n].rank} of {mesh[n].size}" for n in ("tp", "dp", "pp")
-    )
+    names = ("tp", "cp", "dp", "pp") if mesh["cp"].size > 1 else ("tp", "dp", "pp")
+    return f"rank {mesh['world'].rank}: " + ", ".join(f"{n} {mesh[n].rank} of {mesh[n].size}" for n in names)
+
+
+def summed_over(placement: Placement, mesh: Mesh) -> list[str]:
+    """The axes over which a parameter's gradient is summed: those of its data-parallel replicas, and those with partial sums."""
+    replicas = mesh.grad_axes(placement.reduce_over).reduce.name.split("_")  # its parts: data, context
+    return [name for name in (*replicas, *sorted(partial_axes(placement))) if mesh[name].size > 1]
 
 
 def model(job: Job, rank: int) -> None:
@@ -102,7 +110,7 @@ def model(job: Job, rank: int) -> None:
             for name, parameter in chunk.module.named_parameters():
                 where = parameter.placement
                 shards = " ".join(f"{axis} (dim {dim})" for axis, dim in where.shard.items()) or "-"
-                sums = " ".join([*("dp",) * (mesh.samples.size > 1), *where.partial_grad]) or "-"
+                sums = " ".join(summed_over(where, mesh)) or "-"
                 rows.append([name, str(tuple(where.shape)), str(tuple(parameter.shape)), shards, sums])
             print("\n".join(table(rows)))
 
@@ -216,17 +224,25 @@ def by_hook(mesh: Mesh) -> dict[tuple[str, str], list[int]]:
     return calls
 
 
+def stages_to_show(words: Sequence[str]) -> Iterable[int]:
+    """The ZeRO stage that the flags ask for, in whatever words, or all."""
+    given = read([*SHARDED.split(), *words]).job.runtime.config.data_parallel
+    asks = given.use_distributed_optimizer, given.zero_stage is not None, given.data_parallel_sharding_strategy
+    return [given.stage] if any(asks) else range(4)
+
+
 def zero(words: Sequence[str]) -> None:
-    """Who holds what in each stage, and the hook behind each data-parallel call of a step."""
-    for stage in range(4):
-        job = read([*SHARDED.split(), "--zero-stage", str(stage), *words]).job
-        with one_rank(job, 0) as (mesh, parts):
+    """Who holds what in a stage, and the hook behind each data-parallel call of a step."""
+    for stage in stages_to_show(words):
+        job, args = read([*SHARDED.split(), *words, "--zero-stage", str(stage)])
+        rank = args.rank or 0
+        with one_rank(job, rank) as (mesh, parts):
             held = held_by(buffers_of(parts))
             one_step(job, mesh, parts)
             calls = by_hook(mesh)
             one_step(job, mesh, parts)
         microbatches = parts.pipeline.batch.num_microbatches
-        print(f"ZeRO {stage}, rank 0 of {mesh.samples.size} keeps elements: {in_words(held)}")
+        print(f"ZeRO {stage}, rank {rank} of {job.runtime.world_size} keeps elements: {in_words(held)}")
         head = [f"  in a step of {microbatches} microbatches, hook", "calls", "", "handed in"]
         rows = [["  " + hook, str(len(sizes) // 2), op, amount(sum(sizes) // 2)] for (hook, op), sizes in calls.items()]
         print("\n".join([*table([head, *rows]), ""]))

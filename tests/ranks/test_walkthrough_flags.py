@@ -1,0 +1,59 @@
+"""examples/walkthrough.py takes the flags that it is given: the stage of ZeRO, the rank, and every axis."""
+
+import re
+from collections import Counter
+
+import pytest
+from examples import walkthrough
+
+SMALL = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --vocab-size 7 --make-vocab-size-divisible-by 8"
+# Elements of the model above: two layers of 12 h^2 + 13 h, the final norm, 8 words and 8 positions.
+ELEMENTS = 2 * (12 * 8 * 8 + 13 * 8) + 2 * 8 + 8 * 8 + 8 * 8
+
+
+def shown(capsys, name: str, *words: str) -> str:
+    walkthrough.main([name, *SMALL.split(), *words])
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--zero-stage", "3"], ["--data-parallel-sharding-strategy", "optim_grads_params"], ["--zero-stage", "1"]],
+    ids=" ".join,
+)
+def test_the_stage_that_is_asked_for_is_the_one_that_is_shown(flags: list[str], capsys):
+    (head,) = re.findall(r"ZeRO (\d), rank 0 of 4 keeps elements: parameters ([\d,]+)", shown(capsys, "zero", *flags))
+    stage, kept = int(head[0]), int(head[1].replace(",", ""))
+    # A quarter of the parameters in stage 3, and some padding; all of them before.
+    whole = 1 if stage < 3 else 4
+    assert stage == (1 if flags[-1] == "1" else 3) and ELEMENTS / whole <= kept < 1.2 * ELEMENTS / whole
+
+
+def test_the_distributed_optimizer_is_stage_1_of_the_rank_asked_for(capsys):
+    text = shown(capsys, "zero", "--use-distributed-optimizer", "--rank", "3")
+    assert re.findall(r"ZeRO (\d), rank (\d) of 4", text) == [("1", "3")]
+
+
+SUMS = {
+    # Flags: the axes of each of two tables, two layers' twelve parameters, and the last norm's two.
+    "--tensor-model-parallel-size 1 --context-parallel-size 2 --world-size 4": {"dp cp": 28},
+    "--tensor-model-parallel-size 1 --context-parallel-size 4 --world-size 4": {"cp": 28},
+    "--tensor-model-parallel-size 1 --world-size 1": {"-": 28},
+}
+
+
+@pytest.mark.parametrize("flags", SUMS)
+def test_the_gradient_of_a_replica_is_summed_over_every_axis_of_replicas(flags: str, capsys):
+    """Megatron: over its data-parallel group with context parallelism."""
+    text = shown(capsys, "model", *f"{flags} --pipeline-model-parallel-size 1".split())
+    rows = [re.split(r" {2,}", line.strip()) for line in text.splitlines() if line.startswith("language_model")]
+    assert Counter(row[-1] for row in rows) == SUMS[flags]
+    assert ("cp 0 of" in text) == ("context" in flags)
+
+
+def test_the_gradient_of_a_shared_key_head_is_summed_over_the_ranks_that_share_it(capsys):
+    words = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 --world-size 2 --num-attention-heads 2 "
+    text = shown(capsys, "model", *words.split(), "--group-query-attention", "--num-query-groups", "1")
+    sums = {line.split()[0].split(".", 4)[-1]: line.rsplit("  ", 1)[-1].strip() for line in text.splitlines()[2:]}
+    assert sums["self_attention.linear_qkv.weight"] == "kv" and sums["mlp.linear_fc1.weight"] == "-"
+    assert sums["input_layernorm.weight"] == "tp"  # under sequence parallelism
