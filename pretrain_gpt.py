@@ -44,9 +44,11 @@ def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[s
 
 
 def forward_step(data_iterator: Iterator | None, model: nn.Module) -> tuple[Tensor, Any]:
-    """One microbatch through this stage. Middle stages need no batch, unless --reset-attention-mask needs its documents."""
+    """One microbatch through this stage. Middle stages need no batch, unless --reset-attention-mask needs its documents, or
+    --reset-position-ids its positions, from which rotary angles restart."""
     is_end = mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage()
-    if not is_end and not get_runtime().config.data.reset_attention_mask:
+    config = get_runtime().config
+    if not is_end and not (config.data.reset_attention_mask or config.restarts_angles):
         return model(None, None), None
     with get_timers()("batch-generator", log_level=2):
         batch = get_batch_on_this_cp_rank(get_batch_on_this_tp_rank(data_iterator))

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def plain_scores(w: dict[str, Tensor], config: Any, tokens: Tensor) -> Tensor:
-    """The scores of the words, [b, s, v]. w: the model's parameters by their names."""
+def plain_scores(w: dict[str, Tensor], config: Any, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+    """The scores of the words, [b, s, v]. w: the model's parameters by their names. positions: [b, s], by which queries and keys
+    are rotated; default: the place in the sample."""
     w = {name.removeprefix("language_model."): value for name, value in w.items()}
     table = w["embedding.word_embeddings.weight"]
     x = table[tokens] * config.embedding_multiplier
@@ -23,7 +24,7 @@ def plain_scores(w: dict[str, Tensor], config: Any, tokens: Tensor) -> Tensor:
     if config.norm_placement == "post":
         x = _norm(x, w, "embedding.norm", config)
     for i in range(config.num_layers):
-        x = _layer(x, w, i, config)
+        x = _layer(x, w, i, config, positions)
     if config.norm_placement != "post":
         x = _norm(x, w, "decoder.final_layernorm", config)
     z = x @ w.get("output_layer.weight", table).t() + w.get("output_layer.bias", 0.0)
@@ -42,14 +43,14 @@ def _norm(x: Tensor, w: dict[str, Tensor], name: str, config: Any) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + config.norm_epsilon).sqrt() * weight + bias
 
 
-def _layer(x: Tensor, w: dict[str, Tensor], i: int, config: Any) -> Tensor:
+def _layer(x: Tensor, w: dict[str, Tensor], i: int, config: Any, positions: Tensor | None) -> Tensor:
     name, r = f"decoder.layers.{i}.", config.residual_multiplier
 
     def norm(which: str, x: Tensor) -> Tensor:
         return _norm(x, w, f"{name}{which}_layernorm", config)
 
     def attend(x: Tensor) -> Tensor:
-        return r * _attention(x, w, i, config)
+        return r * _attention(x, w, i, config, positions)
 
     def mlp(x: Tensor) -> Tensor:
         return r * _mlp(x, w, name + "mlp.", config)
@@ -100,7 +101,7 @@ _ACTIVATIONS = {
 }
 
 
-def _attention(x: Tensor, w: dict[str, Tensor], i: int, config: Any) -> Tensor:
+def _attention(x: Tensor, w: dict[str, Tensor], i: int, config: Any, positions: Tensor | None) -> Tensor:
     name, (b, s, h) = f"decoder.layers.{i}.self_attention.", x.shape
     n = config.num_attention_heads
     groups = config.num_query_groups if config.group_query_attention else n
@@ -116,7 +117,7 @@ def _attention(x: Tensor, w: dict[str, Tensor], i: int, config: Any) -> Tensor:
                 _head_norm(k, w, name + "k", fused[:, :, :, -2:-1], group, config),
             )
         if config.position_embedding_type == "rope":
-            q, k = _rotated(q, i, config), _rotated(k, i, config)
+            q, k = _rotated(q, i, config, positions), _rotated(k, i, config, positions)
         rows = []
         for position in range(s):
             seen = slice(max(0, position - _keys_before(i, config)), position + 1)
@@ -159,13 +160,14 @@ def _keys_before(i: int, config: Any) -> int:
 # ---------------------------------------------------------------- rotary positions
 
 
-def _rotated(x: Tensor, i: int, config: Any) -> Tensor:
+def _rotated(x: Tensor, i: int, config: Any, positions: Tensor | None) -> Tensor:
     """x: [b, s, d]"""
     if _every(config.no_rope_freq, i, 1):
         return x
     width = int(x.shape[-1] * config.rotary_percent)
     frequencies, amplitude = _frequencies(width, x.shape[1], i, config)
-    angle = torch.arange(x.shape[1])[:, None] * torch.tensor(frequencies)
+    places = torch.arange(x.shape[1]) if positions is None else positions
+    angle = places[..., None] * torch.tensor(frequencies)
     turn = torch.polar(torch.full((), amplitude), angle)
     if config.rotary_interleaved:
         turned = torch.view_as_complex(x[..., :width].reshape(*x.shape[:2], -1, 2).contiguous()) * turn

@@ -92,6 +92,7 @@ class Runtime:
             tier=self.tier if self.tier is not None and self.tier.name == "file" else None,
             cp_types=tuple(self.config.parallel.cp_comm_type),
             longest=max(self.config.data.seq_length, self.config.data.decoder_seq_length or 0),
+            restarts_positions=self.config.restarts_angles,
             sequence_parallel=self.config.parallel.sequence_parallel_on,
             device=self.device.torch_device,
             weight_grads=self.weight_grads,

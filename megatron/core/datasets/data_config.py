@@ -64,7 +64,9 @@ class DataConfig(FlagConfig):
     num_workers: WholeNumber = knob(1, "prefetch threads per rank; 0: read samples on demand")
     mock_data: bool = knob(False, "train on synthetic, learnable tokens instead of files")
     eod_mask_loss: bool = knob(False, "mask the loss where the input is the end-of-document token")
-    reset_position_ids: bool = knob(False, "restart position ids after each end-of-document token")
+    reset_position_ids: bool = knob(
+        False, "restart position ids after each end-of-document token, and rotary angles with them"
+    )
     reset_attention_mask: bool = knob(False, "attend within a document only")
     full_validation: bool = knob(
         False, "each validation reads every sample of the validation set once, instead of --eval-iters batches"

@@ -60,6 +60,7 @@ class TransformerLanguageModel(nn.Module):
             if pre_process:
                 table.uses, table.is_lent = 1 + config.tiled_loss, True
         self._input_tensor: Tensor | None = None
+        self.restarts_positions = context.restarts_positions
 
     def set_input_tensor(self, x: Tensor | None) -> None:
         """Set the hidden states from which the next forward starts, on every stage but the first."""
@@ -75,7 +76,9 @@ class TransformerLanguageModel(nn.Module):
     ) -> Tensor:
         """The hidden states after the stage's layers."""
         x = self.embedding(tokens, position_ids, token_types) if self.pre_process else self._input_tensor
-        return self.decoder(x, mask, cache)
+        # A fork's layers between the two need not take positions, unless they restart.
+        restarted = (position_ids,) if self.restarts_positions else ()
+        return self.decoder(x, mask, cache, *restarted)
 
     def scores(self, x: Tensor, *losses: Any) -> Tensor:
         """As `scores_of`; on the last stage."""

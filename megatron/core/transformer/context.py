@@ -33,6 +33,8 @@ class LayerContext:
     ends: Axis | None = None  # the first and the last stage, which share a tied word table
     tier: Tier | None = None  # storage of offloaded activations; None: host memory
     cp: ContextParallel = ContextParallel()  # the ranks that share each sample
+    # Rotary angles follow the position_ids of the batch, which restart; False: the place in the sample.
+    restarts_positions: bool = False
 
     @classmethod
     def on(
@@ -44,13 +46,14 @@ class LayerContext:
         tier: Tier | None = None,
         cp_types: tuple[str, ...] = ("p2p",),
         longest: int | None = None,
+        restarts_positions: bool = False,
         **of_tensors: Any,
     ) -> "LayerContext":
-        """The context of this rank's chunks. cp_types, longest: of `ContextParallel`. of_tensors: further fields of
-        `TensorParallel`, by name."""
+        """The context of this rank's chunks. cp_types, longest: of `ContextParallel`. restarts_positions: as the field.
+        of_tensors: further fields of `TensorParallel`, by name."""
         tp = TensorParallel(mesh["tp"], dtype=dtype, kv=mesh["kv"], **of_tensors)
         cp = ContextParallel(mesh["cp"], cp_types, longest, heads=mesh["cp_heads"], ring=mesh["cp_ring"])
-        return cls(tp, keys or DropoutKeys(0), mesh["embd"], tier, cp)
+        return cls(tp, keys or DropoutKeys(0), mesh["embd"], tier, cp, restarts_positions)
 
     @property
     def rows(self) -> SequenceRows:

@@ -24,7 +24,8 @@ class ParallelTransformer(nn.Module):
 
     Layers are named by their number in the whole model, so a parameter has one name in every layout.
     `make_layer(config, i, context)` builds layer i; a fork passes its own.
-    forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), mask, cache) -> the same shape.
+    forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), mask, cache, position_ids [b, s]) -> the same shape.
+    position_ids: the positions of rotary angles, where the context says that they restart.
     With a cache, x holds the tokens after the cached ones; the cache gives their positions and mask.
     """
 
@@ -48,12 +49,14 @@ class ParallelTransformer(nn.Module):
             contiguous=config.contiguous_checkpointing,
             tier=context.tier,
         )
-        self.ropes = config.ropes
+        self.ropes, self.restarts_positions = config.ropes, context.restarts_positions
         self.rows, self.check_length = context.rows, context.check_length
         self.layers = nn.ModuleDict({str(layer): make_layer(config, layer, context) for layer in layers})
         self.final_layernorm = make_norm(config, context) if post_process and config.norm_placement != "post" else None
 
-    def forward(self, x: Tensor, mask: Mask = None, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, mask: Mask = None, cache: KeyValueCache | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
         config, rows = self.settings, self.rows.within_layers
         length = x.shape[0] * self.rows.sp.size
         self.check_length(rows.length_of(length))
@@ -66,7 +69,7 @@ class ParallelTransformer(nn.Module):
                 )
             mask = cache.mask(length)
         if self.ropes:
-            positions = positions_of(rows, length, x.device)[:, None] if cache is None else cache.positions(length).t()
+            positions = self._positions(length, cache, position_ids, x.device)  # [s, b or 1]
             # One scaling for the whole text: keys in a cache are not rotated again.
             tokens = rows.length_of(length) if cache is None else cache.capacity
             angles = angles_of(self.ropes, positions, config.rotary_width, tokens, like=x)
@@ -77,6 +80,23 @@ class ParallelTransformer(nn.Module):
         if cache is not None:
             cache.advance(length)
         return x if self.final_layernorm is None else self.final_layernorm(x)
+
+    def _positions(
+        self, length: int, cache: KeyValueCache | None, position_ids: Tensor | None, device: torch.device
+    ) -> Tensor:
+        """[s, b], or [s, 1] if all texts share them: of the rows that this rank holds inside a layer."""
+        if cache is not None:
+            return cache.positions(length).t()
+        if not self.restarts_positions:
+            return positions_of(self.rows.within_layers, length, device)[:, None]
+        if position_ids is None or position_ids.shape[1] != length:
+            given = "none" if position_ids is None else f"position_ids of shape {tuple(position_ids.shape)}"
+            raise ValueError(
+                f"--reset-position-ids restarts rotary angles, for which each pipeline stage needs the position_ids of its "
+                f"{length} tokens, and the model was given {given}; read the batch on every stage, as forward_step of "
+                "pretrain_gpt.py does"
+            )
+        return position_ids.t()
 
     def _run_group(
         self, group: "LayerGroup", x: Tensor, mask: Mask, angles: Tensor | None, cache: KeyValueCache | None

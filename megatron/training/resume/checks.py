@@ -18,7 +18,7 @@ from megatron.core.interchange.carried import origin_problems
 from megatron.core.open_table import FUNCTIONS
 from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.training.resume.compared import BY_DATA, BY_TOKENIZER, OF_WIDTHS, Change, Changes, compare, precision_of
-from megatron.training.resume.functions import attention_problem, optimizer_problem, tokenizer_problem
+from megatron.training.resume.functions import attention_problem, began_to_restart, optimizer_problem, tokenizer_problem
 from megatron.training.resume.state import TrainState
 from megatron.training.runtime import Runtime, print_rank_0
 from megatron.training.settings.config import Config, shown
@@ -294,6 +294,10 @@ def note_changes(runtime: Runtime, saved: dict[str, Any], *, goes_on: bool = Tru
         print_rank_0(f"{what} with another {change.name}: {shown(change.before)} before, {now}")
     if _is_other(saved, "tokenizer_sha256", runtime.tokenizer_sha256):
         print_rank_0(f"{what} with another tokenizer: {_flags_then_and_now(runtime, saved, 'tokenizer', BY_TOKENIZER)}")
+    if goes_on and began_to_restart(runtime.config, saved):
+        print_rank_0(
+            f"{what} with rotary angles that restart, by --reset-position-ids; in the checkpoint's run they did not"
+        )
     if goes_on and _is_other(saved, "data_sha256", runtime.data_sha256):
         print_rank_0(f"resumed with other data: {_flags_then_and_now(runtime, saved, 'data', BY_DATA)}")
     masks, model = saved.get("dropout_masks", 1), runtime.config.transformer

@@ -20,6 +20,8 @@ def functions_of(config: Config) -> dict[str, str]:
     found = {"attention_backend": _of_attention(config.transformer.attention_backend), **config.optimizer.functions}
     if (kind := config.tokenizer.tokenizer_type) is not None:
         found["tokenizer_type"] = TOKENIZERS.function_of(kind)
+    if config.restarts_angles:
+        found["reset_position_ids"] = "rotary angles restart"
     return found
 
 
@@ -63,6 +65,12 @@ def tokenizer_problem(config: Config, state: Mapping[str, Any], given: str) -> s
         f"{given} holds a model of another tokenizer: --tokenizer-type {kind} was {before!r}, and is {now!r} in this script; "
         "run the script that adds it, or give --allow-tokenizer-change if its ids mean the same or will be learned anew"
     )
+
+
+def began_to_restart(config: Config, state: Mapping[str, Any]) -> bool:
+    """Whether --reset-position-ids restarts rotary angles now and did nothing in the checkpoint's run, of an older version."""
+    before = state["config"].get("data", {}).get("reset_position_ids")
+    return bool(before) and config.restarts_angles and function_before(state, "reset_position_ids") is None
 
 
 def optimizer_problem(config: Config, state: Mapping[str, Any]) -> str | None:

@@ -350,6 +350,12 @@ class Config:
         return stage_map(self.schedule_name, self.parallel.pipeline_model_parallel_size, self.chunks_per_rank)
 
     @property
+    def restarts_angles(self) -> bool:
+        """Whether rotary angles restart with each document. Within documents alone they need not: scores depend on distances."""
+        restarts = self.data.reset_position_ids and not self.data.reset_attention_mask
+        return restarts and bool(self.transformer.ropes)
+
+    @property
     def positions(self) -> int:
         """Rows of a learned position table."""
         return self.transformer.max_position_embeddings or max(self.data.seq_length, self.data.decoder_seq_length or 0)
