@@ -358,7 +358,7 @@ BUDGETS = {
     "megatron/training/memory": 1_300,
     "megatron/training/resume": 1_400,
     "megatron/training/resume": 1_500,
-    "megatron/training/settings": 1_400,
+    "megatron/training/settings": 1_550,
     "megatron/training/watch": 1_200,
     "tools": 2_300,
     "tools/benchmarking": 900,

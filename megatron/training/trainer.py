@@ -137,10 +137,17 @@ class Trainer:
         else:
             state.samples_per_iter = 0
         saved = state.schedules if self._steps_left > 0 else {}
+        asks = config.learning_rate.use_checkpoint_opt_param_scheduler
+        if asks and not state.schedules and config.checkpoint.load is not None:
+            print_rank_0(
+                "--use-checkpoint-opt_param-scheduler: no checkpoint is resumed that holds schedules; those of this run's "
+                "settings are followed"
+            )
 
         def in_force(mine: AnySchedule, name: str) -> AnySchedule:
             what, samples = name.replace("_", " "), state.scheduled_train_samples
-            compared = saved.get(name) if config.checkpoint.load_optim else None
+            # Without its optimizer state a run has a schedule of its own, unless it asks for the checkpoint's.
+            compared = saved.get(name) if config.checkpoint.load_optim or asks else None
             plan = schedule_in_force(mine, compared, config.learning_rate, what=what, samples=samples)
             if name in saved and (differ := differences(type(plan)(**saved[name]), plan)):
                 told = "; ".join(differ.values())

@@ -22,6 +22,7 @@ from megatron.core.config import (
     unknown_flag_message,
 )
 from megatron.core.config import knob as declare
+from megatron.core.optimizer import OPTIMIZERS, UpdateRule
 from megatron.training.command_line import make_parser, parse_args
 from megatron.training.samples import notes_of_no_validation
 from megatron.training.settings.config import COMPONENTS
@@ -271,6 +272,35 @@ FLAGS_AND_SAID = [
         "--optimizer-cpu-offload: --optimizer-offload-fraction 0",
     ),
     (f"--vocab-size 9 {_OF_A_FILE}", None, "--vocab-size --tokenizer-type HuggingFaceTokenizer"),
+    ("--rotary-base 5e5", "--position-embedding-type rope", "--rotary-base --position-embedding-type rope"),
+    ("--rotary-percent 0.5", "--position-embedding-type rope", "--rotary-percent --position-embedding-type rope"),
+    ("--reset-position-ids --position-embedding-type none", None, "--reset-position-ids positions"),
+    ("--reset-position-ids --position-embedding-type rope --no-rope-freq 1", None, "--reset-position-ids positions"),
+    ("--sgd-momentum 0.5", "--optimizer sgd", "--sgd-momentum --optimizer adam"),
+    ("--adam-beta1 0.5 --optimizer sgd", None, "--adam-beta1 --optimizer sgd"),
+    ("--muon-momentum 0.5", "--optimizer muon", "--muon-momentum --optimizer adam"),
+    ("--optimizer muon --muon-scalar-optimizer sgd --adam-eps 1e-6", None, "--adam-eps --optimizer muon"),
+    ("--lr-warmup-init 1e-7 --lr 1", "--lr-warmup-fraction 0.1", "--lr-warmup-init warm-up"),
+    ("--lr-warmup-style log", "--lr-warmup-iters 1", "--lr-warmup-style warm-up"),
+    (
+        "--lr-wsd-decay-style linear",
+        "--lr-decay-style WSD --lr-wsd-decay-iters 1",
+        "--lr-wsd-decay-style --lr-decay-style WSD",
+    ),
+    ("--lr 1 --min-lr 0.5 --lr-decay-style constant", None, "--min-lr --lr-decay-style constant"),
+    (
+        "--lr-decay-iters 9 --lr-decay-style constant",
+        "--lr-warmup-fraction 0.5",
+        "--lr-decay-iters --lr-decay-style constant",
+    ),
+    ("--hysteresis 3", "--fp16", "--hysteresis --fp16"),
+    ("--loss-scale-window 3 --fp16 --loss-scale 4", None, "--loss-scale-window --loss-scale 4"),
+    ("--use-checkpoint-opt_param-scheduler", "--load no-such-folder", "--use-checkpoint-opt_param-scheduler --load"),
+    (
+        "--use-checkpoint-opt_param-scheduler --pretrained-checkpoint no-such-folder",
+        None,
+        "--use-checkpoint-opt_param-scheduler weights --load",
+    ),
 ]
 
 
@@ -279,6 +309,27 @@ def test_a_setting_that_the_others_leave_without_effect_is_noted(flags: str, wit
     (note,) = parse_args(flags.split())[2]
     assert tells(note, said)
     assert with_effect is None or parse_args(f"{flags} {with_effect}".split())[2] == []
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--adam-beta1 0.5 --optimizer adam-l2",
+        "--adam-eps 1e-6 --muon-momentum 0.5 --optimizer muon",
+        "--sgd-momentum 0.5 --optimizer muon --muon-scalar-optimizer sgd",
+        "--lr 1 --min-lr 0.5 --lr-decay-style cosine --lr-decay-iters 9",
+        "--loss-scale-window 3 --fp16",
+        "--reset-position-ids",
+    ],
+)
+def test_settings_that_are_read_are_not_noted(flags: str):
+    assert parse_args(flags.split())[2] == []
+
+
+def test_of_an_optimizer_of_a_script_no_setting_is_called_unread(monkeypatch):
+    """It may read any of them."""
+    monkeypatch.setitem(OPTIMIZERS, "own", UpdateRule(lambda config: None, lambda config: ()))
+    assert parse_args(["--optimizer", "own", "--adam-beta1", "0.5", "--sgd-momentum", "0.3"])[2] == []
 
 
 @pytest.mark.parametrize("tokenizer", ["NullTokenizer", "TikTokenizer --tokenizer-model x"])

@@ -188,3 +188,38 @@ def test_other_data_are_told_by_what_the_files_hold(capsys, tmp_path):
     shutil.rmtree(first.parent)
     write_data(first, 1)
     assert told(first, load) == [f"resumed with other data: the files have changed since ({first})"]
+
+
+def rates_in(text: str) -> list[float]:
+    return [float(rate) for rate in re.findall(r"learning rate: ([\d.E+-]+)", text)]
+
+
+OWN_RATES = (
+    "--train-iters 8 --lr 0.3 --lr-decay-style cosine"  # of a run that goes on from the checkpoint of iteration 2
+)
+
+
+def test_a_run_without_its_optimizer_state_takes_the_schedule_of_the_checkpoint_where_it_asks_for_it(checkpoints, said):
+    words = f"{OWN_RATES} --load {checkpoints} --ckpt-step 2 --no-load-optim"
+    text = said(f"{words} --use-checkpoint-opt_param-scheduler")
+    # lr 0.1 falls in a line to 0 over 4 iterations: after the third 1/4 of it is left, and then nothing.
+    assert rates_in(text) == [0.025, 0, 0, 0, 0, 0] and "follows this run's settings" not in text
+    text = said(words)
+    assert rates_in(text)[0] > 0.1 and "the learning rate follows this run's settings" in text
+
+
+def test_schedules_of_a_checkpoint_are_not_asked_for_where_weights_alone_are_taken(
+    checkpoints, refused, said, tmp_path
+):
+    flag = "--use-checkpoint-opt_param-scheduler"
+    message = refused(f"{OWN_RATES} --load {checkpoints} --finetune {flag}")
+    assert tells(message, f"{flag} --finetune")
+    for others in (f"--load {tmp_path} --save {tmp_path}", f"--load {tmp_path} --pretrained-checkpoint {checkpoints}"):
+        text = said(f"{OWN_RATES} {others} {flag}")
+        (note,) = (line for line in text.splitlines() if line.startswith(flag))
+        assert "no checkpoint is resumed" in note and rates_in(text)[0] > 0.1
+        for path in tmp_path.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert flag not in said(f"{OWN_RATES} --load {checkpoints} {flag}").split("loaded")[1]
+    note = said(f"{OWN_RATES} {flag}").split("no effect here: ")[1].splitlines()[0]
+    assert tells(note, f"{flag} --load")

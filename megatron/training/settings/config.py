@@ -37,6 +37,7 @@ from megatron.training.ending.signal_names import read_signal
 from megatron.training.guard.guard_config import GuardConfig
 from megatron.training.settings.hf_config import HFConfig
 from megatron.training.settings.own_flags import OwnFlags
+from megatron.training.settings.unread import unread_flags
 from megatron.training.watch.watch_config import LogConfig, ProfileConfig, TensorBoardConfig
 
 
@@ -379,7 +380,7 @@ class Config:
             found[f"--{'offload-dir' if offload.tier == 'file' else 'optimizer-cpu-offload'}"] = (
                 "--optimizer-offload-fraction 0 offloads no masters or moments, and --cpu-offloading-num-layers is not given"
             )
-        return found | self.checkpoint.without_effect
+        return found | unread_flags(self) | self.checkpoint.without_effect
 
     def component_values(self) -> dict[str, dict[str, Any]]:
         """Every knob's value by component."""

@@ -49,6 +49,11 @@ def _checkpoint_problems(config: Config, _: int) -> Iterator[str]:
         yield "--ckpt-step needs --load, the folder that holds the iteration"
     if checkpoint.load is None and checkpoint.finetune and checkpoint.pretrained_checkpoint is None:
         yield "--finetune needs weights to load: give --load DIR, or leave it out to start from initial weights"
+    if checkpoint.finetune and config.learning_rate.use_checkpoint_opt_param_scheduler:
+        yield (
+            "--use-checkpoint-opt_param-scheduler goes on with the schedules of the checkpoint's run, and --finetune takes its "
+            "weights alone and begins at iteration 0; leave one of them out"
+        )
     if checkpoint.load is None and checkpoint.exit_on_missing_checkpoint:
         yield "--exit-on-missing-checkpoint needs --load, the folder whose checkpoint may be missing"
     if checkpoint.load is None and config.training.skip_train and not config.validates:

@@ -1,0 +1,78 @@
+"""Flags that are given and that the other settings leave unread: a note at the start names each, with the reason."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megatron.core.config import default_of, flags_of, knobs
+from megatron.core.optimizer.muon_config import MuonConfig
+
+_ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
+_MUON = (*(field.name for field in knobs(MuonConfig)), "muon_scalar_optimizer")
+_READ_BY = {
+    "AdamW": _ADAM,
+    "Adam with L2": _ADAM,
+    "SGD": ("sgd_momentum",),
+    "Muon": _MUON,
+}  # what an optimizer computes
+
+
+def unread_flags(config: Any) -> dict[str, str]:
+    """Flag -> why it has no effect, of those whose value is not the default. config: a `Config`."""
+    rules = (*_of_model(config), *_of_optimizer(config), *_of_learning_rate(config), *_of_loss_scale(config))
+    return {flag: reason for part, names, reason in rules for flag in _changed(part, names)}
+
+
+Unread = tuple[Any, Sequence[str], str]  # a component, the settings that nothing reads, why
+
+
+def _changed(part: Any, names: Sequence[str]) -> Iterator[str]:
+    """The flags of those settings that are not at their default."""
+    fields = {field.name: field for field in knobs(type(part))}
+    return (flags_of(fields[name])[0] for name in names if getattr(part, name) != default_of(fields[name]))
+
+
+def _of_model(config: Any) -> Iterator[Unread]:
+    model = config.transformer
+    if model.position_embedding_type != "rope":
+        why = "only --position-embedding-type rope rotates"
+        yield model, ("rotary_base", "rotary_percent", "rope_scaling_factor"), why
+    if model.position_embedding_type == "none" or (model.position_embedding_type == "rope" and not model.ropes):
+        yield config.data, ("reset_position_ids",), "no layer of the model reads positions"
+
+
+def _of_optimizer(config: Any) -> Iterator[Unread]:
+    """Of our own optimizers; one of a script's may read any setting."""
+    used = config.optimizer.functions.values()
+    if not all(function in _READ_BY for function in used):
+        return
+    read = {name for function in used for name in _READ_BY[function]}
+    unread = [name for names in _READ_BY.values() for name in names if name not in read]
+    yield config.optimizer, list(dict.fromkeys(unread)), f"--optimizer {config.optimizer.optimizer} does not read it"
+
+
+def _of_learning_rate(config: Any) -> Iterator[Unread]:
+    rate, checkpoint = config.learning_rate, config.checkpoint
+    if not (rate.lr_warmup_iters or rate.lr_warmup_samples or rate.lr_warmup_fraction):
+        yield rate, ("lr_warmup_init", "lr_warmup_style"), "there is no warm-up"
+    if rate.lr_decay_style != "WSD":
+        yield rate, ("lr_wsd_decay_style",), "only --lr-decay-style WSD has it"
+    if rate.lr_decay_style == "constant":
+        of_decay = (
+            "min_lr",
+            "decoupled_min_lr",
+            *(() if rate.lr_warmup_fraction else ("lr_decay_iters", "lr_decay_samples")),
+        )
+        yield rate, of_decay, "--lr-decay-style constant does not decay"
+    if checkpoint.load is None:
+        given = checkpoint.pretrained_checkpoint or checkpoint.hf_config
+        why = "weights alone are loaded without --load" if given else "nothing is loaded without --load"
+        yield rate, ("use_checkpoint_opt_param_scheduler",), why
+
+
+def _of_loss_scale(config: Any) -> Iterator[Unread]:
+    scaling = config.loss_scaling
+    dynamic = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+    if scaling.loss_scale:
+        yield scaling, dynamic, f"--loss-scale {scaling.loss_scale:g} is fixed"
+    elif not config.transformer.fp16:
+        yield scaling, dynamic, "the loss is scaled with --fp16 alone"
