@@ -8,12 +8,8 @@ from megatron.core.optimizer.muon_config import MuonConfig
 
 _ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
 _MUON = (*(field.name for field in knobs(MuonConfig)), "muon_scalar_optimizer")
-_READ_BY = {
-    "AdamW": _ADAM,
-    "Adam with L2": _ADAM,
-    "SGD": ("sgd_momentum",),
-    "Muon": _MUON,
-}  # what an optimizer computes
+# What an optimizer computes -> the settings that it reads.
+_READ_BY = {"AdamW": _ADAM, "Adam with L2": _ADAM, "SGD": ("sgd_momentum",), "Muon": _MUON}
 
 
 def unread_flags(config: Any) -> dict[str, str]:
