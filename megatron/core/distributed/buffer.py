@@ -33,11 +33,13 @@ class MemoryBuffer:
 
 
 class Shard:
-    """Runs of elements of a buffer that one rank keeps, each as a flat tensor. With a tier, the tensors may be
-    files."""
+    """Runs of elements of a buffer that one rank keeps, each as a flat tensor of `dtype`. With a tier, the tensors may
+    be files. A rank may keep no run at all: Muon's momentum on a data-parallel rank whose shard has no matrix."""
 
-    def __init__(self, held: list[tuple[int, int]], tensors: list[Stored]):
-        self.held, self.tensors = held, tensors
+    def __init__(self, held: list[tuple[int, int]], tensors: list[Stored], dtype: torch.dtype):
+        self.held = held
+        self.tensors = tensors
+        self.dtype = dtype
 
     def at(self, start: int, stop: int) -> Stored:
         """Elements start .. stop of the buffer, which must lie within one run."""
@@ -49,7 +51,9 @@ class Shard:
     def values(self, slot: Slot) -> Stored:
         """This shard's part of a parameter, flat; empty if it holds none."""
         first, last = self.elements(slot)
-        return self.at(slot.start + first, slot.start + last) if last else self.tensors[0][:0]
+        if first == last:
+            return torch.empty(0, dtype=self.dtype)
+        return self.at(slot.start + first, slot.start + last)
 
     def elements(self, slot: Slot) -> tuple[int, int]:
         """The range (start, stop) of a parameter's elements, in row-major order, that this shard holds."""
@@ -58,7 +62,7 @@ class Shard:
 
     def within(self, held: list[tuple[int, int]]) -> "Shard":
         """The shard restricted to these runs, in the same memory."""
-        return self if held == self.held else Shard(held, [self.at(*run) for run in held])
+        return self if held == self.held else Shard(held, [self.at(*run) for run in held], self.dtype)
 
 
 class Transient:
@@ -168,19 +172,20 @@ class ParamAndGradBuffer:
 
     def _memory_of_sums(self) -> Shard:
         if self.config.fixed_order_grad_reduce:  # every rank sums all gradients
-            return Shard([(0, self.plan.numel)], [self.grads.data])
+            return Shard([(0, self.plan.numel)], [self.grads.data], self.grad_dtype)
         if self.grad_dtype != self.master_dtype:  # wider than the gradients
             return self._shard(None, self.master_dtype)
         if self.grads_come_late:
-            return Shard([(b.start, b.stop) for b in self.plan.buckets], [grads.data for grads in self.grads_of])
+            runs = [(bucket.start, bucket.stop) for bucket in self.plan.buckets]
+            return Shard(runs, [grads.data for grads in self.grads_of], self.grad_dtype)
         return self._shard(self.grads, self.master_dtype)
 
     def _shard(self, whole: MemoryBuffer | None, dtype: torch.dtype, tier: Tier | None = None) -> Shard:
         """This rank's runs of a whole buffer, as views; zeros if there is no whole buffer."""
         if whole is not None:
-            return Shard(self.held, [whole.data[start:stop] for start, stop in self.held])
+            return Shard(self.held, [whole.data[start:stop] for start, stop in self.held], dtype)
         make = partial(torch.zeros, device=self.device) if tier is None else tier.zeros
-        return Shard(self.held, [make(stop - start, dtype=dtype) for start, stop in self.held])
+        return Shard(self.held, [make(stop - start, dtype=dtype) for start, stop in self.held], dtype)
 
     def _take_in_parameters(self) -> None:
         """Move each parameter and its `main_grad` into the buffers; the memory that the parameter came with is

@@ -323,10 +323,9 @@ class _Kept:
         if not all(labels.values()):  # else the gaps too
             wanted = [(first, last) for is_kept, first, last in runs(self.buffer.plan.slots, labels) if is_kept]
             away, here = ([part for run in wanted for part in overlaps(held, *run)] for held in (away, here))
-        there = [self.tier.zeros(stop - start, dtype) for start, stop in away]
-        return Shard(
-            away + here, there + [torch.zeros(stop - start, dtype=dtype, device=device) for start, stop in here]
-        )
+        tensors = [self.tier.zeros(stop - start, dtype) for start, stop in away]
+        tensors += [torch.zeros(stop - start, dtype=dtype, device=device) for start, stop in here]
+        return Shard(away + here, tensors, dtype)
 
     def master(self) -> Shard:
         """The owned parameters in fp32: the parameters themselves if they are that precise, otherwise copies or
@@ -336,7 +335,8 @@ class _Kept:
         if self.splits:
             owned, residuals = self.buffer.owned_params, self.zeros(torch.int16)
             halves = zip(residuals.held, residuals.tensors)
-            return Shard(residuals.held, [SplitMaster(owned.at(*run), residual) for run, residual in halves])
+            masters = [SplitMaster(owned.at(*run), residual) for run, residual in halves]
+            return Shard(residuals.held, masters, SplitMaster.dtype)
         wide = self.zeros()
         for (start, stop), tensor in zip(wide.held, wide.tensors):
             copy_stored(tensor, self.buffer.owned_params.at(start, stop))

@@ -79,7 +79,7 @@ def held_state(chunks: Sequence[DistributedDataParallel], optimizer: FlatOptimiz
     for number, buffer in enumerate(optimizer.buffers):
         masters = optimizer.masters[number]
         if any(isinstance(stored, SplitMaster) for stored in masters.tensors):
-            masters = Shard(masters.held, [stored.residual for stored in masters.tensors])
+            masters = Shard(masters.held, [stored.residual for stored in masters.tensors], torch.int16)
         if buffer.is_half_precision:
             yield from _of_shard("masters", masters, buffer)
         for kind, shards in optimizer.moments.items():
