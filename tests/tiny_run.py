@@ -1,7 +1,7 @@
 """A small GPT trained inside `run_ranks`, and its whole tensors put together again from all ranks: the parity tests' subject."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -278,25 +278,36 @@ class TinyTrainer:
             chunk.finish_param_gather()
 
     def save(self, folder: Path, iteration: int) -> None:
-        runtime = runtime_for(self.mesh, self.config, folder, self.global_batch)
+        runtime = self.runtime(folder)
         self.state.iteration = iteration
         checkpointing.save(runtime, self.model, self.adam, self.state, {})
         checkpointing.note_saved(runtime, self.state, iteration)
 
-    def load(self, folder: Path) -> None:
-        checkpointing.load(runtime_for(self.mesh, self.config, folder, self.global_batch), self.model, self.adam)
+    def load(self, folder: Path, flags: Sequence[str] = ()) -> None:
+        """flags: of the command line, beside --load and --save."""
+        checkpointing.load(self.runtime(folder, flags), self.model, self.adam)
+
+    def runtime(self, folder: Path, flags: Sequence[str] = ()) -> SimpleNamespace:
+        return runtime_for(self.mesh, self.config, folder, self.global_batch, self.adam.config, flags)
 
     def close(self) -> None:
         if self.tier is not None:
             self.tier.close()
 
 
-def runtime_for(mesh: Mesh, config: ModelConfig, folder: Path, global_batch: int) -> SimpleNamespace:
+def runtime_for(
+    mesh: Mesh,
+    config: ModelConfig,
+    folder: Path,
+    global_batch: int,
+    optimizer: OptimizerConfig | None = None,
+    flags: Sequence[str] = (),
+) -> SimpleNamespace:
     """What `checkpointing` asks of a run that saves to, and loads from, `folder`."""
-    settings, _, _ = parse_args(["--save", str(folder), "--load", str(folder), "--allow-precision-change"])
+    settings, _, _ = parse_args(["--save", str(folder), "--load", str(folder), "--allow-precision-change", *flags])
     return SimpleNamespace(
         mesh=mesh,
-        config=replace(settings, transformer=config),
+        config=replace(settings, transformer=config, optimizer=optimizer or settings.optimizer),
         device=Device("cpu"),
         vocab_size_if_any=VOCAB,
         tokenizer_sha256=None,

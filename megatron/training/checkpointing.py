@@ -277,7 +277,9 @@ def read_tensors(
     """Fill the parameters and, if `goes_on`, the optimizer state. Masters not in the checkpoint are filled from the weights.
     Every rank must call."""
     masters = {name: tensor for name, tensor in state.items() if name.startswith(_MASTER)}
-    saves_masters = any(name.startswith(_MASTER) for name in checkpoint.names)
+    # Asked of all ranks: a rank's part of a local copy has no master if the rank owns no element, and the ranks must read alike.
+    has_masters = any(name.startswith(_MASTER) for name in checkpoint.names)
+    saves_masters = bool(comm.all_reduce(torch.tensor([has_masters], dtype=torch.int32, device=device), world, "max").item())
     if goes_on and saves_masters and not masters:  # resumed in full precision: the masters become the weights
         names = {name: name.replace("model/", _MASTER, 1) for name in model}
         # What was not trained has no master.
