@@ -4,8 +4,8 @@
 
 A case trains two steps of a tiny GPT with ranks as threads, in a layout in which a data-parallel rank may own no matrix, or nothing.
 
-    saved       synchronously, beside training, and as copies for restarts, local and global: tensor by tensor the same bits
-    resumed     from the local copy and from the checkpoint, in the same layout: the third step ends in the bits of the run that went on
+    saved       synchronously, beside training, and as a copy for restarts: tensor by tensor the same bits
+    resumed     from the copy and from the checkpoint, in the same layout: the third step ends in the bits of the run that went on
     resharded   in another layout: what it loads, it saves again in the same bits; in float64 its third step is that of one process
 
 Checkpoints are compared by `independent_reader`, which knows them by docs/checkpoint_format.md alone.
@@ -18,11 +18,13 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import torch
 from case_runs import Matrix, command
 from covering import Combined, covering
 from independent_reader import Contents, differing, latest, read
@@ -30,23 +32,28 @@ from local_ranks import run_ranks
 from reshard_campaign import ties_kept
 from thread_writers import thread_writers
 from tiny_run import TINY_GPT2, TINY_LLAMA, Layout, Texts, TinyTrainer
+from torch import Tensor
 from zero_matrix import several_slices
 
 from megatron.core.checkpoint.background import BackgroundSaves
 from megatron.core.distributed.data_parallel import DataParallelConfig
+from megatron.core.held_tensors import model_tensors, optimizer_tensors
 from megatron.core.optimizer import OPTIMIZERS, UpdateRule
 from megatron.core.optimizer.loss_scale import DynamicGradScaler
 from megatron.core.optimizer.settings import OptimizerConfig
+from megatron.core.storage.stored import start_reading
 from megatron.core.tiers.offload_config import OffloadConfig
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training import checkpointing
 from megatron.training.resume import copies
 
-VOCAB, BATCH, LR = 8, 60, 1e-2
+VOCAB = 8
 ONE_LAYER = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
 MODELS = {
     "gpt2": replace(TINY_GPT2, **ONE_LAYER),
-    "llama": replace(TINY_LLAMA, **ONE_LAYER, num_query_groups=2, ffn_hidden_size=32),
+    "llama": replace(
+        TINY_LLAMA, **ONE_LAYER, num_query_groups=1, ffn_hidden_size=32, untie_embeddings_and_output_weights=False
+    ),
     "two layers": replace(TINY_GPT2, **ONE_LAYER | {"num_layers": 2}),
 }
 OPTIMIZER = {
@@ -73,18 +80,9 @@ STAGES = {
         "ddp_bucket_size": 300,
     },
     "1 hybrid": {"zero_stage": 1, "num_distributed_optimizer_instances": 2},
-    "3 hybrid": {
-        "zero_stage": 3,
-        "num_distributed_optimizer_instances": 2,
-        "outer_dp_sharding_strategy": "optim",
-    },
+    "3 hybrid": {"zero_stage": 3, "num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": "optim"},
 }
-LAYOUTS = {
-    "dp4": {"dp": 4},
-    "dp5": {"dp": 5},
-    "tp2-dp4": {"tp": 2, "dp": 4},
-    "pp2-dp4": {"pp": 2, "dp": 4, "m": 1},
-}
+LAYOUTS = {"dp4": {"dp": 4}, "dp5": {"dp": 5}, "tp2-dp4": {"tp": 2, "dp": 4}, "pp2-dp4": {"pp": 2, "dp": 4, "m": 1}}
 OTHERS = {
     "one process": {},
     "dp2, stage 0": {"dp": 2},
@@ -102,6 +100,7 @@ DIMENSIONS = {
     "model": tuple(MODELS),
     "precision": ("fp64", "fp32", "bf16", "bf16, reuse", "fp16"),
     "offload": ("none", "host", "file", "half"),
+    "copy": ("local", "global"),
 }
 
 
@@ -116,6 +115,7 @@ class SaveCase(Combined):
     model: str
     precision: str
     offload: str
+    copy: str
 
     def __str__(self) -> str:
         return "-".join(choice.replace(", ", "+").replace(" ", "_") for choice in self.choices)
@@ -123,6 +123,10 @@ class SaveCase(Combined):
     @property
     def ranks(self) -> int:
         return self.run_layout("").ranks
+
+    @property
+    def batch(self) -> int:
+        return 60 if "dp5" in self.layout else 12
 
     @property
     def needs_whole(self) -> bool:
@@ -142,7 +146,9 @@ class SaveCase(Combined):
             return False
         if "hybrid" in self.stage and "dp4" not in self.layout:
             return False
-        return not (self.precision == "bf16, reuse" and STAGES[self.stage]["zero_stage"] == 3 and "hybrid" in self.stage)
+        return not (
+            self.precision == "bf16, reuse" and STAGES[self.stage]["zero_stage"] == 3 and "hybrid" in self.stage
+        )
 
     @property
     def config(self) -> ModelConfig:
@@ -153,9 +159,7 @@ class SaveCase(Combined):
     @property
     def optimizer_config(self) -> OptimizerConfig:
         shared = {"optimizer": self.optimizer, "clip_grad": 0.5, "weight_decay": 0.1}
-        return OptimizerConfig(
-            **shared | OPTIMIZER[self.optimizer], reuse_fp32_param=self.precision == "bf16, reuse"
-        )
+        return OptimizerConfig(**shared | OPTIMIZER[self.optimizer], reuse_fp32_param=self.precision == "bf16, reuse")
 
     def run_layout(self, folder: str) -> Layout:
         """folder: of offloaded state."""
@@ -187,6 +191,42 @@ def covering_cases(strength: int) -> tuple[SaveCase, ...]:
     return covering(SaveCase, DIMENSIONS, strength, seeds=seeds, chosen=chosen)
 
 
+@cache
+def crossed_cases() -> tuple[SaveCase, ...]:
+    """Every optimizer in every stage that it can have, with ranks that own nothing, loaded in a layout in which all own something.
+
+    The other choices go round. These are for the test command.
+    """
+    found = []
+    for optimizer, stage in product(OPTIMIZER, ("0", "1", "2", "3")):
+        turn = len(found)
+        rest = {
+            "layout": "dp4",
+            "other": tuple(OTHERS)[turn % 4],
+            "model": ("gpt2", "llama")[turn % 2],
+            "precision": ("fp64", "bf16", "fp64", "fp32", "bf16, reuse", "fp16")[turn % 6],
+            "offload": DIMENSIONS["offload"][turn % 4],
+            "copy": ("local", "global")[turn % 2],
+        }
+        plainer = (rest, rest | {"offload": "none"}, rest | {"offload": "none", "precision": "bf16"})
+        simplest = plainer[-1] | {"other": "dp3, stage 1"}
+        fits = [case for more in (*plainer, simplest) if (case := SaveCase(optimizer, stage, **more)).can_be]
+        found += fits[:1]
+    return tuple(found)
+
+
+def owning(case: SaveCase) -> list[dict[str, int]]:
+    """Of each rank: the elements of each kind of state that it owns."""
+
+    def work(mesh: Any) -> dict[str, int]:
+        trainer = trainer_of(case, mesh, case.run_layout(""))
+        kinds = trainer.adam.tensors().items()
+        return {kind: sum(tensor.numel() for tensor in tensors.values()) for kind, tensors in kinds}
+
+    with own_optimizer():
+        return ranks(case.run_layout(""), work)
+
+
 # ---------------------------------------------------------------- a script's own optimizer
 
 
@@ -216,12 +256,6 @@ class Wrong(AssertionError):
     """A case that did not end as promised."""
 
 
-WAYS = {
-    "local": "--non-persistent-save-interval 1 --non-persistent-ckpt-type local --non-persistent-local-ckpt-dir {}/disk",
-    "global": "--non-persistent-save-interval 1 --non-persistent-ckpt-type global --non-persistent-global-ckpt-dir {}/shared",
-}
-
-
 def trainer_of(case: SaveCase, mesh: Any, layout: Layout) -> TinyTrainer:
     scaler = None
     if case.precision == "fp16":
@@ -230,77 +264,92 @@ def trainer_of(case: SaveCase, mesh: Any, layout: Layout) -> TinyTrainer:
         mesh,
         case.config,
         layout,
-        global_batch=BATCH,
+        global_batch=case.batch,
         optimizer=case.optimizer_config,
         texts=Texts(vocab=VOCAB),
         scaler=scaler,
     )
 
 
-def copy_flags(way: str, folder: Path) -> list[str]:
-    return WAYS[way].format(folder).split()
+def copied_to(case: SaveCase, folder: Path) -> dict[str, Any]:
+    """The settings of a copy after every step."""
+    place = f"non_persistent_{case.copy}_ckpt_dir"
+    return {"non_persistent_save_interval": 1, "non_persistent_ckpt_type": case.copy, place: str(folder / "copies")}
 
 
-def save_in_every_way(trainer: TinyTrainer, folder: Path, iteration: int) -> None:
-    """Below the folder: sync, async, local and global, each the --save of one way."""
+def save(trainer: TinyTrainer, folder: Path, iteration: int) -> None:
+    """A checkpoint below sync and, saved beside training, one below async."""
     trainer.save(folder / "sync", iteration)
-    world, device = trainer.mesh["world"], trainer.runtime(folder).device.torch_device
-    background = BackgroundSaves(world, device)
     runtime = trainer.runtime(folder / "async")
+    background = BackgroundSaves(trainer.mesh["world"], runtime.device.torch_device)
     background.start(folder / "async", iteration, *saving(trainer, runtime))
     background.finish()
     background.close()
-    for way in WAYS:
-        (folder / way).mkdir(exist_ok=True)  # as a run makes its --save
-        runtime = trainer.runtime(folder / way, copy_flags(way, folder))
-        config = runtime.config.checkpoint
-        copies.save_copy(config, iteration, *saving(trainer, runtime), world, device)
+
+
+def save_copy(case: SaveCase, trainer: TinyTrainer, folder: Path, iteration: int) -> None:
+    (folder / "copied").mkdir(exist_ok=True)  # as a run makes its --save
+    runtime = trainer.runtime(folder / "copied", **copied_to(case, folder))
+    tensors, state = saving(trainer, runtime)
+    config, device = runtime.config.checkpoint, runtime.device.torch_device
+    copies.save_copy(config, iteration, tensors, state, trainer.mesh["world"], device)
 
 
 def saving(trainer: TinyTrainer, runtime: Any) -> tuple[Any, Any]:
     return checkpointing.to_save(runtime, trainer.model, trainer.adam, trainer.state, {})
 
 
-def trained(case: SaveCase, folder: Path, steps: int) -> list[bool]:
-    """Train, save in every way, and take one step more; whether each rank owns state of every kind of the optimizer."""
+def held(trainer: TinyTrainer) -> dict[str, Tensor]:
+    """A copy of all weights and state that this rank holds."""
+    trainer.finish_param_gather()
+    tensors = model_tensors(trainer.model, trainer.mesh) | optimizer_tensors(trainer.adam, trainer.mesh)
+    return {name: start_reading(local.tensor).wait().detach().clone() for name, local in tensors.items()}
 
-    def work(mesh: Any) -> bool:
+
+def trained(case: SaveCase, folder: Path, steps: int) -> list[dict[str, Tensor]]:
+    """Train, save, and take one step more; what each rank then holds."""
+
+    def work(mesh: Any) -> dict[str, Tensor]:
         trainer = trainer_of(case, mesh, case.run_layout(str(folder / "offload")))
         for number in range(steps):
             trainer.step(number)
-        save_in_every_way(trainer, folder, steps)
+        save(trainer, folder, steps)
+        save_copy(case, trainer, folder, steps)
         trainer.step(steps)
-        trainer.save(folder / "went on", steps + 1)
-        owns = all(any(shard.held for shard in shards) for shards in trainer.adam.moments.values())
+        found = held(trainer)
         trainer.close()
-        return owns
+        return found
 
     return ranks(case.run_layout(""), work)
 
 
-def resumed(case: SaveCase, folder: Path, steps: int) -> None:
-    """In the same layout, from a local copy and then, in the same trainer, from the checkpoint that was saved beside training."""
+def resumed(case: SaveCase, folder: Path, steps: int) -> dict[str, list[dict[str, Tensor]]]:
+    """One step in the same layout, from the copy and then, in the same trainer, from the checkpoint saved beside training; what each
+    rank then holds."""
 
-    def work(mesh: Any) -> None:
-        trainer = trainer_of(case, mesh, case.run_layout(str(folder / "offload")))
-        trainer.load(folder / "local", copy_flags("local", folder))
-        trainer.step(steps)
-        trainer.save(folder / "from local", steps + 1)
-        trainer.load(folder / "async")
-        trainer.step(steps)
-        trainer.save(folder / "from async", steps + 1)
+    def work(mesh: Any) -> dict[str, dict[str, Tensor]]:
+        found, trainer = {}, trainer_of(case, mesh, case.run_layout(str(folder / "offload")))
+        for way, more in {"copied": copied_to(case, folder), "async": {}}.items():
+            trainer.load(folder / way, **more)
+            trainer.step(steps)
+            found[way] = held(trainer)
         trainer.close()
+        return found
 
-    ranks(case.run_layout(""), work)
+    by_rank = ranks(case.run_layout(""), work)
+    return {way: [found[way] for found in by_rank] for way in by_rank[0]}
 
 
 def resharded(case: SaveCase, folder: Path, steps: int) -> None:
+    """Load in the other layout, save what was loaded, and take one step more."""
+
     def work(mesh: Any) -> None:
         trainer = trainer_of(case, mesh, case.other_layout)
         trainer.load(folder / "sync")
-        save_in_every_way(trainer, folder / "other", steps)
-        trainer.step(steps)
-        trainer.save(folder / "other went on", steps + 1)
+        save(trainer, folder / "other", steps)
+        if case.precision == "fp64":
+            trainer.step(steps)
+            trainer.save(folder / "other went on", steps + 1)
 
     ranks(case.other_layout, work)
 
@@ -315,9 +364,9 @@ def ranks(layout: Layout, work: Any) -> list[Any]:
 
 
 @cache
-def one_process(optimizer: str, model: str, steps: int) -> dict[str, Any]:
-    """The tensors of a run of one process in float64, after `steps` steps."""
-    case = SaveCase(optimizer, "0", "dp4", "one process", model, "fp64", "none")
+def one_process(optimizer: str, model: str, batch_of: str, steps: int) -> dict[str, Any]:
+    """The tensors of a run of one process in float64, after `steps` steps of the batches of a layout."""
+    case = SaveCase(optimizer, "0", batch_of, "one process", model, "fp64", "none", "local")
     with tempfile.TemporaryDirectory() as folder:
 
         def work(mesh: Any) -> None:
@@ -341,8 +390,15 @@ def check_same_bits(what: str, got: Contents, expected: Contents, *, reuses: boo
         raise Wrong(f"{what}: {steps} steps of the optimizer, not {wanted}")
 
 
+def check_same_held(what: str, got: list[dict[str, Tensor]], expected: list[dict[str, Tensor]]) -> None:
+    for rank, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
+        same = {name: torch.equal(tensor, theirs[name]) for name, tensor in mine.items()}
+        if mine.keys() != theirs.keys() or not all(same.values()):
+            raise Wrong(f"{what}: rank {rank} holds other bits of {[name for name in same if not same[name]][:3]}")
+
+
 def global_copy(folder: Path) -> Contents:
-    (manifest,) = folder.glob("shared/*/slot_*/iter_*/manifest.json")
+    (manifest,) = folder.glob("copies/*/slot_*/iter_*/manifest.json")
     return read(manifest.parent)
 
 
@@ -351,26 +407,21 @@ def worst_difference(case: SaveCase, steps: int = 2) -> tuple[float, str]:
     Raises Wrong where bits should be the same and are not."""
     with tempfile.TemporaryDirectory() as name, own_optimizer():
         folder = Path(name)
-        trained(case, folder, steps)
-        resumed(case, folder, steps)
-        resharded(case, folder, steps)
+        went_on = trained(case, folder, steps)
         source = read(latest(folder / "sync"))
         check_same_bits("saved beside training", read(latest(folder / "async")), source)
-        check_same_bits("global copy", global_copy(folder), source)
-        went_on = read(latest(folder / "went on"))
-        for way in ("local", "async"):
-            check_same_bits(f"resumed from {way}", read(latest(folder / f"from {way}")), went_on)
-        moved = folder / "other"
-        for what, contents in {
-            "resharded": read(latest(moved / "sync")),
-            "resharded, saved beside training": read(latest(moved / "async")),
-            "resharded, global copy": global_copy(moved),
-        }.items():
-            check_same_bits(what, contents, source, reuses=case.precision == "bf16, reuse")
+        if case.copy == "global":
+            check_same_bits("global copy", global_copy(folder), source)
+        for way, found in resumed(case, folder, steps).items():
+            check_same_held(f"resumed from {way}", found, went_on)
+        resharded(case, folder, steps)
+        moved, reuses = folder / "other", case.precision == "bf16, reuse"
+        check_same_bits("resharded", read(latest(moved / "sync")), source, reuses=reuses)
+        check_same_bits("resharded, saved beside training", read(latest(moved / "async")), source, reuses=reuses)
         if case.precision != "fp64":
             return 0.0, "bits"
         found = read(latest(folder / "other went on")).tensors
-        return worst_of(found, one_process(case.optimizer, case.model, steps + 1))
+        return worst_of(found, one_process(case.optimizer, case.model, case.layout, steps + 1))
 
 
 def worst_of(got: dict[str, Any], expected: dict[str, Any]) -> tuple[float, str]:
@@ -389,7 +440,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     matrix = Matrix(
         script="save_matrix",
         title="Saves: how much of save, resume and reshard has been run",
-        text=("Each case saves in every way, and loads in the same layout and in another.",),
+        text=("Each case saves in three ways, and loads in the same layout and in another.",),
         dimensions=DIMENSIONS,
         cases=covered[3],
         total=len(covered[3]),

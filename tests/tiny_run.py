@@ -1,11 +1,12 @@
 """A small GPT trained inside `run_ranks`, and its whole tensors put together again from all ranks: the parity tests' subject."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from layouts import Layout
@@ -41,6 +42,7 @@ from megatron.training import checkpointing
 from megatron.training.chunks import share_tables
 from megatron.training.command_line import parse_args
 from megatron.training.resume.state import TrainState
+from megatron.training.settings.config import Config
 from megatron.training.train_step import StepResult, train_step
 
 VOCAB, SEQ, SEED = 61, 8, 3
@@ -283,12 +285,12 @@ class TinyTrainer:
         checkpointing.save(runtime, self.model, self.adam, self.state, {})
         checkpointing.note_saved(runtime, self.state, iteration)
 
-    def load(self, folder: Path, flags: Sequence[str] = ()) -> None:
-        """flags: of the command line, beside --load and --save."""
-        checkpointing.load(self.runtime(folder, flags), self.model, self.adam)
+    def load(self, folder: Path, **more: Any) -> None:
+        """more: of `runtime_for`."""
+        checkpointing.load(self.runtime(folder, **more), self.model, self.adam)
 
-    def runtime(self, folder: Path, flags: Sequence[str] = ()) -> SimpleNamespace:
-        return runtime_for(self.mesh, self.config, folder, self.global_batch, self.adam.config, flags)
+    def runtime(self, folder: Path, **more: Any) -> SimpleNamespace:
+        return runtime_for(self.mesh, self.config, folder, self.global_batch, self.adam.config, **more)
 
     def close(self) -> None:
         if self.tier is not None:
@@ -301,13 +303,15 @@ def runtime_for(
     folder: Path,
     global_batch: int,
     optimizer: OptimizerConfig | None = None,
-    flags: Sequence[str] = (),
+    **more: Any,
 ) -> SimpleNamespace:
-    """What `checkpointing` asks of a run that saves to, and loads from, `folder`."""
-    settings, _, _ = parse_args(["--save", str(folder), "--load", str(folder), "--allow-precision-change", *flags])
+    """What `checkpointing` asks of a run that saves to, and loads from, `folder`. more: other settings of its CheckpointConfig."""
+    settings = _settings()
+    folders = {"save": str(folder), "load": str(folder), "allow_precision_change": True}
+    checkpoint = replace(settings.checkpoint, **folders | more)
     return SimpleNamespace(
         mesh=mesh,
-        config=replace(settings, transformer=config, optimizer=optimizer or settings.optimizer),
+        config=replace(settings, transformer=config, checkpoint=checkpoint, optimizer=optimizer or settings.optimizer),
         device=Device("cpu"),
         vocab_size_if_any=VOCAB,
         tokenizer_sha256=None,
@@ -315,6 +319,13 @@ def runtime_for(
         global_batch_size=global_batch,
         products=NATIVE,
     )
+
+
+@cache
+def _settings() -> Config:
+    """Those of an empty command line, read once: that takes longer than a step of the model."""
+    config, _, _ = parse_args([])
+    return config
 
 
 def train_rank(
