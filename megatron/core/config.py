@@ -227,6 +227,30 @@ def value_kind(config_class: type, field: dataclasses.Field) -> Any:
     return kind
 
 
+def fits(value: Any, kind: Any) -> bool:
+    """Whether a value that came as JSON is of the type of a field: bool, int, float, str, Literal[...], list[X], or X | None."""
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
+        return any(fits(value, one) for one in typing.get_args(kind))
+    if typing.get_origin(kind) is Annotated:
+        return fits(value, typing.get_args(kind)[0])
+    if typing.get_origin(kind) is Literal:
+        return type(value) in (str, int, bool) and value in typing.get_args(kind)
+    if typing.get_origin(kind) is list:
+        return isinstance(value, list) and all(fits(one, typing.get_args(kind)[0]) for one in value)
+    if kind is float:
+        return (type(value) is float and math.isfinite(value)) or fits(value, int)
+    if kind is int:
+        return type(value) is int and abs(value) < 1 << 63
+    return type(value) is kind
+
+
+def misfits(of: type, given: typing.Mapping[str, Any]) -> list[str]:
+    """The values among `given`, which came as JSON, that are not of the type of the field of their name in the dataclass `of`."""
+    kinds = _types_of(of)
+    named = [(name, kinds[name], given[name]) for name in kinds if name in given]
+    return [f"{name} is {value!r:.40}" for name, kind, value in named if not fits(value, kind)]
+
+
 def _choices_of(kind: Any, field: dataclasses.Field) -> Collection[Any]:
     """The allowed values of a choice; empty for other knobs."""
     return field.metadata["names"] or (typing.get_args(kind) if typing.get_origin(kind) is Literal else ())

@@ -174,7 +174,7 @@ def load(runtime: Runtime, chunks: Chunks, optimizer: FlatOptimizer) -> tuple[Tr
         print_rank_0(f"WARNING: {chosen.warning}")
 
     def load_one(checkpoint: Checkpoint) -> tuple[TrainState, dict[str, Any] | None]:
-        with checks.reading_state(f"{chosen.flag} {chosen.root}"):
+        with checks.naming(f"{chosen.flag} {chosen.root}"):
             return _load_one(runtime, chunks, optimizer, checkpoint, chosen)
 
     owns_root = config.load is not None and loads_what_it_saves(config)
@@ -199,7 +199,7 @@ def _load_copy(
         checkpoint = copies.open_copy(config, copy, world, device)
     if checkpoint is None:
         return None
-    refused = checks.reading_state(f"{start.flag} {start.root}")
+    refused = checks.naming(f"{start.flag} {start.root}")
     with copies.without_copy(copy, instead, world, device, may_end=chosen is not None), refused:
         loaded = _load_one(runtime, chunks, optimizer, checkpoint, start)
     return loaded
@@ -279,7 +279,9 @@ def read_tensors(
     masters = {name: tensor for name, tensor in state.items() if name.startswith(_MASTER)}
     # Asked of all ranks: a rank's part of a local copy has no master if the rank owns no element, and the ranks must read alike.
     has_masters = any(name.startswith(_MASTER) for name in checkpoint.names)
-    saves_masters = bool(comm.all_reduce(torch.tensor([has_masters], dtype=torch.int32, device=device), world, "max").item())
+    saves_masters = bool(
+        comm.all_reduce(torch.tensor([has_masters], dtype=torch.int32, device=device), world, "max").item()
+    )
     if goes_on and saves_masters and not masters:  # resumed in full precision: the masters become the weights
         names = {name: name.replace("model/", _MASTER, 1) for name in model}
         # What was not trained has no master.

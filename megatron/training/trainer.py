@@ -18,7 +18,13 @@ from megatron.core import comm, parallel_state, whereabouts
 from megatron.core.compiling.compiler import news_of_compiling, news_of_layers
 from megatron.core.datasets.batches import loader
 from megatron.core.distributed.traffic import traffic_line
-from megatron.core.optimizer.lr_schedule import AnySchedule, differences, learning_rate_schedule, schedule_in_force
+from megatron.core.optimizer.lr_schedule import (
+    AnySchedule,
+    differences,
+    learning_rate_schedule,
+    read_schedule,
+    schedule_in_force,
+)
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.pipeline_parallel.loss import ForwardStep, keep_reports
 from megatron.training import checkpointing
@@ -33,7 +39,6 @@ from megatron.training.initialize import as_settings_problem, available_cores
 from megatron.training.memory.dry_run import Job
 from megatron.training.memory.timeline import Forecast
 from megatron.training.memory.watch import MemoryWatch
-from megatron.training.resume.checks import reading_state
 from megatron.training.resume.save_folder import prepare_folder, prepare_hf_folder, warn_of_other_checkpoints
 from megatron.training.resume.saves import Saves
 from megatron.training.resume.start import where_to_go_on
@@ -102,10 +107,9 @@ class Trainer:
             self.train_iters = length.train_iters or done.iteration + self.batch_sizes.steps(
                 done.consumed_train_samples, length.train_samples
             )
-            with reading_state(""):
-                self._set_schedules()
-                self.guard = Guard(runtime, self.pipeline, self.model, self.optimizer, self.state)
-                self.log = self._build_log(log_state)
+            self._set_schedules()
+            self.guard = Guard(runtime, self.pipeline, self.model, self.optimizer, self.state)
+            self.log = self._build_log(log_state)
         self.datasets = self._build_datasets(datasets_provider)
         with comm.together(self.mesh["world"], self.device), as_settings_problem():
             self.watch = Watch(runtime, self.pipeline, self.model, self.state)
@@ -149,7 +153,7 @@ class Trainer:
             # Without its optimizer state a run has a schedule of its own, unless it asks for the checkpoint's.
             compared = saved.get(name) if config.checkpoint.load_optim or asks else None
             plan = schedule_in_force(mine, compared, config.learning_rate, what=what, samples=samples)
-            if name in saved and (differ := differences(type(plan)(**saved[name]), plan)):
+            if name in saved and (differ := differences(read_schedule(type(plan), saved[name], what=what), plan)):
                 told = "; ".join(differ.values())
                 print_rank_0(
                     f"the {what} follows this run's settings, not those of the checkpoint (in samples: {told})"

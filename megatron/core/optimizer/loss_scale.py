@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.config import Count, FlagConfig, NotNegative, Positive, flag_of, knob
+from megatron.core.config import Count, FlagConfig, NotNegative, Positive, fits, flag_of, knob
 
 GROWTH, BACKOFF = 2.0, 0.5  # powers of two, so that scaling rounds nothing
 
@@ -99,6 +99,17 @@ class DynamicGradScaler:
 
 
 GradScaler = ConstantGradScaler | DynamicGradScaler
+
+
+def problems_of_scaler(state: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with a saved state, which may come from anywhere."""
+    if "scale" not in state:
+        return
+    if not (fits(state["scale"], float) and state["scale"] > 0):
+        yield f"grad_scaler/scale is {state['scale']!r:.40}, not a number above 0"
+    for name in ("growth_tracker", "hysteresis_tracker"):
+        if not fits(state.get(name), int):
+            yield f"grad_scaler/{name} is {state.get(name)!r:.40}, not a whole number"
 
 
 def make_grad_scaler(config: LossScaleConfig, *, fp16: bool) -> GradScaler | None:

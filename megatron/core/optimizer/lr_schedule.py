@@ -10,10 +10,20 @@ record of numbers: a checkpoint holds it, and a resumed run compares it with its
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, Literal, TypeVar
 
-from megatron.core.config import ConfigError, Count, FlagConfig, NotNegative, Positive, Share, WholeNumber, knob
+from megatron.core.config import (
+    ConfigError,
+    Count,
+    FlagConfig,
+    NotNegative,
+    Positive,
+    Share,
+    WholeNumber,
+    knob,
+    misfits,
+)
 
 DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
 WsdStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
@@ -144,6 +154,15 @@ class LearningRateSchedule:
         of_all = max(2.0, self.warmup / self.warmup_unit)
         return rise * min(1.0, math.log(1 + samples / self.warmup_unit) / math.log(of_all))
 
+    def problems(self) -> Iterator[str]:
+        """Values for which `at` has no result; one of `learning_rate_schedule` has none."""
+        if self.warmup < 0 or self.warmup_unit < 1:
+            yield f"warmup {self.warmup}, warmup_unit {self.warmup_unit}"
+        if self.style != "constant" and self.decay <= self.warmup:
+            yield f"warmup {self.warmup}, decay {self.decay}"
+        if self.style == "WSD" and not 0 < (self.wsd_decay or 0) <= self.decay:
+            yield f"wsd_decay {self.wsd_decay}, decay {self.decay}"
+
     @property
     def ignored(self) -> set[str]:
         """The fields that this style does not read."""
@@ -220,12 +239,32 @@ class WeightDecaySchedule:
             share = _FALLS["cosine"](1.0 - share)
         return self.start + share * (self.end - self.start)
 
+    def problems(self) -> Iterator[str]:
+        """Values for which `at` has no result."""
+        if self.style != "constant" and self.samples < 1:
+            yield f"samples {self.samples}"
+
     @property
     def ignored(self) -> set[str]:
         return {"samples"} if self.style == "constant" else set()
 
 
 AnySchedule = TypeVar("AnySchedule", LearningRateSchedule, WeightDecaySchedule)
+
+
+def read_schedule(kind: type[AnySchedule], saved: Mapping[str, Any], *, what: str) -> AnySchedule:
+    """The schedule that was saved as `asdict` gives it. Raises ConfigError for what no run has saved: a checkpoint may come from
+    anywhere. what: names the schedule in the message."""
+    needed = [f.name for f in fields(kind) if f.default is MISSING]
+    wrong = [f"{name} is missing" for name in needed if name not in saved]
+    wrong += [f"{name} is unknown" for name in saved if name not in {f.name for f in fields(kind)}]
+    wrong += misfits(kind, saved)
+    schedule = None if wrong else kind(**saved)
+    if schedule is not None:
+        wrong = list(schedule.problems())
+    if wrong:
+        raise ConfigError(f"the checkpoint's {what} schedule is none that a run has written: {'; '.join(wrong)}")
+    return schedule
 
 
 def schedule_in_force(
@@ -238,7 +277,7 @@ def schedule_in_force(
     """
     if saved is None or config.override_opt_param_scheduler:
         return mine
-    theirs = type(mine)(**saved)
+    theirs = read_schedule(type(mine), saved, what=what)
     if config.use_checkpoint_opt_param_scheduler:
         return theirs
     if differ := differences(theirs, mine):

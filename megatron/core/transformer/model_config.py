@@ -168,7 +168,7 @@ def by_layer(name: str, value: Any, layers: Any) -> Any:
     marked = _PATTERNS.get(name)
     if marked is None or not isinstance(value, str):
         return value
-    if value.isdecimal() and isinstance(layers, int) and int(value) > 0 and layers <= LONGEST:
+    if value.isdecimal() and len(value) < 20 and isinstance(layers, int) and int(value) > 0 and layers <= LONGEST:
         has = [marked if is_exception(value, layer, marked=marked) else 1 - marked for layer in range(layers)]
         value = str(has).replace(" ", "")
     return None if value.startswith("[") and str(marked) not in value else value

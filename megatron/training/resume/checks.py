@@ -11,11 +11,12 @@ import torch
 from megatron.core import comm, dropout_masks
 from megatron.core.checkpoint import Checkpoint, CheckpointError, LocalTensor
 from megatron.core.checkpoint.lost import LOST_BUFFERS
-from megatron.core.config import ConfigError, build, flags_of, knobs
+from megatron.core.config import ConfigError, build, flags_of, knobs, misfits
 from megatron.core.grid import Axis
 from megatron.core.interchange.absent import ABSENT_HEADS, ALLOW, advice_of, both_names, heads_in_state, shown_heads
 from megatron.core.interchange.carried import origin_problems
 from megatron.core.open_table import FUNCTIONS
+from megatron.core.optimizer.loss_scale import problems_of_scaler
 from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.training.resume.compared import BY_DATA, BY_TOKENIZER, OF_WIDTHS, Change, Changes, compare, precision_of
 from megatron.training.resume.functions import attention_problem, began_to_restart, optimizer_problem, tokenizer_problem
@@ -78,6 +79,7 @@ def absent_parameters(
     return {f"model/{name}" for name in lacking}
 
 
+_NUMBER = (int, float)
 # The entries of a checkpoint's state that a run reads, and their types. `*`: every entry of that object.
 _NEEDED: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("config", "config/*", "config/optimizer", "config/checkpoint", "train"), (dict,)),
@@ -93,19 +95,26 @@ _OPTIONAL: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("checkpoints", ABSENT_HEADS, LOST_BUFFERS), (list,)),
     FUNCTIONS: (dict,),
     f"{FUNCTIONS}/*": (str,),
+    "train/guard/*/seen": (int,),
+    "train/guard/*/largest": _NUMBER,
     **dict.fromkeys(("dropout_masks", "log/steps", "log/nan_steps", "log/skipped_steps"), (int,)),
     **dict.fromkeys(("global_batch_size", *(f"config/transformer/{name}" for name in OF_WIDTHS)), (int, type(None))),
 }
 
 
 def check_state(state: dict[str, Any], iteration: int, given: str) -> None:
-    """Refuse an invalid state before anything reads it: a manifest may come from anywhere. given: its flag and folder."""
+    """Refuse an invalid state before anything reads it: a manifest may come from anywhere. given: its flag and folder.
+
+    What is read later is checked here, or where it is read: an error of another type is this program's, not the file's.
+    """
     config = state.get("config")
     if not isinstance(config, dict) or "transformer" not in config or "vocab_size" not in state:
         raise ConfigError(f"{given} names no model; it was not written by a pretraining run")
     problems = [problem for where, kinds in (_NEEDED | _OPTIONAL).items() for problem in _misfits(state, where, kinds)]
     saved_before = [] if problems else map(repr, state.get("checkpoints", ()))
     problems += [f"checkpoints holds {text:.40}" for text in saved_before if not re.fullmatch("[0-9]{1,18}", text)]
+    if not problems:
+        problems = [*_problems_of_sums(state["log"] or {}), *problems_of_scaler(state.get("grad_scaler", {}))]
     if not problems and state["train"]["iteration"] != iteration:
         problems = [f"train/iteration is {state['train']['iteration']}, in a checkpoint of iteration {iteration}"]
     problems += origin_problems(state.get("origin"))
@@ -113,38 +122,50 @@ def check_state(state: dict[str, Any], iteration: int, given: str) -> None:
         raise ConfigError([f"{given} holds a state that no run has written: {problem}" for problem in problems])
 
 
-def _misfits(state: dict[str, Any], where: str, kinds: tuple[type, ...]) -> Iterator[str]:
+def _misfits(state: Any, where: str, kinds: tuple[type, ...]) -> Iterator[str]:
     """The problems of the entry `where`: missing, or of another type. If a parent is at fault, only the parent is reported."""
+    found: list[tuple[str, Any]] = [("", state)]
     *parents, last = where.split("/")
     for name in parents:
-        state = state.get(name)
-        if not isinstance(state, dict):
-            return
-    for name in state if last == "*" else (last,):
-        at = "/".join([*parents, name])
-        if name not in state:
-            if where in _NEEDED:
-                yield f"{at} is missing"
-        elif not isinstance(state[name], kinds) or (isinstance(state[name], int) and not 0 <= state[name] < 1 << 63):
-            wanted = {dict: "an object", list: "a list", str: "a text", int: "a number from 0 up", type(None): "null"}
-            yield f"{at} is {state[name]!r:.40}, not {' or '.join(wanted[kind] for kind in kinds)}"
+        found = [(f"{at}{key}/", inner) for at, held in found for key, inner in _entries(held, name)]
+    for at, held in found:
+        if not isinstance(held, dict):
+            continue
+        if where in _NEEDED and last != "*" and last not in held:
+            yield f"{at}{last} is missing"
+        for key, value in _entries(held, last):
+            if not isinstance(value, kinds) or (isinstance(value, int) and not 0 <= value < 1 << 63):
+                wanted = {dict: "an object", list: "a list", str: "a text", int: "a number from 0 up", type(None): "null"}
+                allowed = " or ".join(wanted[kind] for kind in kinds if kind in wanted)
+                yield f"{at}{key} is {value!r:.40}, not {allowed}"
+
+
+def _entries(held: Any, name: str) -> list[tuple[str, Any]]:
+    """The entry of this name, or every entry for `*`; none of what is no object."""
+    if not isinstance(held, dict):
+        return []
+    return list(held.items()) if name == "*" else [(name, held[name])] if name in held else []
+
+
+def _problems_of_sums(log: dict[str, Any]) -> Iterator[str]:
+    """A sum of losses is a number, or one that JSON lacks, as text."""
+    for name, total in log.get("sums", {}).items():
+        if total not in ("nan", "inf", "-inf") and not _is_number(total):
+            yield f"log/sums/{name} is {total!r:.40}, not a number"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, _NUMBER) and not isinstance(value, bool) and abs(value) < 1 << 1000
 
 
 @contextlib.contextmanager
-def reading_state(given: str) -> Iterator[None]:
-    """Turns what a value of another type or range brings about in the block into a ConfigError that names the checkpoint: its
-    state may come from anywhere. given: its flag and folder, which a ConfigError of the block is made to name; "": not."""
+def naming(given: str) -> Iterator[None]:
+    """Makes a ConfigError of the block name the checkpoint. given: its flag and folder. Other errors are not the file's."""
     try:
         yield
     except ConfigError as error:
         problems = [problem if given in problem else f"{given}: {problem}" for problem in error.problems]
         raise ConfigError(problems) from error
-    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise ConfigError(
-            f"{given or 'the checkpoint'} holds a state that no run has written: {error!r:.300}"
-        ) from error
 
 
 def check_same_model(
@@ -261,6 +282,8 @@ def _optimizer_at_fault(config: Config, saved: dict[str, Any]) -> str | None:
     if not saved["checkpoint"].get("save_optim", True):
         return "no optimizer state (saved with --no-save-optim)"
     mine, theirs = config.as_json()["optimizer"], {"optimizer": "adam"} | saved["optimizer"]
+    if wrong := misfits(OptimizerConfig, theirs):
+        raise ConfigError([f"holds a state that no run has written: config/optimizer/{problem}" for problem in wrong])
     if mine["optimizer"] != theirs["optimizer"]:
         return f"the state of --optimizer {theirs['optimizer']}, this run has {mine['optimizer']}"
     before = build(OptimizerConfig, theirs)
