@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config import ConfigError, FlagParser, add_flags, build, flag_of, read_flags
+from megatron.core.errors import is_told_to_user
 
 
 def run_tool(
@@ -32,11 +33,14 @@ def run_tool(
 def exit_status(tool: str, work: Callable[[], None], interrupted: str) -> int:
     """Do `work` and return the exit status: 0 success, 2 an error in the flags, 1 any other error of the user, 130 Ctrl-C.
 
-    An error is one line on stderr. interrupted: printed at Ctrl-C, says which output remains.
+    An error is one line on stderr. interrupted: printed at Ctrl-C, says which output remains. A ValueError that Python or
+    a library raises in our own code is none of the user's, and comes with its traceback.
     """
     try:
         work()
     except (ValueError, OSError, ImportError) as error:
+        if isinstance(error, ValueError) and not is_told_to_user(error):
+            raise
         print(f"{tool}: {'; '.join(_said(error).splitlines())}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:

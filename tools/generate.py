@@ -39,7 +39,7 @@ from megatron.core.config import (
     read_flags,
 )
 from megatron.core.device import Device, DeviceName
-from megatron.core.errors import write_error_file
+from megatron.core.errors import is_told_to_user, write_error_file
 from megatron.core.grid import Axis
 from megatron.core.inference import (
     SamplingConfig,
@@ -377,6 +377,8 @@ def main(arguments: list[str] | None = None) -> int:
         print()
         return 130
     except (ValueError, OSError, ImportError, comm.PeerError) as error:
+        if isinstance(error, ValueError) and not is_told_to_user(error):
+            raise
         told = f"generate: {'; '.join(line.strip() for line in str(error).splitlines())}"
         write_error_file(told)
         if parallel_state.launched_rank() == 0:

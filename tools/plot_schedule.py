@@ -21,6 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.config import ConfigError, FlagConfig, knob
+from megatron.core.errors import is_told_to_user
 from megatron.core.pipeline_parallel.lower import add_reduce, add_transfers
 from megatron.core.pipeline_parallel.plot import chrome_trace, plot_svg, plot_text
 from megatron.core.pipeline_parallel.schedule import Op, Schedule
@@ -148,6 +149,8 @@ def report(config: PlotConfig, name: str) -> Iterator[str]:
     try:
         schedule = make_schedule(name, p, m, v)
     except ValueError as error:
+        if not is_told_to_user(error):
+            raise
         raise ConfigError(_in_flags_of_the_tool(str(error)).splitlines()) from None
     cost, transfer = config.cost, config.transfer_cost
     used = {action.op for actions in schedule for action in actions}

@@ -1,11 +1,34 @@
-"""Error reports: torchrun's error file, and a hint for lengths that differ by sequence parallelism."""
+"""Error reports: whose fault an error is, torchrun's error file, and a hint for lengths that differ by sequence parallelism."""
 
 import contextlib
+import dis
 import json
 import os
+import sysconfig
 import time
 
 _LONGEST = 20_000  # characters: torchrun prints all of them
+
+
+_RAISE = dis.opmap["RAISE_VARARGS"]
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def is_told_to_user(error: ValueError) -> bool:
+    """Whether a `raise` of this project or of a script made this error, as it does for what a user gave.
+
+    Python and libraries raise ValueError too, for `a, b = [1]` or `max([])`. In the middle of our own code that is a bug,
+    and must be shown with its traceback. Code that reads a user's file catches it there, and raises one that names the file.
+    """
+    traceback = error.__traceback__
+    if traceback is None:  # made, and never raised
+        return True
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    frame = traceback.tb_frame
+    is_ours = str(frame.f_globals.get("__name__")).split(".")[0] == __name__.split(".")[0]
+    is_of_library = frame.f_code.co_filename.startswith(_LIBRARIES) and not is_ours
+    return frame.f_code.co_code[traceback.tb_lasti] == _RAISE and not is_of_library
 
 
 def write_error_file(text: str, *, follows: bool = False) -> None:

@@ -1,11 +1,12 @@
 """The schedule that a file's `scheduler` section asks for."""
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.core.config import ConfigError
+from megatron.core.config import ConfigError, fits
 from megatron.core.optimizer.group_schedule import GroupSchedule
-from megatron.core.optimizer.step_schedules import STEP_SCHEDULES
+from megatron.core.optimizer.step_schedules import STEP_SCHEDULES, Rates
 
 
 def make_schedule(asked: Mapping[str, Any], optimizer: Any) -> GroupSchedule:
@@ -16,9 +17,19 @@ def make_schedule(asked: Mapping[str, Any], optimizer: Any) -> GroupSchedule:
         raise ConfigError(
             f"ds_config: scheduler {kind!r} is not supported; use {known}, or pass lr_scheduler= to initialize()"
         )
-    if texts := [f"{name} = {x!r}" for name, x in params.items() if isinstance(x, str) and name != "warmup_type"]:
-        raise ConfigError(f"ds_config: scheduler {kind}: {', '.join(texts)} must be a number")
+    takes = inspect.signature(STEP_SCHEDULES[kind])
     try:
-        return STEP_SCHEDULES[kind](optimizer, **params)
+        takes.bind(optimizer, **params)
     except TypeError as error:
-        raise ConfigError(f"ds_config: scheduler: {error}") from error
+        raise ConfigError(f"ds_config: scheduler {kind}: {error}") from error
+    if wrong := [f"{name} = {x!r:.60}" for name, x in params.items() if not _can_be(x, takes.parameters[name])]:
+        raise ConfigError(f"ds_config: scheduler {kind}: {', '.join(wrong)} must be a number")
+    return STEP_SCHEDULES[kind](optimizer, **params)
+
+
+def _can_be(value: Any, parameter: inspect.Parameter) -> bool:
+    """Whether a schedule computes with this value of the file: a number, or one for each group where it takes several."""
+    if parameter.annotation is str or (value is None and parameter.default is None):
+        return True
+    is_one = isinstance(value, bool) or fits(value, float)
+    return is_one or (parameter.annotation == Rates and fits(value, list[float]))

@@ -20,7 +20,7 @@ from megatron.core.datasets.fim import FillInTheMiddle
 from megatron.core.datasets.identity import data_sha256
 from megatron.core.datasets.known_ids import table_note, table_problem, within_table
 from megatron.core.device import Device, DeviceConfig
-from megatron.core.errors import write_error_file
+from megatron.core.errors import is_told_to_user, write_error_file
 from megatron.core.grid import ORDER, Axis
 from megatron.core.job.launch import Launch, discover, threads_per_rank
 from megatron.core.mesh import Mesh
@@ -340,12 +340,19 @@ def available_cores() -> tuple[int, bool]:
 
 @contextlib.contextmanager
 def as_settings_problem() -> Iterator[None]:
-    """Turn ValueError and OSError, raised for files that the user named, into ConfigError: reported once, without traceback."""
+    """Turn ValueError and OSError, raised for files that the user named, into ConfigError: reported once, without traceback.
+
+    A ValueError that Python or a library raises in our own code is none of the user's, and keeps its traceback.
+    """
     try:
         yield
     except ConfigError:
         raise
-    except (ValueError, OSError) as error:
+    except ValueError as error:
+        if not is_told_to_user(error):
+            raise
+        raise ConfigError(str(error)) from error
+    except OSError as error:
         raise ConfigError(str(error)) from error
 
 

@@ -314,7 +314,7 @@ def one_action_moves(p: int, m: int, v: int):
         (lambda p, m, v: parse("F0.0 F1.0 F2.0 \n F3.0"), "rank 0 has stages [0, 1], 1 of 2 rank 1 []"),
         (lambda p, m, v: [], "0 ranks 2"),
         (lambda p, m, v: None, "NoneType a list of Actions"),
-        (lambda p, m, v: [[1], [2]], "stage a list of Actions"),
+        (lambda p, m, v: [[1], [2]], "rank 0 1 int a list of Actions"),
         (one_stage_moves, "[1, 0] with 8 microbatches, on [0, 1] with 4"),
     ],
 )

@@ -13,7 +13,7 @@ from megatron.core.tokenizers import build_tokenizer
 from megatron.core.tokenizers.tokenizer_config import NO_TOKENIZER
 from megatron.core.weight_grads import WeightGradStore
 from megatron.training.command_line import ArgumentsError, parse_args
-from megatron.training.initialize import collected
+from megatron.training.initialize import as_settings_problem, collected
 from megatron.training.memory.dry_run import Job, mesh_of
 from megatron.training.resume.hf_config import hf_config_problems
 from megatron.training.runtime import Runtime
@@ -70,10 +70,8 @@ def read(words: Sequence[str]) -> Read:
     problems = _problems_of(config, args.world_size)
     if problems := problems + hf_config_problems(config, script.rules) + script.rules.problems(config, None):
         raise _refused(problems)
-    try:
+    with as_settings_problem():
         tokenizer = None if config.tokenizer.tokenizer_type is None else build_tokenizer(config.tokenizer)
-    except (ValueError, OSError) as error:
-        raise ConfigError(str(error)) from error
     way = config.transformer.cpu_half_products
     products = Products.all(way) if way in WAYS else NATIVE  # by the flags, not by a trial on this CPU
     mesh, keys = mesh_of(config, args.world_size, 0), DropoutKeys(1)

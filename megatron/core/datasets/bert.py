@@ -16,6 +16,7 @@ from megatron.core.datasets.padding import id_of, pad_is_text
 from megatron.core.datasets.sample_map import SampleRequest
 from megatron.core.datasets.sentence_samples import SentenceSamples, problems_of_flags_of_gpt
 from megatron.core.datasets.split_plan import Building, Part, build_datasets, size_problems
+from megatron.core.errors import is_told_to_user
 
 _SPECIAL = 3  # tokens of a sample that are not text: [CLS], and [SEP] after each part
 
@@ -88,6 +89,8 @@ def bert_problems(config: DataConfig, masking: MaskedDataConfig, tokenizer: Any 
         try:
             _pieces_of(tokenizer, made_up=config.mock_data)
         except ValueError as error:
+            if not is_told_to_user(error):
+                raise
             problems.append(str(error))
     return problems
 

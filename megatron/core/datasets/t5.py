@@ -16,6 +16,7 @@ from megatron.core.datasets.padding import id_of, pad_is_text
 from megatron.core.datasets.sample_map import SampleRequest
 from megatron.core.datasets.sentence_samples import SentenceSamples, problems_of_flags_of_gpt
 from megatron.core.datasets.split_plan import Building, Part, build_datasets, size_problems
+from megatron.core.errors import is_told_to_user
 
 _SPECIAL = 2  # tokens of --seq-length that Megatron leaves to special ones
 _LONGEST_SPAN = 10  # words
@@ -92,6 +93,8 @@ def t5_problems(config: DataConfig, masking: MaskedDataConfig, tokenizer: Any | 
         try:
             _pieces_of(tokenizer, config, masking)
         except ValueError as error:
+            if not is_told_to_user(error):
+                raise
             problems.append(str(error))
     return problems
 

@@ -72,9 +72,11 @@ def _numbers(what: str, value: Any, device: torch.device) -> Tensor:
     if isinstance(value, int | float):  # filled on the device: a copy from the host would synchronize
         return torch.full((1,), value, dtype=torch.float64, device=device)
     try:
-        return torch.as_tensor(value).detach().double().reshape(-1).to(device)
+        given = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"{what} must be a number or a tensor, not {type(value).__name__}") from None
+    # Outside the block: a device that fails is not the script's fault.
+    return given.detach().double().reshape(-1).to(device)
 
 
 def _pair(value: Any, device: torch.device) -> Tensor:

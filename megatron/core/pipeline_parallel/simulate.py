@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+from megatron.core.errors import is_told_to_user
 from megatron.core.pipeline_parallel.schedule import Action, Op, Schedule, count_stages, dependencies
 from megatron.core.pipeline_parallel.table import make_step
 
@@ -21,6 +22,8 @@ def make_schedule(name: str, p: int, m: int, v: int = 1) -> Schedule:
     try:
         simulate(schedule)
     except ValueError as error:
+        if not is_told_to_user(error):
+            raise
         raise ValueError(f"{name}: {error}") from None
     return schedule
 

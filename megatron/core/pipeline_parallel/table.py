@@ -2,9 +2,10 @@
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import product
+from typing import Any
 
 from megatron.core.open_table import Table
 from megatron.core.pipeline_parallel.schedule import (
@@ -52,18 +53,30 @@ def make_step(name: str, p: int, m: int, v: int = 1) -> Schedule:
 
     A script may add schedules. Without the check, a missing backward would silently drop gradients.
     """
-    schedule = SCHEDULES[name](p, m, v)
-    try:
-        problems = problems_of(schedule, p, m, v)
-        if not problems and (found := stages_in(schedule)) != (stages := stages_in(SCHEDULES[name](p, 2 * p, v))):
-            places = f"{[*found.ranks]} with {m} microbatches, on {[*stages.ranks]} with {2 * p}"
-            problems = [f"its stages are on ranks {places}; they must not move"]
-    except (TypeError, AttributeError) as error:
-        problems = [f"{error}; it must return a list of Actions for each rank"]
+    schedule, longer = SCHEDULES[name](p, m, v), SCHEDULES[name](p, 2 * p, v)
+    problems = [*_problems_of_type(schedule), *_problems_of_type(longer)][:1] or problems_of(schedule, p, m, v)
+    if not problems and (found := stages_in(schedule)) != (stages := stages_in(longer)):
+        places = f"{[*found.ranks]} with {m} microbatches, on {[*stages.ranks]} with {2 * p}"
+        problems = [f"its stages are on ranks {places}; they must not move"]
     if problems:
         more = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise ValueError(f"{name}: {'; '.join(problems[:3])}{more}; fix SCHEDULES[{name!r}]")
     return schedule
+
+
+def _problems_of_type(schedule: Any) -> Iterator[str]:
+    """What a function of SCHEDULES returned in place of a list of Actions for each rank."""
+    wanted = "it must return a list of Actions for each rank"
+    if not isinstance(schedule, Sequence):
+        yield f"it returned a {type(schedule).__name__}; {wanted}"
+        return
+    for rank, actions in enumerate(schedule):
+        if not isinstance(actions, Sequence):
+            yield f"for rank {rank} it returned a {type(actions).__name__}; {wanted}"
+            return
+        if (strange := next((x for x in actions if not isinstance(x, Action)), None)) is not None:
+            yield f"for rank {rank} it returned {strange!r:.40}, a {type(strange).__name__}, among the actions; {wanted}"
+            return
 
 
 def default_chunks(name: str | None) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron.core.checkpoint.format import iteration_of
 from megatron.core.config import ConfigError, flag_of, flags_of, knobs
+from megatron.core.errors import is_told_to_user
 from megatron.core.optimizer.lr_schedule import RunLength, learning_rate_schedule
 from megatron.core.pipeline_parallel.simulate import make_schedule
 from megatron.core.pipeline_parallel.table import SCHEDULES
@@ -226,6 +227,8 @@ def _layer_problems(config: Config) -> Iterator[str]:
     try:
         largest = max(map(len, config.layer_split))
     except ValueError as error:
+        if not is_told_to_user(error):
+            raise
         yield from str(error).split("\n")
         return
     model = config.transformer
@@ -252,7 +255,9 @@ def _batch_problems(config: Config, world_size: int) -> list[str]:
         return error.problems
     try:
         chunks = config.stages.chunks
-    except ValueError:
+    except ValueError as error:
+        if not is_told_to_user(error):
+            raise
         return []  # reported by `_layer_problems`
     if chunks > 1 and stages == 1:
         return [f"{chunks} chunks per rank ({config.schedule_name}): raise --pipeline-model-parallel-size to 2 or more"]
@@ -283,6 +288,8 @@ def _batch_problems(config: Config, world_size: int) -> list[str]:
             else:
                 SCHEDULES[config.schedule_name](stages, microbatches, chunks)
         except ValueError as error:
+            if not is_told_to_user(error):
+                raise
             where = f"steps of {size} samples: " if len(sizes) > 1 else ""
             return [where + problem for problem in str(error).split("\n")]
     return []
