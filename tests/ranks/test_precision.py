@@ -369,6 +369,34 @@ def test_another_optimizers_state_is_refused(tmp_path):
             check_same_optimizer(mine, {"config": theirs})
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "lacking"),
+    [
+        ({}, {"muon_scalar_optimizer": "sgd"}, "holds no momentum_buffer (--muon-scalar-optimizer was adam)"),
+        (
+            {"muon_scalar_optimizer": "sgd", "sgd_momentum": 0.0},
+            {"muon_scalar_optimizer": "sgd"},
+            "holds no momentum_buffer (--sgd-momentum was 0.0)",
+        ),
+        ({"muon_scalar_optimizer": "sgd"}, {}, "holds no exp_avg, exp_avg_sq (--muon-scalar-optimizer was sgd)"),
+        ({"muon_scalar_optimizer": "sgd"}, {"muon_scalar_optimizer": "sgd", "sgd_momentum": 0.0}, None),
+        ({}, {"muon_scalar_optimizer": "adam-l2"}, None),
+    ],
+    ids=str,
+)
+def test_what_another_optimizer_beside_muon_lacks_is_named(before: dict, now: dict, lacking: str | None, tmp_path):
+    """Muon's momentum is of matrices alone: under the same name sgd keeps one of the other parameters."""
+    (mesh,) = run_ranks({}, lambda mesh: mesh)
+    run = runtime_for(mesh, FP32, tmp_path, BATCH, OptimizerConfig(optimizer="muon", **before))
+    saved = run.config.as_json()
+    run.config = replace(run.config, optimizer=OptimizerConfig(optimizer="muon", **now))
+    if lacking is None:
+        check_same_optimizer(run, {"config": saved})
+        return
+    with pytest.raises(ConfigError, match=re.escape(lacking)):
+        check_same_optimizer(run, {"config": saved})
+
+
 def test_the_log_counts_skipped_steps_and_leaves_out_their_losses():
     log = TrainingLog(train_iters=10, log_interval=3)
     log.add({"lm loss": 2.0})

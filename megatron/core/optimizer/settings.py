@@ -165,6 +165,11 @@ class OptimizerConfig(MuonConfig):
     @property
     def moments(self) -> tuple[str, ...]:
         """The states of --optimizer, and of what updates the parameters that it does not, by their names in checkpoints."""
+        return tuple(dict.fromkeys(kind for kinds in self.moments_by_part for kind in kinds))
+
+    @property
+    def moments_by_part(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """`moments` of the parameters that --optimizer updates, and of the others, of which there may be none."""
         rule = self.rule()
         rest = self.rule(rule.others(self)).states(self) if rule.others is not None else ()
-        return tuple(dict.fromkeys((*rule.states(self), *rest)))
+        return rule.states(self), rest

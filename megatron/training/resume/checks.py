@@ -287,7 +287,9 @@ def _optimizer_at_fault(config: Config, saved: dict[str, Any]) -> str | None:
     if mine["optimizer"] != theirs["optimizer"]:
         return f"the state of --optimizer {theirs['optimizer']}, this run has {mine['optimizer']}"
     before = build(OptimizerConfig, theirs)
-    lacking = [kind for kind in config.optimizer.moments if kind not in before.moments]
+    # Part by part: Muon's momentum_buffer is of matrices alone, and sgd beside it has one of the other parameters.
+    parts = zip(config.optimizer.moments_by_part, before.moments_by_part)
+    lacking = list(dict.fromkeys(kind for now, then in parts for kind in now if kind not in then))
     differ = [field for field in knobs(OptimizerConfig) if theirs.get(field.name, mine[field.name]) != mine[field.name]]
     was = ", ".join(f"{flags_of(field)[0]} was {theirs[field.name]}" for field in differ)
     return f"no {', '.join(lacking)} ({was})" if lacking else None
