@@ -64,6 +64,7 @@ ONE_IN = {
     "ranks/test_restarts.py::test_a_half_precision_run_goes_on_from_the_exact_float32_weights": 3,
     "ranks/test_restarts.py::test_the_rate_follows_the_iterations_when_the_batch_changes": 3,
     "ranks/test_restarts.py::test_the_same_command_goes_on_after_a_save_that_did_not_end": 4,
+    "ranks/test_save_matrix.py::test_what_is_saved_is_resumed_to_the_bit_and_resharded": 6,
     "ranks/test_schedules.py::test_validations_come_when_asked": 3,
     "ranks/test_schedules.py::test_what_was_done_is_saved_once": 4,
     "ranks/test_zero.py::test_a_step_sends_what_the_formula_says": 7,
