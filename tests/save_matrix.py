@@ -203,10 +203,10 @@ def crossed_cases() -> tuple[SaveCase, ...]:
         rest = {
             "layout": "dp4",
             "other": tuple(OTHERS)[turn % 4],
-            "model": ("gpt2", "llama")[turn % 2],
+            "model": ("gpt2", "llama")[turn // 3 % 2],
             "precision": ("fp64", "bf16", "fp64", "fp32", "bf16, reuse", "fp16")[turn % 6],
             "offload": DIMENSIONS["offload"][turn % 4],
-            "copy": ("local", "global")[turn % 2],
+            "copy": ("local", "global")[turn // 2 % 2],
         }
         plainer = (rest, rest | {"offload": "none"}, rest | {"offload": "none", "precision": "bf16"})
         simplest = plainer[-1] | {"other": "dp3, stage 1"}
