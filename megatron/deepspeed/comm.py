@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.core import comm
+from megatron.core import comm, outputs
 from megatron.core.current_mesh import get_mesh, model_parallel_is_initialized
 from megatron.core.device import Device
 from megatron.core.grid import Axis
@@ -72,6 +72,7 @@ def init_distributed(
             "init_distributed(): dist_init_required=False, init_method, rank and world_size are for a script that has "
             "initialised torch.distributed, which is adopted, and this one has not; leave them out and start with torchrun"
         )
+    outputs.keep_running(processes.launched_rank())
     atexit.register(processes.stop_distributed)
     if not was_up and not processes.will_join():
         processes.join_alone()

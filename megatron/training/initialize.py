@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import torch
 
-from megatron.core import comm, parallel_state, products, whereabouts
+from megatron.core import comm, outputs, parallel_state, products, whereabouts
 from megatron.core.compiling.compiler import settle_compiling
 from megatron.core.config import ConfigError
 from megatron.core.current_mesh import current
@@ -81,6 +81,7 @@ def initialize_megatron(
     """
     del allow_no_cuda  # Megatron's; the device is --device, or the one that is there
     settings, problem = None, None
+    outputs.keep_running(parallel_state.launched_rank())
     whereabouts.enter("reading settings")
     try:
         settings = read_settings(extra_args_provider, args_defaults, argv, rules)
@@ -432,6 +433,6 @@ def stop_with(error: ConfigError | comm.PeerError) -> NoReturn:
     told = f"cannot start, {len(problems)} problem(s):\n{lines}"
     write_error_file(told)
     if parallel_state.launched_rank() == 0 or not parallel_state.has_joined():  # without a job every process prints
-        print(told, file=sys.stderr, flush=True)
+        outputs.print_stderr(told)
     parallel_state.stop_distributed()
     sys.exit(2)

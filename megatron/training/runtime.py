@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.core import comm, parallel_state
+from megatron.core import comm, outputs, parallel_state
 from megatron.core.config import ConfigError
 from megatron.core.current_mesh import acting_on, current
 from megatron.core.datasets.known_ids import within_table
@@ -211,4 +211,7 @@ def print_rank_last(message: str) -> None:
 
 def _print_line(message: str) -> None:
     """In one write: ranks under a launcher write to one place, where another's line could come before the end of this one."""
-    print(f"{message}\n", end="", flush=True)
+    try:
+        print(f"{message}\n", end="", flush=True)
+    except OSError as error:  # of an object that the script has put in the place of standard output
+        outputs.lose("the log", error)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from megatron.core import comm, parallel_state, whereabouts
+from megatron.core import comm, outputs, parallel_state, whereabouts
 from megatron.core.config import ConfigError
 from megatron.core.enums import ModelType
 from megatron.core.errors import write_error_file
@@ -122,6 +122,7 @@ def run_script(script: Script) -> None:
         return Trainer(runtime, *parts, began, script.non_loss)
 
     rank, ranks = parallel_state.launched_rank(), parallel_state.launched_world_size()
+    outputs.keep_running(rank)
     orphans.end_with_launcher(rank)
     with interrupt.Interrupt(rank) as ctrl_c, hangs.watching(rank, ranks):
         try:
@@ -156,7 +157,7 @@ def _run(
             write_error_file(told or failures.account_of(error))
             if told is None:
                 raise
-            print(told, file=sys.stderr, flush=True)
+            outputs.print_stderr(told)
             sys.exit(failures.code_of(error) if farewell is None else interrupt.CODE)
         code = failures.report(error, farewell)
     finally:

@@ -25,7 +25,6 @@ import resource
 import secrets
 import selectors
 import socket
-import sys
 import threading
 import time
 import weakref
@@ -33,6 +32,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core import outputs
 from megatron.core.errors import write_error_file
 
 SAYS_EVERY = 30.0  # seconds between reports of missing ranks
@@ -193,7 +193,7 @@ class Exchange:
         if self._lost and rank in self._came:
             raise ValueError("of the next attempt: a launcher has started it again before this one has ended")
         if problem := self._problem_of(rank, name, int(message["ranks"])):
-            _say(f"rank 0: {problem}")
+            outputs.print_stderr(f"rank 0: {problem}")
             _send(peer.socket, {"refused": problem})
             return
         peer.rank, peer.name = rank, name
@@ -241,9 +241,9 @@ class Exchange:
 
 def _end_process(why: str) -> None:
     """Ends this process, whose main thread waits in a call that never returns."""
-    _say(why)
+    outputs.print_stderr(why)
     write_error_file(why, follows=True)
-    sys.stdout.flush()
+    outputs.flush()
     os._exit(1)
 
 
@@ -294,7 +294,7 @@ class Line:
         while not (self._complete or self.lost) and (now := time.monotonic()) < deadline:
             if now >= says:
                 says += says_every
-                _say(waiting(self._rank, self._ranks, self.missing(), self._began))
+                outputs.print_stderr(waiting(self._rank, self._ranks, self.missing(), self._began))
             self._wait_for(lambda: self._complete or self.lost, min(says, deadline) - time.monotonic())
         return self._complete and not self.lost
 
@@ -404,10 +404,6 @@ def _send(line: socket.socket, message: dict[str, Any]) -> None:
     """Sends a message; a closed line is noticed by its reader."""
     with contextlib.suppress(OSError):
         line.sendall(json.dumps(message).encode() + b"\n")
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _allow_open_files(number: int) -> None:

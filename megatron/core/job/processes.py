@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 # Imported before a process group exists: imported later (torch.optim does), its functions take the group as a default argument,
 # which keeps its threads alive after destroy_process_group. Seen in torch 2.13.
-from megatron.core import whereabouts
+from megatron.core import outputs, whereabouts
 from megatron.core.comm import Ledger, LostPeerError, StoreGroup, TorchGroup, broadcast_text
 from megatron.core.config import ConfigError
 from megatron.core.current_mesh import mesh_of_process, set_mesh_of_process
@@ -101,7 +101,7 @@ def _meet(launch: Launch, timeout: datetime.timedelta) -> dist.Store:
                 raise ConnectionRefusedError("torchrun's agent, which keeps the store, has ended")
             if now > says:
                 says += SAYS_EVERY
-                print(waiting(launch.rank, launch.world_size, listed([0]), began), file=sys.stderr, flush=True)
+                outputs.print_stderr(waiting(launch.rank, launch.world_size, listed([0]), began))
             time.sleep(0.05 if now < began + 5 else 0.5)
 
     if not keeps_store:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.core import whereabouts
+from megatron.core import outputs, whereabouts
 from megatron.core.errors import write_error_file
 from megatron.core.whereabouts import Place, Whereabouts, read_place
 from megatron.training.ending import run_folder
@@ -42,8 +42,7 @@ _OF_TIMEOUT = 0.9  # share of --distributed-timeout-minutes: after it the back e
 
 
 def _end_process(code: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    outputs.flush()
     os._exit(code)
 
 
@@ -195,7 +194,7 @@ class HangWatch:
         said = self._folder / "slow"
         if verdict.hung and not (said.exists() and time.time() - said.stat().st_mtime < max(self._floor, _SAYS_EVERY)):
             said.touch()
-            print(f"rank {self._rank} waits: {verdict.headline}", file=sys.stderr, flush=True)
+            outputs.print_stderr(f"rank {self._rank} waits: {verdict.headline}")
 
     def _stack_of(self, place: Place) -> str:
         """What the process writes when asked, within half a second."""
@@ -211,7 +210,7 @@ class HangWatch:
         return path.read_text(errors="replace")
 
     def _pronounce(self, verdict: Verdict, account: str, seen: list[Seen]) -> None:
-        print(account, file=sys.stderr, flush=True)
+        outputs.print_stderr(account)
         write_error_file(account)
         content = {"headline": verdict.headline, "account": account}
         partial = self._folder / "verdict.partial"
@@ -223,7 +222,7 @@ class HangWatch:
             time.sleep(0.02)
         unheard = [one for one in seen if one.rank != self._rank and not self._path("seen", one.rank).exists()]
         for one in (killed := [one for one in unheard if kill(one.place.pid, one.place.started)]):
-            print(f"killed {one.name}, which does not answer", file=sys.stderr, flush=True)
+            outputs.print_stderr(f"killed {one.name}, which does not answer")
         # The last to leave removes the files of dead processes alone.
         wait_for_ends([(one.place.pid, one.place.started) for one in killed])
         (self._folder / "go").touch()
@@ -233,7 +232,7 @@ class HangWatch:
 
     def _obey(self) -> None:
         content = json.loads((self._folder / "verdict").read_text())
-        print(f"rank {self._rank}: stopping, because {content['headline']}", file=sys.stderr, flush=True)
+        outputs.print_stderr(f"rank {self._rank}: stopping, because {content['headline']}")
         write_error_file(content["account"], follows=True)
         self._path("seen").touch()
         deadline = time.monotonic() + 5.0

@@ -13,6 +13,8 @@ import signal
 import threading
 import time
 
+from megatron.core import outputs
+
 CODE = 130  # exit code after SIGINT, as in shells: 128 + 2
 _ONE_PRESS = 1.0  # seconds within which signals count once
 _PATIENCE = 5.0  # seconds that the run has to react to the first signal
@@ -82,7 +84,7 @@ class Interrupt:
                     self._end("once more")
 
     def _end(self, why: str) -> None:
-        os.write(2, f"rank {self._rank}: interrupted, {why}: ended at once\n".encode())
+        outputs.write_now(f"rank {self._rank}: interrupted, {why}: ended at once\n")
         os._exit(CODE)
 
 

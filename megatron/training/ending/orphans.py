@@ -6,14 +6,13 @@ Slurm, MPI and DeepSpeed's launcher end their ranks themselves, or are ended wit
 module is imported finds that the launcher's store is gone (`core/job/processes.py`).
 """
 
-import contextlib
 import os
 import select
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from megatron.core import outputs
 from megatron.core.errors import write_error_file
 from megatron.training.ending import hangs
 
@@ -46,8 +45,7 @@ def _parent_of(pid: int) -> int:
 
 
 def _end_process(why: str) -> None:
-    with contextlib.suppress(OSError):  # what it prints to may have ended too
-        print(why, file=sys.stderr, flush=True)
+    outputs.print_stderr(why)  # what it prints to may have ended too
     write_error_file(why)
     hangs.stop_watching()
     os._exit(1)

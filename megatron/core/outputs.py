@@ -1,0 +1,213 @@
+"""A process goes on when an output of it cannot be written any more, and says so in the others. Pure.
+
+    keep_running(rank)     from now on a write to standard output or standard error raises nothing
+    print_stderr(text)     print on standard error, for threads and exits that must go on whatever becomes of the text
+    lose(output, why)      of any other output: say it once, and remember it for those that read `losses`
+
+What a standard stream leads to decides what follows a failed write:
+
+    a pipe, a terminal, nothing     its reader is gone for good: the descriptor leads to /dev/null from now on, so that
+                                    neither libraries in C nor child processes meet the error again
+    a file                          the disk may have space again: each write is tried, and the first that works says how
+                                    many bytes are missing before it
+
+A failed write says so by a bare system call on the other stream: the failed one's lock is held here, and a thread that
+fails on the other at the same moment holds that one's.
+"""
+
+import contextlib
+import io
+import os
+import select
+import stat
+import sys
+from typing import Any, NamedTuple
+
+_HANDLES = {"stdout": 1, "stderr": 2}
+_NAMES = {"stdout": "standard output", "stderr": "standard error"}
+
+
+class Loss(NamedTuple):
+    """An output that failed. why: the system's reason."""
+
+    output: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.output} cannot be written ({self.why}); the run goes on without it"
+
+
+losses: list[Loss] = []  # of this process, in order; each output once
+_streams: dict[str, "StandardStream"] = {}  # stdout and stderr, once `keep_running` has taken them
+_rank = 0
+
+
+class StandardStream(io.RawIOBase):
+    """The descriptor of standard output or standard error, whose writes never fail."""
+
+    def __init__(self, name: str, handle: int, *, is_closed: bool = False):
+        super().__init__()
+        self.name = f"<{name}>"
+        self._what, self._handle = _NAMES[name], handle
+        self._is_gone = is_closed
+        self._missing = 0  # bytes lost since the last write that worked
+        self._why = ""
+        self._in_line = False  # whether the file ends in the middle of a line
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._handle
+
+    def isatty(self) -> bool:
+        return not self._is_gone and os.isatty(self._handle)
+
+    def write(self, data: Any) -> int:
+        """Write all of `data`, or lose it."""
+        content = bytes(data)
+        if self._is_gone:
+            return len(content)
+        try:
+            self._note_what_is_missing()
+        except OSError as error:
+            self._fail(error, len(content))
+            return len(content)
+        left = memoryview(content)
+        try:
+            while left:
+                left = left[self._write_some(left) :]
+        except OSError as error:
+            self._fail(error, len(left))
+        return len(content)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nothing that is written here arrives, or has arrived lately."""
+        return self._is_gone or self._missing > 0
+
+    def _write_some(self, data: memoryview) -> int:
+        """One write, which waits where another program has made the descriptor non-blocking."""
+        while True:
+            try:
+                written = os.write(self._handle, data)
+            except BlockingIOError:
+                select.select([], [self._handle], [])
+                continue
+            self._in_line = data[written - 1] != ord("\n")
+            return written
+
+    def _note_what_is_missing(self) -> None:
+        if not self._missing:
+            return
+        start = "\n" if self._in_line else ""
+        left = memoryview(f"{start}[{self._missing} bytes are missing here: {self._why}]\n".encode())
+        while left:
+            left = left[self._write_some(left) :]
+        self._missing = 0
+
+    def _fail(self, error: OSError, lost: int) -> None:
+        self._missing += lost
+        self._why = error.strerror or str(error)
+        if not _is_file(self._handle):
+            self._is_gone = True
+            _lead_nowhere(self._handle)
+        lose(self._what, self._why)
+
+
+def _is_file(handle: int) -> bool:
+    try:
+        return stat.S_ISREG(os.fstat(handle).st_mode)
+    except OSError:  # closed
+        return False
+
+
+def _lead_nowhere(handle: int) -> None:
+    with contextlib.suppress(OSError):  # no descriptor is left for /dev/null
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        if nowhere != handle:
+            os.dup2(nowhere, handle)
+            os.close(nowhere)
+        os.set_inheritable(handle, True)
+
+
+def keep_running(rank: int = 0) -> None:
+    """From now on neither standard stream ends this process. A stream that a script or a test has put in the place of one stays.
+
+    rank: named in messages. A second call changes only that. A stream that was closed at the start (`>&-`) leads nowhere
+    from now on: a checkpoint would be the next file to get its descriptor, and libraries in C write there.
+    """
+    global _rank
+    _rank = rank
+    for name, handle in _HANDLES.items():
+        stream = getattr(sys, name)
+        if stream is None:
+            if not _is_open(handle):
+                _lead_nowhere(handle)
+            _streams[name] = StandardStream(name, handle, is_closed=True)
+            text = _as_text(_streams[name], "utf-8", "backslashreplace", line_buffering=True)
+        elif name not in _streams and isinstance(stream, io.TextIOWrapper) and stream is getattr(sys, f"__{name}__"):
+            _streams[name] = StandardStream(name, handle)
+            with contextlib.suppress(OSError, ValueError):  # the new stream meets the same error
+                stream.flush()
+            # A letter that the encoding lacks ends no run either: it is escaped, as Python does on standard error.
+            errors = "backslashreplace" if stream.errors == "strict" else stream.errors
+            as_before = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
+            text = _as_text(_streams[name], stream.encoding, errors, **as_before)
+        else:
+            continue
+        setattr(sys, name, text)
+
+
+def _as_text(stream: StandardStream, encoding: str, errors: str | None, **buffering: bool) -> io.TextIOWrapper:
+    """As Python makes its own streams."""
+    return io.TextIOWrapper(io.BufferedWriter(stream), encoding, errors, **buffering)  # type: ignore[arg-type]
+
+
+def _is_open(handle: int) -> bool:
+    try:
+        os.fstat(handle)
+    except OSError:
+        return False
+    return True
+
+
+def lose(output: str, why: object) -> None:
+    """An output has failed: say it once, on a standard stream that can be written. Any thread may call, and a signal handler."""
+    if any(loss.output == output for loss in losses):
+        return
+    loss = Loss(output, (isinstance(why, OSError) and why.strerror) or str(why))
+    losses.append(loss)
+    write_now(f"WARNING: rank {_rank}: {loss}\n")
+
+
+def write_now(text: str) -> None:
+    """Write on standard error, or where that is lost on standard output.
+
+    By a system call: a signal may have come while a print was in the middle of its line.
+    """
+    for name in ("stderr", "stdout"):
+        stream = _streams.get(name)
+        if stream is None:
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # taken by a script or a test, or closed
+                print(text, end="", file=getattr(sys, name), flush=True)
+                return
+        elif not stream.is_gone:
+            stream.write(text.encode())
+            if not stream.is_gone:
+                return
+
+
+def print_stderr(text: str) -> None:
+    """Print on standard error, if it can be written. Raises nothing that a lost output raises."""
+    if sys.stderr is None:  # print would take standard output instead
+        return
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def flush() -> None:
+    """Flush both standard streams, as far as they can be written."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
