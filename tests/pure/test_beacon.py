@@ -1,5 +1,6 @@
 """The files for supervisors, and the line of stragglers."""
 
+import errno
 import json
 import os
 import re
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core import outputs
 from megatron.training.watch.beacon import Beacon, prometheus_text
 from megatron.training.watch.stragglers import straggler_line
 
@@ -63,12 +65,37 @@ def test_numbers_that_are_none_are_written_as_prometheus_writes_them():
     assert text.splitlines()[-2:] == ['megatron_loss{name="a"} NaN', 'megatron_loss{name="b"} +Inf']
 
 
-def test_a_file_that_cannot_be_written_is_said_once_and_ends_nothing(tmp_path):
-    said = []
-    beacon = Beacon(str(tmp_path / "missing" / "file"), None, train_iters=None, tokens_per_sample=1, say=said.append)
-    beacon.saved(1)
-    beacon.saved(2)
-    assert len(said) == 1 and "cannot be written" in said[0]
+def test_files_that_cannot_be_written_are_said_once_each_and_end_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(outputs, "losses", [])
+    missing, full = tmp_path / "missing" / "file", tmp_path / "full"
+    beacon = Beacon(str(missing), str(full), train_iters=None, tokens_per_sample=1)
+
+    def is_full(path: Path, text: str) -> None:
+        path.touch()  # there is room for a name
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    with monkeypatch.context() as disk:
+        disk.setattr(Path, "write_text", is_full)
+        disk.setattr(Path, "touch", lambda path: open(path, "w").close() if path.parent.exists() else None)
+        beacon.saved(1)
+        beacon.saved(2)
+    assert [loss.output for loss in outputs.losses] == [str(missing), str(full)]
+    said = capsys.readouterr().err
+    assert said.count("cannot be written") == 2 and "the run goes on without it" in said
+    assert list(tmp_path.iterdir()) == [], "nothing is left of what could not be written"
+    beacon.saved(3)
+    assert "megatron_last_save_iteration 3\n" in full.read_text(), "the disk has space again"
+
+
+def test_supervisors_read_which_outputs_are_lost(tmp_path):
+    heartbeat, prometheus = tmp_path / "heartbeat.json", tmp_path / "run.prom"
+    beacon = Beacon(str(heartbeat), str(prometheus), train_iters=90, tokens_per_sample=8)
+    beacon.step(4, 16, {})
+    assert "lost_outputs" not in heartbeat.read_text() + prometheus.read_text()
+    beacon.lost("standard output cannot be written (Broken pipe)")  # at once
+    told, text = json.loads(heartbeat.read_text()), prometheus.read_text()
+    assert told["lost_outputs"] == ["standard output cannot be written (Broken pipe)"]
+    assert "megatron_lost_outputs 1\n" in text and all(LINE.fullmatch(line) for line in text.splitlines())
 
 
 def test_the_slowest_and_the_fastest_ranks_are_named():

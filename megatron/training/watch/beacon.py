@@ -1,7 +1,7 @@
 """Two small files for those who supervise a run: a heartbeat in JSON, and numbers for Prometheus' textfile collector. Pure.
 
 Both are replaced whole, at most once a second and at every save, by the rank that logs. A run does not end because they cannot be
-written; it says so once.
+written; it says so once, and tries again. They also say which other outputs of that rank are lost.
 """
 
 import contextlib
@@ -11,8 +11,10 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from megatron.core import outputs
 
 _EVERY = 1.0  # seconds
 _OLD = 10.0  # seconds: a younger file may be being written, on another machine too
@@ -25,6 +27,7 @@ _HELP = {
     "last_save_iteration": "iteration of the last checkpoint that is complete",
     "last_save_timestamp_seconds": "when it was complete",
     "heartbeat_timestamp_seconds": "when these numbers were written",
+    "lost_outputs": "outputs of the run that cannot be written any more",
 }
 
 
@@ -32,23 +35,17 @@ class Beacon:
     """The files of one run. heartbeat, prometheus: their paths, or None."""
 
     def __init__(
-        self,
-        heartbeat: str | None,
-        prometheus: str | None,
-        *,
-        train_iters: int | None,
-        tokens_per_sample: int,
-        say: Callable[[str], None] = print,
+        self, heartbeat: str | None, prometheus: str | None, *, train_iters: int | None, tokens_per_sample: int
     ):
         self._files = {
             Path(path): form for path, form in ((heartbeat, _as_json), (prometheus, prometheus_text)) if path
         }
-        self._tokens_per_sample, self._say = tokens_per_sample, say
+        self._tokens_per_sample = tokens_per_sample
         self._numbers: dict[str, float] = {} if train_iters is None else {"train_iterations": train_iters}
         self._losses: dict[str, float] = {}
         self._at = time.monotonic(), 0, 0  # time, iteration and samples of the numbers before
         self._written = 0.0
-        self._failed = False
+        self._lost: list[str] = []
         for path in self._files:
             _remove_partial(path)
 
@@ -64,6 +61,12 @@ class Beacon:
         self._numbers |= {"last_save_iteration": iteration, "last_save_timestamp_seconds": time.time()}
         self._write()
 
+    def lost(self, text: str) -> None:
+        """An output of the run, in these words, cannot be written any more."""
+        self._lost.append(text)
+        self._numbers |= {"lost_outputs": len(self._lost)}
+        self._write()
+
     def _write(self) -> None:
         now, numbers = time.monotonic(), self._numbers
         iteration, samples = numbers.get("iteration", 0), numbers.get("consumed_samples", 0)
@@ -76,12 +79,12 @@ class Beacon:
         for path, form in self._files.items():
             partial = path.with_name(f".{path.name}.{os.getpid()}")
             try:
-                partial.write_text(form(numbers, self._losses))
+                partial.write_text(form(numbers, self._losses, self._lost))
                 partial.replace(path)
             except OSError as error:
-                if not self._failed:
-                    self._say(f"WARNING: {path} cannot be written ({error}); the run goes on without it")
-                self._failed = True
+                with contextlib.suppress(OSError):  # an empty file of a full disk
+                    partial.unlink()
+                outputs.lose(str(path), error)
 
 
 def _remove_partial(path: Path) -> None:
@@ -92,12 +95,13 @@ def _remove_partial(path: Path) -> None:
                 partial.unlink()
 
 
-def _as_json(numbers: Mapping[str, float], losses: Mapping[str, float]) -> str:
+def _as_json(numbers: Mapping[str, float], losses: Mapping[str, float], lost: Sequence[str]) -> str:
     known = {name: value if math.isfinite(value) else None for name, value in losses.items()}  # JSON has no NaN
-    return json.dumps({"host": socket.gethostname(), "pid": os.getpid(), **numbers, "losses": known}) + "\n"
+    told = {"losses": known} | ({"lost_outputs": list(lost)} if lost else {})  # in words here
+    return json.dumps({"host": socket.gethostname(), "pid": os.getpid(), **numbers, **told}) + "\n"
 
 
-def prometheus_text(numbers: Mapping[str, float], losses: Mapping[str, float]) -> str:
+def prometheus_text(numbers: Mapping[str, float], losses: Mapping[str, float], lost: Sequence[str] = ()) -> str:
     """The numbers in Prometheus' text format (exposition format 0.0.4)."""
     lines = []
     for name, value in numbers.items():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from megatron.core import outputs
 from megatron.core.device import Device
 from megatron.core.mesh import Mesh
 from megatron.training.watch.watch_config import ProfileConfig
@@ -59,11 +60,15 @@ class StepProfiler:
         if self._profile is None:
             return
         self._mesh.ledger.profiled = False
-        self._profile.stop()
-        self._folder.mkdir(parents=True, exist_ok=True)
+        profile, self._profile = self._profile, None
+        profile.stop()
         path = self._folder / f"steps-{self._first}-{self._last}-rank-{self._rank}.json"
-        self._profile.export_chrome_trace(str(path))
-        self._profile = None
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            profile.export_chrome_trace(str(path))
+        except (OSError, RuntimeError) as error:  # torch's own error where the file cannot be opened
+            outputs.lose(f"the profile {path}", error)
+            return
         print(f"wrote the profile of steps {self._first} to {self._last} of rank {self._rank}: {path}", flush=True)
 
 
@@ -77,5 +82,8 @@ class MemoryHistory:
 
     def save(self) -> None:
         if self._wanted:
-            self.path.absolute().parent.mkdir(parents=True, exist_ok=True)
-            self._device.save_memory_history(str(self.path))
+            try:
+                self.path.absolute().parent.mkdir(parents=True, exist_ok=True)
+                self._device.save_memory_history(str(self.path))
+            except (OSError, RuntimeError) as error:
+                outputs.lose(f"--memory-snapshot-path {self.path}", error)

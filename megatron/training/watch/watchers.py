@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 from datetime import datetime
 from typing import Any
 
+from megatron.core import outputs
 from megatron.core.config import ConfigError
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.elements import num_zeros_in_grad, params_norm
@@ -27,7 +28,7 @@ from megatron.training.runtime import Runtime, print_rank_last
 from megatron.training.watch.beacon import Beacon
 from megatron.training.watch.log import Interval, StepNumbers, has_perplexity, perplexity, progress_line
 from megatron.training.watch.profiling import MemoryHistory, StepProfiler
-from megatron.training.watch.sinks import MetricsFile, Record, Sink, TensorBoardSink, WandbSink
+from megatron.training.watch.sinks import MetricsFile, Record, Sink, SinkError, TensorBoardSink, WandbSink
 from megatron.training.watch.statistics import Inspector, Statistics, TensorKey
 from megatron.training.watch.stragglers import Stragglers
 from megatron.training.watch.watch_config import writes_tensorboard
@@ -71,7 +72,8 @@ class Watch:
         is_reporter = mesh["world"].rank == mesh.reporter()
         files = (log.heartbeat_file, log.prometheus_file) if is_reporter else (None, None)
         length, tokens = config.training.train_iters, config.data.seq_length
-        self._beacon = Beacon(*files, train_iters=length, tokens_per_sample=tokens, say=print_rank_last)
+        self._beacon = Beacon(*files, train_iters=length, tokens_per_sample=tokens)
+        self._losses_told = 0
         self._stragglers = None
         if log.log_straggler and runtime.device.module is not None:
             raise ConfigError(
@@ -134,6 +136,7 @@ class Watch:
         self, step: StepNumbers, losses: Mapping[str, float], interval: Interval | None, tensors: Measured
     ) -> None:
         """Send the last step's numbers to the sinks. interval: of its log line, None if none was due. Every rank must call."""
+        self._tell_of_losses()
         self._beacon.step(step.iteration, step.consumed_samples, losses)
         if self._line_is_due and self._stragglers is not None:
             print_rank_last(self._stragglers.line())
@@ -166,22 +169,41 @@ class Watch:
             return
         job = os.environ.get("SLURM_JOB_ID", "")
         line = f"{datetime.now():%Y-%m-%d %H:%M:%S}\tJob ID: {job}\t# GPUs: {self.runtime.world_size}\t{event}\n"
-        with (path_of(self.config.checkpoint.save) / "progress.txt").open("a", encoding="utf-8") as file:
-            file.write(line)
+        try:
+            with (path_of(self.config.checkpoint.save) / "progress.txt").open("a", encoding="utf-8") as file:
+                file.write(line)
+        except OSError as error:
+            outputs.lose("progress.txt", error)
 
     def close(self) -> None:
         """Flush and close every output. Any rank may call, at any time."""
+        self._tell_of_losses()
         self.profiler.finish()
         self.memory.save()
         for sink in self.sinks:
-            sink.close()
+            try:
+                sink.close()
+            except SinkError as error:
+                outputs.lose(error.sink, error.why)
+
+    def _tell_of_losses(self) -> None:
+        """Put the outputs that were lost since the last call into those that are left. A loss among these is told next time."""
+        news = outputs.losses[self._losses_told :]
+        self._losses_told += len(news)
+        for loss in news:
+            self._beacon.lost(str(loss))
+            self.note_progress(f"WARNING: {loss}")
+            self._send("lost output", {}, {"output": loss.output, "why": loss.why})
 
     # ---------------------------------------------------------------- what is sent
 
     def _send(self, kind: Any, values: Mapping[str, float], labels: Mapping[str, str] | None = None) -> None:
         record = Record(kind, self.state.iteration, self.state.consumed_train_samples, values, labels or {})
         for sink in self.sinks:
-            sink.write(record)
+            try:
+                sink.write(record)
+            except SinkError as error:
+                outputs.lose(error.sink, error.why)
 
     def _curve_values(self, step: StepNumbers, losses: Mapping[str, float]) -> dict[str, float]:
         curves = self.config.tensorboard
