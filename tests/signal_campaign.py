@@ -42,7 +42,7 @@ PHASES = {
     "save": ("saving 2", "", 2, 5),  # and one more step, which is saved too
     "asynchronous save": ("saving 2", "--async-save", 2, 5),
 }
-SENT = ("SIGTERM", "SIGUSR1", "SIGINT")
+SENT = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGINT")
 TO = ("rank 0", "rank 1", "all", "launcher")
 
 
@@ -97,14 +97,17 @@ def wrong_with(found: dict) -> str:
     sent, asked, to = found["sent"], found["asked"], found["to"]
     of_agent = found["codes"][-1] if found["launched"] else None
     ranks = set(found["codes"][:-1] if found["launched"] else found["codes"])
-    killed = (sent == "SIGTERM" and not asked) or (sent == "SIGUSR1" and to == "launcher")  # torchrun dies of SIGUSR1
+    killed = (sent in ("SIGTERM", "SIGHUP") and not asked) or (
+        sent == "SIGUSR1" and to == "launcher"
+    )  # torchrun dies of SIGUSR1
+    hung_up = {-1} if sent == "SIGHUP" else set()
     if sent == "SIGINT":
         codes, saved = (
             {130},
             {before, 0} if found["phase"] == "start" else {before, 4} if "save" in found["phase"] else {before},
         )
     elif killed:
-        codes, saved = {-15, 1}, {before, 4} if "save" in found["phase"] else {before}
+        codes, saved = {-15, 1, *hung_up}, {before, 4} if "save" in found["phase"] else {before}
     elif asked:
         codes, saved = {0}, {last}
     else:  # SIGUSR1 is said, and the run goes on
@@ -114,7 +117,7 @@ def wrong_with(found: dict) -> str:
     problems = []
     if found["launched"]:
         fine = of_agent == 0 if codes == {0} and to != "launcher" else of_agent != 0
-        fine = fine and (ranks <= codes | {-15, -2})  # the agent ends the others of a rank that has failed
+        fine = fine and (ranks <= codes | {-15, -2, *hung_up})  # the agent ends the others of a rank that has failed
     else:
         fine = ranks <= codes
     if not fine:

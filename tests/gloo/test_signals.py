@@ -1,4 +1,4 @@
-"""SIGTERM, SIGUSR1 and SIGINT in each phase of a run: the exit code, what is said, what is saved. Processes, because they are signalled."""
+"""SIGTERM, SIGHUP, SIGUSR1 and SIGINT in each phase of a run: the exit code, what is said, what is saved. Processes, because they are signalled."""
 
 from pathlib import Path
 
@@ -20,6 +20,11 @@ CASES = {
     ("SIGUSR2 validating 1", f"{ASKED} --exit-signal usr2"): (0, "exiting at iteration 3, after SIGUSR2", [2, 3]),
     ("SIGTERM validating 2", ASKED): (0, "exiting before the test loss, after SIGTERM", [2, 4]),
     ("SIGTERM training 3", ""): (-15, "", [2]),
+    ("SIGHUP building_the_model 1", ASKED): (0, "exiting at iteration 0, after SIGHUP", []),
+    ("SIGHUP training 3", ASKED): (0, "exiting at iteration 3, after SIGHUP", [2, 3]),
+    ("SIGHUP saving 1", f"{ASKED} --exit-signal usr2"): (0, "exiting at iteration 3, after SIGHUP", [2, 3]),
+    ("SIGHUP validating 2", ASKED): (0, "exiting before the test loss, after SIGHUP", [2, 4]),
+    ("SIGHUP training 3", ""): (-1, "", [2]),
     ("SIGINT saving 2", ""): (130, "interrupted after iteration 4; the last checkpoint is that of iteration 2", [2]),
 }
 THIN = list(CASES)[3]

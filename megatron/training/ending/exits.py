@@ -1,23 +1,23 @@
 """Requests to stop before the last step: a signal, duration, iteration. All ranks stop after the same step.
 
---exit-signal-handler    SIGTERM (or --exit-signal) and SIGUSR1, a scheduler's warning, are requests from the moment on in
-                         which the settings are known: a run that is asked while it starts ends before its first step
-without it               SIGUSR1 is said and the run goes on; SIGTERM ends the process, as everywhere
+--exit-signal-handler    SIGTERM (or --exit-signal), SIGHUP, of a lost terminal, and SIGUSR1, a scheduler's warning, are
+                         requests from the moment on in which the settings are known: a run that is asked while it
+                         starts ends before its first step
+without it               SIGUSR1 is said and the run goes on; SIGTERM and SIGHUP end the process, as everywhere
 """
 
 import os
 import signal
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 import torch
 
-from megatron.core import comm
+from megatron.core import comm, outputs
 from megatron.core.grid import Axis
 from megatron.training.settings.config import TrainingConfig
 
@@ -93,24 +93,36 @@ def _remember(number: int, frame: FrameType | None) -> None:
 def _say(number: int, frame: FrameType | None) -> None:
     name = signal.Signals(number).name
     text = f"{name}: this job's time may be nearly up. The run goes on; --exit-signal-handler would save and stop now\n"
-    os.write(sys.stderr.fileno(), text.encode())  # print may be in the middle of a line of its own
+    outputs.write_now(text)
 
 
 _note: Callable[[int, FrameType | None], None] = _remember
 
 
 def listen_for_requests(config: TrainingConfig) -> None:
-    """From now on signals are requests, as the settings say. A script's own handler of SIGUSR1 stays. No-op outside the main
-    thread, where no signal arrives."""
+    """From now on signals are requests, as the settings say. A script's own handlers of SIGUSR1 and SIGHUP stay. No-op
+    outside the main thread, where no signal arrives."""
     if threading.current_thread() is not threading.main_thread():
         return
     asks = config.exit_signal_handler
     wanted = [signal.Signals[config.exit_signal]] if asks else []
     if signal.getsignal(WARNING) is signal.SIG_DFL:
         wanted.append(WARNING)
+    if asks and _hears_of_a_lost_terminal(os.environ):
+        wanted.append(signal.SIGHUP)
     for number in wanted:
         replaced = signal.signal(number, (lambda *heard: _note(*heard)) if asks else _say)
         _before.setdefault(number, replaced)
+
+
+def _hears_of_a_lost_terminal(environment: Mapping[str, str]) -> bool:
+    """Whether SIGHUP is for this process to handle.
+
+    Under `nohup` it is not, unless torchrun sends it: torchrun handles the signal even there, passes it on to its ranks, which
+    are in sessions of their own, and kills those that ignore it after 30 seconds.
+    """
+    before = signal.getsignal(signal.SIGHUP)
+    return before is signal.SIG_DFL or (before is signal.SIG_IGN and "TORCHELASTIC_RUN_ID" in environment)
 
 
 def stop_listening() -> None:

@@ -74,7 +74,8 @@ class TrainingConfig(FlagConfig):
     exit_duration_in_mins: NotNegative | None = knob(None, "save and exit after this many minutes")
     exit_signal_handler: bool = knob(
         False,
-        "on --exit-signal, and on SIGUSR1, a scheduler's warning, finish the iteration on all ranks, save, and exit with code 0",
+        "on --exit-signal, on SIGHUP, of a lost terminal, and on SIGUSR1, a scheduler's warning, finish the iteration on "
+        "all ranks, save, and exit with code 0",
     )
     exit_signal: str = knob(
         "SIGTERM", "signal of --exit-signal-handler, by name or number", metavar="NAME", read=read_signal
