@@ -19,6 +19,7 @@ from typing import Any
 
 from megatron.core.config import ConfigError
 from megatron.core.job.launch import discover, threads_per_rank
+from megatron.core.outputs import until_reader_ends
 
 PACKAGES = {  # package -> its use
     "torch": "everything",
@@ -190,4 +191,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(until_reader_ends(main))

@@ -1,11 +1,11 @@
 """How a tool starts and ends: reads its flags, prints an error as one line, returns an exit status."""
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron.core import outputs
 from megatron.core.config import ConfigError, FlagParser, add_flags, build, flag_of, read_flags
 from megatron.core.errors import is_told_to_user
 
@@ -33,20 +33,25 @@ def run_tool(
 def exit_status(tool: str, work: Callable[[], None], interrupted: str) -> int:
     """Do `work` and return the exit status: 0 success, 2 an error in the flags, 1 any other error of the user, 130 Ctrl-C.
 
-    An error is one line on stderr. interrupted: printed at Ctrl-C, says which output remains. A ValueError that Python or
-    a library raises in our own code is none of the user's, and comes with its traceback.
+    An error is one line on stderr. interrupted: printed at Ctrl-C, says which output remains. 141: the reader of standard output
+    has ended, as with `| head`, which is no error. A ValueError that Python or a library raises in our own code is none of the
+    user's, and comes with its traceback.
     """
-    try:
-        work()
-    except (ValueError, OSError, ImportError) as error:
-        if isinstance(error, ValueError) and not is_told_to_user(error):
-            raise
-        print(f"{tool}: {'; '.join(_said(error).splitlines())}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
-    except KeyboardInterrupt:
-        print(f"{tool}: interrupted; {interrupted}", file=sys.stderr)
-        return 130
-    return 0
+
+    def status() -> int:
+        try:
+            work()
+        except (ValueError, OSError, ImportError) as error:
+            if outputs.answers_failed() or (isinstance(error, ValueError) and not is_told_to_user(error)):
+                raise
+            outputs.print_stderr(f"{tool}: {'; '.join(_said(error).splitlines())}")
+            return 2 if isinstance(error, ConfigError) else 1
+        except KeyboardInterrupt:
+            outputs.print_stderr(f"{tool}: interrupted; {interrupted}")
+            return 130
+        return 0
+
+    return outputs.until_reader_ends(status)
 
 
 def missing(config: Any, *names: str) -> list[str]:

@@ -56,6 +56,7 @@ from megatron.core.interchange import open_any
 from megatron.core.interchange.carried import Origin
 from megatron.core.interchange.folder_tokenizer import vocabulary_in
 from megatron.core.mesh import Mesh
+from megatron.core.outputs import READER_ENDED, answers_failed, until_reader_ends
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.random import seed_of
 from megatron.core.storage.paths import path_of
@@ -372,7 +373,9 @@ def main(arguments: list[str] | None = None) -> int:
                 raise problem
         run(settings, parallel_state.world_axis())
     except BrokenPipeError:
-        return 0
+        if not answers_failed():
+            raise
+        return READER_ENDED
     except KeyboardInterrupt:
         print()
         return 130
@@ -390,4 +393,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(until_reader_ends(main))

@@ -25,6 +25,7 @@ from megatron.core.boxes import whole
 from megatron.core.checkpoint import Checkpoint, CheckpointError, LocalTensor, open_checkpoint
 from megatron.core.checkpoint.lost import lost_buffers
 from megatron.core.config import ConfigError, build, changes, flags_of, knobs
+from megatron.core.outputs import until_reader_ends
 from megatron.training.guard.dump import BATCH, exact_numbers
 from megatron.training.guard.first_bad import first_bad_tensor
 from megatron.training.guard.kept_batches import KeptBatches
@@ -155,4 +156,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(until_reader_ends(main))

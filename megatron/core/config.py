@@ -23,6 +23,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache, partial
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn
 
+from megatron.core import outputs
+
 _REQUIRED = dataclasses.MISSING
 
 
@@ -318,6 +320,13 @@ class FlagParser(argparse.ArgumentParser):
         if read.unreadable:
             raise ConfigError(list(read.unreadable.values()))
         return read.values, read.unknown
+
+    def print_help(self, file: Any = None) -> None:
+        """Also for `--help | head`."""
+        if file is None:
+            outputs.print_answer(self.format_help())
+        else:
+            super().print_help(file)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError([*self._unreadable.values(), message.removeprefix("argument ")])

@@ -1,6 +1,7 @@
 """A process goes on when an output of it cannot be written any more, and says so in the others. Pure.
 
     keep_running(rank)     from now on a write to standard output or standard error raises nothing
+    until_reader_ends(f)   for a tool, whose standard output is what it was asked for: it ends when nobody reads that any more
     print_stderr(text)     print on standard error, for threads and exits that must go on whatever becomes of the text
     lose(output, why)      of any other output: say it once, and remember it for those that read `losses`
 
@@ -19,8 +20,10 @@ import contextlib
 import io
 import os
 import select
+import signal
 import stat
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 _HANDLES = {"stdout": 1, "stderr": 2}
@@ -43,10 +46,13 @@ _rank = 0
 
 
 class StandardStream(io.RawIOBase):
-    """The descriptor of standard output or standard error, whose writes never fail."""
+    """The descriptor of standard output or standard error, whose writes never fail unless that is asked for."""
 
-    def __init__(self, name: str, handle: int, *, is_closed: bool = False):
+    def __init__(self, name: str, handle: int, *, is_closed: bool = False, raises: bool = False):
+        """raises: a failed write raises its error, once; from then on the descriptor leads to /dev/null."""
         super().__init__()
+        self.raises = raises
+        self.failure: OSError | None = None  # that was raised
         self.name = f"<{name}>"
         self._what, self._handle = _NAMES[name], handle
         self._is_gone = is_closed
@@ -107,6 +113,10 @@ class StandardStream(io.RawIOBase):
         self._missing = 0
 
     def _fail(self, error: OSError, lost: int) -> None:
+        if self.raises:
+            self.failure, self._is_gone = error, True
+            _lead_nowhere(self._handle)
+            raise error
         self._missing += lost
         self._why = error.strerror or str(error)
         if not _is_file(self._handle):
@@ -131,11 +141,12 @@ def _lead_nowhere(handle: int) -> None:
         os.set_inheritable(handle, True)
 
 
-def keep_running(rank: int = 0) -> None:
+def keep_running(rank: int = 0, *, answers: bool = False) -> None:
     """From now on neither standard stream ends this process. A stream that a script or a test has put in the place of one stays.
 
-    rank: named in messages. A second call changes only that. A stream that was closed at the start (`>&-`) leads nowhere
-    from now on: a checkpoint would be the next file to get its descriptor, and libraries in C write there.
+    rank: named in messages. A second call changes only that. answers: on standard output, a failed write still raises. A
+    stream that was closed at the start (`>&-`) leads nowhere from now on: a checkpoint would be the next file to get its
+    descriptor, and libraries in C write there.
     """
     global _rank
     _rank = rank
@@ -147,7 +158,7 @@ def keep_running(rank: int = 0) -> None:
             _streams[name] = StandardStream(name, handle, is_closed=True)
             text = _as_text(_streams[name], "utf-8", "backslashreplace", line_buffering=True)
         elif name not in _streams and isinstance(stream, io.TextIOWrapper) and stream is getattr(sys, f"__{name}__"):
-            _streams[name] = StandardStream(name, handle)
+            _streams[name] = StandardStream(name, handle, raises=answers and name == "stdout")
             with contextlib.suppress(OSError, ValueError):  # the new stream meets the same error
                 stream.flush()
             # A letter that the encoding lacks ends no run either: it is escaped, as Python does on standard error.
@@ -188,6 +199,8 @@ def write_now(text: str) -> None:
     """
     for name in ("stderr", "stdout"):
         stream = _streams.get(name)
+        if stream is not None and stream.raises:
+            return  # it holds a tool's answers
         if stream is None:
             with contextlib.suppress(OSError, ValueError, AttributeError):  # taken by a script or a test, or closed
                 print(text, end="", file=getattr(sys, name), flush=True)
@@ -211,3 +224,63 @@ def flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
+
+
+# ---------------------------------------------------------------- answers on standard output
+
+READER_ENDED = 128 + signal.SIGPIPE  # the exit code that shells give a program which SIGPIPE has ended
+
+
+def until_reader_ends(work: Callable[[], int | None]) -> int | None:
+    """Do the `work` of a tool and return its exit status.
+
+    If the reader of standard output ends first, as with `| head`, that is `READER_ENDED`, and nothing is said; if standard
+    output cannot be written for another reason, it is 1, with a line. A lost standard error ends no tool.
+    """
+    keep_running(answers=True)
+    try:
+        try:
+            status = work()
+        except SystemExit:  # of --help
+            _flush_answers()
+            raise
+        _flush_answers()
+        return status
+    except OSError as error:
+        if not answers_failed():
+            raise
+        return _status_after(error)
+
+
+def _status_after(error: OSError) -> int:
+    """The exit status of a process whose answer cannot be written, which it says unless its reader just ended."""
+    if isinstance(error, BrokenPipeError):
+        return READER_ENDED
+    print_stderr(f"standard output cannot be written: {error.strerror}")
+    return 1
+
+
+def _flush_answers() -> None:
+    if sys.stdout is not None:
+        sys.stdout.flush()
+
+
+def answers_failed() -> bool:
+    """Whether an OSError that was raised is, or follows from, that of standard output."""
+    stream = _streams.get("stdout")
+    return stream is not None and stream.failure is not None
+
+
+def print_answer(text: str) -> None:
+    """Print what the process was asked for, such as its help, and end it quietly if the reader ends first."""
+    stream = _streams.get("stdout")
+    before = stream is not None and stream.raises
+    try:
+        if stream is not None:
+            stream.raises = True
+        print(text, end="", flush=True)
+    except OSError as error:
+        raise SystemExit(_status_after(error)) from None
+    finally:
+        if stream is not None:
+            stream.raises = before

@@ -214,4 +214,6 @@ def _print_line(message: str) -> None:
     try:
         print(f"{message}\n", end="", flush=True)
     except OSError as error:  # of an object that the script has put in the place of standard output
+        if outputs.answers_failed():  # it is that of a tool
+            raise
         outputs.lose("the log", error)

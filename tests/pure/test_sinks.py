@@ -1,19 +1,23 @@
 """Where a run's numbers go: tags, JSON lines, what a resumed run cuts, and what is said when a package is missing."""
 
+import errno
 import json
 import math
+import os
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from said import tells
 
+from megatron.core import outputs
 from megatron.core.config import ConfigError
 from megatron.core.device import Device, peak_flops_of
-from megatron.training.watch import watch_config
-from megatron.training.watch.profiling import MemoryHistory
-from megatron.training.watch.sinks import MetricsFile, Record, TensorBoardSink, WandbSink, json_line
+from megatron.training.watch import sinks, watch_config
+from megatron.training.watch.profiling import MemoryHistory, StepProfiler
+from megatron.training.watch.sinks import MetricsFile, Record, TensorBoardSink, WandbSink, json_line, lines_until
 from megatron.training.watch.watch_config import (
     LogConfig,
     ProfileConfig,
@@ -327,3 +331,149 @@ def test_a_cpu_has_no_peak_no_memory_numbers_and_no_memory_history():
     assert cpu.peak_flops(torch.float32) is None and cpu.memory_numbers() == {}
     with pytest.raises(ConfigError, match="cpu"):
         cpu.record_memory_history()
+
+
+# ---------------------------------------------------------------- sinks that cannot be written
+
+
+class Broken:
+    """Stands for a library whose every call fails."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __getattr__(self, name: str):
+        def fail(*words, **named):
+            self.calls += 1
+            raise RuntimeError("no connection")
+
+        return fail
+
+
+def watch_of(*sinks) -> SimpleNamespace:
+    """What `Watch` needs to send a record."""
+    state = SimpleNamespace(iteration=10, consumed_train_samples=80)
+    return SimpleNamespace(sinks=list(sinks), state=state)
+
+
+@pytest.fixture
+def losses(monkeypatch) -> list:
+    found: list = []
+    monkeypatch.setattr(outputs, "losses", found)
+    return found
+
+
+@pytest.mark.parametrize("kind", [TensorBoardSink, WandbSink])
+def test_a_library_that_fails_is_left_alone_and_the_other_sinks_are_told(kind, curves, losses, tmp_path, capsys):
+    sink = kind("folder", 5) if kind is TensorBoardSink else kind("project", None, None, None, {})
+    broken = Broken()
+    vars(sink).update(_writer=broken, _run=broken)
+    path = tmp_path / "m.jsonl"
+    watch = watch_of(sink, MetricsFile(str(path), 0))
+    for iteration in (10, 11):
+        watch.state.iteration = iteration
+        Watch._send(watch, "interval", {"lm loss": 1.0, "throughput": 2.0})
+    sink.close()  # a writer whose thread has ended would be waited for
+    assert broken.calls == 1 and losses == [(kind.name, "no connection")]
+    assert capsys.readouterr().err.count("the run goes on without it") == 1
+    assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [10, 11]
+
+
+def test_an_error_of_our_own_is_not_told_as_a_lost_output(curves, losses, monkeypatch):
+    monkeypatch.setattr(sinks, "curve_points", lambda record: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        Watch._send(watch_of(TensorBoardSink("folder", 5)), "interval", {})
+    assert losses == []
+
+
+def test_a_metrics_file_on_a_full_disk_has_whole_lines_and_says_what_is_missing(losses, tmp_path, monkeypatch):
+    path, write, room = tmp_path / "m.jsonl", os.write, [1000]
+
+    def limited(handle: int, data) -> int:
+        """As a disk with so many bytes left writes."""
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = min(room[0], len(data))
+        room[0] -= taken
+        return write(handle, data[:taken])
+
+    monkeypatch.setattr(sinks.os, "write", limited)
+    sink = MetricsFile(str(path), 0)
+    watch = watch_of(sink)
+    for iteration, left in ((1, 1000), (2, 10), (3, 0), (4, 1000), (5, 1000)):
+        watch.state.iteration, room[0] = iteration, left
+        Watch._send(watch, "interval", {"lm loss": float(iteration)})
+    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(entry["kind"], entry["iteration"]) for entry in entries] == [
+        ("interval", 1),
+        ("lost output", 2),
+        ("interval", 4),
+        ("interval", 5),
+    ]
+    assert (entries[1]["records"], entries[1]["why"]) == (2, "No space left on device")
+    assert losses == [("--metrics-file", "No space left on device")]
+    assert lines_until(path.read_text(), 4, "m.jsonl").count("\n") == 3, "a resumed run reads it"
+
+
+def test_an_output_that_is_lost_is_told_in_every_other(curves, losses, tmp_path):
+    path = tmp_path / "m.jsonl"
+    board, wandb = TensorBoardSink("folder", 5), WandbSink("project", None, None, None, {})
+    curves.add_text = lambda name, text, step: curves.points.append((name, text, step))
+    curves.alert = lambda title, text: curves.points.append((title, text))
+    told = []
+    watch = watch_of(board, wandb, MetricsFile(str(path), 0))
+    vars(watch).update(_losses_told=0, _beacon=SimpleNamespace(lost=told.append), note_progress=told.append)
+    watch._send = lambda *record: Watch._send(watch, *record)
+    Watch._tell_of_losses(watch)
+    losses.append(outputs.Loss("standard output", "Broken pipe"))
+    Watch._tell_of_losses(watch)
+    Watch._tell_of_losses(watch)
+    said = "standard output cannot be written (Broken pipe); the run goes on without it"
+    assert told == [said, f"WARNING: {said}"]
+    text = "standard output cannot be written: Broken pipe"
+    assert curves.points == [("lost output", text, 10), ("lost output", text)]
+    (entry,) = map(json.loads, path.read_text().splitlines())
+    assert (entry["kind"], entry["output"], entry["why"]) == ("lost output", "standard output", "Broken pipe")
+
+
+def profiled(folder: Path) -> StepProfiler:
+    """A profiler that has recorded a step."""
+
+    class Mesh(dict):
+        ledger = SimpleNamespace(profiled=False)
+
+    config = ProfileConfig(profile=True, profile_step_start=0, profile_step_end=1, profile_ranks=[0])
+    profiler = StepProfiler(config, str(folder), Mesh(world=SimpleNamespace(rank=0)))
+    with profiler.step(1):
+        torch.ones(2) + 1
+    return profiler
+
+
+@pytest.mark.parametrize("how", ["no folder", "a full disk"])
+def test_a_profile_that_cannot_be_written_ends_no_run(how: str, losses, tmp_path, monkeypatch):
+    if how == "no folder":
+        (tmp_path / "profile").write_text("a file")
+    else:  # as torch 2.13 leaves it, without a word
+        (tmp_path / "profile").mkdir()
+        (tmp_path / "profile" / "steps-1-1-rank-0.json").write_text("{}")  # of an earlier run
+        half = lambda profile, path: Path(f"{path}.tmp").write_text('{"traceEvents": [')  # noqa: E731
+        monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", half)
+    profiler = profiled(tmp_path)
+    profiler.write_if_done(1)
+    profiler.finish()
+    (loss,) = losses
+    assert "steps-1-1-rank-0.json" in loss.output
+
+
+def test_a_memory_snapshot_and_a_line_of_progress_that_cannot_be_written_end_no_run(losses, tmp_path):
+    (tmp_path / "file").touch()
+    device = SimpleNamespace(save_memory_history=pytest.fail)
+    config = ProfileConfig(record_memory_history=True, memory_snapshot_path=str(tmp_path / "file" / "s.pickle"))
+    MemoryHistory(config, device, 0).save()
+    config = SimpleNamespace(
+        log=SimpleNamespace(log_progress=True), checkpoint=SimpleNamespace(save=str(tmp_path / "removed"))
+    )
+    world = {"world": SimpleNamespace(is_first=True)}
+    watch = SimpleNamespace(config=config, _mesh=world, runtime=SimpleNamespace(world_size=1))
+    Watch.note_progress(watch, "Starting job")
+    assert [loss.output.split()[0] for loss in losses] == ["--memory-snapshot-path", "progress.txt"]

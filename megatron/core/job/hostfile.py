@@ -15,6 +15,7 @@ from pathlib import Path
 
 from megatron.core.config import ConfigError
 from megatron.core.job.launch import DEFAULT_PORT
+from megatron.core.outputs import until_reader_ends
 
 Slots = dict[str, list[int]]
 
@@ -94,4 +95,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(until_reader_ends(main))

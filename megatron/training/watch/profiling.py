@@ -65,11 +65,25 @@ class StepProfiler:
         path = self._folder / f"steps-{self._first}-{self._last}-rank-{self._rank}.json"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)  # that of an earlier run would pass for this one
             profile.export_chrome_trace(str(path))
         except (OSError, RuntimeError) as error:  # torch's own error where the file cannot be opened
             outputs.lose(f"the profile {path}", error)
             return
+        if not _is_whole(path):
+            outputs.lose(f"the profile {path}", "torch has not written it whole: the disk may be full")
+            return
         print(f"wrote the profile of steps {self._first} to {self._last} of rank {self._rank}: {path}", flush=True)
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a trace ends as it should: torch says nothing of a full disk."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 64))
+            return file.read(64).rstrip().endswith(b"}")
+    except OSError:
+        return False
 
 
 class MemoryHistory:
