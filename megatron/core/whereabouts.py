@@ -102,6 +102,18 @@ def ranks_of(group: str) -> tuple[int, ...]:
     return tuple(int(word) for word in (words[:-1] if len(group) >= 48 else words) if word)
 
 
+def _make_room(handle: int, path: Path) -> None:
+    """Give the file its blocks. Raises OSError where there is no room, which a write into the map would meet as SIGBUS."""
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(handle, 0, _BYTES)
+        else:
+            os.truncate(handle, _BYTES)
+    except OSError:
+        path.unlink()
+        raise
+
+
 class Whereabouts:
     """The writer's end. One main thread writes; the watcher's thread writes whether the process does anything."""
 
@@ -109,7 +121,7 @@ class Whereabouts:
         self.path = path
         partial = path.with_name(f"{path.name}.{os.getpid()}")
         with partial.open("w+b") as file:
-            file.truncate(_BYTES)
+            _make_room(file.fileno(), partial)
             self._map = mmap.mmap(file.fileno(), _BYTES)
         self._words = words = memoryview(self._map).cast("Q")
         self.waited, self._since = 0, 0  # nanoseconds in calls; when the present one began

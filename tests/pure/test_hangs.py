@@ -1,15 +1,20 @@
 """Who hangs, told from the places of all ranks; and how a place is written by one process and read by another."""
 
+import errno
+import mmap
 import os
 import subprocess
 import sys
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from megatron.core import outputs
 from megatron.core.whereabouts import Calls, Place, Whereabouts, begin_step, group_text, ranks_of, read_place
+from megatron.training.ending import hangs
 from megatron.training.ending.hang_config import HangConfig
 from megatron.training.ending.hangs import HangWatch
 from megatron.training.ending.outside import ProcessState, look_at, waits_for_cores
@@ -211,3 +216,37 @@ def test_a_watch_tells_of_its_own_rank_and_ends_it(tmp_path, capsys):
     said = capsys.readouterr().err
     assert codes[:1] == [4] and "has hung, training, iteration 4" in said and "test_hangs.py" in said
     assert not list(tmp_path.iterdir())
+
+
+def no_space(*words, **named) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_watch_without_room_for_its_verdict_ends_its_rank_all_the_same(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(outputs, "losses", [])
+    codes, limits = [], HangConfig(hang_timeout=1, hang_timeout_floor=0.1)
+    watch = HangWatch(tmp_path / f"megatron-{os.getuid()}-4", 0, 1, limits, codes.append)
+    monkeypatch.setattr(Path, "write_text", no_space)
+    monkeypatch.setattr(Path, "touch", no_space)
+    for step in range(1, 5):
+        begin_step(step)
+    deadline = time.monotonic() + 5
+    while not codes and time.monotonic() < deadline:
+        time.sleep(0.05)
+    watch.close()
+    said = capsys.readouterr().err
+    assert codes[:1] == [4] and "has hung, training, iteration 4" in said, said
+    assert [loss.output.rpartition("/")[2] for loss in outputs.losses] == ["verdict.partial"]
+
+
+def test_a_run_without_room_for_its_place_runs_unwatched_and_says_so(tmp_path, capsys, monkeypatch):
+    """The map of a file without blocks would end the run by SIGBUS."""
+    monkeypatch.setattr(outputs, "losses", [])
+    monkeypatch.setattr(
+        hangs.run_folder, "folder_of_job", lambda *words, **named: tmp_path / f"megatron-{os.getuid()}-5"
+    )
+    monkeypatch.setattr(os, "posix_fallocate", no_space)
+    monkeypatch.setattr(mmap, "mmap", lambda *words: pytest.fail("there is no room"))
+    with hangs.watching(0, 1):
+        begin_step(1)
+    assert "No space left on device" in capsys.readouterr().err and len(outputs.losses) == 1

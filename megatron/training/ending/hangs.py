@@ -154,8 +154,10 @@ class HangWatch:
         """Whether this rank is the one that examines; takes the alarm of a rank that does not answer any more."""
         alarm = self._folder / "alarm"
         try:
-            with alarm.open("x") as file:
-                file.write(f"{os.getpid()} {self._here_started()}")
+            file = os.open(alarm, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+            with contextlib.suppress(OSError):  # a full disk has room for the name alone, which says enough
+                os.write(file, f"{os.getpid()} {self._here_started()}".encode())
+            os.close(file)
             return True
         except FileExistsError:
             with contextlib.suppress(OSError, ValueError):
@@ -214,8 +216,13 @@ class HangWatch:
         write_error_file(account)
         content = {"headline": verdict.headline, "account": account}
         partial = self._folder / "verdict.partial"
-        partial.write_text(json.dumps(content))
-        partial.replace(self._folder / "verdict")
+        try:
+            partial.write_text(json.dumps(content))
+            partial.replace(self._folder / "verdict")
+        except OSError as error:  # the others notice that this rank has ended
+            outputs.lose(str(partial), error)
+            self._go()
+            return
         others = [one for one in seen if one.rank != self._rank and one.answers]
         deadline = time.monotonic() + 2 * self._tick + 2.0
         while time.monotonic() < deadline and not all(self._path("seen", one.rank).exists() for one in others):
@@ -225,7 +232,8 @@ class HangWatch:
             outputs.print_stderr(f"killed {one.name}, which does not answer")
         # The last to leave removes the files of dead processes alone.
         wait_for_ends([(one.place.pid, one.place.started) for one in killed])
-        (self._folder / "go").touch()
+        with contextlib.suppress(OSError):  # the others wait no longer than some seconds
+            (self._folder / "go").touch()
         self._go()
 
     # ---------------------------------------------------------------- the others
@@ -234,7 +242,8 @@ class HangWatch:
         content = json.loads((self._folder / "verdict").read_text())
         outputs.print_stderr(f"rank {self._rank}: stopping, because {content['headline']}")
         write_error_file(content["account"], follows=True)
-        self._path("seen").touch()
+        with contextlib.suppress(OSError):
+            self._path("seen").touch()
         deadline = time.monotonic() + 5.0
         while time.monotonic() < deadline and not (self._folder / "go").exists():
             time.sleep(0.02)
@@ -288,8 +297,10 @@ def watching(rank: int, ranks: int) -> Iterator[None]:
     """Watch this process in the block. Without a folder to share, nobody watches."""
     global _mine
     folder = run_folder.folder_of_job(os.environ, alone=ranks == 1)
-    with contextlib.suppress(OSError):
+    try:
         _mine = HangWatch(folder, rank, ranks, HangConfig())
+    except OSError as error:
+        outputs.lose(f"{folder}, by which the run finds a rank that hangs,", error)
     try:
         yield
     finally:
