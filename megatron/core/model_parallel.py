@@ -87,8 +87,9 @@ _first_mesh_of: Any = None  # the torch.distributed group of all ranks whose fir
 def _group_maker(sizes: AxisSizes, timeout: datetime.timedelta, options: dict[str, Any]) -> MakeGroup:
     """Makes the groups of this rank's mesh, by their members alone: start-up costs no world-wide collective per group.
 
-    Not so in a job's second mesh: torch then names a group by its ranks and by the number of groups that a member has had,
-    which the first mesh has left unequal (a stage between is in no group of the word table). There all ranks make all groups.
+    Not so in a job's second mesh, nor after a script's own `new_group`: torch then names a group by its ranks and by the number
+    of groups that a member has had, which is unequal (a stage between is in no group of the word table). There all ranks
+    make all groups.
     """
     global _first_mesh_of
 
@@ -97,9 +98,13 @@ def _group_maker(sizes: AxisSizes, timeout: datetime.timedelta, options: dict[st
             made = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=alone, group_desc=name)
         return TorchGroup(made)
 
-    if launched_world_size() == 1 or _first_mesh_of is None or _first_mesh_of is not dist.group.WORLD:
+    is_first = _first_mesh_of is None or _first_mesh_of is not dist.group.WORLD
+    # torch counts a call of new_group on every rank, in the group or not; the group of all ranks is the first
+    has_others = dist.is_initialized() and dist.distributed_c10d.get_pg_count() > 1
+    if launched_world_size() == 1 or (is_first and not has_others):
         _first_mesh_of = dist.group.WORLD
         return make
+    _first_mesh_of = dist.group.WORLD
     wanted: dict[tuple[str, tuple[int, ...]], Any] = {}
     for rank in range(launched_world_size()):
         build_mesh(sizes, rank, lambda name, ranks: wanted.setdefault((name, ranks)), **options)
