@@ -265,7 +265,7 @@ def start(words: Sequence[str]) -> None:
 
 
 def say_in_order(text: str, world: Axis | None = None) -> None:
-    world = world or deepspeed.comm.get_world_group()
+    world = world or deepspeed.comm.cdb.world
     texts = comm.all_gather_texts(text, world, "cpu")
     if world.is_first:
         print("\n".join(texts), flush=True)

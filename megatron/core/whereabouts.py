@@ -34,6 +34,7 @@ PHASES = (
     "ending",
 )
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv")
+OPS += ("reduce", "gather", "scatter", "barrier")  # of scripts: deepspeed.comm
 _MAGIC = 0x4D47_5748_0001
 _BYTES = 8192  # of the file
 _HEADER, _SLOT = 64, 16  # words of its head and of one slot

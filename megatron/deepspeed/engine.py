@@ -85,44 +85,74 @@ class DeepSpeedEngine(Engine):
     def save_checkpoint(
         self,
         save_dir: str | Path,
-        tag: str | None = None,
+        tag: Any = None,
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Write weights, optimizer, schedule and `client_state` (plain JSON) to save_dir/tag. Every rank must call, with one
-        tag; default global_step<N>."""
+        tag: a text, or what its text is, such as a step's number. None: global_step<N>."""
+        if exclude_frozen_parameters:
+            raise NotImplementedError(
+                "save_checkpoint(exclude_frozen_parameters=True) is not built: all weights are saved"
+            )
         folder, world = path_of(save_dir), self.mesh["world"]
-        tag = tag or f"global_step{self.global_steps}"
-        tags = comm.all_gather_texts(str(tag), world, self.device)
+        text = f"global_step{self.global_steps}" if tag is None else _tag_text(folder, tag)
+        tags = comm.all_gather_texts(text, world, self.device)
         if len(set(tags)) > 1:
             raise CheckpointError(folder, f"ranks give different tags: {', '.join(sorted(set(tags)))}", "give one tag")
-        self.save(folder / str(tag), client_state=dict(client_state or {}))
+        self.save(folder / text, client_state=dict(client_state or {}))
         with comm.together(world, self.device):
             if save_latest and world.is_first:
-                files.write_whole(folder / "latest", str(tag))
+                files.write_whole(folder / "latest", text)
         return True
 
     def load_checkpoint(
         self,
         load_dir: str | Path,
-        tag: str | None = None,
+        tag: Any = None,
         load_module_strict: bool = True,
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any]]:
-        """(folder, client state) of what `save_checkpoint` wrote, from any number of ranks and any stage; (None, {}) if
-        load_dir names no latest. Every rank must call."""
-        del load_module_strict  # every tensor must be there
+        """(folder, client state) of what `save_checkpoint` wrote, from any number of ranks and any stage. Every rank must call.
+
+        tag: as in `save_checkpoint`. None: the one that load_dir/latest names; (None, {}) without such a file. The counters of
+        steps and samples are the checkpoint's, also without the optimizer's states, but not with load_module_only.
+        load_module_strict: every weight must be there either way.
+        """
+        if custom_load_fn is not None:
+            raise NotImplementedError(
+                "load_checkpoint(custom_load_fn=) is not built; load the module's weights by yourself"
+            )
         root, world = path_of(load_dir), self.mesh["world"]
         with comm.together(world, self.device):
-            found = tag or (_latest(root) if world.is_first else None)
-        if not (found := comm.broadcast_text(found, world, self.device)):
+            if tag is not None:
+                text = _tag_text(root, tag)
+                if world.is_first and not files.is_folder(root / text):
+                    raise CheckpointError(
+                        root, f"there is no checkpoint of the tag {text!r}", "give a tag that was saved"
+                    )
+            else:
+                text = _latest(root) if world.is_first else None
+        if not (text := comm.broadcast_text(text, world, self.device)):
             return None, {}
-        goes_on = load_optimizer_states and not load_module_only
-        rates = load_lr_scheduler_states and not load_module_only
-        folder, state = self.load(root / found, optimizer=goes_on, schedule=rates)
+        more = not load_module_only
+        folder, state = self.load(
+            root / text,
+            optimizer=load_optimizer_states and more,
+            schedule=load_lr_scheduler_states and more,
+            counters=more,
+        )
         return str(folder), state["client_state"]
+
+
+def _tag_text(folder: Path, tag: Any) -> str:
+    if not str(tag).strip():
+        raise CheckpointError(folder, f"the tag {tag!r} names no folder", "give a name, or leave the tag out")
+    return str(tag)
 
 
 def _latest(root: Path) -> str | None:
@@ -162,7 +192,7 @@ def initialize(
         raise ConfigError(f"initialize(): {len(given)} configurations; give one, as config= or --deepspeed_config")
     if mpu is not None and not model_parallel_is_initialized():
         raise ConfigError("initialize(mpu=...): call megatron.core.mpu.initialize_model_parallel() before it")
-    join(dist_init_required)
+    join(dist_init_required, distributed_port)
     samples = get_mesh().samples
     settings = read_settings(load_ds_config(given[0]), samples.size)
     device = Device.select(local_rank=get_local_rank())

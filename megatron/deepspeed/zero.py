@@ -51,10 +51,10 @@ class Init:
             self._block.__exit__(*error)
 
 
-def join(dist_init_required: bool | None = None) -> None:
+def join(dist_init_required: bool | None = None, distributed_port: int | None = None) -> None:
     """Make the mesh of data-parallel ranks, unless the script has made one. Every rank must call."""
     if not model_parallel_is_initialized():
-        init_distributed(dist_init_required=dist_init_required)
+        init_distributed(dist_init_required=dist_init_required, distributed_port=distributed_port)
         initialize_model_parallel()
 
 

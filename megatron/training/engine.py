@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map
 
 from megatron.core.boxes import whole
 from megatron.core.checkpoint import LocalTensor, open_checkpoint, save_checkpoint
+from megatron.core.checkpoint.format import CheckpointError
 from megatron.core.config import ConfigError
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
@@ -196,31 +197,61 @@ class Engine(nn.Module):
             "optimizer_steps": flat.step_count,
             "grad_scaler": {} if flat.scaler is None else flat.scaler.state(),
             "rates": self.optimizer.rates(),
+            "groups": [_numbers_of(group) for group in self.optimizer.param_groups],
             "schedule": {} if self.lr_scheduler is None else _plain(self.lr_scheduler.state_dict()),
         }
         self.chunk.finish_param_gather()
         tensors = self._weights() | optimizer_tensors(flat, self.mesh)
         save_checkpoint(folder, self.global_steps, tensors, state | more, self.mesh["world"], self.device)
 
-    def load(self, folder: Path | str, *, optimizer: bool = True, schedule: bool = True) -> tuple[Path, dict[str, Any]]:
+    def load(
+        self, folder: Path | str, *, optimizer: bool = True, schedule: bool = True, counters: bool = True
+    ) -> tuple[Path, dict[str, Any]]:
         """Fill the engine from `folder`, written by any number of ranks in any stage; returns the checkpoint's own folder and
-        state. Every rank must call. optimizer, schedule: False: not from the checkpoint."""
+        state. Every rank must call. False: not from the checkpoint, but as they are.
+
+        optimizer: masters, moments, and the numbers of its groups (decay, betas, ...), the rate too unless the engine has a
+        schedule that is not loaded. schedule: the state of `lr_scheduler`, and the rates. counters: steps and samples.
+        """
         world, flat = self.mesh["world"], self.optimizer.flat
         checkpoint = open_checkpoint(folder, world=world, device=self.device)
         state, tensors = checkpoint.state, optimizer_tensors(flat, self.mesh)
+        # A checkpoint of earlier versions has of its groups the rates alone.
+        groups = state.get("groups") or [{"lr": rate} for rate in state["rates"]]
+        if optimizer or schedule:
+            self._check_groups(checkpoint.folder, groups, numbers_too=optimizer)
         read_tensors(checkpoint, self._weights(), tensors, world, self.device, goes_on=optimizer)
-        if optimizer:
-            flat.step_count = state["optimizer_steps"]
+        if counters:
             for name in _COUNTERS:
                 setattr(self, name, state[name])
+        if optimizer:
+            flat.step_count = state["optimizer_steps"]
             if flat.scaler is not None:
                 flat.scaler.load_state(state["grad_scaler"])
-        if schedule:
-            if self.lr_scheduler is not None and state["schedule"]:
-                self.lr_scheduler.load_state_dict(_typed_as(self.lr_scheduler.state_dict(), state["schedule"]))
-            for group, rate in zip(self.optimizer.param_groups, state["rates"]):
-                group["lr"] = rate
+        if schedule and self.lr_scheduler is not None and state["schedule"]:
+            self.lr_scheduler.load_state_dict(_typed_as(self.lr_scheduler.state_dict(), state["schedule"]))
+        takes_rates = schedule or (optimizer and self.lr_scheduler is None)
+        for group, saved in zip(self.optimizer.param_groups, groups, strict=True) if optimizer or schedule else ():
+            for key, value in saved.items():
+                if takes_rates if key == "lr" else optimizer:
+                    group[key] = _typed_as(group.get(key), value)
         return checkpoint.folder, state
+
+    def _check_groups(self, folder: Path | str, saved: list[dict[str, Any]], *, numbers_too: bool) -> None:
+        own = self.optimizer.param_groups
+        if len(own) != len(saved):
+            raise CheckpointError(
+                folder,
+                f"its optimizer has {len(saved)} groups of parameters, this engine's has {len(own)}",
+                "make the optimizer with the groups of the run that saved it, or load the weights alone",
+            )
+        if numbers_too and (changed := self.optimizer.changed_fixed(saved)):
+            key, was, value = changed
+            raise CheckpointError(
+                folder,
+                f"its optimizer has {key} = {was}, this engine's has {value}, which cannot change within a run",
+                f"make the optimizer with {key} = {was}, or load without the optimizer's states",
+            )
 
     def _weights(self) -> dict[str, LocalTensor]:
         """Parameters and buffers by their names in a checkpoint. Every rank has all of a buffer; the first writes its own."""
@@ -231,6 +262,21 @@ class Engine(nn.Module):
                 pieces = [(whole(shape), whole(shape))]
                 found[f"buffer/{name}"] = LocalTensor(buffer, shape, pieces, self.mesh["world"].is_first)
         return found
+
+
+def _numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What one of torch's groups says beside its parameters, as JSON holds it."""
+    numbers = {
+        key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value for key, value in group.items()
+    }
+    plain = {key: _plain(value) for key, value in numbers.items() if key != "params"}
+    return {key: value for key, value in plain.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _plain(state: Any) -> Any:
@@ -249,6 +295,8 @@ def _typed_as(own: Any, saved: Any) -> Any:
         return type(own)({kind(key): _typed_as(own.get(kind(key)), value) for key, value in saved.items()})
     if isinstance(own, list | tuple) and isinstance(saved, list):
         return type(own)(saved)
+    if isinstance(own, Tensor) and isinstance(saved, int | float):  # torch takes a rate as a tensor too
+        return torch.full_like(own, saved)
     return float(saved) if isinstance(own, float) and isinstance(saved, str) else saved
 
 

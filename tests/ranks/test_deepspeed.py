@@ -12,6 +12,8 @@ from local_ranks import run_ranks
 from torch import Tensor, nn
 
 from megatron import deepspeed
+from megatron.core.checkpoint.format import CheckpointError
+from megatron.core.comm import PeerError
 from megatron.core.config import ConfigError
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.step_schedules import WarmupLR
@@ -332,17 +334,80 @@ def test_a_step_without_a_backward_and_a_loss_of_many_numbers_are_errors():
     run_ranks({"dp": 1}, work)
 
 
-def test_collectives_over_all_ranks():
+@pytest.mark.parametrize("op", ["median", 3, None, "SUM "])
+def test_an_unknown_operation_is_refused_not_summed(op: Any):
+    with pytest.raises(ValueError, match=r"give one of torch\.distributed\.ReduceOp"):
+        comm._operation(op)
+
+
+@pytest.mark.parametrize(
+    "environment, options, message",
+    [
+        ({}, {"dist_backend": "mpi"}, "mpi is not available here; leave it out, or give 'gloo'"),
+        ({}, {"dist_backend": "cpu:gloo,cuda:ccl"}, "ccl is not available here"),
+        (
+            {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "MASTER_ADDR": "here"},
+            {"auto_mpi_discovery": False},
+            "started by Open MPI",
+        ),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1", "MASTER_ADDR": "here"}, {"auto_mpi_discovery": False}, "started by PMI"),
+    ],
+    ids=str,
+)
+def test_an_argument_of_init_distributed_that_cannot_be_followed_is_refused(
+    environment: dict[str, str], options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(comm, "cdb", None)
+    with pytest.raises(ConfigError, match=message):
+        comm.init_distributed(verbose=False, **options)
+
+
+def test_a_tag_is_its_text_whatever_its_type(tmp_path: Path):
     def work(mesh: Mesh) -> None:
-        rank, x = comm.get_rank(), torch.tensor([1.0, 2.0]) * (comm.get_rank() + 1)
-        assert comm.all_reduce(x.clone()).tolist() == [3.0, 6.0]
-        assert comm.all_reduce(x.clone(), comm.ReduceOp.AVG).tolist() == [1.5, 3.0]
-        assert comm.broadcast(x.clone(), 1).tolist() == [2.0, 4.0]
-        comm.all_gather_into_tensor(out := torch.zeros(4), x)
-        assert out.tolist() == [1.0, 2.0, 2.0, 4.0]
-        comm.reduce_scatter_tensor(part := torch.zeros(1), x)
-        assert part.item() == [3.0, 6.0][rank]
-        comm.barrier()
+        engine, *_ = deepspeed.initialize(model=plain_model(), config=config(1, 1))
+        for step, tag in enumerate((0, 7, 2.5, Path("best"), "last")):
+            train(engine, mesh, range(1))
+            assert engine.save_checkpoint(tmp_path, tag, {"step": step})
+            assert (tmp_path / "latest").read_text() == str(tag)
+        for step, tag in enumerate((0, "7", 2.5, "best", Path("last"))):
+            folder, state = engine.load_checkpoint(tmp_path, tag)
+            assert state == {"step": step} and engine.global_steps == step + 1
+            assert Path(folder).parent == tmp_path / str(tag)
+        assert engine.load_checkpoint(tmp_path, None)[1] == {"step": 4}
+        for call in (engine.save_checkpoint, engine.load_checkpoint):
+            with pytest.raises(CheckpointError, match="the tag '' names no folder"):
+                call(tmp_path, "")
+        with pytest.raises((CheckpointError, PeerError), match="there is no checkpoint of the tag '1'"):
+            engine.load_checkpoint(tmp_path, 1)
+
+    run_ranks({"dp": 2}, work)
+
+
+def test_what_of_a_checkpoint_is_not_loaded_stays_as_it_was(tmp_path: Path):
+    def work(mesh: Mesh) -> None:
+        engine, *_ = deepspeed.initialize(model=plain_model(), config=config(2, 1))
+        train(engine, mesh, range(3))
+        engine.save_checkpoint(tmp_path)
+        counters = (3, 36, 3)
+        for options, wanted, step, updates in (
+            ({"load_optimizer_states": False}, counters, 3, 0),  # the schedule goes on, and so do the counters
+            ({"load_lr_scheduler_states": False}, counters, 0, 3),
+            ({"load_optimizer_states": False, "load_lr_scheduler_states": False}, counters, 0, 0),
+            ({"load_module_only": True}, (0, 0, 0), 0, 0),
+        ):
+            other, *_ = deepspeed.initialize(model=plain_model(1), config=config(2, 1))
+            fresh = other.lr_scheduler.last_batch_iteration
+            other.load_checkpoint(tmp_path, **options)
+            assert (other.global_steps, other.global_samples, other.micro_steps) == wanted, options
+            assert other.lr_scheduler.last_batch_iteration == fresh + step, options
+            assert other.optimizer.flat.step_count == updates, options
+            assert_same(other.module_state_dict(), engine.module_state_dict())
+        with pytest.raises(NotImplementedError, match="custom_load_fn"):
+            other.load_checkpoint(tmp_path, custom_load_fn=print)
+        with pytest.raises(NotImplementedError, match="exclude_frozen_parameters"):
+            other.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
 
     run_ranks({"dp": 2}, work)
 

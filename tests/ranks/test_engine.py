@@ -4,6 +4,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedules
 
 from megatron import deepspeed
+from megatron.core.checkpoint.format import CheckpointError
 from megatron.core.config import ConfigError
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.mesh import Mesh
@@ -256,3 +258,86 @@ def test_ranks_with_different_models_are_told_apart():
 
 
 GROUP = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+
+
+CYCLE = {
+    "cycle_min_lr": 1e-3,
+    "cycle_max_lr": 1e-2,
+    "cycle_first_step_size": 3,
+    "cycle_min_mom": 0.6,
+    "cycle_max_mom": 0.95,
+}
+
+
+class Grouped:
+    """A model of two groups of torch's AdamW; the script changes decay and betas after they are made."""
+
+    def __init__(self, **more: float):
+        torch.manual_seed(3)
+        self.model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+        groups = [{"params": self.model[0].parameters(), "lr": 3e-2}, {"params": self.model[2].parameters()}]
+        self.optimizer = torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1, **more)
+
+    def change(self, groups: list[dict[str, Any]]) -> None:
+        groups[0]["weight_decay"], groups[1]["betas"] = 0.7, (0.5, 0.9)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        None,
+        lambda optimizer: schedules.OneCycleLR(optimizer, 0.05, total_steps=9),
+        lambda optimizer: OneCycle(optimizer, **CYCLE),
+    ],
+    ids=["set by the script", "OneCycleLR", "OneCycle"],
+)
+def test_a_resume_has_all_numbers_of_the_groups(schedule: Callable | None, tmp_path: Path):
+    alone = Grouped()
+    theirs = schedule(alone.optimizer) if schedule else None
+    if schedule is None:
+        alone.change(alone.optimizer.param_groups)
+    for x in (X[0], X[1], X[2], X[0], X[1]):
+        alone.optimizer.zero_grad()
+        loss_of(alone.model, x).backward()
+        alone.optimizer.step()
+        if theirs is not None:
+            theirs.step()
+
+    def work(mesh: Mesh) -> dict[str, Tensor]:
+        for first, last in ((0, 2), (2, 5)):
+            made = Grouped()
+            ours = schedule(made.optimizer) if schedule else None
+            engine = Engine(
+                made.model, made.optimizer, EngineConfig(data_parallel=DataParallelConfig(zero_stage=1)), mesh
+            )
+            engine.lr_scheduler = ours
+            if first:
+                engine.load(tmp_path)
+            elif schedule is None:
+                made.change(engine.optimizer.param_groups)
+            for x in [X[i % 3] for i in range(first, last)]:
+                engine.backward(loss_of(engine, part(x, mesh)))
+                engine.step()
+            engine.save(tmp_path)
+        return engine.module_state_dict()
+
+    for found in run_ranks({"dp": 2}, work):
+        assert_same(found, alone.model.state_dict())
+
+
+def test_a_checkpoint_of_other_groups_is_refused(tmp_path: Path):
+    def work(mesh: Mesh) -> None:
+        made = Grouped()
+        Engine(made.model, made.optimizer, EngineConfig(), mesh).save(tmp_path)
+        other = Grouped(eps=1e-4)
+        engine = Engine(other.model, other.optimizer, EngineConfig(), mesh)
+        with pytest.raises(CheckpointError, match=r"its optimizer has eps = 1e-08, this engine's has 0\.0001"):
+            engine.load(tmp_path)
+        engine.load(tmp_path, optimizer=False)
+        single = Grouped().model
+        engine = Engine(single, torch.optim.AdamW(single.parameters()), EngineConfig(), mesh)
+        with pytest.raises(CheckpointError, match="has 2 groups of parameters, this engine's has 1"):
+            engine.load(tmp_path)
+        engine.load(tmp_path, optimizer=False, schedule=False)
+
+    run_ranks({"dp": 1}, work)

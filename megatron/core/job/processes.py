@@ -77,10 +77,10 @@ def start_distributed(backend: str, timeout_minutes: float) -> None:
     _joined = True
 
 
-def join_alone() -> None:
+def join_alone(backend: str = "gloo") -> None:
     """Gives a job of one process torch.distributed, for scripts of Megatron core, which ask it for the rank."""
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def _meet(launch: Launch, timeout: datetime.timedelta) -> dist.Store:

@@ -166,6 +166,14 @@ class GroupedOptimizer:
         lr, decay = float(values["lr"]), float(values["weight_decay"])
         return UpdateStep(lr, decay, self.flat.step_count, factor, values.get("betas"))
 
+    def changed_fixed(self, groups: Groups) -> tuple[str, Any, Any] | None:
+        """(key, value in `groups`, own value) of the first number that may not change and differs."""
+        for fixed, other in zip(self._fixed, groups):
+            for key, value in fixed.items():
+                if key in other and other[key] != value:
+                    return key, other[key], value
+        return None
+
     def rates(self) -> list[float]:
         """The learning rate of each group in the next update."""
         return [float(group["lr"]) for group in self.param_groups]
