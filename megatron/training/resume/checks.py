@@ -89,7 +89,7 @@ _NEEDED: dict[str, tuple[type, ...]] = {
 _COUNTS = ("scheduled_train_samples", "samples_per_iter", "requested_train_samples")  # of the train state
 _OPTIONAL: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(
-        ("train/schedules", "train/schedules/*", "train/guard", "train/guard/*", "log/sums", "grad_scaler"), (dict,)
+        ("train/schedules", "train/schedules/*", "train/guard", "train/guard/*", "log/sums", "log/counts", "grad_scaler"), (dict,)
     ),
     **dict.fromkeys((f"train/{name}" for name in _COUNTS), (int,)),
     **dict.fromkeys(("checkpoints", ABSENT_HEADS, LOST_BUFFERS), (list,)),
@@ -97,7 +97,7 @@ _OPTIONAL: dict[str, tuple[type, ...]] = {
     f"{FUNCTIONS}/*": (str,),
     "train/guard/*/seen": (int,),
     "train/guard/*/largest": _NUMBER,
-    **dict.fromkeys(("dropout_masks", "log/steps", "log/nan_steps", "log/skipped_steps"), (int,)),
+    **dict.fromkeys(("dropout_masks", "log/steps", "log/nan_steps", "log/skipped_steps", "log/counts/*"), (int,)),
     **dict.fromkeys(("global_batch_size", *(f"config/transformer/{name}" for name in OF_WIDTHS)), (int, type(None))),
 }
 
