@@ -5,13 +5,11 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections import Counter
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
-from code_lines import broken, code_lines, nodes, package_of, product_files, targets_of
+from code_lines import code_lines, nodes, product_files
 
 ROOT = Path(__file__).parent.parent
 CORE = ROOT / "megatron" / "core"
@@ -43,7 +41,6 @@ PURE = """
     core.interchange.formats.megatron_folder core.interchange.formats.megatron_classic core.interchange.formats.megatron_dist
     core.interchange.formats.dcp core.interchange.formats.megatron_unused core.whereabouts core.outputs
 """
-MAX_TEST_FUNCTION, MAX_TEST_FILE = 80, 500  # code lines; code_lines.py has those of megatron/ and tools/
 
 
 @cache
@@ -119,28 +116,6 @@ def test_no_imports_in_a_circle():
         visit(name, ())
 
 
-def public_names(path: Path) -> Iterator[str]:
-    """The names that a module defines at its top level, for others to use."""
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found = [node.name]
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found = [part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)]
-        else:
-            continue
-        yield from (name for name in found if not name.startswith("_") and name != "main")
-
-
-def test_a_public_name_means_one_thing():
-    """Outside of the rooms whose names are Megatron's and DeepSpeed's."""
-    home: dict[str, Path] = {}
-    for path in sorted((ROOT / "megatron").rglob("*.py")):
-        for name in public_names(path) if path.parent.name not in ("classic", "deepspeed") else ():
-            other = home.setdefault(name, path)
-            assert other == path, f"{name} is defined in {path} and in {other}"
-
-
 MEETING = [CORE / "job" / "processes.py", CORE / "model_parallel.py"]  # where processes meet and groups are made
 
 
@@ -148,7 +123,13 @@ def test_torch_distributed_is_known_where_processes_meet_and_communicate_only():
     peers = set((ROOT / "tools/benchmarking/peers").glob("*.py"))  # other code, against which ours is measured
     # the tool writes torch's distributed checkpoints by torch's own writer, in one process without a group;
     # the calls of deepspeed.comm are those of a script, which it hands to torch
-    allowed = {CORE / "comm.py", *MEETING, *peers, ROOT / "tools/checkpoint_convert.py", ROOT / "megatron/deepspeed/comm.py"}
+    allowed = {
+        CORE / "comm.py",
+        *MEETING,
+        *peers,
+        ROOT / "tools/checkpoint_convert.py",
+        ROOT / "megatron/deepspeed/comm.py",
+    }
     for path in PRODUCT_FILES:
         if path in allowed:
             continue
@@ -283,20 +264,14 @@ def test_an_import_path_holds_nothing_but_names():
 
 # The rooms of another project's names, and the most lines that they and its import paths may have together.
 ROOMS_OF_FORKS = {
-    "Megatron": ([CORE / "classic", ROOT / "megatron" / "training" / "classic"], 2_050),
-    "DeepSpeed": ([ROOT / "megatron" / "deepspeed"], 520),
-    "DeepSpeed": ([ROOT / "megatron" / "deepspeed"], 900),
+    "Megatron": [CORE / "classic", ROOT / "megatron" / "training" / "classic"],
+    "DeepSpeed": [ROOT / "megatron" / "deepspeed"],
 }
 
 
 def files_for_forks_of(project: str) -> list[Path]:
-    rooms, _ = ROOMS_OF_FORKS[project]
+    rooms = ROOMS_OF_FORKS[project]
     return [path for path in product_files() if path.parent in rooms or is_import_path(path, project)]
-
-
-@pytest.mark.parametrize("project", ROOMS_OF_FORKS)
-def test_the_names_of_another_project_are_few_lines(project: str):
-    assert sum(len(code_lines(path.read_text())) for path in files_for_forks_of(project)) <= ROOMS_OF_FORKS[project][1]
 
 
 def test_the_rooms_of_other_projects_names_are_apart():
@@ -323,98 +298,15 @@ def test_a_package_says_what_lives_in_it(folder: Path):
     assert "May import: " in text and "To " in text, f"{folder}: say what it may import, and where to add what"
 
 
-RULES_OF_SIZE = ("file", "function", "assignment", "line")
-# At most so many code lines for each package, without those below it. Raised, by a hundred, by nothing but a feature in its commit.
-BUDGETS = {
-    "megatron": 300,
-    "megatron/core": 2_800,
-    "megatron/core": 2_900,
-    "megatron/core": 3_000,
-    "megatron/core/checkpoint": 1_600,
-    "megatron/core/classic": 1_800,
-    "megatron/core/compiling": 300,
-    "megatron/core/datasets": 2_300,
-    "megatron/core/datasets": 2_400,
-    "megatron/core/distributed": 1_600,
-    "megatron/core/inference": 500,
-    "megatron/core/interchange": 1_300,
-    "megatron/core/interchange": 1_350,
-    "megatron/core/interchange/families": 1_300,
-    "megatron/core/interchange/formats": 1_600,
-    "megatron/core/job": 800,
-    "megatron/core/models": 700,
-    "megatron/core/optimizer": 1_500,
-    "megatron/core/pipeline_parallel": 1_300,
-    "megatron/core/storage": 550,
-    "megatron/core/tensor_parallel": 800,
-    "megatron/core/tiers": 700,
-    "megatron/core/tokenizers": 1_100,
-    "megatron/core/transformer": 2_100,
-    "megatron/core/tokenizers": 600,
-    "megatron/core/transformer": 2_250,
-    "megatron/core/transformer/attention_kernels": 300,
-    "megatron/core/transformer/context_parallel": 650,
-    "megatron/deepspeed": 900,
-    "megatron/training": 2_200,
-    "megatron/training/classic": 300,
-    "megatron/training/ending": 900,
-    "megatron/training/guard": 900,
-    "megatron/training/memory": 1_300,
-    "megatron/training/resume": 1_400,
-    "megatron/training/resume": 1_500,
-    "megatron/training/settings": 1_550,
-    "megatron/training/watch": 1_200,
-    "megatron/training/resume": 1_300,
-    "megatron/training/settings": 1_400,
-    "megatron/training/watch": 1_300,
-    "tools": 2_300,
-    "tools/benchmarking": 900,
-    "tools/benchmarking/peers": 600,
-    "tools/configuring": 600,
-    "tools/drawing": 200,
-    "tools/estimating": 300,
-    "tools/generating": 200,
-    "tools/preprocessing": 700,
-}
-
-
-@pytest.fixture(scope="module")
-def broken_rules() -> dict[str, list[str]]:
-    """Places by the rule that they break."""
-    found: dict[str, list[str]] = {rule: [] for rule in RULES_OF_SIZE}
-    for path in product_files():
-        for rule, place in broken(path):
-            found[rule].append(place)
-    return found
-
-
-@pytest.mark.parametrize("rule", RULES_OF_SIZE)
-def test_files_functions_lines_and_assignments_stay_short(rule: str, broken_rules: dict[str, list[str]]):
-    """python tests/code_lines.py --broken lists them."""
-    assert not broken_rules[rule], "\n".join(broken_rules[rule])
-
-
-@pytest.mark.full
-def test_a_file_of_tests_and_examples_stays_short():
-    for path in sorted(set(PYTHON_FILES) - set(product_files())):
-        name, text = path.relative_to(ROOT), path.read_text()
-        functions = [node for node in nodes_of(path) if isinstance(node, ast.FunctionDef)]
-        long = [node for node in functions if node.end_lineno - node.lineno >= MAX_TEST_FUNCTION]
-        if not long and text.count("\n") < MAX_TEST_FILE:
-            continue  # short enough with all that is no code
-        lines = code_lines(text)
-        assert len(lines) <= MAX_TEST_FILE, f"{name} has {len(lines)} code lines; what is the second idea in it?"
-        for node in long:
-            length = len(lines & set(range(node.lineno, node.end_lineno + 1)))
-            assert length <= MAX_TEST_FUNCTION, f"{name}: {node.name} has {length} code lines"
-
-
-def test_no_package_grows_past_its_budget():
-    lines: Counter[str] = Counter()
-    for path in product_files():
-        if not is_import_path(path):  # they have a limit of their own
-            lines[package_of(path)] += len(code_lines(path.read_text()))
-    assert not {package: size for package, size in lines.items() if size > BUDGETS.get(package, 0)}
+def test_no_line_of_the_product_is_wider_than_a_screen():
+    """Code has 120 columns by the formatter; strings and comments may have ten more."""
+    wide = [
+        (path, i)
+        for path in product_files()
+        for i, line in enumerate(path.read_text().splitlines(), 1)
+        if len(line) > 130
+    ]
+    assert not wide
 
 
 def test_the_formatter_alone_lays_the_code_out():
@@ -422,12 +314,6 @@ def test_the_formatter_alone_lays_the_code_out():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]
     assert settings["line-length"] == 120 and settings["format"] == {"skip-magic-trailing-comma": True}
     assert not [path for path in PYTHON_FILES if re.search("# fmt[:]", path.read_text())]
-
-
-def test_targets_of_an_assignment_are_counted_inside_tuples_too():
-    counted = {"a = x": 1, "a, b = x": 2, "a = b = x": 2, "a.b, (c[0], *d) = x": 3, "(a, b), [c] = d = x": 4}
-    for text, targets in counted.items():
-        assert targets_of(ast.parse(text).body[0]) == targets, text
 
 
 def test_lines_of_code_are_neither_comments_docstrings_nor_blank():

@@ -185,7 +185,8 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> None
 
 
 _NO_LOG = (
-    "DeepSpeed's log of communication is not built; use torch.profiler, or `engine.mesh.ledger.record()` for the engine's calls"
+    "DeepSpeed's log of communication is not built; use torch.profiler, or `engine.mesh.ledger.record()` for the calls of "
+    "the engine"
 )
 
 # ---------------------------------------------------------------- groups and ranks

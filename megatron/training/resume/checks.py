@@ -89,7 +89,16 @@ _NEEDED: dict[str, tuple[type, ...]] = {
 _COUNTS = ("scheduled_train_samples", "samples_per_iter", "requested_train_samples")  # of the train state
 _OPTIONAL: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(
-        ("train/schedules", "train/schedules/*", "train/guard", "train/guard/*", "log/sums", "log/counts", "grad_scaler"), (dict,)
+        (
+            "train/schedules",
+            "train/schedules/*",
+            "train/guard",
+            "train/guard/*",
+            "log/sums",
+            "log/counts",
+            "grad_scaler",
+        ),
+        (dict,),
     ),
     **dict.fromkeys((f"train/{name}" for name in _COUNTS), (int,)),
     **dict.fromkeys(("checkpoints", ABSENT_HEADS, LOST_BUFFERS), (list,)),
@@ -135,7 +144,13 @@ def _misfits(state: Any, where: str, kinds: tuple[type, ...]) -> Iterator[str]:
             yield f"{at}{last} is missing"
         for key, value in _entries(held, last):
             if not isinstance(value, kinds) or (isinstance(value, int) and not 0 <= value < 1 << 63):
-                wanted = {dict: "an object", list: "a list", str: "a text", int: "a number from 0 up", type(None): "null"}
+                wanted = {
+                    dict: "an object",
+                    list: "a list",
+                    str: "a text",
+                    int: "a number from 0 up",
+                    type(None): "null",
+                }
                 allowed = " or ".join(wanted[kind] for kind in kinds if kind in wanted)
                 yield f"{at}{key} is {value!r:.40}, not {allowed}"
 
