@@ -82,8 +82,8 @@ def t5_folder(tmp_path):
     library.decoder = tokenizers.decoders.Metaspace()
     library.post_processor = tokenizers.processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
     library.save(str(folder / "tokenizer.json"))
-    settings = {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>", "tokenizer_class": "T5Tokenizer"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    settings = {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>", "extra_ids": SENTINELS}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"tokenizer_class": "T5Tokenizer"}))
     return folder
 
 

@@ -26,6 +26,8 @@ def tokenizer_sha256(config: TokenizerConfig, tokenizer: Any) -> str:
     said = {name: value for name, (_, value) in changes(config).items() if name not in others}
     paths = {name: path for name in _FILES if (path := said.pop(name, None)) is not None}
     said |= {"ids": tokenizer.vocab_size} | {name: getattr(tokenizer, name, None) for name in ("eod", "pad")}
+    # Only where there is something to say, so that the hash of a tokenizer.json that says all by itself stays.
+    said |= {"beside": beside} if (beside := getattr(tokenizer, "beside", None)) else {}
     said |= {name: _content(path) for name, path in paths.items()}
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 

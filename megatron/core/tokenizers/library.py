@@ -9,7 +9,6 @@ import contextlib
 import functools
 import json
 import os
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,15 +18,7 @@ from megatron.core.lazy import optional_package
 # How byte-level BPE cuts text into words: GPT-2's own pattern.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
-# The names under which published tokenizers keep these tokens, in the order in which they are looked for.
-EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
-PAD_NAMES = ("<pad>", "<|pad|>", "[PAD]")
-# Those of masked words have one name each.
-MASKED_NAMES = {"cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
-_SENTINEL = re.compile(r"<extra_id_(\d+)>")
-
-# The names that a tokenizer_config.json has for tokens of texts.
-_SPECIAL_NAMES = ("eos_token", "unk_token", "bos_token", "cls_token", "sep_token", "mask_token")
+_GPT2_END = "<|endoftext|>"
 
 TIK_SPECIAL = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 TIK_LARGEST = 1 << 17  # ids of a TikToken file without --vocab-size, which is as many as Megatron takes
@@ -63,6 +54,7 @@ class LibraryTokenizer:
     sep: int | None = None
     mask: int | None = None
     additional_special_tokens_ids: list[int] = field(default_factory=list)  # a T5's sentinels, from <extra_id_0> on
+    beside: list[Any] = field(default_factory=list)  # what files beside `path` change of its ids, for a hash
 
     @functools.cached_property
     def vocab_size(self) -> int:
@@ -177,103 +169,18 @@ def gpt2_bpe_tokenizer(config: Any) -> LibraryTokenizer:
     tokenizer = library.Tokenizer(model)
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = library.decoders.ByteLevel()
-    eod = tokenizer.token_to_id(EOD_NAMES[0])
+    eod = tokenizer.token_to_id(_GPT2_END)
     if eod is None:
-        raise ValueError(f"{config.vocab_file} has no {EOD_NAMES[0]}, which ends documents; is it GPT-2's vocab.json?")
+        raise ValueError(f"{config.vocab_file} has no {_GPT2_END}, which ends documents; is it GPT-2's vocab.json?")
     return LibraryTokenizer("GPT2BPETokenizer", config.vocab_file, tokenizer, eod, None, words=GPT2_PATTERN)
 
 
-def huggingface_tokenizer(config: Any) -> LibraryTokenizer:
-    """What the tokenizer.json says.
-
-    Its end-of-document token is the eos_token of the tokenizer_config.json beside it, or, where there is none, the
-    first of EOD_NAMES among its special tokens; None without either, as for a BERT. Likewise for padding, [CLS], [SEP] and
-    [MASK].
-    """
-    library = optional_package("tokenizers", config.tokenizer_type)
-    path = config.tokenizer_model
-    path = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
-    check_exists(path, "--tokenizer-model")
-    try:
-        tokenizer = library.Tokenizer.from_file(path)
-    except Exception as error:  # the library raises bare Exception
-        raise ValueError(f"{path} is no tokenizer.json: {error}") from None
-    tokenizer.no_truncation()  # a file may carry the truncation and padding of whoever saved it last
-    tokenizer.no_padding()
-    special = {token.content: i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-    beside = os.path.join(os.path.dirname(path), "tokenizer_config.json")
-    settings = _json_of(beside, "valid JSON") if os.path.isfile(beside) else {}
-    eod = _special_id(tokenizer, settings, "eos_token", special, EOD_NAMES)
-    pad = _special_id(tokenizer, settings, "pad_token", special, PAD_NAMES)
-    added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
-    named = {
-        name: _special_id(tokenizer, settings, f"{name}_token", special, (token,))
-        for name, token in MASKED_NAMES.items()
-    }
-    bos = _special_id(tokenizer, settings, "bos_token", special, ())
-    sentinels = {int(found[1]): i for token, i in special.items() if (found := _SENTINEL.fullmatch(token))}
-    parts = json.loads(tokenizer.to_str())
-    words = GPT2_PATTERN if _is_plain_byte_level(parts) else None
-    is_text = pad is not None and _is_in_texts(pad, tokenizer, parts["model"], path, settings)
-    return LibraryTokenizer(
-        "HuggingFaceTokenizer",
-        path,
-        tokenizer,
-        eod,
-        pad,
-        words=words,
-        never=added,
-        pad_is_text=is_text,
-        bos=bos,
-        eos=eod,
-        **named,
-        additional_special_tokens_ids=[sentinels[k] for k in sorted(sentinels)],
-    )
-
-
-def _is_in_texts(token: int, tokenizer: Any, model: dict[str, Any], path: str, settings: Any) -> bool:
-    """Whether texts hold a special token of a folder: it is a word, stands for unknown words, or begins or ends a text by the
-    template or by another name that the folder gives it."""
-    if token not in tokenizer.get_added_tokens_decoder():
-        return True
-    named = {name: settings.get(name) for name in _SPECIAL_NAMES} if isinstance(settings, dict) else {}
-    words = [word.get("content") if isinstance(word, dict) else word for word in named.values()]
-    words.append(model.get("unk_token"))
-    ids = [tokenizer.token_to_id(word) for word in words if isinstance(word, str)]
-    # generation_config.json has all tokens that end a text: of Qwen 2.5's chats <|im_end|> and <|endoftext|>.
-    beside = os.path.join(os.path.dirname(path), "generation_config.json")
-    generation = _json_of(beside, "valid JSON") if os.path.isfile(beside) else {}
-    ends = generation.get("eos_token_id") if isinstance(generation, dict) else None
-    ids += ends if isinstance(ends, list) else [ends]
-    return token in [model.get("unk_id"), *ids, *tokenizer.encode("").ids]
-
-
-def _is_plain_byte_level(parts: dict[str, Any]) -> bool:
-    """Whether a tokenizer.json is byte-level BPE and nothing else, as tools/train_tokenizer.py writes it."""
-    cut, after = parts["pre_tokenizer"] or {}, parts["post_processor"] or {"type": "ByteLevel"}
-    model = parts["model"]
-    cuts_as_gpt2 = cut.get("type") == "ByteLevel" and not cut["add_prefix_space"] and cut.get("use_regex", True)
-    is_bpe = model["type"] == "BPE" and not model.get("dropout")
-    return cuts_as_gpt2 and is_bpe and after["type"] == "ByteLevel" and parts["normalizer"] is None
-
-
-def _json_of(path: str, kind: str) -> Any:
+def json_of(path: str, kind: str) -> Any:
     try:
         with open(path, encoding="utf-8") as file:
             return json.load(file)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not {kind}: {error}") from None
-
-
-def _special_id(
-    tokenizer: Any, settings: Any, setting: str, special: dict[str, int], names: tuple[str, ...]
-) -> int | None:
-    """The id of the token that `settings` name, else of the first of `names` that is special, else None."""
-    token = settings.get(setting) if isinstance(settings, dict) else None
-    token = token.get("content") if isinstance(token, dict) else token
-    if isinstance(token, str) and (given := tokenizer.token_to_id(token)) is not None:
-        return given
-    return next((special[name] for name in names if name in special), None)
 
 
 def tik_tokenizer(config: Any) -> LibraryTokenizer:
@@ -309,7 +216,7 @@ def tik_tokenizer(config: Any) -> LibraryTokenizer:
 def _ranked_tokens(path: str, largest: int) -> list[bytes]:
     """The first `largest` tokens of a TikToken file. Raises ValueError unless ranks are 0, 1, ... and bytes come first."""
     kind = "a list of rank and token_bytes, as TikTokenizer needs it"
-    entries = _json_of(path, kind)
+    entries = json_of(path, kind)
     try:
         ranks = [entry["rank"] for entry in entries]
         tokens = [base64.b64decode(entry["token_bytes"], validate=True) for entry in entries]

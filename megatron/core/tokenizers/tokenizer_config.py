@@ -33,6 +33,11 @@ class TokenizerConfig(FlagConfig):
         "(TikTokenizer)",
         metavar="FILE",
     )
+    tokenizer_transformers_version: Literal["4", "5"] | None = knob(
+        None,
+        "of a folder that transformers 4.57 and 5 read differently, HuggingFaceTokenizer gives the ids of this one; without the "
+        "flag such a folder is refused",
+    )
     vocab_size: Count | None = knob(
         None,
         "ids of NullTokenizer (end-of-document is added) or TikTokenizer (special tokens included), or of a model without "
@@ -85,8 +90,19 @@ class TokenizerConfig(FlagConfig):
     def without_effect(self) -> dict[str, str]:
         """The flags that are given and change nothing, with the reason."""
         reads = self.vocab_size is None or not self.type or "vocab_size" in self.type.needs + self.type.reads
-        reason = f"--tokenizer-type {self.tokenizer_type} has a vocabulary of its own, whose size holds"
-        return {} if reads else {"--vocab-size": reason}
+        found = {}
+        if not reads:
+            found["--vocab-size"] = (
+                f"--tokenizer-type {self.tokenizer_type} has a vocabulary of its own, whose size holds"
+            )
+        if (
+            self.tokenizer_transformers_version
+            and self.type
+            and "tokenizer_transformers_version" not in self.type.reads
+        ):
+            reason = f"--tokenizer-type {self.tokenizer_type} reads no folder of transformers"
+            found["--tokenizer-transformers-version"] = reason
+        return found
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from megatron.core.open_table import Table
-from megatron.core.tokenizers import library, sentence_piece
+from megatron.core.tokenizers import hugging_face, library, sentence_piece
 
 
 class Tokenizer(Protocol):
@@ -81,7 +81,9 @@ _KINDS = {
     "SentencePieceTokenizer": TokenizerType(sentence_piece.sentence_piece_tokenizer, _MODEL, _SENTINELS),
     "GPTSentencePieceTokenizer": TokenizerType(sentence_piece.gpt_sentence_piece_tokenizer, _MODEL),
     "Llama2Tokenizer": TokenizerType(sentence_piece.llama2_tokenizer, _MODEL),
-    "HuggingFaceTokenizer": TokenizerType(library.huggingface_tokenizer, _MODEL),
+    "HuggingFaceTokenizer": TokenizerType(
+        hugging_face.huggingface_tokenizer, _MODEL, ("tokenizer_transformers_version",)
+    ),
     "TikTokenizer": TokenizerType(library.tik_tokenizer, _MODEL, _OF_TIK),
     "NullTokenizer": TokenizerType(
         lambda config: NullTokenizer(config.vocab_size, config.null_tokenizer_eod_id),

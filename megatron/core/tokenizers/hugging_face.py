@@ -1,0 +1,118 @@
+"""The tokenizer of a Hugging Face folder: its tokenizer.json, with the tokens that only the files beside it name."""
+
+import json
+import os
+import re
+from typing import Any
+
+from megatron.core.lazy import optional_package
+from megatron.core.tokenizers.library import GPT2_PATTERN, LibraryTokenizer, check_exists, json_of
+from megatron.core.tokenizers.special_tokens import NAMED, Files, SpecialTokens, Token, chosen, ends_of, readings
+
+# The names under which published tokenizers keep these tokens, in the order in which they are looked for where no file says.
+EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
+PAD_NAMES = ("<pad>", "<|pad|>", "[PAD]")
+_NAMES = {"eos": EOD_NAMES, "pad": PAD_NAMES, "bos": (), **{"cls": ("[CLS]",), "sep": ("[SEP]",), "mask": ("[MASK]",)}}
+_SENTINEL = re.compile(r"<extra_id_(\d+)>")
+
+
+def huggingface_tokenizer(config: Any) -> LibraryTokenizer:
+    """The ids of transformers' AutoTokenizer for the folder, as `special_tokens` says.
+
+    Its end-of-document token is the eos_token, or where no file names one, the first of EOD_NAMES among the special tokens; None
+    without either, as for a BERT. Likewise for padding, [CLS], [SEP] and [MASK].
+    """
+    library = optional_package("tokenizers", config.tokenizer_type)
+    path = config.tokenizer_model
+    path = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
+    check_exists(path, "--tokenizer-model")
+    try:
+        tokenizer = library.Tokenizer.from_file(path)
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(f"{path} is no tokenizer.json: {error}") from None
+    tokenizer.no_truncation()  # a file may carry the truncation and padding of whoever saved it last
+    tokenizer.no_padding()
+
+    files = Files.beside(path)
+    there = [_token(added) for added in tokenizer.get_added_tokens_decoder().values()]
+    found = readings(files, there, is_byte_level=_is_byte_level(tokenizer))
+    reading = chosen(found, tokenizer, files.folder or ".", config.tokenizer_transformers_version)
+    named, changes = _apply(reading, tokenizer, library)
+
+    added = tokenizer.get_added_tokens_decoder()
+    special = {token.content: i for i, token in added.items() if token.special}
+    ids = {name: _special_id(named.get(f"{name}_token"), special, names) for name, names in _NAMES.items()}
+    sentinels = {int(found[1]): i for token, i in special.items() if (found := _SENTINEL.fullmatch(token))}
+    return LibraryTokenizer(
+        "HuggingFaceTokenizer",
+        path,
+        tokenizer,
+        eod=ids["eos"],
+        pad_is_text=ids["pad"] is not None and _is_in_texts(ids["pad"], tokenizer, named, files.folder),
+        words=GPT2_PATTERN if _is_plain_byte_level(tokenizer) else None,
+        never=[token.content for token in added.values()],
+        additional_special_tokens_ids=[sentinels[k] for k in sorted(sentinels)],
+        beside=changes,
+        **ids,
+    )
+
+
+def _apply(reading: SpecialTokens, tokenizer: Any, library: Any) -> tuple[dict[str, int | None], list[Any]]:
+    """Add the tokens and the template of `reading`; returns (the ids of the named tokens, what has changed, for a hash)."""
+    first, last = reading.ends(tokenizer)
+    if reading.added:
+        tokenizer.add_tokens([library.AddedToken(**vars(token)) for token in reading.added])
+    named = {key: None if token is None else tokenizer.token_to_id(token) for key, token in reading.named.items()}
+    changes: list[Any] = [[token.content, tokenizer.token_to_id(token.content)] for token in reading.added]
+    if (first, last) != ends_of(tokenizer):
+        around = [f"{reading.named[key]}" for key in NAMED[:2]]
+        parts = [around[0]] * bool(first) + ["$A"] + [around[1]] * bool(last)
+        tokens = [(around[k], named[NAMED[k]]) for k, ids in enumerate((first, last)) if ids]
+        tokenizer.post_processor = library.processors.TemplateProcessing(single=parts, special_tokens=tokens)
+        changes.append({"begin": first, "end": last})
+    return named, changes
+
+
+def _is_in_texts(pad: int, tokenizer: Any, named: dict[str, int | None], folder: str) -> bool:
+    """Whether texts hold the pad of a folder: it is a word, stands for unknown words, or begins or ends a text by the template or
+    by another name that the folder gives it."""
+    if pad not in tokenizer.get_added_tokens_decoder():
+        return True
+    model = _parts(tokenizer)["model"]
+    unknown = model.get("unk_token")
+    ids = [i for name, i in named.items() if name != "pad_token"]
+    ids += [model.get("unk_id"), tokenizer.token_to_id(unknown) if isinstance(unknown, str) else None]
+    # generation_config.json has all tokens that end a text: of Qwen 2.5's chats <|im_end|> and <|endoftext|>.
+    beside = os.path.join(folder, "generation_config.json")
+    generation = json_of(beside, "valid JSON") if os.path.isfile(beside) else {}
+    ends = generation.get("eos_token_id") if isinstance(generation, dict) else None
+    ids += ends if isinstance(ends, list) else [ends]
+    return pad in [*ids, *tokenizer.encode("").ids]
+
+
+def _token(added: Any) -> Token:
+    names = ("content", "lstrip", "rstrip", "single_word", "normalized", "special")
+    return Token(**{name: getattr(added, name) for name in names})
+
+
+def _special_id(given: int | None, special: dict[str, int], names: tuple[str, ...]) -> int | None:
+    """The id that a file gives, else that of the first of `names` that is special, else None."""
+    return given if given is not None else next((special[name] for name in names if name in special), None)
+
+
+def _parts(tokenizer: Any) -> dict[str, Any]:
+    return json.loads(tokenizer.to_str())
+
+
+def _is_byte_level(tokenizer: Any) -> bool:
+    return any("ByteLevel" in repr(part) for part in (tokenizer.pre_tokenizer, tokenizer.decoder))
+
+
+def _is_plain_byte_level(tokenizer: Any) -> bool:
+    """Whether a tokenizer.json is byte-level BPE and nothing else, as tools/train_tokenizer.py writes it."""
+    parts = _parts(tokenizer)
+    cut, after = parts["pre_tokenizer"] or {}, parts["post_processor"] or {"type": "ByteLevel"}
+    model = parts["model"]
+    cuts_as_gpt2 = cut.get("type") == "ByteLevel" and not cut["add_prefix_space"] and cut.get("use_regex", True)
+    is_bpe = model["type"] == "BPE" and not model.get("dropout")
+    return cuts_as_gpt2 and is_bpe and after["type"] == "ByteLevel" and parts["normalizer"] is None
