@@ -3,6 +3,7 @@
 The files are small, in the form of the published ones. Expected ids are counted by hand from the lists below.
 """
 
+import io
 import json
 import types
 from pathlib import Path
@@ -228,3 +229,59 @@ def test_a_llama_files_begin_is_left_out_of_sentences(tmp_path):
     model = train_pieces(Path(tmp_path / "tokenizer.model"), model_type="bpe")
     config = TokenizerConfig("Llama2Tokenizer", tokenizer_model=str(tmp_path / "tokenizer.model"))
     assert build_tokenizer(config).tokenize_sentences(["the cat"]) == [model.encode("the cat")]
+
+
+@pytest.fixture
+def pieces(tmp_path):
+    """A sentencepiece model as a T5's: <pad> 0, </s> 1, <unk> 2, no begin."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    model = io.BytesIO()
+    lines = ["the cat sat on the mat and the dogs ate their fish", "near a river with stones while it rained"] * 50
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_writer=model,
+        vocab_size=30,
+        model_type="unigram",
+        minloglevel=3,
+        **{"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1},
+    )
+    (tmp_path / "spiece.model").write_bytes(model.getvalue())
+    return sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "spiece.model"))
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "given", "count"),
+    [
+        ("tokenizer_config.json", {"tokenizer_class": "T5Tokenizer", "extra_ids": 7}, 0, 7),
+        ("tokenizer_config.json", {"tokenizer_class": "T5TokenizerFast"}, 0, 100),
+        ("config.json", {"model_type": "t5"}, 0, 100),
+        ("config.json", {"model_type": "t5"}, 30, 30),
+        ("tokenizer_config.json", {"tokenizer_class": "MT5Tokenizer", "extra_ids": 0}, 0, 0),
+    ],
+)
+def test_the_pieces_of_a_published_t5_have_transformers_ids(pieces, tmp_path, name, said, given, count):
+    """<extra_id_0> is the last id, and nothing of our own stands between the pieces and the sentinels."""
+    (tmp_path / name).write_text(json.dumps(said))
+    config = TokenizerConfig(
+        "SentencePieceTokenizer", tokenizer_model=str(tmp_path / "spiece.model"), vocab_extra_ids=given
+    )
+    tokenizer = build_tokenizer(config)
+    assert tokenizer.vocab_size == 30 + count
+    assert tokenizer.additional_special_tokens_ids == [30 + count - 1 - k for k in range(count)]
+    assert (tokenizer.pad, tokenizer.eod, tokenizer.eos, tokenizer.bos) == (0, 1, 1, None)
+    assert tokenizer.tokenize("the cat") == [*pieces.encode("the cat"), 1]
+    assert tokenizer.tokenize_sentences(["the cat", ""]) == [pieces.encode("the cat"), []]
+    if count:
+        ids = [*pieces.encode("the"), 30 + count - 1, *pieces.encode("sat"), 1]
+        assert tokenizer.tokenize("the <extra_id_0> sat") == tokenizer.tokenize("the<extra_id_0>sat") == ids
+        assert encoder_ids("the <extra_id_0> sat", tokenizer, lambda text, tokenizer: tokenizer.tokenize(text)) == ids
+        assert tokenizer.detokenize(ids) == "the <extra_id_0> sat </s>"
+
+
+@pytest.mark.parametrize("said", [{}, {"model_type": "llama"}])
+def test_pieces_that_are_no_published_t5s_are_numbered_as_megatron_does(pieces, tmp_path, said):
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    path = str(tmp_path / "spiece.model")
+    tokenizer = build_tokenizer(TokenizerConfig("SentencePieceTokenizer", tokenizer_model=path, vocab_extra_ids=2))
+    assert (tokenizer.cls, tokenizer.bos, tokenizer.additional_special_tokens_ids) == (30, 34, [35, 36])
+    assert tokenizer.tokenize("the cat") == pieces.encode("the cat")

@@ -95,7 +95,7 @@ class Files:
     def beside(cls, path: str) -> "Files":
         """Those beside the tokenizer.json `path`; without any, nothing is said. Raises ValueError for one that cannot be read."""
         folder = os.path.dirname(path)
-        config = _object_in(folder, "tokenizer_config.json")
+        config = object_in(folder, "tokenizer_config.json")
         kind = config.get("tokenizer_class")
         result = cls(folder, config, kind.removesuffix("Fast") if isinstance(kind, str) else None)
         result._read_tokens()
@@ -110,10 +110,10 @@ class Files:
                 )
             self.by_id = {int(i): Token.of(token, f"{self.folder}/{name}/{i}") for i, token in given.items()}
             return
-        self.mapped = _object_in(self.folder, "special_tokens_map.json")
+        self.mapped = object_in(self.folder, "special_tokens_map.json")
         specials = {self.token(key).content for key in NAMED if self.token(key)}
         specials |= {token.content for key in _LISTS for token in self.listed(key)}
-        for token, i in _object_in(self.folder, "added_tokens.json").items():
+        for token, i in object_in(self.folder, "added_tokens.json").items():
             if type(i) is not int:
                 raise ValueError(
                     f"{self.folder}/added_tokens.json gives {token!r:.40} the id {i!r:.40}; correct the file"
@@ -319,7 +319,7 @@ def _shown(*ids: int | None) -> str:
     return " ".join("no token" if i is None else f"id {i}" for i in ids) or "no token"
 
 
-def _object_in(folder: str, name: str) -> dict[str, Any]:
+def object_in(folder: str, name: str) -> dict[str, Any]:
     """The object in a JSON file; {} if there is no such file. Raises ValueError."""
     path = os.path.join(folder, name)
     if not os.path.isfile(path):
