@@ -15,11 +15,11 @@ from megatron.core.tokenizers.identity import tokenizer_sha256
 from megatron.training.command_line import parse_args
 from tools import checkpoint_convert
 
-pytest.importorskip("tokenizers")
-
 sys.path.append(str(Path(__file__).parent.parent / "exchange"))
 import cases
 from special_token_folders import FOLDERS, RECORD, TEXTS, library_of, smallest, write_folder
+
+tokenizers = pytest.importorskip("tokenizers")
 
 ANSWERS = json.loads(RECORD.read_text())
 
@@ -125,6 +125,30 @@ def test_begin_and_end_of_a_text_are_as_the_folder_says(tmp_path):
     with pytest.raises(ValueError, match=r"every text begins with no token in 4\.57 and with id 0 in 5\.x"):
         of(add_bos_token=False)
     assert (of("4", add_bos_token=False), of("5", add_bos_token=False)) == ([], [0])
+
+
+def test_text_is_cut_as_the_chosen_version_cuts_it(tmp_path):
+    """tokenizer.json says it, and 4.57; 5 has rules of its own for two classes."""
+
+    def of(kind, text, *versions, byte_level=False, **config):
+        library = library_of(kind, byte_level, ["<s>", "</s>", "<unk>"], None)
+        if byte_level:
+            split = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
+            last = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+            library.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, last])  # one letter each
+        library.save(str(tmp_path / "tokenizer.json"))
+        said = {"tokenizer_class": kind, "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", **config}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
+        found = [build_tokenizer(config_of(tmp_path, version)).tokenize(text) for version in versions]
+        return [[library.id_to_token(i) for i in ids] for ids in found]
+
+    llama = {"add_bos_token": False}
+    cut = ["\u2581", "\u2581cat"]
+    assert of("LlamaTokenizerFast", " cat", None, "4", "5", **llama) == [cut, cut, ["\u2581cat"]]
+    assert of("LlamaTokenizer", "cat", "4", "5", add_prefix_space=False, **llama)[1] == ["c", "a", "t"]
+    assert of("PreTrainedTokenizerFast", " cat", None, "4", "5") == [cut] * 3
+    letters = ["c", "a", "t"]
+    assert of("GPT2Tokenizer", "cat", None, "4", "5", byte_level=True) == [letters, letters, ["cat"]]
 
 
 def test_hashes_of_tokenizers_that_say_all_by_themselves_stay(tmp_path):

@@ -37,6 +37,8 @@ def huggingface_tokenizer(config: Any) -> LibraryTokenizer:
     there = [_token(added) for added in tokenizer.get_added_tokens_decoder().values()]
     found = readings(files, there, is_byte_level=_is_byte_level(tokenizer))
     reading = chosen(found, tokenizer, files.folder or ".", config.tokenizer_transformers_version)
+    if config.tokenizer_transformers_version == "5":
+        _cut_as_5(files, tokenizer, library)
     named, changes = _apply(reading, tokenizer, library)
 
     added = tokenizer.get_added_tokens_decoder()
@@ -88,6 +90,22 @@ def _is_in_texts(pad: int, tokenizer: Any, named: dict[str, int | None], folder:
     ends = generation.get("eos_token_id") if isinstance(generation, dict) else None
     ids += ends if isinstance(ends, list) else [ends]
     return pad in [*ids, *tokenizer.encode("").ids]
+
+
+def _cut_as_5(files: Files, tokenizer: Any, library: Any) -> None:
+    """Replace the rules that 5.x does not take from the tokenizer.json of these classes."""
+    if not isinstance(tokenizer.model, library.models.BPE):
+        return
+    spaced = files.config.get("add_prefix_space")
+    if files.kind == "LlamaTokenizer" and not _is_byte_level(tokenizer):
+        scheme = "always" if files.config.get("legacy") else "first"
+        if spaced is not None and not spaced:
+            scheme = "never"
+        tokenizer.normalizer = None
+        tokenizer.pre_tokenizer = library.pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    elif files.kind == "GPT2Tokenizer":
+        tokenizer.normalizer = None
+        tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=bool(spaced))
 
 
 def _token(added: Any) -> Token:

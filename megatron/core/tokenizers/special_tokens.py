@@ -16,8 +16,9 @@ count for the order alone), the named ones, the others. transformers 4.57 and 5.
     order of the others                            additional_special_tokens,   then the lists
                                                    then those with a name
 
-`SpecialTokens` is what one of them makes of the files. How text is cut is tokenizer.json's own business, and followed here: 5.23
-makes rules of its own for some classes (a LlamaTokenizer puts no space before a text that begins with one).
+`SpecialTokens` is what one of them makes of the files. How text is cut is what tokenizer.json says, which 4.57 follows. 5.23 has
+rules of its own for a LlamaTokenizer (no space is put before a text that begins with one) and a GPT2Tokenizer, which count where
+that version was chosen (`hugging_face`).
 """
 
 import json

@@ -15,6 +15,7 @@ from megatron.training.resume.copies import OwnPart
 from megatron.training.runtime import Runtime, print_rank_0
 
 _TOKENIZER = "tokenizer.json"
+_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")  # name tokens too
 
 
 def origin_of_run(
@@ -68,12 +69,16 @@ def _as_of_now(runtime: Runtime, state: Mapping[str, Any], origin: Origin, *, is
 
 
 def _is_other_file(runtime: Runtime, origin: Origin) -> bool:
-    """Whether --tokenizer-model is a tokenizer.json with another content than that of the folder."""
+    """Whether --tokenizer-model is a tokenizer.json with another content than that of the folder, or beside other tokens."""
     config = runtime.config.tokenizer
     if config.tokenizer_type != "HuggingFaceTokenizer" or config.tokenizer_model is None:
         return False
     path = Path(config.tokenizer_model)
     if not is_file(path) or _TOKENIZER not in origin.files:
         return False
-    content = read_start(path, size_of_file(path) or 0)
-    return hashlib.sha256(content).hexdigest() != origin.files[_TOKENIZER]
+    theirs = {path: _TOKENIZER} | {path.parent / name: name for name in _BESIDE if name in origin.files}
+    return any(_sha256(mine) != origin.files[name] for mine, name in theirs.items() if is_file(mine))
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(read_start(path, size_of_file(path) or 0)).hexdigest()
