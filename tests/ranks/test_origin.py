@@ -238,3 +238,27 @@ def test_a_tokenizer_of_another_file_than_the_folders_is_another(
 def test_a_folder_says_where_it_is_and_keys_that_it_may_carry(folder: Path):
     origin = open_foreign(folder).state["origin"]
     assert origin == {"model_type": "mistral", "folder": str(folder), "kept": KEPT}
+
+
+@pytest.mark.parametrize(
+    "mine, carries", [('{"eos_token": "</s>"}', True), ('{"eos_token": "<|im_end|>"}', False), (None, True)]
+)
+def test_a_tokenizer_beside_other_named_tokens_is_another(
+    mine: str | None, carries: bool, folder: Path, tmp_path: Path
+):
+    """The same tokenizer.json; the file beside it names another end of a text."""
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    own = tmp_path / "own"
+    own.mkdir()
+    shutil.copy(folder / "tokenizer.json", own)
+    if mine is not None:
+        (own / "tokenizer_config.json").write_text(mine)
+    tokenizer = SimpleNamespace(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(own / "tokenizer.json"))
+
+    def work(mesh) -> object:
+        config = SimpleNamespace(tokenizer=tokenizer)
+        runtime = SimpleNamespace(mesh=mesh, device=Device("cpu"), config=config, tokenizer_sha256=None)
+        return origin_of_run(runtime, open_foreign(folder), "--load")
+
+    for origin in run_ranks({"dp": 2}, work):
+        assert bool(origin.files) is carries
