@@ -34,7 +34,8 @@ def huggingface_tokenizer(config: Any) -> LibraryTokenizer:
     tokenizer.no_padding()
 
     files = Files.beside(path)
-    there = [_token(added) for added in tokenizer.get_added_tokens_decoder().values()]
+    own = tokenizer.get_added_tokens_decoder()
+    there = [_token(added) for added in own.values()]
     found = readings(files, there, is_byte_level=_is_byte_level(tokenizer))
     reading = chosen(found, tokenizer, files.folder or ".", config.tokenizer_transformers_version)
     if config.tokenizer_transformers_version == "5":
@@ -50,7 +51,7 @@ def huggingface_tokenizer(config: Any) -> LibraryTokenizer:
         path,
         tokenizer,
         eod=ids["eos"],
-        pad_is_text=ids["pad"] is not None and _is_in_texts(ids["pad"], tokenizer, named, files.folder),
+        pad_is_text=ids["pad"] is not None and _is_in_texts(ids["pad"], tokenizer, own, named, files.folder),
         words=GPT2_PATTERN if _is_plain_byte_level(tokenizer) else None,
         never=[token.content for token in added.values()],
         additional_special_tokens_ids=[sentinels[k] for k in sorted(sentinels)],
@@ -75,10 +76,10 @@ def _apply(reading: SpecialTokens, tokenizer: Any, library: Any) -> tuple[dict[s
     return named, changes
 
 
-def _is_in_texts(pad: int, tokenizer: Any, named: dict[str, int | None], folder: str) -> bool:
+def _is_in_texts(pad: int, tokenizer: Any, own: dict[int, Any], named: dict[str, int | None], folder: str) -> bool:
     """Whether texts hold the pad of a folder: it is a word, stands for unknown words, or begins or ends a text by the template or
-    by another name that the folder gives it."""
-    if pad not in tokenizer.get_added_tokens_decoder():
+    by another name that the folder gives it. own: the added tokens of the tokenizer.json; a word is none of them."""
+    if pad not in own and tokenizer.model.token_to_id(tokenizer.id_to_token(pad)) == pad:
         return True
     model = _parts(tokenizer)["model"]
     unknown = model.get("unk_token")
