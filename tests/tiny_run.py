@@ -314,6 +314,7 @@ def runtime_for(
         config=replace(settings, transformer=config, checkpoint=checkpoint, optimizer=optimizer or settings.optimizer),
         device=Device("cpu"),
         vocab_size_if_any=VOCAB,
+        tokenizer=None,
         tokenizer_sha256=None,
         data_sha256=None,
         global_batch_size=global_batch,

@@ -103,7 +103,13 @@ def _tensor_parallel(setting: Setting, stage: int) -> Counter:
     groups, again = _recomputed(setting, layers)
     left_out = groups if setting.model.hidden_dropout == 0 else 0
     first, last = stage == 0, stage == setting.last_stage
-    calls = Counter({("all_reduce", "tp", setting.sequence * setting.microbatch * setting.element): 3 * last})
+    calls = Counter()
+    if (
+        last
+    ):  # the cross entropy: the largest score, the target's score, and a sum, beside which label smoothing has another
+        tokens = setting.sequence * setting.microbatch * setting.element
+        calls[("all_reduce", "tp", tokens)] += 2
+        calls[("all_reduce", "tp", tokens * (1 + (setting.model.label_smoothing > 0)))] += 1
     if not layout.sp:
         sums = 4 * layers + 2 * again - left_out + first + last
         return calls + Counter({("all_reduce", "tp", whole): sums})

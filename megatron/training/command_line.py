@@ -128,11 +128,15 @@ def parse_args(
     problems = [problem for source in sources for problem in source.problems]
     if hides_positions:
         settings.setdefault("position_embedding_type", "none")
-    settings = _over(settings, _usable(defaults, settings))
+    ours = _names_of_settings()
+    unsaid = [
+        name for name, value in settings.items() if value is None and name not in ours
+    ]  # own flags that are not given
+    settings = _over(settings, _usable(defaults, settings)) | {name: defaults.get(name) for name in unsaid}
     parts, more = _build_all(settings, {name for source in sources for name in source.unreadable})
     if problems + more:
         raise ArgumentsError(problems + more, parts)
-    config = Config(**parts, own=own_flags(parser, settings, _names_of_settings()))
+    config = Config(**parts, own=own_flags(parser, settings, ours))
     flat = {name: value for part in config.component_values().values() for name, value in part.items()}
     flat["log_interval"] = config.log.steps_between_lines  # scripts use it as a number, as in Megatron
     no_effect = {flag: reason for source in sources for flag, reason in source.no_effect.items()}
