@@ -224,7 +224,7 @@ def owning(case: SaveCase) -> list[dict[str, int]]:
         return {kind: sum(tensor.numel() for tensor in tensors.values()) for kind, tensors in kinds}
 
     with own_optimizer():
-        return ranks(case.run_layout(""), work)
+        return ranks(case.run_layout(""), work, case.config)
 
 
 # ---------------------------------------------------------------- a script's own optimizer
@@ -320,7 +320,7 @@ def trained(case: SaveCase, folder: Path, steps: int) -> list[dict[str, Tensor]]
         trainer.close()
         return found
 
-    return ranks(case.run_layout(""), work)
+    return ranks(case.run_layout(""), work, case.config)
 
 
 def resumed(case: SaveCase, folder: Path, steps: int) -> dict[str, list[dict[str, Tensor]]]:
@@ -336,7 +336,7 @@ def resumed(case: SaveCase, folder: Path, steps: int) -> dict[str, list[dict[str
         trainer.close()
         return found
 
-    by_rank = ranks(case.run_layout(""), work)
+    by_rank = ranks(case.run_layout(""), work, case.config)
     return {way: [found[way] for found in by_rank] for way in by_rank[0]}
 
 
@@ -351,13 +351,14 @@ def resharded(case: SaveCase, folder: Path, steps: int) -> None:
             trainer.step(steps)
             trainer.save(folder / "other went on", steps + 1)
 
-    ranks(case.other_layout, work)
+    ranks(case.other_layout, work, case.config)
 
 
-def ranks(layout: Layout, work: Any) -> list[Any]:
-    said = io.StringIO()
+def ranks(layout: Layout, work: Any, config: ModelConfig) -> list[Any]:
+    said, stages = io.StringIO(), layout.stages if layout.pp > 1 else None
+    sharing = config.ranks_per_kv_head(layout.tp)
     with contextlib.redirect_stdout(said), thread_writers(), several_slices():
-        found = run_ranks(layout.sizes, work, stages=layout.stages if layout.pp > 1 else None)
+        found = run_ranks(layout.sizes, work, stages=stages, ranks_per_kv_head=sharing)
     if "WARNING" in said.getvalue():
         raise Wrong(said.getvalue())
     return found
@@ -375,7 +376,7 @@ def one_process(optimizer: str, model: str, batch_of: str, steps: int) -> dict[s
                 trainer.step(number)
             trainer.save(Path(folder), steps)
 
-        ranks(Layout(), work)
+        ranks(Layout(), work, case.config)
         return read(latest(Path(folder))).tensors
 
 
