@@ -35,6 +35,7 @@ def test_every_line_says_what_becomes_of_it():
     assert len(ROWS) == len(set(ROWS))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("words", lines_that("works"), ids=" ".join)
 def test_a_flag_that_works_is_a_setting(words: list[str]):
     _, args, notes = parse_args(words)

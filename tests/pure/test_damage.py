@@ -33,6 +33,7 @@ def answers(kind: str, count: int) -> list[str]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", EXAMPLES)
 def test_damaged_files_are_refused_or_right(kind):
     assert set(answers(kind, EXAMPLES[kind])) <= {fuzz_data.REFUSED, fuzz_data.RIGHT}

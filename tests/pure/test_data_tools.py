@@ -243,6 +243,7 @@ def test_a_cache_is_prepared_once_for_all_that_a_run_asks_for(tmp_path, capsys):
     assert not [line for line in again if "building" in line]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("arguments", "code", "reason"),
     [

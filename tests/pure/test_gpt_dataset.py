@@ -196,6 +196,7 @@ CACHE_DAMAGE = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", CACHE_DAMAGE)
 def test_a_damaged_cache_is_built_again_with_a_warning(data, kind):
     part, damage = CACHE_DAMAGE[kind]

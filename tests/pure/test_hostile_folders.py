@@ -112,6 +112,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_hostile_folder_is_refused_in_a_line(case: str, folder: Path):
     change, told = HOSTILE[case]

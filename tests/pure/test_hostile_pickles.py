@@ -341,6 +341,7 @@ def test_mutated_files_never_give_a_wrong_tensor_nor_a_crash(seed: int, tmp_path
     assert refused > loaded
 
 
+@pytest.mark.full
 def test_changed_bytes_of_torch_dist_never_give_another_tensor(tmp_path: Path):
     """`python tests/exchange/mutated_pickles.py 2000 0 dist` does more of them."""
     refused, loaded = mutated_pickles.run_dist(tmp_path, 30, 1)

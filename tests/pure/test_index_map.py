@@ -44,6 +44,7 @@ def request(n, s=8, x=1, drop_last=True, seed=3, ids=(0, 1)):
     return IndexRequest(ids, n, s, seed, x, drop_last)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("x", [0, 1])
 @pytest.mark.parametrize("drop_last", [True, False])
 def test_sample_index_equals_the_walk(x, drop_last):

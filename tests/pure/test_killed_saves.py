@@ -46,6 +46,7 @@ def held(root, iteration=None):
     return values[0][0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["killed in", "ENOSPC in"])
 @pytest.mark.parametrize("before, iteration", [([], 1), ([1], 2), ([1], 1)], ids=["first", "new", "again"])
 def test_a_save_that_ends_anywhere_leaves_a_whole_checkpoint(tmp_path, before, iteration, how):

@@ -242,6 +242,7 @@ def test_a_rank_holds_at_most_two_leaving_results_a_direction():
             assert max(held) <= 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "cost", [*COSTS, {Op.F: 1, Op.B: 8, Op.I: 4, Op.W: 4}, {Op.F: 8, Op.B: 2, Op.I: 1, Op.W: 1}], ids=str
 )

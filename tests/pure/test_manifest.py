@@ -136,6 +136,7 @@ def manifest_of(*boxes, shape):
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("last, said", [((0, 1), None), ((0, 2), "pieces that overlap"), (None, "has gaps")])
 def test_thousands_of_pieces_are_checked_without_comparing_all(last, said, monkeypatch):
     """Every one reaches past all that come after it in one dimension, and beside them in the other."""

@@ -106,6 +106,7 @@ def kept_by_layer(more: str) -> float:
 
 # arXiv:2205.05198, table 2, without scores and the masks of the two dropouts, 2 s b h there: ours are drawn again, from two words a row of
 # each and one a column, 3/8 of s b h here. Ours has two numbers a row of each norm and one a row and head more: 1/4 to 1/2 of s b h here.
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("more", "units"),
     [
@@ -168,6 +169,7 @@ def test_the_page_on_offloading_shows_the_table_of_its_own_command(capsys):
     assert shown.split() in [line.split() for line in capsys.readouterr().out.splitlines()]
 
 
+@pytest.mark.full
 def test_json_says_what_the_table_says(capsys):
     words = f"{LAYERS} --num-layers 4 --world-size 4 --pipeline-model-parallel-size 4 --json".split()
     assert estimate_memory.main(words) == 0
@@ -205,6 +207,7 @@ FORKS = {  # script -> flags that only it takes
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("script", FORKS)
 def test_the_model_of_a_script_is_estimated_with_its_flags_and_tables(script: str, capsys):
     words = f"{LAYERS} --num-layers 4 --world-size 2 --pipeline-model-parallel-size 2 {FORKS[script]}"
@@ -232,6 +235,7 @@ from pretrain_gpt import forward_step, model_provider, train_valid_test_datasets
 """
 
 
+@pytest.mark.full
 def test_the_order_of_arguments_of_an_old_script_is_known(tmp_path, capsys):
     words = f"{LAYERS} --num-layers 2".replace("--seq-length 32 ", "").split()
     said = []

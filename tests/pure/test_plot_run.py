@@ -96,6 +96,7 @@ def part(
     return "\n".join(lines + ([] if saved is None else [f"saved checkpoint at iteration {saved} to {to}"])) + "\n"
 
 
+@pytest.mark.full
 def test_the_logs_of_a_resumed_run_are_one_curve_without_a_gap(tmp_path, capsys, monkeypatch):
     figures = []
     from matplotlib import pyplot

@@ -146,6 +146,7 @@ def test_a_file_that_cannot_be_written_is_told_in_one_line(capsys, tmp_path):
     assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.full
 def test_the_page_on_schedules_is_current(capsys, tmp_path):
     page = ROOT / "docs/schedules.md"
     assert page.read_text() == schedules_page(), (

@@ -261,6 +261,7 @@ MOMENTS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("moment", MOMENTS, ids=lambda moment: "-".join(map(str, moment[1:])))
 def test_a_kill_at_any_moment_is_followed_by_a_clean_resume(tmp_path, small_pieces, capsys, moment):
     source = tmp_path / "a.jsonl"

@@ -62,6 +62,7 @@ def test_what_bert_cannot_do_is_refused_before_the_ranks_meet(launched, tmp_path
     assert tells(error.value, said.replace("{tmp}", str(tmp_path)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks, flags, said", T5_REFUSALS.values(), ids=T5_REFUSALS)
 def test_what_t5_cannot_do_is_refused_before_the_ranks_meet(launched, tmp_path, ranks, flags, said):
     words = launched(ranks, flags)

@@ -115,6 +115,7 @@ def test_greedy_is_argmax_and_of_equals_the_smallest():
     assert chooser(SamplingConfig(greedy=True), generator)(SCORES) == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "config", [ALL, SamplingConfig(temperature=2.0, top_k=3), SamplingConfig(top_p=0.6)], ids=("all", "top-k", "top-p")
 )

@@ -177,6 +177,7 @@ def test_forward_only_is_training_without_its_backwards():
 # ---- closed forms of arXiv:2104.04473, section 2.2, and arXiv:2401.10241
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("cost", COSTS, ids=str)
 def test_gpipe_and_one_f_one_b_bubble_matches_theory(cost):
     for p, m in FLAT:
@@ -184,6 +185,7 @@ def test_gpipe_and_one_f_one_b_bubble_matches_theory(cost):
         assert bubble(one_f_one_b(p, m), cost) == pytest.approx((p - 1) / m), (p, m)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("cost", COSTS, ids=str)
 def test_zb_h1_bubble_matches_theory(cost):
     """(p - 1)(tF + tI - tW), as in table 1 of arXiv:2401.10241, where m >= p and W is the cheapest; exact for the rest."""
@@ -195,6 +197,7 @@ def test_zb_h1_bubble_matches_theory(cost):
             assert idle == pytest.approx((p - 1) * (f + i - w)), (p, m)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("cost", COSTS, ids=str)
 def test_bubble_and_memory_by_name_match_their_closed_forms(cost):
     for name, make in SCHEDULES.items():
@@ -208,12 +211,14 @@ def test_bubble_and_memory_by_name_match_their_closed_forms(cost):
     assert bubble_in_theory("1f1b", 4, 8, transfer=0.5) is None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("cost", COSTS, ids=str)
 def test_zb_h1_is_never_slower_than_one_f_one_b(cost):
     for p, m in FLAT:
         assert bubble(zb_h1(p, m), cost) <= bubble(one_f_one_b(p, m), cost) + 1e-12
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("cost", COSTS, ids=str)
 def test_interleaved_bubble_matches_theory(cost):
     for p, m, v in CHUNKED:

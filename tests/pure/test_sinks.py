@@ -449,6 +449,7 @@ def profiled(folder: Path) -> StepProfiler:
     return profiler
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["no folder", "a full disk"])
 def test_a_profile_that_cannot_be_written_ends_no_run(how: str, losses, tmp_path, monkeypatch):
     if how == "no folder":

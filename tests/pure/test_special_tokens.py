@@ -42,6 +42,7 @@ def folders(tmp_path_factory):
     return {name: write_folder(root, name) for name in FOLDERS}
 
 
+@pytest.mark.full
 def test_ids_and_sizes_are_those_of_both_versions(folders):
     compared = 0
     for name, folder in folders.items():

@@ -184,6 +184,7 @@ TEXTS_AND_PROBLEMS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("text", "problems"), TEXTS_AND_PROBLEMS)
 def test_what_is_wrong_with_a_file_is_said(read, tmp_path, text: str, problems: str):
     with pytest.raises(ConfigError) as error:

@@ -103,6 +103,7 @@ LACKING = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("case", "absent"), LACKING)
 def test_a_conversion_of_an_incomplete_folder_names_what_is_absent(case: str, absent: str, tmp_path: Path, capsys):
     """And writes nothing, whatever is to be written; with the flag what is there."""
@@ -119,6 +120,7 @@ def test_a_conversion_of_an_incomplete_folder_names_what_is_absent(case: str, ab
     assert read_tensors(tmp_path / "out") == read_tensors(folder)
 
 
+@pytest.mark.full
 def test_megatrons_files_without_a_final_norm_or_a_head_are_not_converted(tmp_path: Path, capsys, monkeypatch):
     original = megatron_files.llama_chunk
     for number, lost in enumerate(("decoder.final_layernorm.weight", "output_layer.weight")):
@@ -148,6 +150,7 @@ BARE = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("case", "architecture", "absent", "head"), BARE)
 def test_a_head_that_the_architecture_lacks_is_named_and_stays_away(
     case: str, architecture: str, absent: tuple[str, ...], head: str, tmp_path: Path, capsys
@@ -189,6 +192,7 @@ def of_rank(mesh, flags: str) -> None:
 ABSENT = ("lm_head.", "model.layers.1.input_layernorm.")
 
 
+@pytest.mark.full
 def test_a_run_draws_what_it_may_and_any_layout_draws_the_same(tmp_path: Path, capsys):
     """A head by the architecture, and a norm by the flag: TP 2 x PP 3 with ZeRO save what one process saves."""
     folder = without(tmp_path / "in", "llama", *ABSENT, architectures=["LlamaModel"])

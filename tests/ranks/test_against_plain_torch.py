@@ -105,6 +105,7 @@ def plain_losses(w: dict[str, Tensor], config: ModelConfig, tokens: Tensor, labe
     return nll + config.z_loss_coeff * logits.exp().sum(-1).log().square()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", PLAIN)
 def test_three_steps_equal_plain_torch(name: str):
     config, batch = PLAIN[name], 6

@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 from architecture_doc import PAGE, ROOT, floors, picture, way
 
 REDRAW = "run: python tests/architecture_doc.py"
@@ -11,6 +12,7 @@ def test_the_floors_are_current():
     assert picture(PAGE.read_text(), "floors") == floors(), REDRAW
 
 
+@pytest.mark.full
 def test_the_way_of_a_batch_is_current():
     assert picture(PAGE.read_text(), "way") == way(), REDRAW
 

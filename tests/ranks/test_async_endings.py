@@ -70,6 +70,7 @@ def slow(iteration: int, number: int | None):
         files.local = before
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.sweep)], ids=["SIGTERM", "SIGUSR1"]
 )

@@ -82,6 +82,7 @@ SIZES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_a_step_over_sequences_and_experts_is_that_of_one_process(sizes: dict, stage: int, alone):

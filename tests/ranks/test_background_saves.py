@@ -56,6 +56,7 @@ def saved_beside(world, root, *values):
         saves.close()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_save_beside_training_writes_the_files_of_one_in_its_way(tmp_path, ranks):
     def work(mesh):

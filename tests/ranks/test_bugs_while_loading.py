@@ -44,6 +44,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("place", ["model_tensors", "optimizer_tensors", "read_tensors", "model_name", "origin_of_run"])
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: type(bug).__name__)
 def test_a_bug_while_a_checkpoint_is_loaded_is_raised_as_it_is(place: str, bug: Exception, saved: Path, monkeypatch):
@@ -57,6 +58,7 @@ def test_a_bug_while_a_checkpoint_is_loaded_is_raised_as_it_is(place: str, bug: 
     assert error.value.__cause__ is bug
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("of", "name"),
     [(FlatOptimizer, "tensors"), (Guard, "__init__"), (TrainingLog, "load_state"), (trainer, "learning_rate_schedule")],
@@ -86,6 +88,7 @@ NONSENSE = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("place", NONSENSE)
 def test_nonsense_in_a_checkpoint_is_refused_with_the_name_of_the_entry(place: str, checkpoints, tmp_path, refused):
     root, folder = tmp_path / "root", checkpoints / "iter_0000004"

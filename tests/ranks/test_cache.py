@@ -103,6 +103,7 @@ def test_prompts_shared_among_ranks_give_the_scores_of_the_plain_forward(model, 
         assert_drawn_from_plain_scores(ranks, config, length, tp * cp * (pp - 1))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_of_one_token_is_shared_among_four_ranks(kind: str):
     """Seven of eight columns are padding, on three ranks all."""

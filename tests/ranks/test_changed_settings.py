@@ -168,6 +168,7 @@ def write_data(prefix: Path, shift: int) -> None:
             writer.add_document([(number * number + shift) % 31] * 9)
 
 
+@pytest.mark.full
 def test_other_data_are_told_by_what_the_files_hold(capsys, tmp_path):
     def told(path: Path, more: str) -> list[str]:
         run(
@@ -208,6 +209,7 @@ def test_a_run_without_its_optimizer_state_takes_the_schedule_of_the_checkpoint_
     assert rates_in(text)[0] > 0.1 and "the learning rate follows this run's settings" in text
 
 
+@pytest.mark.full
 def test_schedules_of_a_checkpoint_are_not_asked_for_where_weights_alone_are_taken(
     checkpoints, refused, said, tmp_path
 ):

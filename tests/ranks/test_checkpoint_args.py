@@ -20,6 +20,7 @@ MODEL = shlex.split(
 REST = shlex.split("--mock-data --micro-batch-size 1 --lr 0.1 --log-interval 1 --eval-iters 0 --device cpu")
 
 
+@pytest.mark.full
 def test_a_run_goes_on_without_the_flags_of_its_model(tmp_path, capsys):
     folder = f"--save {tmp_path} --load {tmp_path} --use-checkpoint-args"
     run(f"--train-iters 2 --exit-interval 1 {folder}", tiny=[*MODEL, *REST])

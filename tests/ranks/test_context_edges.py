@@ -26,12 +26,14 @@ def _alone(model: ModelConfig, batch: int) -> Outcome:
     return run(model, Layout(), global_batch=batch, steps=2, optimizer=SETTINGS)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("heads", [1, 2, 4])
 def test_neighbours_of_a2a_p2p_may_be_one_rank_or_all(heads: int):
     """The ring is then of all ranks, or of one."""
     assert_as_one_process(TWO, Layout(cp=4, cp_types=("a2a+p2p",), cp_heads=heads))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_four_ranks_share_one_key_value_head_under_a_window_narrower_than_a_chunk(kind: str):
     """Two ranks of tensor parallelism share it too. SEQ is 8: with cp 2 a chunk has 2 rows, and a row sees itself and one before."""
@@ -41,6 +43,7 @@ def test_four_ranks_share_one_key_value_head_under_a_window_narrower_than_a_chun
     assert_as_one_process(replace(model, window_size="0,0"), Layout(cp=4, cp_types=(kind,), cp_heads=2))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_dropout_is_the_same_when_attention_is_computed_again(kind: str):
     model = replace(TWO, hidden_dropout=0.1, attention_dropout=0.1)
@@ -54,6 +57,7 @@ def of_documents(length: int, number: int, texts: object) -> dict[str, torch.Ten
     return sample(number) | {"documents": torch.arange(SEQ) // length}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("length", [1, 2, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_documents_of_one_token_and_those_that_end_with_a_chunk_see_themselves_alone(kind: str, length: int):

@@ -81,6 +81,7 @@ def test_no_rank_holds_scores_of_its_rows_and_all_keys(kind: str):
     assert 0 < prod(seen.shape) < LENGTH // 4 * LENGTH, seen.shape
 
 
+@pytest.mark.full
 def test_scores_would_be_seen():
     with largest() as seen:
         measure([*words(1, "p2p"), "--attention-backend", "unfused"], steps=1)

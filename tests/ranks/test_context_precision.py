@@ -30,6 +30,7 @@ def distance(got: Outcome, expected: Outcome) -> float:
     return off / whole
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("half", HALVES)

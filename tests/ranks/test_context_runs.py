@@ -28,6 +28,7 @@ def losses_of(mesh: Mesh, flags: str) -> list[float]:
     return seen
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["p2p", "a2a"])
 def test_a_checkpoint_of_four_ranks_is_validated_by_one_and_by_two_and_goes_back(kind: str, tmp_path: Path):
     """float64: the same losses to 1e-10, with --skip-train and after one more step each."""

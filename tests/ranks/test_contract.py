@@ -43,6 +43,7 @@ def losses(printed: str) -> list[str]:
     return [line.split("lm loss")[1].split("|")[0] for line in printed.splitlines() if "lm loss" in line]
 
 
+@pytest.mark.full
 def test_version_2_has_no_model_type(capsys):
     """pretrain(datasets, model, forward_step, extra_args_provider, args_defaults), by position or by name."""
     pretrain(PROVIDER, MODEL, ModelType.encoder_or_decoder, STEP, argv=FLAGS)

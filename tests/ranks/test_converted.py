@@ -56,6 +56,7 @@ def test_a_run_takes_what_was_converted_as_it_takes_the_folder(tmp_path: Path, c
     assert len(logs[0]) == 2 and logs[0] == logs[1]
 
 
+@pytest.mark.full
 def test_a_conversion_takes_memory_for_two_tensors_whatever_the_model(tmp_path: Path):
     """In a process of its own, after the imports: 102 MB of float32, whose largest tensor has 8 MiB."""
     for name, layers in (("tiny", 1), ("hf", LAYERS)):

@@ -82,6 +82,7 @@ def goes_on(name: str, root: Path, began_after: int) -> str:
     return said
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_the_same_command_goes_on_from_the_copy_to_the_same_bits(name: str, root: Path):
     """Killed once before the first checkpoint, once after it; copies follow iterations 1, 2, 3, 5, 6."""

@@ -102,6 +102,7 @@ def test_two_ranks_have_the_weights_of_one_process(stage: int, zero_section: dic
         assert last == pytest.approx(norm, abs=1e-10)
 
 
+@pytest.mark.full
 def test_parameters_and_state_in_files(tmp_path: Path):
     files = {"device": "nvme", "nvme_path": str(tmp_path)}
     for found, _ in trained(config(3, zero={"offload_optimizer": files, "offload_param": files})):

@@ -45,6 +45,7 @@ def one_process(name: str, texts: Texts) -> Outcome:
     return run(CONFIGS[name], Layout(), steps=2, global_batch=8, texts=texts)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CONFIGS)
 def test_documents_train_as_their_mask_does(name: str):
     assert_equal(one_process(name, PACKED), one_process(name, MASKED), TOLERANCE)
@@ -59,6 +60,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_packed_documents_under_a_layout_equal_one_process(layout: Layout):
     assert_equal(run(GPT2, layout, steps=2, global_batch=8, texts=PACKED), one_process("dropout", PACKED), TOLERANCE)

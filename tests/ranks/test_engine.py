@@ -68,6 +68,7 @@ def loss_of(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return model(x).square().mean()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage, ranks", [(0, 3), (1, 3), (2, 2), (3, 2), (3, 3)])
 def test_odd_modules_and_sizes_and_several_losses_a_step(stage: int, ranks: int, tmp_path: Path):
     alone = Odd()

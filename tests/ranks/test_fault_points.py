@@ -15,6 +15,7 @@ _CHOSEN = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "kind, how", [pytest.param(*pair, marks=mark) if mark else pair for pair, mark in _CHOSEN.items()]
 )

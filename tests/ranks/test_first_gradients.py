@@ -103,6 +103,7 @@ def by_plain_autograd(wiring: str, m: int) -> dict[str, Tensor]:
     return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("m", [1, 2])
 @pytest.mark.parametrize("settings", STAGES, ids=str)
 def test_gradients_equal_autograds_whoever_comes_first(settings: dict, m: int):
@@ -228,6 +229,7 @@ READERS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("reader", READERS)
 def test_gradients_that_have_not_come_are_zeros_to_every_reader(reader: str):
     def reads(mesh: Mesh) -> tuple[float, bool, float]:

@@ -75,6 +75,7 @@ def run_by_func(mesh, config, layout, **options):
     return reports, pieces_of_chunks(chunks, mesh, lambda p: p.main_grad, {"sums": buffers})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout, model", CASES)
 def test_it_gives_the_losses_and_gradients_of_the_train_step(layout, model):
     """Dropout included. The train step runs on one rank: the oracle knows neither this layout nor this function."""

@@ -65,6 +65,7 @@ def test_a_manifest_says_what_the_entries_compute(trained):
     assert functions_in(root) == {"attention_backend": "mean of a script", **found}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "entry"), [("mean", MEAN), ("auto", MEAN), ("fused", replace(MEAN, computes="means"))]
 )

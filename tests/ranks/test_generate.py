@@ -192,6 +192,7 @@ def test_a_tokenizer_that_has_moved(runs, tool, tmp_path):
         shutil.move(moved, runs / "tokenizer.json")
 
 
+@pytest.mark.full
 def test_another_tokenizer_of_the_same_size_is_refused_by_what_its_file_holds(runs, tool, tmp_path, capsys):
     """One that has moved, or was laid out anew, is the same; by a run that goes on likewise."""
     held = json.loads((runs / "tokenizer.json").read_text())
@@ -260,6 +261,7 @@ FORKS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("provider, name", FORKS.values(), ids=FORKS)
 def test_a_checkpoint_of_a_forks_model_is_not_run_with_the_layers_of_a_gpt(provider, name, tool, tmp_path, capsys):
     """Though parameters and settings are those of a GPT. Both models are named, by the tool and by a run that would go on."""
@@ -282,6 +284,7 @@ class Volume:
     volume: float = knob(1.0, "of its layers", of_model=True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("of_model", [False, True])
 def test_a_class_may_say_that_it_is_a_gpt_unless_flags_of_its_own_shape_it(of_model, tool, tmp_path, monkeypatch):
     def own_flags(parser):

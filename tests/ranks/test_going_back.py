@@ -43,6 +43,7 @@ def iterations_in(root: Path) -> list[int]:
 # ---------------------------------------------------------------- asked to
 
 
+@pytest.mark.full
 def test_ckpt_step_resumes_from_that_iteration(root, said, refused):
     text = said(f"--train-iters 4 --load {root} --ckpt-step 2")
     assert trained(text) == [3, 4] and not warnings_of(text)
@@ -64,6 +65,7 @@ def test_the_same_command_with_ckpt_step_goes_on_from_what_it_has_saved(root, sa
 # ---------------------------------------------------------------- what is kept
 
 
+@pytest.mark.full
 def test_a_run_keeps_its_newest_checkpoints_over_restarts_and_those_of_others(root, said):
     """2 and 4 were there before the run, which does not load them."""
     flags = f"--train-iters 9 --save {root} --save-interval 3 --save-retain-interval 6"
@@ -139,6 +141,7 @@ def test_only_a_resumed_run_goes_back_by_itself(flags, root, refused):
     assert tells(refused(f"--train-iters 6 --load {root} {flags}"), "iter_0000004/rank_00000.bin sha256")
 
 
+@pytest.mark.full
 def test_a_damaged_pointer_is_told_of_and_the_newest_checkpoint_is_used(root, said):
     for content in (b"6\n\n\n\n", b"4\n\n\n\n\n\n", b"\xff", b"9", b"release"):
         (root / "latest_checkpointed_iteration.txt").write_bytes(content)
@@ -165,6 +168,7 @@ TARGETS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("file", "target"), [*zip(("rank_00000.bin", "rank_00001.bin"), TARGETS)], ids=str)
 def test_what_one_rank_finds_damaged_no_rank_uses(file, target, tmp_path):
     """Two ranks have saved 2 and 4; the last tensors of a file of 4 are damaged, and others were read before them. Every tensor is

@@ -51,6 +51,7 @@ def described(tmp_path: Path):
     return write
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_published_description_makes_the_published_model(name: str, described, capsys):
     """The flags that are taken compute what the file says, and the planned job has the published number of parameters."""
@@ -121,6 +122,7 @@ SCRIPTS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", SCRIPTS)
 def test_a_tiny_description_trains_at_tp_2_and_pp_2_as_in_one_process(case: str, described):
     script, flags = SCRIPTS[case]

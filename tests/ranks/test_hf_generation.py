@@ -60,6 +60,7 @@ def marks_of(case: str, layout: str) -> list[pytest.MarkDecorator]:
     return [] if case in FAST else [pytest.mark.sweep] if beside else [pytest.mark.full]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("case", "layout"),
     [pytest.param(*pair, marks=marks_of(*pair)) for pair in product(NAMES, ("one process", "tp 2, pp 2"))],
@@ -72,6 +73,7 @@ def test_greedy_ids_are_those_of_transformers(case: str, layout: str, tmp_path: 
         assert ids == record["greedy"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize("layout", [{}, {"tp": 2, "pp": 2}], ids=["one process", "tp 2, pp 2"])
 @pytest.mark.parametrize("case", T5_CASES)

@@ -89,6 +89,7 @@ def marks_of(number: int, case: str) -> list[pytest.MarkDecorator]:
     return [] if case in FAST else [pytest.mark.sweep] if number % 3 else [pytest.mark.full]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", [pytest.param(name, marks=marks_of(i, name)) for i, name in enumerate(CASES)])
 def test_five_steps_at_tp_2_and_pp_2_follow_transformers(case: str, folders: dict[str, Path], tmp_path: Path):
     """And a checkpoint of these four ranks is written as the folder that it was, to the bit."""

@@ -61,6 +61,7 @@ def theirs(root: Path, ours: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_a_folder_gives_the_scores_and_gradients_of_transformers(case: str, folders: dict[str, Path]):
     record = read_record(case)

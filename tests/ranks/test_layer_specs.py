@@ -165,6 +165,7 @@ def one_process(name: str):
     return losses, put_together([pieces])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["parts", "a layer", "norms", "parts of parts", "the engine's", "a subclass"])
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}], ids=str)
 def test_modules_of_the_user_train_as_in_one_process(name, sizes):

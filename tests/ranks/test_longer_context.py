@@ -72,6 +72,7 @@ def scores_of(root: Path) -> torch.Tensor:
     return model(tokens, torch.arange(tokens.shape[1]).expand_as(tokens))[..., :31]
 
 
+@pytest.mark.full
 def test_twenty_steps_at_tp_2_and_cp_2_equal_one_process_and_leave_as_a_folder(folder: Path, tmp_path: Path, capsys):
     length = "--train-iters 20 --save-interval 20 "
     one = trained(folder, {}, f"{ONE}{length}--save {tmp_path / 'one'}")
@@ -100,6 +101,7 @@ def test_twenty_steps_at_tp_2_and_cp_2_equal_one_process_and_leave_as_a_folder(f
 TYPES = {kind: 2 for kind in ("p2p", "all_gather", "a2a")} | {"a2a+p2p --hierarchical-context-parallel-sizes 2 2": 4}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", TYPES)
 def test_every_type_of_context_parallelism_gives_the_numbers_of_one_rank(how: str, folder: Path):
     alone = trained(folder, {}, f"{ONE}--train-iters 2")
@@ -108,6 +110,7 @@ def test_every_type_of_context_parallelism_gives_the_numbers_of_one_rank(how: st
     assert trained(folder, sizes, flags) == pytest.approx(alone, rel=1e-10)
 
 
+@pytest.mark.full
 def test_a_change_of_positions_is_refused_unless_it_is_allowed(folder: Path, tmp_path: Path, capsys):
     """Of a folder and of a description; what changes parameters is refused in any case."""
     rotary = f"{LONGER} --rotary-base 50000"

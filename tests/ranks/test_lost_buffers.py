@@ -124,6 +124,7 @@ def lost_in(folder: Path) -> list[str] | None:
     return json.loads((folder / "manifest.json").read_text())["state"].get("lost_buffers")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
 def test_buffers_that_change_are_named_at_a_save_and_refuse_a_resume(model, train, refuse, tmp_path):
     text = train(model, f"--train-iters 1 --save {tmp_path}")
@@ -155,6 +156,7 @@ def test_a_model_without_persistent_buffers_hears_nothing(said):
     assert "buffers" not in said("--train-iters 1")
 
 
+@pytest.mark.full
 def test_every_way_to_save_names_them(train, refuse, tmp_path):
     train(RunningMean, f"--train-iters 1 --async-save --save {tmp_path / 'async'}")
     assert lost_in(tmp_path / "async" / "iter_0000001") == MODELS[RunningMean]

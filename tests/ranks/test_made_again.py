@@ -83,6 +83,7 @@ BLOCKS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("activation", "bias", "norm"), BLOCKS)
 def test_a_block_keeps_its_input_and_one_product(activation: str, bias: bool, norm: str):
     """Beside x and parameters: the product before the activation, and the norm's numbers of each row. Plain readers keep the
@@ -95,6 +96,7 @@ def test_a_block_keeps_its_input_and_one_product(activation: str, bias: bool, no
     assert plain == kept + tokens * (WIDTH + INNER)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("activation", "bias", "norm"), BLOCKS)
 def test_gradients_are_those_of_inputs_that_are_kept(activation: str, bias: bool, norm: str, dtype: torch.dtype):
@@ -124,6 +126,7 @@ def gradients_in_buffers(block: Block, read: Callable[[Tensor], Tensor], backwar
     return [*found[: len(others)], block.fc1.main_grad, block.fc2.main_grad]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("activation", "bias", "norm"), BLOCKS)
 def test_a_gradient_in_a_buffer_is_made_in_the_backward_of_its_inputs_maker(
@@ -168,6 +171,7 @@ def test_a_norm_by_itself_is_kept_by_its_readers():
     assert not hasattr(norm(x), "made_again") and hasattr(norm(x, beside_input=True)[1], "made_again")
 
 
+@pytest.mark.full
 def test_a_region_that_does_not_keep_its_inputs_marks_nothing():
     fused, angles = drawn(6, 2, 2, 5, 8), drawn(6, 1, 3, seed=1).detach()
     assert not any(hasattr(x, "made_again") for x in REGIONS["heads"].compiled(fused, None, angles, angles, 3))

@@ -124,6 +124,7 @@ def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(p.shape) for name, p in module_of(config).named_parameters()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("option", OPTIONS)
 def test_scores_and_gradients_are_those_of_the_formulas(option: str):
     config = replace(BASE, **OPTIONS[option])

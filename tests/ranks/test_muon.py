@@ -207,6 +207,7 @@ def test_a_layout_gives_the_numbers_of_one_process(case: MuonCase):
     assert_equal(*outcomes(case), TOLERANCE)
 
 
+@pytest.mark.full
 def test_all_axes_give_the_numbers_of_one_process():
     assert_equal(*outcomes(MuonCase("tp2sp-pp2-v2", "1 overlapped", "one group", "nesterov")), TOLERANCE)
 
@@ -239,6 +240,7 @@ def test_states_are_torchs_and_a_run_goes_on_bit_for_bit_and_in_another_layout(t
         torch.testing.assert_close(elsewhere[name], value, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_step_gathers_each_matrix_on_its_owner_alone_which_at_stage_0_sends_the_result_once(stage: int):
     """Bytes of all matrices, over both data-parallel ranks. The update of stage 1 sends no more than parameters."""

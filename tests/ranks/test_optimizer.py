@@ -313,6 +313,7 @@ def snapshot(chunk: DistributedDataParallel, adam: FlatOptimizer) -> list[Tensor
     return tensors + steps + [p.data.clone() for p in chunk.module.parameters()]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, sp=True, pp=2, dp=2)], ids=str)
 def test_a_bad_gradient_stops_every_rank_before_anything_is_updated(layout: Layout, bad: float):

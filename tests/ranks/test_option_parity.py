@@ -32,6 +32,7 @@ def test_options_give_the_numbers_of_one_process(case: OptionCase):
     assert worst <= TOLERANCE, f"{where} differs by {worst}"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("bundle", ["olmo3", "cohere2"])
 def test_norms_of_a_head_that_ranks_share(bundle: str):
     """Neighbours hold copies of a key head's weights, and of its share of a mean."""

@@ -72,6 +72,7 @@ def test_a_run_leaves_as_the_family_it_began_as_with_its_tokenizer(kept: Path, f
     assert read_tensors(tmp_path / "llama") == read_tensors(tmp_path / "out")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("given", ["folder", "file"])
 def test_a_run_of_a_description_without_weights_leaves_as_its_family_too(
     given: str, folder: Path, tmp_path: Path, capsys
@@ -95,6 +96,7 @@ def test_a_run_of_a_description_without_weights_leaves_as_its_family_too(
     assert [(root / "tokenizer.json").exists() for root in (tmp_path / "out", last)] == [given == "folder"] * 2
 
 
+@pytest.mark.full
 def test_a_resumed_run_keeps_it_in_any_layout(kept: Path, folder: Path, tmp_path: Path):
     """From one process to TP 2 x PP 3, back to one, and on as the weights of another run."""
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
@@ -132,6 +134,7 @@ def test_what_a_tokenizer_has_become_is_said_and_another_folder_may_be_named(fol
     assert "not written" not in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_a_run_with_another_tokenizer_carries_none(folder: Path, tmp_path: Path, capsys):
     """The ids of a text's ends go too: another tokenizer gives them to other words."""
     source = shutil.copytree(folder, tmp_path / "source")
@@ -174,6 +177,7 @@ WRONG = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", WRONG)
 def test_an_origin_that_no_run_has_written_is_refused(case: str, kept: Path, tmp_path: Path, capsys):
     root = shutil.copytree(kept, tmp_path / "kept")

@@ -87,6 +87,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("flag", ["--load", "--pretrained-checkpoint"])
 @pytest.mark.parametrize("other", OTHERS)
 def test_a_folders_weights_under_another_tokenizer_are_refused(
@@ -122,6 +123,7 @@ def test_what_was_converted_is_compared_too_and_generation_asks_for_the_folders_
     assert stop.value.code == 1 and tells(capsys.readouterr().err, "word3 word7")
 
 
+@pytest.mark.full
 def test_a_copy_a_longer_one_and_one_that_nobody_can_compare_are_taken(folder: Path, tmp_path: Path, capsys):
     copy = write_tokenizer(tmp_path / "copy", THEIRS)
     run(f"--load {folder} --tokenizer-model {copy}", tiny=REST)
@@ -199,6 +201,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", ["llama", "llama-tied", "phi"])
 def test_shared_tokens_keep_their_rows_and_the_rest_is_drawn_alike_in_any_layout(case: str, tmp_path: Path, capsys):
     folder, mine = made(tmp_path / "in", case), write_tokenizer(tmp_path / "mine", NEW)
@@ -240,6 +243,7 @@ def test_half_precision_masters_stay_with_their_rows(folder: Path, tmp_path: Pat
     assert torch.equal(tensors[TABLE], master.bfloat16())
 
 
+@pytest.mark.full
 def test_the_same_command_resumes_and_what_is_exported_has_the_new_words(folder: Path, tmp_path: Path, capsys):
     mine, kept = write_tokenizer(tmp_path / "mine", NEW), tmp_path / "run"
     command = f"--pretrained-checkpoint {folder} --tokenizer-model {mine} --resize-token-embeddings tokens "
@@ -259,6 +263,7 @@ def test_the_same_command_resumes_and_what_is_exported_has_the_new_words(folder:
     run(f"--load {tmp_path / 'out'}", tiny=REST)  # a folder like any other
 
 
+@pytest.mark.full
 def test_ids_keep_their_rows_and_another_run_of_ours_is_matched_by_its_tokenizer(folder: Path, tmp_path: Path, capsys):
     first, mine = tmp_path / "first", write_tokenizer(tmp_path / "mine", NEW)
     run(f"--load {folder} --save {first}", tiny=REST)

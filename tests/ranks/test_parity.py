@@ -58,6 +58,7 @@ def test_the_cases_cover_every_combination_that_can_be(strength: int):
     assert max(case.ranks for case in covering_cases(strength)) == COVERED_RANKS
 
 
+@pytest.mark.full
 def test_combinations_that_can_be_are_those_of_the_product():
     """Counted from the layouts' parts; here from cases on two ranks, two choices at a time."""
     cases = list(all_cases(max_ranks=2))

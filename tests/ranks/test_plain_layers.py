@@ -23,6 +23,7 @@ def with_plain_norms(config, **parts):
     return model
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", [Layout(tp=2, pp=2, m=2), Layout(tp=2, sp=True, dp=2)], ids=str)
 def test_a_plain_norm_trains_in_any_layout_as_in_one_process(layout: Layout):
     subject = replace(GPT, make=with_plain_norms)

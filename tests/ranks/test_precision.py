@@ -625,6 +625,7 @@ FREEZING = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("layout", "frozen", "model"), FREEZING)
 def test_what_is_not_frozen_trains_as_in_one_process(layout: Layout, frozen: Callable, model: ModelConfig):
     run = Run(model, frozen=frozen)
@@ -639,6 +640,7 @@ def test_what_is_not_frozen_trains_as_in_one_process(layout: Layout, frozen: Cal
 # ---------------------------------------------------------------- uneven loss masks
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", [Layout(m=12), Layout(dp=4, m=6), replace(EIGHT_RANKS, sp=True)], ids=str)
 def test_uneven_masks_give_the_mean_over_tokens(layout: Layout):
     assert_same(outcome(replace(RAGGED, layout=layout)), ragged_in_one_process())

@@ -87,6 +87,7 @@ def one_process(head: str) -> tuple[list, dict[str, float]]:
     return run_ranks({}, partial(train, flags=HEADS[head]))[0]
 
 
+@pytest.mark.full
 def test_one_process_reports_what_it_learns():
     steps, validation = one_process("with the order of sentences")
     assert [list(losses) for losses in steps] == [["lm loss", "sop loss"]] * 3

@@ -53,6 +53,7 @@ def placed(name: str, tensors: dict[str, list[int]]) -> dict[str, tuple[int, ...
     return {key: x.shape for key, x in records_of(family_of(CONFIGS[name], name), config, files, Path(name)).items()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_published_model_maps_completely(name: str):
     """No tensor left over, none missing, each of the right shape; and the number of all parameters."""

@@ -30,6 +30,7 @@ def checked(run: Compiled, *inputs: object) -> None:
         assert all(x is None or torch.equal(x, y) for x, y in zip(got, expected, strict=True))
 
 
+@pytest.mark.full
 def test_a_second_call_skips_torchs_checks(monkeypatch: pytest.MonkeyPatch):
     run, x = Compiled(formula), torch.randn(3, 4)
     checked(run, x, 2.0, None)
@@ -52,6 +53,7 @@ def test_a_second_call_skips_torchs_checks(monkeypatch: pytest.MonkeyPatch):
         run(x, 2.0, None)
 
 
+@pytest.mark.full
 def test_every_kind_of_call_gets_its_own_program():
     """Other sizes, strides, dtypes and numbers, in turns; a parameter; one tensor twice."""
     run = Compiled(formula)

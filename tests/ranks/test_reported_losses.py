@@ -71,6 +71,7 @@ def one_process(name: str, flags: str = "") -> tuple[list, dict]:
     return run_ranks({}, partial(train, name=name, flags=flags))[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", SCRIPTS)
 @pytest.mark.parametrize(("smoothing", "z"), [(SMOOTHING, Z), (SMOOTHING, 0.0), (0.0, Z)])
 def test_the_loss_of_a_line_is_torch_s_cross_entropy_and_the_objective_what_is_added_to_it(name, smoothing, z):
@@ -102,6 +103,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_reports_both_as_one_process(layout):
     name, sizes, flags = LAYOUTS[layout]
@@ -121,6 +123,7 @@ def numbers(text: str, what: str) -> list[float]:
     return [float(number) for number in re.findall(rf"\| {what}: (\S+)", text)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("script", [pretrain_gpt, pretrain_bert, pretrain_t5])
 def test_the_lines_and_files_of_a_run_have_both(script, capsys, tmp_path):
     own = "--decoder-seq-length 8 --decoder-num-layers 1 " if script is pretrain_t5 else ""

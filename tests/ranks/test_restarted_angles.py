@@ -99,6 +99,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_restarts_as_one_process_does(name: str):
     sizes, flags = LAYOUTS[name]
@@ -106,6 +107,7 @@ def test_every_layout_restarts_as_one_process_does(name: str):
     torch.testing.assert_close(restarted, losses_of("--reset-position-ids", {}), rtol=1e-10, atol=0)
 
 
+@pytest.mark.full
 def test_within_documents_alone_a_restart_changes_nothing():
     """Scores depend on distances, so nothing is rotated by positions of one's own, which takes room for each sample."""
     one, other = (losses_of(f"--reset-attention-mask {more}", {}) for more in ("", "--reset-position-ids"))
@@ -125,6 +127,7 @@ def test_a_stage_without_positions_says_what_to_do():
     assert tells(str(error.value), "--reset-position-ids position_ids none forward_step")
 
 
+@pytest.mark.full
 def test_a_run_that_goes_on_from_angles_that_did_not_restart_says_so(said, tmp_path):
     """Of a version in which the flag did nothing under rotary positions."""
     flags = f"--position-embedding-type rope --kv-channels 8 --reset-position-ids --save {tmp_path} --load {tmp_path} "

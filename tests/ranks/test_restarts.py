@@ -33,6 +33,7 @@ def rates(text: str) -> dict[int, float]:
 # ---------------------------------------------------------------- another batch
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "before, after", [("", "--global-batch-size 2"), ("--global-batch-size 4", ""), ("--micro-batch-size 3", "")]
 )
@@ -73,6 +74,7 @@ class Numbers:
         return {"tokens": text[:-1], "labels": text[1:], "loss_mask": np.ones(8, np.float32), "position_ids": positions}
 
 
+@pytest.mark.full
 def test_a_smaller_batch_goes_on_after_the_last_sample_read(said, tmp_path):
     both = f"--train-iters 6 --save {tmp_path} --load {tmp_path} --num-workers 0"  # nothing is read ahead
     asked, data = [], Numbers(100)
@@ -89,6 +91,7 @@ def test_a_smaller_batch_goes_on_after_the_last_sample_read(said, tmp_path):
     assert any(tells(line, "34 24") for line in text.splitlines())
 
 
+@pytest.mark.full
 def test_a_finished_run_says_so_and_evaluates(said, tmp_path):
     """Also if it is asked for fewer iterations than it has done: validations then read what the run's last one read."""
     data, flags = Numbers(60), f"--eval-iters 2 --eval-interval 2 --save {tmp_path} --load {tmp_path}"
@@ -132,6 +135,7 @@ def test_what_is_consumed_counts_among_what_is_needed(said, refused, tmp_path):
     assert tells(message, "12 3 9 6 15")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "returned, given", [((None, None), "2 of them"), (None, "NoneType"), ([None] * 4, "4 of them")]
 )
@@ -150,6 +154,7 @@ def test_a_huge_batch_is_refused_without_making_its_schedule(refused):
 # ---------------------------------------------------------------- exact, whatever the numbers
 
 
+@pytest.mark.full
 def test_a_run_of_nan_losses_is_saved_within_an_interval_and_goes_on(said, tmp_path):
     """A rate of 1e30 makes every loss after the first NaN or infinite."""
     flags = "--train-iters 6 --log-interval 4 --lr 1e30 --no-check-for-nan-in-loss-and-grad --seed 5"
@@ -173,6 +178,7 @@ def saved(root: Path, iteration: int, prefix: str) -> dict[str, list[str]]:
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["", "--no-load-optim", "--finetune"])
 def test_a_half_precision_run_goes_on_from_the_exact_float32_weights(how: str, said, tmp_path):
     """One step at a rate that moves no float32 weight, from 2 float32 steps: the masters are those weights to the bit."""
@@ -220,6 +226,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("what", MISTAKES)
 def test_a_load_that_is_a_mistake_is_refused_with_what_is_there(what: str, checkpoints, refused, tmp_path):
     flags, texts = MISTAKES[what]
@@ -259,6 +266,7 @@ def test_a_folder_without_a_checkpoint_yet_starts_anew_and_says_so(load: str, sa
     assert text.count(f"no checkpoint in {load}: starting from initial weights") == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("save", [True, False], ids=["--save on it", "--load alone"])
 def test_a_pointer_to_an_older_iteration_is_followed_with_a_warning(save: bool, checkpoints, said, tmp_path):
     """One flipped bit makes a 6 of a 4; and whoever goes back by hand is told as well."""
@@ -290,6 +298,7 @@ ENDS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ENDS)
 def test_the_same_command_goes_on_after_a_save_that_did_not_end(how, checkpoints, said, capsys, monkeypatch, tmp_path):
     """And ends as a run that was not stopped, to the bit."""
@@ -318,6 +327,7 @@ def test_the_same_command_goes_on_after_a_save_that_did_not_end(how, checkpoints
     assert saved(tmp_path, 4, "") == saved(checkpoints, 4, "")
 
 
+@pytest.mark.full
 def test_a_folder_that_cannot_be_removed_does_not_end_the_run_and_goes_with_the_next_start(said, monkeypatch, tmp_path):
     def busy(folder, *rest, **more):
         raise OSError(16, "Device or resource busy")

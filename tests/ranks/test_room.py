@@ -106,6 +106,7 @@ def raised(error: BaseException) -> BaseException:
         return wrapped
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("error", "asked"),
     [

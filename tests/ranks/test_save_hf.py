@@ -69,6 +69,7 @@ def converted(root: Path, out: Path, *more: str) -> dict[str, bytes]:
     return files_of(out)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_write_the_bytes_of_one_process(layout: str, tmp_path: Path, monkeypatch):
     """In files of two kilobytes, and parts of 512 bytes at a time."""
@@ -110,6 +111,7 @@ def test_a_run_from_a_folder_writes_its_family_and_tokenizer(tmp_path: Path):
     assert (folder / "tokenizer.json").read_text() == "of a Mistral"
 
 
+@pytest.mark.full
 def test_berts_and_t5s_are_written_too(tmp_path: Path):
     documents = [((5 + np.arange(12)) % 50, [4, 4, 4])] * 40
     data = write_sentences(tmp_path, documents, words=60, pieces=20)
@@ -149,6 +151,7 @@ def iterations_in(root: Path) -> list[str]:
     return sorted(name.removeprefix("iter_000000") for name in os.listdir(root))
 
 
+@pytest.mark.full
 def test_folders_come_at_the_interval_and_where_the_run_ends(tmp_path: Path, capsys):
     """By --exit-interval too; a later run replaces those that it comes to again, and --async-save changes nothing."""
     flags = f"--save {tmp_path}/own --load {tmp_path}/own --save-hf {tmp_path}/hf --save-hf-interval 2 --train-iters 7"
@@ -256,6 +259,7 @@ def test_a_link_in_place_of_a_folder_is_replaced_and_what_it_leads_to_stays(tmp_
     assert files_of(tmp_path / "elsewhere") == before != files_of(tmp_path / "hf")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("flags", "named"),
     [

@@ -172,6 +172,7 @@ def test_sizes_that_ranks_cannot_share_are_rounded_down():
     assert_close(got.steps, run(({}, "--micro-batch-size 4 "), flags).steps)
 
 
+@pytest.mark.full
 def test_iterations_and_samples_are_two_words_for_one_run():
     iters = "--global-batch-size 4 --train-iters 5 --lr-warmup-iters 2 --lr-decay-iters 4 "
     samples = "--global-batch-size 4 --train-samples 23 --lr-warmup-samples 8 --lr-decay-samples 16 "
@@ -232,6 +233,7 @@ def saved_iterations(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("iter_")) for path in folder.glob("iter_*"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("flags", "saved", "last"),
     [
@@ -255,6 +257,7 @@ def test_what_was_done_is_saved_once(flags: str, saved: list[int], last: int, tm
 # ---------------------------------------------------------------- stopping
 
 
+@pytest.mark.full
 def test_all_ranks_stop_where_one_was_signalled(tmp_path):
     """After the step in which the last of them heard of it. The handler itself is tried on processes."""
 
@@ -321,6 +324,7 @@ def test_a_validation_that_is_no_number_says_so_and_is_warned_of(capsys):
     assert len(warned) == 2 and all("lm loss is nan" in line for line in warned)
 
 
+@pytest.mark.full
 def test_a_set_smaller_than_a_validation_is_read_whole(capsys, monkeypatch):
     """And one smaller than a batch not at all."""
     provider = pretrain_gpt.train_valid_test_datasets_provider

@@ -50,6 +50,7 @@ def test_stretches_are_what_the_operation_does(operation: str, more: tuple[int, 
     assert torch.equal(found, theirs)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("nbytes", [8, 56, 1 << 20])
 @pytest.mark.parametrize("case", CASES)
 def test_parts_of_any_size_make_the_same_folder(

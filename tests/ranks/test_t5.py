@@ -117,6 +117,7 @@ def test_five_steps_and_float32_follow_transformers(case: str, folders: dict[str
     assert abs(loss_of(model_of(folders[case], fp64=False)).item() - record["losses"][0]) < 1e-4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", T5_CASES)
 def test_training_on_real_text_follows_transformers(case: str, tmp_path: Path):
     """Ten steps on sentences of a play, spans left out by the data set (tests/exchange/real_text.py): each step's loss.
@@ -259,6 +260,7 @@ def test_tables_of_relative_positions_are_no_matrices_to_muon():
     assert without_decay_of_tables(default_group)(name, placement).weight_decay_multiplier == 0.0
 
 
+@pytest.mark.full
 def test_flops_are_those_that_torch_counts():
     """Of a forward, three times; the plain kernel computes the scores that a causal mask hides too."""
     for config in (replace(config, attention_backend="unfused") for config in CONFIGS.values()):

@@ -122,6 +122,7 @@ def test_a_split_pipeline_trains_as_one_process(flags: str, sizes: dict, layout:
         assert set(STACKS) == stages
 
 
+@pytest.mark.full
 def test_the_script_trains_through_pretrain(capsys: pytest.CaptureFixture):
     """As a fork calls it: with the model's type, and no word of ours."""
     pretrain(

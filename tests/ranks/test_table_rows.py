@@ -90,6 +90,7 @@ def test_a_folder_trains_on_is_resumed_and_leaves_with_its_own_rows(
         assert (written / "tokenizer.json").read_bytes() == (root / "tokenizer.json").read_bytes()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("script", ["one", "many"])
 @pytest.mark.parametrize("case, added", [("gemma3", ["<image_soft_token>"]), ("llama", ["<image>", "<audio>"])])
 def test_an_id_without_a_row_is_refused_where_it_occurs(case: str, added: list[str], script: str, folder, capsys):

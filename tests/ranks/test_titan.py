@@ -141,6 +141,7 @@ def scores_of(model: torch.nn.Module, tokens: list[list[int]]) -> Tensor:
     return model(given, torch.arange(given.shape[1]).expand_as(given))[..., :WORDS].detach()
 
 
+@pytest.mark.full
 def test_logits_are_those_of_plain_torch(folder: Path):
     tokens = [row[:LENGTH].tolist() for row in ids()]
     expected = torch.stack([logits(weights(), row) for row in tokens])
@@ -168,6 +169,7 @@ def test_four_ranks_have_the_logits_of_plain_torch(folder: Path):
         assert (scores - logits(weights(), tokens)[-1]).abs().max() < 1e-10
 
 
+@pytest.mark.full
 def test_the_folder_becomes_a_hugging_face_folder_and_a_run_starts_from_it(folder: Path, tmp_path: Path, capsys):
     """Its queries and keys lie as that form has them, so that what is read back computes the same."""
     assert checkpoint_convert.main(["--load", str(folder), "--save-hf", str(tmp_path / "hf")]) == 0

@@ -16,6 +16,7 @@ def shown(capsys, name: str, *words: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "flags",
     [["--zero-stage", "3"], ["--data-parallel-sharding-strategy", "optim_grads_params"], ["--zero-stage", "1"]],

@@ -109,6 +109,7 @@ FILES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("text", FILES)
 def test_a_switch_of_a_file_counts_at_either_value(text: str, folder, tmp_path: Path):
     case, name, value = FILES[text]
@@ -130,6 +131,7 @@ def test_a_file_that_describes_another_model_is_refused_by_name(folder, tmp_path
     assert tells(said, "add_bias_linear False True") and tells(said, "swiglu True False")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case, groups, before", [("llama", 2, 2), ("gpt2", 6, 1)])
 def test_a_files_number_of_groups_is_megatrons(case: str, groups: int, before: int, folder, tmp_path: Path, capsys):
     """Alone it says that heads share keys and values; as many groups as heads are no sharing, as the folder says it."""
