@@ -168,4 +168,5 @@ if __name__ == "__main__":
     _request = _serve()
     if _request is not None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as at a terminal, also where the tests run under nohup
         _become(_request)
