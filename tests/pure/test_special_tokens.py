@@ -152,6 +152,74 @@ def test_text_is_cut_as_the_chosen_version_cuts_it(tmp_path):
     assert of("GPT2Tokenizer", "cat", None, "4", "5", byte_level=True) == [letters, letters, ["cat"]]
 
 
+def written(folder, library, **config):
+    library.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_berts_text_is_cut_as_its_config_says(tmp_path):
+    """Not as its tokenizer.json: 4.57 and 5.x agree. Without a class, config.json says that it is a BERT."""
+    tokens = ["[UNK]", "\u00c9a", "\u00e9a", "ea", "Ea", "\u6771\u4eac", "\u6771", "\u4eac"]
+    library = tokenizers.Tokenizer(
+        tokenizers.models.WordPiece({token: i for i, token in enumerate(tokens)}, unk_token="[UNK]")
+    )
+    library.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=True)
+    library.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+
+    def of(**config):
+        tokenizer = build_tokenizer(config_of(written(tmp_path, library, **config)))
+        return [tokens[i] for i in tokenizer.tokenize("\u00c9a \u6771\u4eac")], json.dumps(tokenizer.beside)
+
+    kind = {"tokenizer_class": "BertTokenizer"}
+    as_file, cased = of(**kind), of(**kind, do_lower_case=False)
+    assert (
+        as_file[0]
+        == of(tokenizer_class="PreTrainedTokenizerFast", do_lower_case=False)[0]
+        == ["ea", "\u6771", "\u4eac"]
+    )
+    assert cased[0] == ["\u00c9a", "\u6771", "\u4eac"] and cased[1] != as_file[1], "a hash tells them apart"
+    assert of(**kind, strip_accents=False)[0] == ["\u00e9a", "\u6771", "\u4eac"]
+    assert of(**kind, tokenize_chinese_chars=False)[0] == ["ea", "\u6771\u4eac"]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "distilbert"}))
+    assert of(do_lower_case=False)[0] == cased[0]
+
+
+def test_special_tokens_of_a_text_are_split_where_the_config_says_so(tmp_path):
+    library = library_of("PreTrainedTokenizerFast", True, ["<s>", "</s>", "<unk>"], None)
+
+    def of(split):
+        kind = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "split_special_tokens": split}
+        return build_tokenizer(config_of(written(tmp_path, library, **kind)))
+
+    whole, split = of(False), of(True)
+    assert whole.tokenize("</s>") == whole.tokenize_batch(["</s>"])[0] == [1]
+    assert 1 not in split.tokenize("a</s>") + split.tokenize_batch(["a</s>"])[0]
+    assert split.detokenize(split.tokenize("a</s>")) == "a</s>" and split.beside != whole.beside
+
+
+def test_a_space_before_a_text_is_as_the_config_says(tmp_path):
+    """add_prefix_space; in 5.x tokenizer.json counts for the classes that take all from it."""
+
+    def of(kind, version=None, said=None, file=False):
+        library = library_of(kind, True, ["<s>", "</s>", "<unk>"], None)
+        library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=file)
+        config = {"tokenizer_class": kind, "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+        config |= {} if said is None else {"add_prefix_space": said}
+        tokenizer = build_tokenizer(config_of(written(tmp_path, library, **config), version))
+        return tokenizer.detokenize(tokenizer.tokenize("zz"))
+
+    for version in (None, "4", "5"):
+        assert of("GPT2Tokenizer", version, said=True) == " zz"
+        assert of("GPT2TokenizerFast", version, file=True) == "zz"
+        assert of("PreTrainedTokenizerFast", version, said=True, file=True) == " zz"
+    both = [of("PreTrainedTokenizerFast", version, said=True) for version in ("4", "5")]
+    assert both == [" zz", "zz"]
+    assert [of("PreTrainedTokenizerFast", version, file=True) for version in ("4", "5")] == ["zz", " zz"]
+    with pytest.raises(ValueError, match=r'the text "a" is id \d+ id \d+ in 4\.57 and id \d+ in 5\.x'):
+        of("PreTrainedTokenizerFast", said=True)
+
+
 def test_hashes_of_tokenizers_that_say_all_by_themselves_stay(tmp_path):
     """As they were before the files beside were read, so that checkpoints and caches go on; a token more is another tokenizer."""
 

@@ -7,7 +7,18 @@ from typing import Any
 
 from megatron.core.lazy import optional_package
 from megatron.core.tokenizers.library import GPT2_PATTERN, LibraryTokenizer, check_exists, json_of
-from megatron.core.tokenizers.special_tokens import NAMED, Files, SpecialTokens, Token, chosen, ends_of, readings
+from megatron.core.tokenizers.special_tokens import (
+    NAMED,
+    SPACED_BY_CONFIG,
+    Files,
+    SpecialTokens,
+    Token,
+    chosen,
+    ends_of,
+    readings,
+    refusal,
+    shown,
+)
 
 # The names under which published tokenizers keep these tokens, in the order in which they are looked for where no file says.
 EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
@@ -40,6 +51,7 @@ def huggingface_tokenizer(config: Any) -> LibraryTokenizer:
     reading = chosen(found, tokenizer, files.folder or ".", config.tokenizer_transformers_version)
     if config.tokenizer_transformers_version == "5":
         _cut_as_5(files, tokenizer, library)
+    told = _cut_as_told(files, tokenizer, library, config.tokenizer_transformers_version or found[0].version)
     named, changes = _apply(reading, tokenizer, library)
 
     added = tokenizer.get_added_tokens_decoder()
@@ -55,7 +67,7 @@ def huggingface_tokenizer(config: Any) -> LibraryTokenizer:
         words=GPT2_PATTERN if _is_plain_byte_level(tokenizer) else None,
         never=[token.content for token in added.values()],
         additional_special_tokens_ids=[sentinels[k] for k in sorted(sentinels)],
-        beside=changes,
+        beside=changes + told,
         **ids,
     )
 
@@ -107,6 +119,41 @@ def _cut_as_5(files: Files, tokenizer: Any, library: Any) -> None:
     elif files.kind == "GPT2Tokenizer":
         tokenizer.normalizer = None
         tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=bool(spaced))
+
+
+def _cut_as_told(files: Files, tokenizer: Any, library: Any, version: str) -> list[Any]:
+    """Cut text as tokenizer_config.json tells the classes of transformers; returns what has changed, for a hash.
+
+    do_lower_case, strip_accents and tokenize_chinese_chars hold for a BERT, split_special_tokens for all. add_prefix_space holds
+    for all in 4.57, in 5.x for `SPACED_BY_CONFIG` alone: refused where the two then differ and no version is chosen.
+    """
+    changes: list[Any] = []
+    parts, said = _parts(tokenizer), files.config
+    rules, cut = parts["normalizer"] or {}, parts["pre_tokenizer"] or {}
+    if files.is_bert and rules.get("type") == "BertNormalizer":
+        told = {
+            "lowercase": bool(said.get("do_lower_case", True)),
+            "strip_accents": said.get("strip_accents"),
+            "handle_chinese_chars": bool(said.get("tokenize_chinese_chars", True)),
+        }
+        if told.items() - rules.items():
+            tokenizer.normalizer = library.normalizers.BertNormalizer(clean_text=rules["clean_text"], **told)
+            changes.append(told)
+    if said.get("split_special_tokens"):
+        tokenizer.encode_special_tokens = True  # a text's "<|endoftext|>" is the characters that it is made of
+        changes.append({"split_special_tokens": True})
+    spaced = bool(said.get("add_prefix_space"))
+    if cut.get("type") == "ByteLevel" and cut["add_prefix_space"] != spaced and files.kind is not None:
+        before = tokenizer.encode("a", add_special_tokens=False).ids
+        if files.kind in SPACED_BY_CONFIG or version.startswith("4"):
+            use_regex = cut.get("use_regex", True)
+            tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=spaced, use_regex=use_regex)
+            changes.append({"add_prefix_space": spaced})
+        if files.kind not in SPACED_BY_CONFIG and version == "4.57":
+            after = tokenizer.encode("a", add_special_tokens=False).ids
+            difference = f'the text "a" is {shown(*after)} in 4.57 and {shown(*before)} in 5.x (add_prefix_space)'
+            raise ValueError(refusal(files.folder or ".", difference))
+    return changes
 
 
 def _token(added: Any) -> Token:

@@ -16,9 +16,10 @@ count for the order alone), the named ones, the others. transformers 4.57 and 5.
     order of the others                            additional_special_tokens,   then the lists
                                                    then those with a name
 
-`SpecialTokens` is what one of them makes of the files. How text is cut is what tokenizer.json says, which 4.57 follows. 5.23 has
-rules of its own for a LlamaTokenizer (no space is put before a text that begins with one) and a GPT2Tokenizer, which count where
-that version was chosen (`hugging_face`).
+`SpecialTokens` is what one of them makes of the files. How text is cut is what tokenizer.json says, which 4.57 follows, and a few
+keys of tokenizer_config.json (do_lower_case, split_special_tokens, add_prefix_space and the like). 5.23 has rules of its own for a
+LlamaTokenizer (no space is put before a text that begins with one) and a GPT2Tokenizer, which count where that version was chosen
+(`hugging_face`).
 """
 
 import json
@@ -32,6 +33,12 @@ _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 # What the classes of transformers name where tokenizer_config.json does not; without "Fast" at the end.
 _BERT = {"unk": "[UNK]", "sep": "[SEP]", "pad": "[PAD]", "cls": "[CLS]", "mask": "[MASK]"}
+_BERTS = {  # by model_type of config.json, which counts where tokenizer_config.json names no class
+    "bert": "BertTokenizer",
+    "distilbert": "DistilBertTokenizer",
+    "electra": "ElectraTokenizer",
+    "mobilebert": "MobileBertTokenizer",
+}
 _ROBERTA = {"bos": "<s>", "eos": "</s>", "unk": "<unk>", "sep": "</s>", "pad": "<pad>", "cls": "<s>", "mask": "<mask>"}
 _LLAMA = {"bos": "<s>", "eos": "</s>", "unk": "<unk>"}
 _T5 = {"eos": "</s>", "unk": "<unk>", "pad": "<pad>"}
@@ -39,7 +46,7 @@ _GPT2 = dict.fromkeys(("bos", "eos", "unk"), "<|endoftext|>")
 _QWEN2 = dict.fromkeys(("eos", "unk", "pad"), "<|endoftext|>")
 _GEMMA = {"bos": "<bos>", "eos": "<eos>", "unk": "<unk>", "pad": "<pad>"}
 _DEFAULTS: dict[str, dict[str, str]] = {
-    **dict.fromkeys(("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "MobileBertTokenizer"), _BERT),
+    **dict.fromkeys(_BERTS.values(), _BERT),
     **dict.fromkeys(("RobertaTokenizer", "BartTokenizer", "XLMRobertaTokenizer", "CamembertTokenizer"), _ROBERTA),
     **dict.fromkeys(("T5Tokenizer", "MT5Tokenizer"), _T5),
     **dict.fromkeys(("GPT2Tokenizer", "GPTNeoXTokenizer", "CodeGenTokenizer", "WhisperTokenizer"), _GPT2),
@@ -56,7 +63,13 @@ _TEMPLATE_OF_4 = {
     "CohereTokenizer": (True, False),
     "GPTNeoXTokenizer": (False, False),
 }
-_TEMPLATE_OF_5 = {"CodeLlamaTokenizer": (True, False), "GPTNeoXTokenizer": (False, False)}
+_TEMPLATE_OF_5 = {
+    "CodeLlamaTokenizer": (True, False),
+    "GPTNeoXTokenizer": (False, False),
+    "RobertaTokenizer": (True, True),
+}
+# Classes whose add_prefix_space counts in both versions, for a tokenizer.json that cuts text into bytes at once.
+SPACED_BY_CONFIG = tuple(f"{name}Tokenizer" for name in ("GPT2", "Roberta", "CodeGen", "Whisper", "GPTNeoX"))
 _WITH_SENTINELS = ("T5Tokenizer", "MT5Tokenizer")
 
 
@@ -121,6 +134,13 @@ class Files:
                 )
             special = token in specials
             self.by_id[i] = Token(token, normalized=not special, special=special)
+
+    @property
+    def is_bert(self) -> bool:
+        if self.kind is not None:
+            return self.kind in _BERTS.values()
+        kind = object_in(self.folder, "config.json").get("model_type")
+        return isinstance(kind, str) and kind in _BERTS
 
     def says(self, key: str) -> bool:
         return key in self.mapped or key in self.config
@@ -283,11 +303,15 @@ def chosen(found: list[SpecialTokens], library: Any, folder: str, version: str |
         return next((reading for reading in found if reading.version.startswith(version)), found[-1])
     one, other = found[0], found[-1]
     if difference := _difference(one, other, library):
-        raise ValueError(
-            f"{folder}: transformers 4.57 and 5.x read its tokenizer differently: {difference}; choose one by "
-            "--tokenizer-transformers-version 4 or 5"
-        )
+        raise ValueError(refusal(folder, difference))
     return one
+
+
+def refusal(folder: str, difference: str) -> str:
+    return (
+        f"{folder}: transformers 4.57 and 5.x read its tokenizer differently: {difference}; choose one by "
+        "--tokenizer-transformers-version 4 or 5"
+    )
 
 
 def _difference(one: SpecialTokens, other: SpecialTokens, library: Any) -> str:
@@ -299,15 +323,15 @@ def _difference(one: SpecialTokens, other: SpecialTokens, library: Any) -> str:
         if a != b and (
             key in NAMED[:2] or None not in (a, b)
         ):  # padding, or a mask, that no text gives may be there or not
-            return f"{key} is {_shown(a)} in 4.57 and {_shown(b)} in 5.x"
+            return f"{key} is {shown(a)} in 4.57 and {shown(b)} in 5.x"
     for token in ids[0] | ids[1]:
         known = library.token_to_id(token)
         a, b = (known if i is None else i for i in (of.get(token) for of in ids))
         if a != b:
-            return f"{token} is {_shown(a)} in 4.57 and {_shown(b)} in 5.x"
+            return f"{token} is {shown(a)} in 4.57 and {shown(b)} in 5.x"
     for place, a, b in zip(("begins", "ends"), one.ends(library), other.ends(library)):
         if a != b:
-            return f"every text {place} with {_shown(*a)} in 4.57 and with {_shown(*b)} in 5.x"
+            return f"every text {place} with {shown(*a)} in 4.57 and with {shown(*b)} in 5.x"
     return ""
 
 
@@ -316,7 +340,7 @@ def _id_of(reading: SpecialTokens, library: Any, key: str) -> int | None:
     return None if token is None else reading.ids(library).get(token, library.token_to_id(token))
 
 
-def _shown(*ids: int | None) -> str:
+def shown(*ids: int | None) -> str:
     return " ".join("no token" if i is None else f"id {i}" for i in ids) or "no token"
 
 
