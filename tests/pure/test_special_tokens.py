@@ -185,6 +185,22 @@ def test_a_berts_text_is_cut_as_its_config_says(tmp_path):
     assert of(do_lower_case=False)[0] == cased[0]
 
 
+def test_a_vocab_txt_is_cut_as_the_config_beside_it_says(tmp_path):
+    tokens = ["[UNK]", "[CLS]", "[SEP]", "[MASK]", "[PAD]", "\u00e9a", "ea", "\u6771\u4eac", "\u6771", "\u4eac"]
+    path = tmp_path / "vocab.txt"
+    path.write_text("\n".join(tokens), encoding="utf-8")
+
+    def of(**config):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        tokenizer = build_tokenizer(TokenizerConfig("BertWordPieceLowerCase", vocab_file=str(path)))
+        return [tokens[i] for i in tokenizer.tokenize("\u00c9a \u6771\u4eac")], tokenizer.beside
+
+    assert of() == of(tokenize_chinese_chars=True) == (["ea", "\u6771", "\u4eac"], [])
+    accents, joined = of(strip_accents=False), of(tokenize_chinese_chars=False)
+    assert accents[0] == ["\u00e9a", "\u6771", "\u4eac"] and joined[0] == ["ea", "\u6771\u4eac"]
+    assert accents[1] and joined[1], "a hash tells them apart"
+
+
 def test_special_tokens_of_a_text_are_split_where_the_config_says_so(tmp_path):
     library = library_of("PreTrainedTokenizerFast", True, ["<s>", "</s>", "<unk>"], None)
 

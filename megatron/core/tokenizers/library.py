@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core.lazy import optional_package
+from megatron.core.tokenizers.special_tokens import object_in
 
 # How byte-level BPE cuts text into words: GPT-2's own pattern.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -137,7 +138,10 @@ def check_exists(path: str, flag: str) -> None:
 
 
 def bert_word_piece_tokenizer(config: Any) -> WordPieceTokenizer:
-    """The tokenizer of the published BERT models: vocab.txt has one token a line, its id being the line's number."""
+    """The tokenizer of the published BERT models: vocab.txt has one token a line, its id being the line's number.
+
+    A tokenizer_config.json beside it says whether accents are stripped and Chinese characters are words of their own.
+    """
     library = optional_package("tokenizers", config.tokenizer_type)
     path = config.vocab_file
     check_exists(path, "--vocab-file")
@@ -150,11 +154,20 @@ def bert_word_piece_tokenizer(config: Any) -> WordPieceTokenizer:
         raise ValueError(f"{path} has no [UNK]; is it BERT's vocab.txt?")
     tokenizer = library.Tokenizer(library.models.WordPiece(vocab, unk_token="[UNK]"))
     lower = config.tokenizer_type == "BertWordPieceLowerCase"
-    tokenizer.normalizer = library.normalizers.BertNormalizer(lowercase=lower)
+    said = object_in(os.path.dirname(path), "tokenizer_config.json")
+    told = {
+        "strip_accents": said.get("strip_accents"),
+        "tokenize_chinese_chars": said.get("tokenize_chinese_chars", True),
+    }
+    tokenizer.normalizer = library.normalizers.BertNormalizer(
+        lowercase=lower, strip_accents=told["strip_accents"], handle_chinese_chars=bool(told["tokenize_chinese_chars"])
+    )
     tokenizer.pre_tokenizer = library.pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = library.decoders.WordPiece()
     extra_ids, rows = config.vocab_extra_ids, config.model_vocab_size
-    return WordPieceTokenizer(config.tokenizer_type, tokenizer, extra_ids, config.vocab_file, rows)
+    made = WordPieceTokenizer(config.tokenizer_type, tokenizer, extra_ids, config.vocab_file, rows)
+    made.beside = [] if told == {"strip_accents": None, "tokenize_chinese_chars": True} else [told]
+    return made
 
 
 def gpt2_bpe_tokenizer(config: Any) -> LibraryTokenizer:
