@@ -345,7 +345,7 @@ def _reduction(op: Any, group: Any, result: Tensor, here: bool = True) -> tuple[
         return chosen, None
     size = get_world_size(group)
     rounding = None if result.is_floating_point() or result.is_complex() else "trunc"
-    return ReduceOp.SUM, partial(result.div_, size, rounding_mode=rounding) if here else None
+    return ReduceOp.SUM, partial(result.detach().div_, size, rounding_mode=rounding) if here else None
 
 
 # ---------------------------------------------------------------- reductions
@@ -529,7 +529,7 @@ def all_to_all(
 
     def unpack() -> None:
         for out, part in zip(output_tensor_list, came.split(sizes[0])):
-            out.copy_(part.view_as(out))
+            out.detach().copy_(part.view_as(out))
 
     start = partial(dist.all_to_all_single, came, sent, *sizes)
     return _call("all_to_all", start, group, [sent], async_op, unpack)

@@ -44,6 +44,10 @@ def reductions() -> None:
     handle = comm.all_reduce(late := own(1.0), "avg", async_op=True)
     handle.wait()
     assert late.item() == 2.0 and handle.is_completed()
+    weight = torch.nn.Parameter(own(1.0))  # gloo's mean is a division in place, which autograd has no part in
+    assert comm.all_reduce(weight, "avg").item() == 2.0
+    comm.all_to_all(came := [torch.nn.Parameter(own(0.0)) for _ in range(3)], [own(1.0)] * 3)
+    assert [x.item() for x in came] == [1.0, 2.0, 3.0]
 
 
 def groups() -> None:
