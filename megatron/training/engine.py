@@ -294,7 +294,9 @@ def _typed_as(own: Any, saved: Any) -> Any:
         kind = int if own and all(isinstance(key, int) for key in own) else str
         return type(own)({kind(key): _typed_as(own.get(kind(key)), value) for key, value in saved.items()})
     if isinstance(own, list | tuple) and isinstance(saved, list):
-        return type(own)(saved)
+        # A state of several schedules is a list of theirs. One that is longer than this one's has more of its last kind.
+        kinds = [*own, *own[-1:] * (len(saved) - len(own))]
+        return type(own)(map(_typed_as, kinds, saved) if kinds else saved)
     if isinstance(own, Tensor) and isinstance(saved, int | float):  # torch takes a rate as a tensor too
         return torch.full_like(own, saved)
     return float(saved) if isinstance(own, float) and isinstance(saved, str) else saved

@@ -386,6 +386,39 @@ def test_a_tag_is_its_text_whatever_its_type(tmp_path: Path):
     run_ranks({"dp": 2}, work)
 
 
+schedules = torch.optim.lr_scheduler
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda of: schedules.SequentialLR(of, [schedules.LinearLR(of), schedules.MultiStepLR(of, [2])], [1]),
+        lambda of: schedules.ChainedScheduler([schedules.ConstantLR(of), schedules.MultiStepLR(of, [3])]),
+        lambda of: schedules.SequentialLR(of, [schedules.LinearLR(of), schedules.StepLR(of, 2)], [1]),
+    ],
+    ids=["sequential", "chained", "of plain numbers"],
+)
+def test_a_schedule_made_of_others_goes_on_after_a_resume(make: Callable, tmp_path: Path):
+    """Its state has the others' in a list, where JSON turns the milestones' steps into texts."""
+
+    def work(mesh: Mesh) -> None:
+        def engine() -> Any:
+            return deepspeed.initialize(model=plain_model(), lr_scheduler=make, config=config(1, 1))[0]
+
+        alone, before = engine(), engine()
+        train(before, mesh, range(1))
+        before.save_checkpoint(tmp_path)
+        train(after := engine(), mesh, range(0))
+        after.load_checkpoint(tmp_path)
+        for step in range(STEPS):
+            train(alone, mesh, range(step, step + 1))
+            if step > 0:
+                train(after, mesh, range(step, step + 1))
+                assert after.get_lr() == alone.get_lr()
+
+    run_ranks({"dp": 1}, work)
+
+
 def test_what_of_a_checkpoint_is_not_loaded_stays_as_it_was(tmp_path: Path):
     def work(mesh: Mesh) -> None:
         engine, *_ = deepspeed.initialize(model=plain_model(), config=config(2, 1))
