@@ -98,9 +98,7 @@ class DeepSpeedEngine(Engine):
             )
         folder, world = path_of(save_dir), self.mesh["world"]
         text = f"global_step{self.global_steps}" if tag is None else _tag_text(folder, tag)
-        tags = comm.all_gather_texts(text, world, self.device)
-        if len(set(tags)) > 1:
-            raise CheckpointError(folder, f"ranks give different tags: {', '.join(sorted(set(tags)))}", "give one tag")
+        self._check_one_tag(folder, text)
         self.save(folder / text, client_state=dict(client_state or {}))
         with comm.together(world, self.device):
             if save_latest and world.is_first:
@@ -119,7 +117,7 @@ class DeepSpeedEngine(Engine):
     ) -> tuple[str | None, dict[str, Any]]:
         """(folder, client state) of what `save_checkpoint` wrote, from any number of ranks and any stage. Every rank must call.
 
-        tag: as in `save_checkpoint`. None: the one that load_dir/latest names; (None, {}) without such a file. The counters of
+        tag: as in `save_checkpoint`. None: the one that load_dir/latest names; (None, {}) and a warning without such a file. The counters of
         steps and samples are the checkpoint's, also without the optimizer's states, but not with load_module_only.
         load_module_strict: every weight must be there either way.
         """
@@ -128,16 +126,16 @@ class DeepSpeedEngine(Engine):
                 "load_checkpoint(custom_load_fn=) is not built; load the module's weights by yourself"
             )
         root, world = path_of(load_dir), self.mesh["world"]
+        text = None if tag is None else _tag_text(root, tag)
+        self._check_one_tag(root, text or "(none)")
         with comm.together(world, self.device):
-            if tag is not None:
-                text = _tag_text(root, tag)
-                if world.is_first and not files.is_folder(root / text):
-                    raise CheckpointError(
-                        root, f"there is no checkpoint of the tag {text!r}", "give a tag that was saved"
-                    )
-            else:
-                text = _latest(root) if world.is_first else None
+            if text is not None and world.is_first and not files.is_folder(root / text):
+                raise CheckpointError(root, f"there is no checkpoint of the tag {text!r}", "give a tag that was saved")
+            if text is None and world.is_first:
+                text = _latest(root)
         if not (text := comm.broadcast_text(text, world, self.device)):
+            if world.is_first:
+                print(f"deepspeed: WARNING: {root} has no file latest: nothing is loaded; give a tag", flush=True)
             return None, {}
         more = not load_module_only
         folder, state = self.load(
@@ -148,17 +146,29 @@ class DeepSpeedEngine(Engine):
         )
         return str(folder), state["client_state"]
 
+    def _check_one_tag(self, folder: Path, text: str) -> None:
+        tags = set(comm.all_gather_texts(text, self.mesh["world"], self.device))
+        if len(tags) > 1:
+            raise CheckpointError(folder, f"ranks give different tags: {', '.join(sorted(tags))}", "give one tag")
+
 
 def _tag_text(folder: Path, tag: Any) -> str:
     if not str(tag).strip():
         raise CheckpointError(folder, f"the tag {tag!r} names no folder", "give a name, or leave the tag out")
+    if Path(str(tag)) == Path("latest"):
+        raise CheckpointError(folder, "the tag 'latest' is the name of the file with the newest tag", "give another")
     return str(tag)
 
 
 def _latest(root: Path) -> str | None:
     """The tag of the newest checkpoint; None without one."""
     path = root / "latest"
-    return files.read_start(path, _MOST_TAG).decode().strip() if files.is_file(path) else None
+    if not files.is_file(path):
+        return None
+    text = files.read_start(path, _MOST_TAG).decode().rstrip("\r\n")  # of an editor
+    if not text.strip():
+        raise CheckpointError(root, "its file latest is empty", "give a tag that was saved")
+    return text
 
 
 def initialize(

@@ -386,6 +386,28 @@ def test_a_tag_is_its_text_whatever_its_type(tmp_path: Path):
     run_ranks({"dp": 2}, work)
 
 
+def test_a_tag_that_would_load_something_else_is_said(tmp_path: Path, capfd: pytest.CaptureFixture):
+    def work(mesh: Mesh) -> None:
+        engine, *_ = deepspeed.initialize(model=plain_model(), config=config(1, 1))
+        assert engine.load_checkpoint(tmp_path / "new") == (None, {})
+        for tag in ("latest", "./latest"):  # the file with the newest tag has this name
+            with pytest.raises(CheckpointError, match="is the name of the file"):
+                engine.save_checkpoint(tmp_path, tag)
+        for step, tag in enumerate((" with spaces ", "0", "1")):
+            train(engine, mesh, range(1))
+            engine.save_checkpoint(tmp_path, tag, {"step": step})
+            assert engine.load_checkpoint(tmp_path)[1] == {"step": step}
+        for tag in (mesh["dp"].rank, mesh["dp"].rank or None):
+            with pytest.raises(CheckpointError, match=r"ranks give different tags: .*, 1;"):
+                engine.load_checkpoint(tmp_path, tag)
+        (tmp_path / "latest").write_text("\n")
+        with pytest.raises((CheckpointError, PeerError), match="its file latest is empty"):
+            engine.load_checkpoint(tmp_path)
+
+    run_ranks({"dp": 2}, work)
+    assert capfd.readouterr().out.count("new has no file latest: nothing is loaded; give a tag") == 1
+
+
 schedules = torch.optim.lr_scheduler
 
 
