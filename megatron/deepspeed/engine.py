@@ -117,8 +117,8 @@ class DeepSpeedEngine(Engine):
     ) -> tuple[str | None, dict[str, Any]]:
         """(folder, client state) of what `save_checkpoint` wrote, from any number of ranks and any stage. Every rank must call.
 
-        tag: as in `save_checkpoint`. None: the one that load_dir/latest names; (None, {}) and a warning without such a file. The counters of
-        steps and samples are the checkpoint's, also without the optimizer's states, but not with load_module_only.
+        tag: as in `save_checkpoint`. None: the one that load_dir/latest names; (None, {}) and a warning without such a file. The
+        counters of steps and samples are the checkpoint's, also without the optimizer's states, but not with load_module_only.
         load_module_strict: every weight must be there either way.
         """
         if custom_load_fn is not None:

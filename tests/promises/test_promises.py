@@ -81,6 +81,7 @@ def run(fork: SimpleNamespace, sizes: dict[str, int], flags: str) -> tuple[Outco
 FAST = ("layer", "v_schedule")  # the others are left to the whole set
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "fork", [pytest.param(name, marks=[pytest.mark.full] * (name not in FAST)) for name in PROMISES], indirect=True
 )

@@ -310,6 +310,7 @@ RULES = """
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rule", RULES.strip().splitlines(), ids=lambda rule: rule.split("|")[0].strip())
 def test_a_rule_of_one_component_is_explained(rule: str):
     line, named = rule.split("|")

@@ -63,6 +63,7 @@ def test_an_end_of_document_outside_the_vocabulary_is_refused():
 RUNS_AWAY = "(a|aa)+c"
 
 
+@pytest.mark.full
 def test_a_regular_expression_that_runs_away_is_a_line_s_error(tmp_path, run):
     """The library gives up after ten million steps, with a panic that is no Exception."""
     path = write_tokenizer(tmp_path / "t.json", RUNS_AWAY)

@@ -96,6 +96,7 @@ def load_layout(root, layout):
 # ---------------------------------------------------------------- any layout to any other
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("written", [(1, 1), (2, 2), (1, 3)])
 def test_every_layout_loads_what_another_saved(tmp_path, written):
     good(save_layout(tmp_path, {"dp": written[0], "tp": written[1]}))

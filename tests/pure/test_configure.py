@@ -48,6 +48,7 @@ def test_a_size_has_the_parameters_of_its_name(family: str, name: str):
     assert Model(family, SIZES[family][name]).parameters == pytest.approx(number, rel=0.02 if number > 2e9 else 0.03)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "job",
     [

@@ -84,6 +84,7 @@ def test_a_run_with_more_threads_than_cores_is_not_told_of_other_work(monkeypatc
     assert tells(text, "8 2") and "OMP_NUM_THREADS (8)" in text and "other work" not in text
 
 
+@pytest.mark.full
 @pytest.mark.skipif(
     processor_time() is None or not hasattr(os, "sched_setaffinity"),
     reason="this system does not say how long a thread waits for a core",

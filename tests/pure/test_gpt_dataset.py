@@ -360,6 +360,7 @@ def test_mock_samples_depend_on_seed_split_and_number_alone():
         train[50]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("vocab", [2, 5, 1000, 50257])
 def test_mock_samples_are_noisy_progressions_over_the_vocabulary(vocab):
     train, _, _ = mock((100, 0, 0), vocab)

@@ -142,6 +142,7 @@ def test_on_a_crowded_machine_the_time_without_a_core_does_not_count():
     assert judge(mutual, **limits).slow and "without a core" in hang_report(judge(mutual), mutual)
 
 
+@pytest.mark.full
 def test_a_thread_tells_how_long_it_has_waited_for_a_core():
     """Two busy processes on one core: each waits about half of the time."""
     before = os.sched_getaffinity(0)

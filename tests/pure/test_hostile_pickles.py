@@ -282,6 +282,7 @@ BAD_PICKLES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", BAD_PICKLES)
 def test_a_bad_pickle_is_refused_in_a_line(case: str):
     data, told = BAD_PICKLES[case]
@@ -334,6 +335,7 @@ def test_tensors_of_a_torch_file_lie_where_it_is_said(tmp_path: Path):
         assert file.tensor(5) is None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_mutated_files_never_give_a_wrong_tensor_nor_a_crash(seed: int, tmp_path: Path):
     """`python tests/exchange/mutated_pickles.py 2000` does more of them."""

@@ -226,6 +226,7 @@ def test_a_file_cut_anywhere_is_refused(tmp_path, ending):
             IndexedDataset(prefix)
 
 
+@pytest.mark.full
 def test_any_flipped_bit_of_the_index_is_refused_or_changes_no_token(tmp_path):
     """What may pass: a signed for an unsigned dtype, and a document border, which says nothing of the tokens."""
     prefix = write_sample(tmp_path / "a")

@@ -79,6 +79,7 @@ EDITS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("edit, said", EDITS, ids=range(len(EDITS)))
 def test_every_value_of_a_manifest_is_checked(tmp_path, edit, said):
     path = save_one(tmp_path) / disk.MANIFEST

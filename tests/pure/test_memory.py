@@ -129,6 +129,7 @@ def test_activations_of_a_layer_are_the_published_ones(more: str, units: float):
     assert units <= kept_by_layer(more) <= units + words + 0.51
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("schedule", "live"), [("1f1b", (4, 3, 2)), ("gpipe", (8, 8, 8)), ("zb-h1", (4, 4, 4))])
 def test_activations_count_the_microbatches_alive(schedule: str, live: tuple[int, ...]):
     """Stages in the middle keep p - r microbatches (1F1B), m (GPipe), p (ZB-H1, some of them the factors of products only)."""
@@ -216,6 +217,7 @@ def test_the_model_of_a_script_is_estimated_with_its_flags_and_tables(script: st
     assert "2 rank(s)" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_what_a_script_draws_is_drawn_again_in_the_run():
     job, drawn = job_of(f"{LAYERS} --num-layers 2"), []
 
@@ -361,6 +363,7 @@ def test_half_precision_is_advised_for_a_state_where_its_masters_do_not_outweigh
     assert "--zero-stage 0" not in advised and "--offload-dir x" in advised
 
 
+@pytest.mark.full
 def test_what_is_offloaded_to_the_host_needs_room_where_that_is_the_device():
     words = f"{WIDE} --seq-length 8 --optimizer-cpu-offload"
     (one,), config = ranks_of(words), job_of(words).runtime.config

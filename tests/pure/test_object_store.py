@@ -186,6 +186,7 @@ def test_an_error_of_a_request_ahead_is_told_of_at_its_span_and_an_object_that_e
         loaded(ROOT, name="v", shape=(64,))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "before, iteration, how",
     [

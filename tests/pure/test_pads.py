@@ -67,6 +67,7 @@ IN_TEXTS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", IN_TEXTS)
 def test_a_pad_that_texts_hold_is_text(tmp_path, kind):
     settings, parts = IN_TEXTS[kind]

@@ -306,6 +306,7 @@ sys.exit(preprocess_data.main(sys.argv[2:]))
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("limit", "named"), [(300, ".piece"), (2000, "o_..._document.bin"), (4200, "o_")])
 def test_a_full_disk_leaves_nothing_under_the_final_name(tmp_path, small_pieces, limit, named):
     """The limits hold a part of a piece, all pieces but not the output, the tokens but not their index."""
@@ -384,6 +385,7 @@ def check_mutations(count, seed):
         assert result.documents == len(documents)
 
 
+@pytest.mark.full
 def test_mutated_lines_give_their_tokens_or_are_reported():
     check_mutations(2_000, seed=0)
 

@@ -26,6 +26,7 @@ def ended(words: list[str], out: int, folder: Path) -> tuple[int, str]:
     return process.returncode, said
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "words",
     [
@@ -45,6 +46,7 @@ def test_a_reader_that_ends_first_ends_a_tool_without_a_word(words: list[str], t
     assert ended(words, mouth, tmp_path) == (141, "")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("words", [SCHEDULE, HOSTS, [*SCHEDULE, "--help"]], ids=" ".join)
 def test_an_answer_that_cannot_be_written_for_another_reason_is_an_error_of_one_line(words: list[str], tmp_path):
     full = os.open("/dev/full", os.O_WRONLY)

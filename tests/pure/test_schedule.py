@@ -125,6 +125,7 @@ def test_forward_only_lists():
 # ---- generators: what holds for all of them
 
 
+@pytest.mark.full
 def test_every_compute_is_done_once_where_its_stage_lives():
     for p, m, v, schedule in training_schedules() + [(*sizes, forward_only(*sizes)) for sizes in CHUNKED]:
         ops = {action.op for actions in schedule for action in actions}

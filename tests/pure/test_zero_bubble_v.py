@@ -39,6 +39,7 @@ def test_zb_v_has_less_than_the_bubble_of_zb_h1_and_at_most_the_memory_of_1f1b(s
         assert max(peak_live(schedule)) <= 2 * max(peak_live(one_f_one_b(p, m))), (p, m)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("cost", [*COSTS, costs(1, 1.2, 0.9), costs(1, 0.8, 0.8)], ids=str)
 def test_more_microbatches_lengthen_no_wait(cost):
     """Each rank's work, and not a chain of transfers, sets the pace, whatever F, I and W cost: the idle time stays."""

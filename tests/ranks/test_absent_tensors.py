@@ -220,6 +220,7 @@ def test_a_run_draws_what_it_may_and_any_layout_draws_the_same(tmp_path: Path, c
     )  # it is complete
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_ours_that_lacks_a_tensor_goes_on_with_weights_alone(tmp_path: Path, capsys):
     folder = without(tmp_path / "in", "llama", "model.norm.")
     words = ["--load", str(folder), "--save", str(tmp_path / "ours"), "--allow-missing-tensors"]

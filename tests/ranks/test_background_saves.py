@@ -69,6 +69,7 @@ def test_a_save_beside_training_writes_the_files_of_one_in_its_way(tmp_path, ran
     assert files_below(tmp_path / "beside") == files_below(tmp_path / "in its way") != {}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "how, said", [("ENOSPC", "iter_0000002.partial rank_00001.bin 28"), ("killed", "rank 1 has ended")]
 )

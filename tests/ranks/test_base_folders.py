@@ -49,6 +49,7 @@ def tensors_of(root: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", PREFIXES)
 def test_a_base_folder_holds_the_same_layers(case: str, tmp_path: Path):
     write_folder(tmp_path / "whole", read_record(case))

@@ -123,6 +123,7 @@ SHARED = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["p2p", *(pytest.param(n, marks=pytest.mark.full) for n in SHARED if n != "p2p")])
 def test_a_shared_text_gives_the_numbers_of_one_process(name: str):
     """Padding, attention to both sides, the first token's order of sentences, and dropout, under context parallelism."""

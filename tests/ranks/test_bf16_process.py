@@ -1,11 +1,13 @@
 """What a --bf16 run sets for the whole process ends with the run."""
 
+import pytest
 import torch
 from whole_run import run
 
 import pretrain_gpt
 
 
+@pytest.mark.full
 def test_float32_products_are_as_before_after_a_bf16_run():
     matmul = torch.backends.mkldnn.matmul
     before, during = matmul.fp32_precision, []

@@ -90,6 +90,7 @@ SHARED = [("llama", 2, "p2p", 1, 2), *(("windows", 2, kind, 2, 1) for kind in KI
 SHARED += [("oss", 2, "a2a", 1, 2), ("two groups", 4, "all_gather", 2, 1), ("gemma3", 2, "p2p", 1, 1)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "cp", "kind", "tp", "pp"),
     [pytest.param(*case, marks=[pytest.mark.full] * (case is not SHARED[0])) for case in SHARED],

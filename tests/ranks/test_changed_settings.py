@@ -32,6 +32,7 @@ COURSE = {
 }
 
 
+@pytest.mark.full
 def test_every_setting_that_changes_the_course_of_a_resumed_run_is_said(said, checkpoints):
     flags = " ".join(
         f"--{name.replace('_', '-')}" + ("" if change[1] is True else f" {change[1]}")
@@ -49,6 +50,7 @@ def test_every_setting_that_changes_the_course_of_a_resumed_run_is_said(said, ch
     assert rate is not None and tells(rate[0], "decay 4 5")
 
 
+@pytest.mark.full
 def test_the_weights_alone_are_taken_by_another_course_without_a_line(said, checkpoints):
     text = said(f"--train-iters 1 --finetune --load {checkpoints} --clip-grad 0.5 --lr 3 --bf16 --seed 3")
     assert "loaded weights" in text and "another" not in text.split("loaded weights")[1]
@@ -66,6 +68,7 @@ OTHER_MODELS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "what", [pytest.param(name, marks=[pytest.mark.full] * (", " in name)) for name in OTHER_MODELS]
 )
@@ -200,6 +203,7 @@ OWN_RATES = (
 )
 
 
+@pytest.mark.full
 def test_a_run_without_its_optimizer_state_takes_the_schedule_of_the_checkpoint_where_it_asks_for_it(checkpoints, said):
     words = f"{OWN_RATES} --load {checkpoints} --ckpt-step 2 --no-load-optim"
     text = said(f"{words} --use-checkpoint-opt_param-scheduler")

@@ -237,6 +237,7 @@ def made_layers(mesh, init):
     return my_pieces(torch.nn.ModuleList(layers), mesh, lambda p: p.data), torch.rand(3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", FILLS)
 def test_a_layer_has_its_initial_values_at_once_and_the_same_in_every_layout(name):
     ((pieces_of_one, next_drawn),) = run_ranks({}, partial(made_layers, init=FILLS[name]))

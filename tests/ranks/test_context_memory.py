@@ -41,6 +41,7 @@ def kept(ranks: int, kind: str, *, values: bool) -> int:
     return left["activations"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [pytest.param("p2p", marks=pytest.mark.full), "all_gather"])
 def test_what_a_rank_keeps_falls_as_one_over_the_ranks(kind: str):
     """Within 10 %, by the tensors that are there; predicted within 5 %. Gathered keys are kept by nobody if attention is recomputed."""
@@ -71,6 +72,7 @@ def largest() -> Iterator[_Largest]:
         yield seen
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "kind", ["p2p", "all_gather", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("a2a", "a2a+p2p"))]
 )

@@ -42,6 +42,7 @@ def test_half_precision_is_as_near_to_float32_as_that_of_one_process(half: str, 
     assert shared.losses == pytest.approx(exact.losses, rel=HALVES[half])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", ["p2p", *(pytest.param(kind, marks=pytest.mark.full) for kind in KINDS[1:])])
 @pytest.mark.parametrize(

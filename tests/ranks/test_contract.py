@@ -78,6 +78,7 @@ def test_no_forward_step_is_an_error():
         pretrain(PROVIDER, MODEL, ModelType.encoder_or_decoder)
 
 
+@pytest.mark.full
 def test_every_rank_builds_its_data_sets_with_and_without_is_distributed(capsys):
     def provider(sizes):
         provider.calls.append(sizes)
@@ -89,6 +90,7 @@ def test_every_rank_builds_its_data_sets_with_and_without_is_distributed(capsys)
         assert provider.calls == [[8, 8, 4]], "samples of 2 steps, of 2 validations, of 1 test"
 
 
+@pytest.mark.full
 def test_non_loss_data_are_shown_after_each_validation():
     """Once by the loss function, told `non_loss_data=True`; once by a function of the model."""
     shown = []

@@ -115,6 +115,7 @@ def test_adam_with_decay_in_the_gradient():
         assert_same(found, in_one_process(torch.optim.Adam)[0])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("half", [{"fp16": {"enabled": True, "loss_scale_window": 2}}, {"bf16": {"enabled": True}}])
 def test_half_precision_is_near(stage: int, half: dict):
@@ -139,6 +140,7 @@ def test_an_overflow_skips_the_step_and_halves_the_scale():
     run_ranks({"dp": 2}, work)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage, then, place", [(1, 3, "folder"), (3, 0, "memory://bucket/run")])
 def test_a_checkpoint_goes_on_in_another_stage_and_number_of_ranks(stage: int, then: int, place: str, tmp_path: Path):
     root = place if "://" in place else tmp_path
@@ -176,6 +178,7 @@ def encoder() -> nn.Module:
     return nn.TransformerEncoder(layer, 4).double()
 
 
+@pytest.mark.full
 def test_stage_3_of_a_model_of_torch_holds_a_shard_and_the_largest_module():
     x = torch.randn(4, 5, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     whole = sum(p.nbytes for p in encoder().parameters())

@@ -18,6 +18,7 @@ CONFIGS = {"learned positions": LEARNED, "rotary positions": LLAMA, "dropout": G
 PACKED, MASKED = Texts(documents=True, as_mask=False), Texts(documents=True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["fused", "unfused"])
 @pytest.mark.parametrize("name", ["learned positions", "rotary positions", "windows"])
 def test_a_packed_document_computes_what_it_computes_alone(name: str, backend: str):

@@ -132,6 +132,7 @@ def test_traced_code_has_the_same_bits_and_one_graph_for_all_samples_and_layers(
 # ---------------------------------------------------------------- statistics
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("p", [0.5, 0.1])
 def test_masks_of_neighbouring_keys_rows_and_columns_are_independent(p: float):
     """2^20 bits. `python tests/mask_statistics.py` asks the same of more, with the results in docs/dropout.md."""

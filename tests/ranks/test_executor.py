@@ -99,6 +99,7 @@ def plain(stages: int, m: int) -> tuple[float, list[Tensor]]:
 # ---------------------------------------------------------------- values
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("make", [gpipe, one_f_one_b])
 @pytest.mark.parametrize(("p", "m"), [(1, 1), (1, 3), (2, 1), (2, 4), (3, 2), (4, 6)])

@@ -40,6 +40,7 @@ def written_by(root: Path, case: str, capsys) -> list[int]:
     return [int(word) for word in capsys.readouterr().out.split()]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("where", ["config.json", "generation_config.json"])
 @pytest.mark.parametrize("case", ["llama", "t5-gated", pytest.param("gemma", marks=pytest.mark.full)])
 def test_a_text_ends_where_transformers_ends_it_after_a_step_too(case: str, where: str, tmp_path: Path, capsys):

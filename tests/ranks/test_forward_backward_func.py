@@ -112,6 +112,7 @@ def of_one_process():
     return run(TINY_GPT2, Layout(), steps=len(WAYS), global_batch=8, optimizer=OptimizerConfig(clip_grad=0.0)).grads
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (i > 2)) for i, n in enumerate(FINALIZED)])
 def test_a_loop_may_finalize_gradients_as_often_as_it_likes(name):
     """As Megatron's own loops do, once a step or twice or not at all: a step for each way, each of one process's gradients."""
@@ -205,6 +206,7 @@ def test_gradients_that_come_on_top_of_a_finished_step_are_refused():
         run_ranks({}, work)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shards", [DataParallelConfig(), *[pytest.param(s, marks=pytest.mark.full) for s in SHARDS]])
 def test_a_scaled_loss_leaves_scaled_gradients(shards):
     """The optimizer's `scale_loss` in, `clip_grad_norm(scale)` out: as if nothing had been scaled."""

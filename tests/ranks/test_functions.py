@@ -106,6 +106,7 @@ def edited(root: Path, change) -> None:
     path.write_text(format.to_json(manifest))
 
 
+@pytest.mark.full
 def test_an_older_checkpoint_is_compared_by_the_name_of_its_kernel(trained, refused, said, monkeypatch):
     root = trained(KERNELS, "mean", MEAN, "--attention-backend mean")
     edited(root, lambda state: state.pop("functions"))
@@ -159,6 +160,7 @@ def backwards(parameters, gradients, states, step) -> None:
 BACKWARDS = UpdateRule(lambda config: backwards, lambda config: ("exp_avg", "exp_avg_sq"))
 
 
+@pytest.mark.full
 def test_the_state_of_another_update_of_one_name_is_refused(trained, refused, said, monkeypatch):
     root = trained(OPTIMIZERS, "adam", BACKWARDS, "")
     message = refused(f"{MORE} --load {root}")
@@ -175,6 +177,7 @@ class Reversed(NullTokenizer):
         return [self.vocab_size - 1 - i for i in super().tokenize(text)]
 
 
+@pytest.mark.full
 def test_a_tokenizer_of_one_name_and_other_ids_is_refused(trained, refused, said):
     entry = TokenizerType(lambda config: Reversed(config.vocab_size), ("vocab_size",), ("null_tokenizer_eod_id",))
     root = trained(TOKENIZERS, "NullTokenizer", entry, "")

@@ -118,6 +118,7 @@ def test_greedy_text_is_the_argmax_of_the_model(runs, tool, kind):
     assert "iteration 4 of" in err
 
 
+@pytest.mark.full
 def test_same_seed_gives_the_same_text_however_many_are_asked_for(runs, tool):
     flags = ("--load", runs / "learned", "--prompt", "5 6", "--max-new-tokens", 20, "--temperature", 1.5, "--top-k", 30)
     first = tool(*flags, "--seed", 7)[1]
@@ -162,6 +163,7 @@ def test_prompts_from_everywhere_go_to_one_file(runs, tool, tmp_path, monkeypatc
 BATCH, RECOMPUTE = ("--batch-size", 4), ("--recompute",)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("more", "kind"),
     [

@@ -76,6 +76,7 @@ def forced(mesh: Mesh, model: str) -> list[list[torch.Tensor]]:
 LAYOUTS = [(1, 1), (2, 2), (4, 1), (1, 4)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "tp", "pp"),
     [
@@ -160,6 +161,7 @@ def by_hand(folder: Path, prompt: list[int], count: int) -> tuple[str, list[int]
     return tokenizer.detokenize(ids[1:]), ids[1:]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["relative", pytest.param("learned", marks=pytest.mark.full)])
 def test_the_decoder_writes_what_the_plain_model_says(saved: Path, tool, kind: str, tmp_path: Path):
     """A sentinel in a prompt is one id: vocabulary of 5 special tokens, 30 words, 9 ends of words, [BOS], [EOS], 4 sentinels."""
@@ -215,6 +217,7 @@ def test_a_folder_of_transformers_writes_its_ids(tool, tmp_path: Path):
         assert (code, [int(word) for word in out.split()]) == (0, expected), err
 
 
+@pytest.mark.full
 def test_the_id_that_a_folder_begins_texts_with_is_taken_and_kept(tool, tmp_path: Path):
     record = read_record("t5-gated")
     write_folder(tmp_path / "zero", record)

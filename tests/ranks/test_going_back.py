@@ -53,6 +53,7 @@ def test_ckpt_step_resumes_from_that_iteration(root, said, refused):
     assert tells(refused(f"--train-iters 4 --load {root}/new --save {root}/new --ckpt-step 2"), "--ckpt-step 2")
 
 
+@pytest.mark.full
 def test_the_same_command_with_ckpt_step_goes_on_from_what_it_has_saved(root, said):
     command = (
         f"--train-iters 6 --override-opt_param-scheduler --save-interval 1 --load {root} --save {root} --ckpt-step 2"
@@ -110,6 +111,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("what", DAMAGES)
 def test_a_run_goes_on_from_the_newest_undamaged_checkpoint_and_says_so(what, root, checkpoints, said, refused):
     """It ends in the weights of a run that was not stopped; the damaged folder keeps another name."""
@@ -151,6 +153,7 @@ def test_a_damaged_pointer_is_told_of_and_the_newest_checkpoint_is_used(root, sa
     assert "latest_checkpointed_iteration.txt" in warning
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_another_branch_is_not_gone_back_to(root, said, refused):
     """4 is damaged; 3 was saved by another run that went its own way from 2, so 2 is the one to go on from."""
     said(f"--train-iters 4 --load {root} --save {root} --ckpt-step 2 --override-opt_param-scheduler --exit-interval 3")

@@ -140,6 +140,7 @@ def flips_at_rest(mesh: Mesh, layout: Layout, config, optimizer: OptimizerConfig
     return kinds
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", [pytest.param(case, marks=MARKS.get(case, [pytest.mark.full])) for case in AT_REST])
 def test_any_bit_flipped_at_rest_is_seen_and_named(case):
     layout, config = AT_REST[case]

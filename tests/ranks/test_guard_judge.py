@@ -112,6 +112,7 @@ def spoil_module(name: str, sample: int, backward: bool = False):
 WHOLE = Layout(tp=2, sp=True, pp=2, dp=2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout",
     [pytest.param(Layout(), marks=pytest.mark.sweep), pytest.param(WHOLE, marks=pytest.mark.full), Layout(dp=2)],
@@ -220,6 +221,7 @@ def test_large_values_are_ten_times_the_largest_of_the_first_hundred():
 FEW = "--check-for-spiky-loss --check-for-large-grads "
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", [Layout(), pytest.param(Layout(dp=2, pp=2), marks=pytest.mark.sweep)], ids=str)
 def test_a_bad_batch_is_a_spike_and_reported_by_microbatch(layout: Layout, capfd, monkeypatch):
     """Sample 9 has a loss thirty times as large, from the third step on 8 microbatches are known."""

@@ -68,6 +68,7 @@ def wrong_gradient(rank: int):
     return prepare
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_a_gradient_that_differs_between_two_runs_names_its_rank(case: str):
     layout, flags = LAYOUTS[case]

@@ -176,6 +176,7 @@ def test_every_rank_reads_its_boxes_of_a_folder(case: str, folders: dict[str, Pa
     run_ranks({"tp": 2, "pp": 2}, work)
 
 
+@pytest.mark.full
 def test_a_run_starts_from_a_folder_and_what_it_saves_is_written_as_one(
     folders: dict[str, Path], tmp_path: Path, capsys
 ):

@@ -326,6 +326,7 @@ def test_a_table_is_tied_over_the_ends_of_the_pipeline_only_if_there_are_two():
 # ---------------------------------------------------------------- cross entropy
 
 
+@pytest.mark.full
 @over_ranks
 @pytest.mark.parametrize(("words", "rows"), TABLES)
 @pytest.mark.parametrize("size", [1.0, 1e3], ids=["", "large scores"])

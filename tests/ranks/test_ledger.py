@@ -57,6 +57,7 @@ def per_layer(layout: Layout, style) -> tuple[Counter, Counter]:
     return deep - shallow, shallow - deep
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("style", [PLAIN, LLAMA], ids=["gpt2", "llama"])
 @pytest.mark.parametrize("t", [2, 4])
 def test_a_tensor_parallel_layer_costs_four_all_reduces(t: int, style):
@@ -67,6 +68,7 @@ def test_a_tensor_parallel_layer_costs_four_all_reduces(t: int, style):
     assert sum(bytes_sent(Call(*key, t)) * n for key, n in added.items()) == 8 * (t - 1) / t * activation
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("style", [PLAIN, LLAMA], ids=["gpt2", "llama"])
 @pytest.mark.parametrize("t", [2, 4])
 def test_a_sequence_parallel_layer_costs_six_gathers_and_four_scatters(t: int, style):
@@ -82,6 +84,7 @@ def test_a_sequence_parallel_layer_costs_six_gathers_and_four_scatters(t: int, s
     assert replaced == Counter({vectors[1]: 1})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("bias", "t", "groups"),
     [

@@ -55,6 +55,7 @@ def scores_of(model: torch.nn.Module) -> torch.Tensor:
     return model(tokens, torch.arange(tokens.shape[1]).expand_as(tokens))[..., :31]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("files", FILES)
 def test_files_of_each_age_give_the_scores_of_transformers(files: str, tmp_path: Path):
     case, options = FILES[files]
@@ -63,6 +64,7 @@ def test_files_of_each_age_give_the_scores_of_transformers(files: str, tmp_path:
     assert (scores_of(model_of(tmp_path)) - expected).abs().max() < 1e-10
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("files", DIST)
 def test_torch_dist_gives_the_scores_of_transformers(files: str, tmp_path: Path):
     case, options = DIST[files]
@@ -71,6 +73,7 @@ def test_torch_dist_gives_the_scores_of_transformers(files: str, tmp_path: Path)
     assert (scores_of(model_of(tmp_path)) - expected).abs().max() < 1e-10
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "files",
     [
@@ -95,6 +98,7 @@ def test_every_rank_of_another_layout_reads_its_boxes(files: str, tmp_path: Path
 REST = "--mock-data --tokenizer-type NullTokenizer --vocab-size 25 --micro-batch-size 1 --lr 0.1 --eval-iters 0 --device cpu"
 
 
+@pytest.mark.full
 def test_a_run_starts_from_the_files_and_takes_their_args(tmp_path: Path, capsys):
     """What it saves is written as a Hugging Face folder; a flag that says another model is refused."""
     megatron_files.write(tmp_path / "theirs", "gpt2", tp=2, pp=2, version=2.0)

@@ -177,6 +177,7 @@ def test_megatrons_loop_gives_one_processs_weights(layout):
         assert worst <= 1e-10 * scale, f"{name} differs by {worst} of {scale}"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "saved, loaded",
     [

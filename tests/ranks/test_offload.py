@@ -150,6 +150,7 @@ CORNERS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("corner", [pytest.param(c, marks=[pytest.mark.full] * (c != "groups")) for c in CORNERS])
 def test_corners_of_a_step_have_the_bits_of_none(corner: str, tmp_path):
     """scaler: the scale is so large that the first step is skipped."""

@@ -223,6 +223,7 @@ def test_clipping_equals_torchs(limit: float, is_clipped: bool):
     assert after == pytest.approx(limit if is_clipped else got, rel=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["tied", "untied", "llama"])
 @pytest.mark.parametrize(
     "layout",

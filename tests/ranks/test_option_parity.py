@@ -24,6 +24,7 @@ def one_of_each() -> list[OptionCase]:
 FAST = ("oss",)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=() if c.bundle in FAST else pytest.mark.full) for c in one_of_each()], ids=str
 )

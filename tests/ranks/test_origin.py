@@ -62,6 +62,7 @@ def of_rank(mesh, flags: str) -> None:
         trainer.run()
 
 
+@pytest.mark.full
 def test_a_run_leaves_as_the_family_it_began_as_with_its_tokenizer(kept: Path, folder: Path, tmp_path: Path, capsys):
     config = written(kept, tmp_path / "out")
     assert "not written" not in capsys.readouterr().out
@@ -112,6 +113,7 @@ def test_a_resumed_run_keeps_it_in_any_layout(kept: Path, folder: Path, tmp_path
     assert written(third, tmp_path / "out")["model_type"] == "mistral"
 
 
+@pytest.mark.full
 def test_what_a_tokenizer_has_become_is_said_and_another_folder_may_be_named(folder: Path, tmp_path: Path, capsys):
     """A file that has changed since the run began, one that is gone, and a folder that is gone."""
     source, run_of = shutil.copytree(folder, tmp_path / "source"), tmp_path / "run"
@@ -189,6 +191,7 @@ def test_an_origin_that_no_run_has_written_is_refused(case: str, kept: Path, tmp
     assert stop.value.code == 2 and "origin" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_before_has_no_origin_and_is_written_as_the_first_family_that_fits(
     kept: Path, tmp_path: Path, capsys
 ):

@@ -34,6 +34,7 @@ def own_data(sizes: list[int]) -> tuple:
     return Numbers(), None, None
 
 
+@pytest.mark.full
 def test_a_vocabulary_is_all_that_a_language_model_needs(capsys, tmp_path):
     """Of as many words as are said, by the user or by the script."""
     run(f"--vocab-size 11 --save {tmp_path}/user", own_data, tiny=BARE, rules=NO_RULES)
@@ -61,6 +62,7 @@ NEEDS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("what", NEEDS)
 def test_what_is_truly_needed_is_said_where_it_is_asked_for(what, refused):
     datasets, flags, texts = NEEDS[what]
@@ -73,6 +75,7 @@ def weights_of(root: Path) -> dict[str, str]:
     return {name: record["pieces"][0]["sha256"] for name, record in tensors.items() if name.startswith("model/")}
 
 
+@pytest.mark.full
 def test_group_of_says_how_each_parameter_is_updated(tmp_path):
     def mlp_stays(name: str, placement) -> ParamGroup:
         return ParamGroup(lr_multiplier=0.0 if ".mlp." in name else 1.0)

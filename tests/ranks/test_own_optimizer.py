@@ -81,6 +81,7 @@ def test_an_update_of_whole_matrices_is_that_of_one_process_and_goes_on_from_its
 OPTIMIZER = OptimizerConfig(clip_grad=0.5, weight_decay=0.1)  # that of `run`
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", [Layout(tp=4), by_zero(Layout(tp=2, dp=4, m=3), 1)], ids=str)
 def test_key_value_heads_that_ranks_share_and_shards_that_hold_no_matrix_change_nothing(layout: Layout):
     assert_equal(run(TINY_LLAMA, layout, group_of=group_of), in_one_process(TINY_LLAMA), 1e-10)

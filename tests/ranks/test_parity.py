@@ -97,6 +97,7 @@ def test_outer_and_inner_data_parallel_ranks_are_one_axis(sizes: tuple[int, int]
     ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp", "pp-tp-dp"])
 def test_rank_order_changes_no_number(order: str):
     from functools import partial

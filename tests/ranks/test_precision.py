@@ -215,6 +215,7 @@ OVERFLOWS = (1, 2)
 SCALES = [1024.0, 1024.0, 512.0, 512.0, 1024.0, 1024.0, 2048.0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("victim", [3, *(pytest.param(rank, marks=pytest.mark.full) for rank in (0, 1, 2, 4, 5, 6, 7))])
 def test_overflow_on_one_rank_skips_the_step_on_all(victim: int):
     """In the first element of its buffer, which on every second rank is a copy that the norm does not count."""
@@ -284,6 +285,7 @@ def test_a_nan_in_a_weight_is_no_overflow_of_the_loss_scale(layout: Layout):
         assert [(result.skipped, result.is_nan) for result in results] == [(True, True)] * 3
 
 
+@pytest.mark.full
 def test_overflows_in_a_row_at_the_lowest_scale_stop_the_run():
     """Where the scale can fall no more the gradient itself is not finite; one such step between good ones is skipped."""
     lowest = LossScaleConfig(initial_loss_scale=2.0, hysteresis=1)

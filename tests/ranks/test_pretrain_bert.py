@@ -102,6 +102,7 @@ CASES = [("with the order of sentences", layout) for layout in LAYOUTS] + [("wor
 FAST = [("with the order of sentences", "tp-sp-pp-dp-zero2")]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("head", "layout"), [pytest.param(*case, marks=[pytest.mark.full] * (case not in FAST)) for case in CASES]
 )

@@ -188,6 +188,7 @@ def test_ways_are_measured_in_one_thread_whose_own_time_counts(monkeypatch):
         torch.set_num_threads(threads)
 
 
+@pytest.mark.full
 def test_a_run_goes_on_as_it_multiplied_before(tmp_path, capsys, monkeypatch):
     """Stopped and started on a CPU where the other way is faster, to the bit; chosen anew where that is asked for."""
 

@@ -42,6 +42,7 @@ def with_modules(model: str, modules: list[str]) -> ModelConfig:
     return replace(MODELS[model], recompute_granularity="selective", recompute_modules=modules)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "modules", "layout"),
     [
@@ -118,6 +119,7 @@ DIVIDED = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout", [pytest.param(x, id=str(x), marks=[pytest.mark.full] * (i > 0)) for i, x in enumerate(DIVIDED)]
 )

@@ -77,6 +77,7 @@ def test_programs_that_torch_traces_with_an_unknown_argument_are_not_replayed():
     assert run(x)[0].tolist() == [2, 2, 2]
 
 
+@pytest.mark.full
 def test_threads_have_calls_of_their_own():
     run = Compiled(formula)
     with ThreadPoolExecutor(4) as pool:

@@ -15,6 +15,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "pair", [PAIRS[0], *(pytest.param(pair, marks=pytest.mark.full) for pair in PAIRS[1:])], ids=str
 )

@@ -64,6 +64,7 @@ def losses_of(flags: str, sizes: dict[str, int]) -> list[float]:
     return max(run_ranks(sizes, train, stages=stages), key=sum)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "how", ["", "--rotary-percent 0.5 --rotary-interleaved", "--no-rope-freq [0,1,0,0] --window-size 3,0"]
 )

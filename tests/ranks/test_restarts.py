@@ -127,6 +127,7 @@ def test_sets_that_are_just_long_enough_are_read_to_the_end(said):
     assert [sorted(set(data.read)) for data in sets] == [list(range(8)), list(range(8)), list(range(4))]
 
 
+@pytest.mark.full
 def test_what_is_consumed_counts_among_what_is_needed(said, refused, tmp_path):
     both = f"--train-iters 6 --save {tmp_path} --load {tmp_path}"
     provide = lambda counts: (Numbers(12), None, None)  # noqa: E731
@@ -242,6 +243,7 @@ def test_an_empty_folder_name_is_refused(flag: str, refused):
     assert tells(refused(f"--train-iters 1 {flag} ''"), f"{flag}")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "load, save",
     [
@@ -370,6 +372,7 @@ def test_half_a_tokenizer_is_told_what_it_lacks_beside_the_other_problems():
     assert "--lr is required" not in problems, "a component that could not be built is not asked again"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("interval, lines, is_told", [(2, 1, False), (3, 0, True)])
 def test_a_run_that_will_print_no_training_line_says_so(said, interval, lines, is_told):
     text = said(f"--train-iters 2 --log-interval {interval}")

@@ -45,6 +45,7 @@ def build_all(mesh: Mesh, name: str, flags: str) -> None:
         pass
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", SCRIPTS)
 @pytest.mark.parametrize(("sizes", "flags"), [({}, ""), ({"tp": 2, "pp": 2}, "")], ids=["one", "tp2-pp2"])
 def test_a_state_that_cannot_fit_is_refused_before_it_is_made(name, sizes, flags, monkeypatch):

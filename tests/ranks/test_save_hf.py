@@ -85,6 +85,7 @@ def test_ranks_write_the_bytes_of_one_process(layout: str, tmp_path: Path, monke
     assert files_of(tmp_path / "hf/iter_0000001") != files_of(tmp_path / "hf/iter_0000002")
 
 
+@pytest.mark.full
 def test_a_folder_loads_back_with_the_scores_of_the_checkpoint(tmp_path: Path):
     """And a run that starts from it, by --load, begins with its weights."""
     run(f"--train-iters 2 --save {tmp_path}/own --save-hf {tmp_path}/hf")
@@ -183,6 +184,7 @@ def dying(real: Callable, count: int) -> Callable:
     return function
 
 
+@pytest.mark.full
 def test_a_kill_in_an_export_leaves_nothing_that_looks_whole_and_the_same_command_writes_it(
     tmp_path: Path, monkeypatch
 ):
@@ -202,6 +204,7 @@ def test_a_kill_in_an_export_leaves_nothing_that_looks_whole_and_the_same_comman
     )
 
 
+@pytest.mark.full
 def test_a_full_disk_fails_on_all_ranks_and_the_checkpoint_is_there(tmp_path: Path, monkeypatch):
     def full(*given) -> None:
         raise OSError(28, "No space left on device")
@@ -219,6 +222,7 @@ def test_a_full_disk_fails_on_all_ranks_and_the_checkpoint_is_there(tmp_path: Pa
     assert open_checkpoint(tmp_path / "own").iteration == 2
 
 
+@pytest.mark.full
 def test_numbers_that_the_dtype_cannot_hold_are_refused_by_the_run_and_by_the_tool(tmp_path: Path, capsys):
     """On all ranks: a folder with infinity in it would look whole. Gathered parts of a tensor stay in step to its end."""
     flags = f"{SMALL} --train-iters 1 --init-method-std 1e5{TP} --save {tmp_path}/own --save-hf {tmp_path}/hf --save-hf-dtype float16"
@@ -240,6 +244,7 @@ def test_numbers_that_the_dtype_cannot_hold_are_refused_by_the_run_and_by_the_to
     converted(tmp_path / "own", tmp_path / "wide", "--dtype", "bfloat16")
 
 
+@pytest.mark.full
 def test_the_folder_of_an_interval_that_a_killed_run_left_out_is_written_where_the_next_begins(tmp_path: Path):
     flags = f"--save {tmp_path}/own --load {tmp_path}/own --save-hf {tmp_path}/hf --save-hf-interval 2 --train-iters 5"
     run(f"{flags} --exit-interval 4")
@@ -249,6 +254,7 @@ def test_the_folder_of_an_interval_that_a_killed_run_left_out_is_written_where_t
     assert iterations_in(tmp_path / "hf") == ["2", "4", "5"] and files_of(tmp_path / "hf/iter_0000004") == expected
 
 
+@pytest.mark.full
 def test_a_link_in_place_of_a_folder_is_replaced_and_what_it_leads_to_stays(tmp_path: Path):
     run(f"--train-iters 1 --save-hf {tmp_path}/elsewhere")
     before = files_of(tmp_path / "elsewhere")
@@ -303,6 +309,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_stands_in_the_way_refuses_the_run_before_its_first_step(case: str, tmp_path: Path, refused, capsys):
     (tmp_path / "other").mkdir()

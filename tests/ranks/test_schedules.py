@@ -305,6 +305,7 @@ FLAGS_AND_PLACES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("flags", "where"), FLAGS_AND_PLACES)
 def test_validations_come_when_asked(flags: str, where: list[str], capsys):
     run(ONE, SHORT + flags)
@@ -312,6 +313,7 @@ def test_validations_come_when_asked(flags: str, where: list[str], capsys):
     assert [line.split(" | ")[0].removeprefix(" validation loss at ") for line in lines] == where
 
 
+@pytest.mark.full
 def test_a_validation_that_is_no_number_says_so_and_is_warned_of(capsys):
     """A rate of 1e30 makes weights of which nothing finite comes."""
     flags = "--eval-iters 1 --eval-interval 2 --lr 1e30 --no-check-for-nan-in-loss-and-grad"

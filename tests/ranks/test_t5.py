@@ -92,6 +92,7 @@ def theirs(root: Path, ours: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", T5_CASES)
 def test_scores_losses_and_gradients_equal_transformers(case: str, folders: dict[str, Path]):
     record, model = read_record(case), model_of(folders[case])

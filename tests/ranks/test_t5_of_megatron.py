@@ -102,6 +102,7 @@ def one_process(flags: str) -> list[dict[str, float]]:
     return run_ranks({}, partial(train, flags=flags))[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("flags", "sizes", "layout"),
     [

@@ -63,6 +63,7 @@ def of_rank(mesh: Mesh, flags: str) -> None:
         trainer.run()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "case, words, added",
     [

@@ -42,6 +42,7 @@ CASES: dict[str, tuple[ModelConfig, dict, Layout]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", [name if i == 0 else pytest.param(name, marks=pytest.mark.full) for i, name in enumerate(CASES)]
 )

@@ -37,6 +37,7 @@ def others(beside: list[tuple[str, str]]) -> list[tuple[str, str]]:
     return [one for one in beside if one != LOCK and not (one[0] in asks and one[1] in ALLOWED)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", [name if name == "one kept" else pytest.param(name, marks=pytest.mark.full) for name in RUNS]
 )

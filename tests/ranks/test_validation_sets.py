@@ -116,6 +116,7 @@ FAST = ("dp2-pp2",)
 MORE = ("dp3", "dp2-vpp")  # in the rest of the command; the others are for -m sweep
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout",
     [

@@ -54,6 +54,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", [pytest.param(m, marks=[pytest.mark.full] * (m != "gpt2")) for m in MODELS])
 @pytest.mark.parametrize(
     "layout", [pytest.param(x, marks=[pytest.mark.full] * (i > 0)) for i, x in enumerate(LAYOUTS)], ids=str

@@ -37,6 +37,7 @@ def folder(tmp_path: Path):
 # ---------------------------------------------------------------- the folder and the script's defaults
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "case, flag",
     [
@@ -83,6 +84,7 @@ def test_what_a_folder_does_not_say_of_its_training_is_the_scripts(folder):
     assert config.transformer.bf16 and config.transformer.init_method_std == 0.5
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_ours_wins_over_the_scripts_defaults_too(tmp_path: Path):
     """Of this code's own models: a switch that is off and a number that is left open, which no flag says."""
     tiny = f"{REST} --num-layers 1 --hidden-size 8 --num-attention-heads 1 --lr 0.1"

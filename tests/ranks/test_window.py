@@ -185,6 +185,7 @@ def test_dropout_takes_the_fused_kernel_from_a_window_too():
     assert kernel_for("auto", case._replace(dropout=0.1)) is KERNELS["tiled-eager"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["dropout", "fused"])
 def test_windows_that_hide_nothing_have_the_bits_of_none(config: ModelConfig):
     whole = run(config, Layout(), steps=1, global_batch=4)
@@ -204,6 +205,7 @@ def one_process() -> Outcome:
     return run(WINDOWS, Layout(), steps=2, global_batch=8)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full), 3])
 def test_shards_of_a_model_with_windows_equal_one_process(stage: int):
     sharded = DataParallelConfig(zero_stage=stage, overlap_grad_reduce=True, overlap_param_gather=True)

@@ -97,6 +97,7 @@ def test_shards_equal_one_process(model: str, layout: Layout):
     assert_equal(run(MODELS[model], layout, steps=2), one_process(model), 1e-10)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("overlap", "precision"),
     [

@@ -46,6 +46,7 @@ LAYOUTS = {  # (settings of the layout, whether the table is tied)
 FAST = ("zero 2",)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in FAST else pytest.mark.full) for name in LAYOUTS]
 )
@@ -102,6 +103,7 @@ def assert_close(got: dict, expected: dict) -> None:
         assert (got[name] - tensor).abs().max() <= TOLERANCE * tensor.abs().max(), name
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", ["zb-v", pytest.param("zb-interleaved", marks=pytest.mark.full)])
 def test_a_run_trains_validates_and_logs_as_one_process(schedule: str, capsys):
     expected = weights("alone")

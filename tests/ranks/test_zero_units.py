@@ -83,6 +83,7 @@ def gradients(mesh: Mesh, wiring: str, config: DataParallelConfig, steps: int = 
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("wiring", ["once", "in a row", "side by side", "shared"])

@@ -16,10 +16,10 @@ count for the order alone), the named ones, the others. transformers 4.57 and 5.
     order of the others                            additional_special_tokens,   then the lists
                                                    then those with a name
 
-`SpecialTokens` is what one of them makes of the files. How text is cut is what tokenizer.json says, which 4.57 follows, and a few
-keys of tokenizer_config.json (do_lower_case, split_special_tokens, add_prefix_space and the like). 5.23 has rules of its own for a
-LlamaTokenizer (no space is put before a text that begins with one) and a GPT2Tokenizer, which count where that version was chosen
-(`hugging_face`).
+`SpecialTokens` is what one of them makes of the files. How text is cut is what tokenizer.json says, which 4.57 follows, and a
+few keys of tokenizer_config.json (do_lower_case, split_special_tokens, add_prefix_space and the like). 5.23 has rules of its own
+for a LlamaTokenizer (no space is put before a text that begins with one) and a GPT2Tokenizer, which count where that version
+was chosen (`hugging_face`).
 """
 
 import json
