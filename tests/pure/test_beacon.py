@@ -87,6 +87,18 @@ def test_files_that_cannot_be_written_are_said_once_each_and_end_nothing(tmp_pat
     assert "megatron_last_save_iteration 3\n" in full.read_text(), "the disk has space again"
 
 
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_pipe_in_the_place_of_a_file_is_not_replaced(which: int, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(outputs, "losses", [])
+    os.mkfifo(pipe := tmp_path / "pipe")
+    paths = [str(tmp_path / "other")] * 2
+    paths[which] = str(pipe)
+    beacon = Beacon(*paths, train_iters=10, tokens_per_sample=100)
+    beacon.step(1, 8, {})
+    assert pipe.is_fifo() and (tmp_path / "other").is_file()
+    assert capsys.readouterr().err.count("pipe cannot be written (it is no regular file)") == 1
+
+
 def test_supervisors_read_which_outputs_are_lost(tmp_path):
     heartbeat, prometheus = tmp_path / "heartbeat.json", tmp_path / "run.prom"
     beacon = Beacon(str(heartbeat), str(prometheus), train_iters=90, tokens_per_sample=8)

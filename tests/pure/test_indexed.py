@@ -118,6 +118,13 @@ TOKENS_AND_REASONS = [
 ]
 
 
+def test_what_is_no_regular_file_is_not_replaced(tmp_path):
+    os.mkfifo(pipe := tmp_path / "pipe")
+    with pytest.raises(OSError, match="no regular file"), atomic_file(pipe):
+        raise AssertionError
+    assert pipe.is_fifo() and os.listdir(tmp_path) == ["pipe"]
+
+
 @pytest.mark.parametrize(("tokens", "lengths", "reason"), TOKENS_AND_REASONS)
 def test_documents_that_cannot_be_stored_are_refused(tmp_path, tokens, lengths, reason):
     with raises_telling(ValueError, reason), IndexedDatasetWriter(tmp_path / "a", np.uint16) as writer:

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -206,6 +207,20 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"--metrics-file .*/file/m.jsonl"):
         MetricsFile(str(tmp_path / "file" / "m.jsonl"), 0)
+
+
+def test_a_pipe_gets_the_records_as_they_come(tmp_path):
+    os.mkfifo(path := tmp_path / "pipe")
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    opened = threading.Thread(target=lambda: files.append(MetricsFile(str(path), 5)), daemon=True)
+    files: list[MetricsFile] = []
+    opened.start()
+    opened.join(5.0)
+    [file] = files  # that it does not wait for the end of what it writes itself
+    file.write(Record("interval", 6, 48, {"lm loss": 1.5}))
+    file.close()
+    assert json.loads(os.read(reader, 4096))["lm loss"] == 1.5
+    os.close(reader)
 
 
 def test_losses_have_a_perplexity_and_shares_of_right_answers_have_none():

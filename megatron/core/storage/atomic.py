@@ -1,6 +1,7 @@
 """Atomic files: written under a temporary name in the same folder, synced, then renamed."""
 
 import contextlib
+import errno
 import fnmatch
 import os
 import socket
@@ -15,6 +16,11 @@ from megatron.core.storage.locks import locked
 _A_DAY = 24 * 3600  # seconds
 
 
+def is_special(path: str | Path) -> bool:
+    """Whether a device, a pipe or a socket is there: a file renamed to its name takes it from all programs."""
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
+
+
 class UnpublishedFile:
     """A file under a temporary name beside `path`, removed at the end of the block unless `publish` renames it.
 
@@ -25,6 +31,8 @@ class UnpublishedFile:
         self.path = path
 
     def __enter__(self) -> "UnpublishedFile":
+        if is_special(self.path):
+            raise OSError(errno.EINVAL, "It is no regular file, which another could replace", str(self.path))
         while True:
             self.temporary = f"{self.path}.{_host()}-{os.getpid()}-{os.urandom(4).hex()}.tmp"
             self.file = open(self.temporary, "x+b")

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron.core import outputs
+from megatron.core.storage.atomic import is_special
 
 _EVERY = 1.0  # seconds
 _OLD = 10.0  # seconds: a younger file may be being written, on another machine too
@@ -46,8 +47,12 @@ class Beacon:
         self._at = time.monotonic(), 0, 0  # time, iteration and samples of the numbers before
         self._written = 0.0
         self._lost: list[str] = []
-        for path in self._files:
-            _remove_partial(path)
+        for path in list(self._files):
+            if is_special(path):
+                outputs.lose(str(path), "it is no regular file")
+                del self._files[path]
+            else:
+                _remove_partial(path)
 
     def step(self, iteration: int, consumed_samples: int, losses: Mapping[str, float]) -> None:
         """A step has ended."""

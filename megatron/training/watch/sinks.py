@@ -168,7 +168,7 @@ class MetricsFile:
         self.path = Path(path)
         try:
             self.path.absolute().parent.mkdir(parents=True, exist_ok=True)
-            if self.path.exists():
+            if self.path.is_file():  # a pipe, a terminal and a device have no end to read to
                 self._cut_after(iteration)
             self._file = self.path.open("ab", buffering=0)
         except OSError as error:
