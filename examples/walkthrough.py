@@ -31,8 +31,9 @@ from megatron.core import comm, mpu
 from megatron.core.comm import Call, bytes_sent
 from megatron.core.distributed.buffer import ParamAndGradBuffer
 from megatron.core.grid import Axis
-from megatron.core.job.processes import backend_of
+from megatron.core.job.processes import backend_of, launched_world_size
 from megatron.core.mesh import Mesh
+from megatron.core.outputs import keep_running, until_reader_ends
 from megatron.core.pipeline_parallel.plot import plot_text
 from megatron.core.pipeline_parallel.simulate import make_schedule
 from megatron.core.placement import Placement, partial_axes
@@ -326,4 +327,8 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    if launched_world_size() > 1:  # the other ranks need this one to the end
+        keep_running()
+        main(sys.argv[1:])
+    else:
+        sys.exit(until_reader_ends(lambda: main(sys.argv[1:])))

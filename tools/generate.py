@@ -382,7 +382,10 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, OSError, ImportError, comm.PeerError) as error:
         if isinstance(error, ValueError) and not is_told_to_user(error):
             raise
-        told = f"generate: {'; '.join(line.strip() for line in str(error).splitlines())}"
+        said = str(error)
+        if isinstance(error, OSError) and answers_failed():
+            said = f"standard output cannot be written: {error.strerror}"
+        told = f"generate: {'; '.join(line.strip() for line in said.splitlines())}"
         write_error_file(told)
         if parallel_state.launched_rank() == 0:
             print(told, file=sys.stderr)

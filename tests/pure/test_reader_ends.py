@@ -1,11 +1,15 @@
 """Tools whose reader ends first, as with `| head`: exit code 141 and not a word, as of programs that SIGPIPE ends."""
 
+import errno
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from tools import generate
 
 ROOT = Path(__file__).parents[2]
 TOOLS = sorted(path for path in (ROOT / "tools").glob("*.py") if 'if __name__ == "__main__"' in path.read_text())
@@ -34,6 +38,7 @@ def ended(words: list[str], out: int, folder: Path) -> tuple[int, str]:
         [*SCHEDULE, "--help"],
         HOSTS,
         ["tools/inspect_dataset.py", "--help"],
+        pytest.param(["examples/walkthrough.py", "zero"], marks=pytest.mark.full),
         pytest.param(["-m", "megatron.report"], marks=pytest.mark.full),
         pytest.param(["tools/estimate_memory.py", "--help"], marks=pytest.mark.full),
         pytest.param(["pretrain_gpt.py", "--help"], marks=pytest.mark.full),
@@ -51,6 +56,18 @@ def test_a_reader_that_ends_first_ends_a_tool_without_a_word(words: list[str], t
 def test_an_answer_that_cannot_be_written_for_another_reason_is_an_error_of_one_line(words: list[str], tmp_path):
     full = os.open("/dev/full", os.O_WRONLY)
     assert ended(words, full, tmp_path) == (1, "standard output cannot be written: No space left on device\n")
+
+
+def test_texts_that_cannot_be_written_are_told_as_such(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    def run(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    settings = SimpleNamespace(generation=SimpleNamespace(distributed_timeout_minutes=1))
+    monkeypatch.setattr(generate, "read_settings", lambda _: settings)
+    monkeypatch.setattr(generate, "answers_failed", lambda: True)
+    monkeypatch.setattr(generate, "run", run)
+    assert generate.main([]) == 1
+    assert capsys.readouterr().err == "generate: standard output cannot be written: No space left on device\n"
 
 
 def test_an_error_of_a_tool_keeps_its_exit_code_where_standard_error_is_lost(tmp_path):
