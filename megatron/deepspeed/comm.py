@@ -89,6 +89,7 @@ def init_distributed(
     and refused otherwise. config: a ds_config; its communication log is not built.
     """
     global cdb
+    dist_backend = dist_backend and dist_backend.lower()  # as torch
     was_up = processes.has_joined()
     if was_up:
         _check_backend_up(dist_backend)

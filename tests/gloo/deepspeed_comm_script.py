@@ -9,7 +9,7 @@ from megatron.core import mpu
 from megatron.core.current_mesh import get_mesh
 from megatron.deepspeed import comm
 
-comm.init_distributed(verbose=False)
+comm.init_distributed("GLOO", verbose=False)
 RANK, RANKS = comm.get_rank(), comm.get_world_size()
 assert RANKS == 3 and comm.get_all_ranks_from_group() == [0, 1, 2] and comm.get_global_rank(None, 2) == 2
 TWO = comm.new_group([0, 2])
