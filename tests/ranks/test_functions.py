@@ -29,6 +29,7 @@ from megatron.core.transformer.kernels import (
     plain_attention,
 )
 from megatron.core.transformer.model_config import ModelConfig
+from tools import checkpoint_convert
 
 MORE = "--attention-dropout 0 --train-iters 3 --override-opt_param-scheduler"
 
@@ -97,6 +98,28 @@ def test_a_kernel_that_names_one_of_ours_in_its_place_computes_the_same(trained,
     for name, other in (("one", "two"), ("two", "one")):
         monkeypatch.setitem(KERNELS, name, Kernel(lambda *case: None, instead=other))
     assert attention_function("one") == "one of a script"
+
+
+@pytest.mark.parametrize("name", ["auto", "mean"])
+def test_no_folder_is_written_of_attention_that_no_config_json_says(
+    name: str, trained, refused, tmp_path, monkeypatch, capsys
+):
+    llama = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --hidden-dropout 0 --ffn-hidden-size 32"
+    root = trained(KERNELS, name, MEAN, f"--attention-backend {name} {llama}")
+    target = tmp_path / "folder"
+    assert checkpoint_convert.main(["--load", str(root), "--save-hf", str(target)]) != 0
+    told = capsys.readouterr()
+    assert repr(SOFTMAX) in told.out + told.err and not target.exists()
+    with monkeypatch.context() as fork:
+        fork.setitem(KERNELS, name, MEAN)
+        assert repr(SOFTMAX) in refused(f"{MORE} {llama} --attention-backend {name} --save-hf {target}")
+
+
+def test_a_folder_is_written_of_a_script_s_kernel_that_computes_what_ours_do(trained, tmp_path):
+    llama = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --hidden-dropout 0 --ffn-hidden-size 32"
+    root = trained(KERNELS, "mine", Kernel(plain_attention), f"--attention-backend mine {llama}")
+    assert checkpoint_convert.main(["--load", str(root), "--save-hf", str(tmp_path / "folder")]) == 0
+    assert json.loads((tmp_path / "folder" / "config.json").read_text())["model_type"] == "llama"
 
 
 def edited(root: Path, change) -> None:

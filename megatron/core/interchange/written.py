@@ -30,7 +30,9 @@ from megatron.core.interchange.families.operations import OPERATIONS, HeadCounts
 from megatron.core.interchange.formats.hf_folder import CONFIG, INDEX, WEIGHTS
 from megatron.core.interchange.formats.safetensors import header_of
 from megatron.core.interchange.mapped import heads_of, rows_of
+from megatron.core.open_table import FUNCTIONS
 from megatron.core.storage.files import at, write_all, write_synced
+from megatron.core.transformer.kernels import SOFTMAX
 from megatron.core.transformer.model_config import ModelConfig
 
 _PREFIX = "model/"
@@ -125,6 +127,7 @@ def plan_folder(
     `write_hf_folder` is given. Raises ConfigError for a model that the family cannot say, and for tensors without a place, and
     CheckpointError for a model that lacks tensors.
     """
+    state = _with_our_attention(state, source)
     model, words = _model_in(state, source)
     origin = Origin.in_state(state, source)
     kind = kind_of(state.get("model", "GPTModel"), model, words, kind or (origin.model_type if origin else None))
@@ -153,6 +156,23 @@ def _architecture(family: Family, model: ModelConfig, records: Collection[str]) 
     lacking = [name for name in names if _PREFIX + name not in records]
     heads = [head for head in family.heads if (mine := head.of(names)) and {*mine} <= {*lacking}]
     return family.architecture_without(heads)
+
+
+def _with_our_attention(state: dict[str, Any], source: str) -> dict[str, Any]:
+    """The state of a model whose attention is a softmax, as in all families; a script's kernel of this function is one of ours.
+    Raises ConfigError for another function, which no config.json can say."""
+    settings, function = state.get("config", {}), state.get(FUNCTIONS, {}).get("attention_backend")
+    if function is None:
+        return state
+    if function != SOFTMAX:
+        raise ConfigError(
+            f"{source} has attention that computes {function!r}, and what reads the folder would compute {SOFTMAX!r}; keep the "
+            "model as a checkpoint (--save). A kernel that computes the same says so: Kernel(..., computes=SOFTMAX)"
+        )
+    if "transformer" not in settings:
+        return state
+    transformer = settings["transformer"] | {"attention_backend": "auto"}
+    return state | {"config": settings | {"transformer": transformer}}
 
 
 def _model_in(state: dict[str, Any], source: str) -> tuple[ModelConfig, int]:

@@ -23,8 +23,10 @@ from megatron.core.held_tensors import model_tensors
 from megatron.core.interchange.formats.hf_folder import is_hf_folder
 from megatron.core.interchange.gathered import records_of_ranks, write_gathered
 from megatron.core.interchange.written import plan_folder
+from megatron.core.open_table import FUNCTIONS
 from megatron.core.storage import files
 from megatron.core.storage.paths import path_of
+from megatron.training.resume.functions import functions_of
 from megatron.training.resume.model_name import model_name
 from megatron.training.resume.state import TrainState
 from megatron.training.runtime import Runtime, print_rank_0
@@ -44,6 +46,7 @@ class HFExports:
         world, device = runtime.mesh["world"], runtime.device.torch_device
         name = model_name([chunk.module for chunk in chunks], runtime.mesh["pp"], device)
         settings = {"config": runtime.config.as_json(), "model": name, "vocab_size": runtime.vocab_size_if_any}
+        settings |= {FUNCTIONS: functions_of(runtime.config)}
         origin = {} if state.origin is None else {"origin": state.origin.as_json()}
         records = records_of_ranks(model_tensors(chunks, runtime.mesh), world, device)
         options = {"dtype": config.save_hf_dtype, "most_bytes": config.most_bytes}
