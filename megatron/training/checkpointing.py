@@ -22,7 +22,7 @@ from megatron.core.boxes import size_of
 from megatron.core.checkpoint import Checkpoint, LocalTensor
 from megatron.core.checkpoint import save_checkpoint as write_checkpoint
 from megatron.core.checkpoint.folder import saved_iterations
-from megatron.core.checkpoint.lost import LOST_BUFFERS, lost_buffers
+from megatron.core.checkpoint.lost import BUFFERS_AT_START, LOST_BUFFERS, lost_buffers
 from megatron.core.checkpoint.retention import delete_older
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.grid import Axis
@@ -35,7 +35,7 @@ from megatron.training.resume import checks, copies, vocabulary
 from megatron.training.resume.copies import OwnPart
 from megatron.training.resume.fallback import load_undamaged, newest_readable
 from megatron.training.resume.functions import functions_of
-from megatron.training.resume.lost_buffers import changed_buffers, check_lost_buffers
+from megatron.training.resume.lost_buffers import changed_buffers, check_lost_buffers, first_buffers, note_other_buffers
 from megatron.training.resume.model_name import model_name
 from megatron.training.resume.origin import origin_of_new_run, origin_of_run
 from megatron.training.resume.start import Start, loads_what_it_saves, where_to_start
@@ -83,6 +83,7 @@ def to_save(
     name = model_name([chunk.module for chunk in chunks], mesh["pp"], device)
     log_text = comm.broadcast_text(json.dumps(log_state), world, device, source=mesh.reporter())
     lost = changed_buffers(chunks, world, device)
+    begun = first_buffers(chunks, world, device)
     return (
         tensors_to_save(runtime, chunks, optimizer),
         {
@@ -102,6 +103,7 @@ def to_save(
             FUNCTIONS: functions_of(runtime.config),
             **_products_of(runtime),
             **({LOST_BUFFERS: lost} if lost else {}),
+            **({BUFFERS_AT_START: begun} if begun else {}),
         },
     )
 
@@ -224,6 +226,7 @@ def _load_one(
     resizes = config.resize_token_embeddings is not None and not goes_on and isinstance(checkpoint, Checkpoint)
     checks.check_same_model(runtime, checkpoint.state, name, given, goes_on=not finetune, resizes=resizes)
     check_lost_buffers(lost_buffers(checkpoint.state), given, allowed=config.allow_lost_buffers)
+    note_other_buffers(checkpoint.state.get(BUFFERS_AT_START, {}), first_buffers(chunks, mesh["world"], device), given)
     is_other = vocabulary.check_same_tokens(runtime, checkpoint.state, given)
     wanted = model_tensors(chunks, mesh)
     if isinstance(checkpoint, Checkpoint):  # a part of a copy names the boxes of its pieces, which must be those wanted

@@ -152,6 +152,39 @@ def test_buffers_that_stay_as_the_constructor_makes_them_are_lost_to_nobody(trai
     assert "loaded checkpoint of iteration 1" in text
 
 
+class Drawn(WithBuffers):
+    """By the constructor, at random."""
+
+    def __init__(self, *given, **named):
+        super().__init__(*given, **named)
+        self.register_buffer("projection", torch.randn(4))
+        self.register_buffer("order", torch.randperm(64))
+        self.register_buffer("of_layout", torch.zeros(4 if self.pre_process and self.post_process else 2))
+
+
+def test_buffers_that_begin_otherwise_than_in_the_checkpoint_s_run_are_named(train, tmp_path):
+    train(Drawn, f"--train-iters 1 --save {tmp_path}")
+    more = f"--train-iters 2 --override-opt_param-scheduler --load {tmp_path}"
+    assert "do not begin" not in train(Drawn, more)
+    (line,) = (line for line in train(Drawn, f"{more} --seed 5").splitlines() if "do not begin" in line)
+    assert line.startswith("WARNING") and "order, projection." in line and "--seed" in line
+
+
+def test_buffers_of_the_layout_are_not_compared_over_layouts(train, tmp_path, capsys):
+    """A shape of this rank's own, and values in which ranks differ."""
+    flags = "--num-layers 2 --override-opt_param-scheduler"
+    train(Drawn, f"{flags} --train-iters 1 --save {tmp_path}")
+    flags = " ".join(TINY) + f" {flags} --train-iters 2 --load {tmp_path} --pipeline-model-parallel-size 2"
+
+    def train_rank(mesh: Mesh) -> None:
+        with trainer_of(script_of(Drawn), mesh, flags, predicts=False) as trainer:
+            trainer._train()
+
+    run_ranks({"pp": 2}, train_rank)
+    text = capsys.readouterr().out
+    assert "loaded checkpoint of iteration 1" in text and "do not begin" not in text
+
+
 def test_a_model_without_persistent_buffers_hears_nothing(said):
     assert "buffers" not in said("--train-iters 1")
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 LOST_BUFFERS = "lost_buffers"  # of a checkpoint's state: their names
+BUFFERS_AT_START = "buffers_at_start"  # of a checkpoint's state: name -> digest of what the model began with
 
 
 def lost_buffers(state: Mapping[str, Any]) -> list[str]:

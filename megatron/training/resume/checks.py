@@ -10,7 +10,7 @@ import torch
 
 from megatron.core import comm, dropout_masks
 from megatron.core.checkpoint import Checkpoint, CheckpointError, LocalTensor
-from megatron.core.checkpoint.lost import LOST_BUFFERS
+from megatron.core.checkpoint.lost import BUFFERS_AT_START, LOST_BUFFERS
 from megatron.core.config import ConfigError, build, flags_of, knobs, misfits
 from megatron.core.grid import Axis
 from megatron.core.interchange.absent import ABSENT_HEADS, ALLOW, advice_of, both_names, heads_in_state, shown_heads
@@ -104,6 +104,8 @@ _OPTIONAL: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("checkpoints", ABSENT_HEADS, LOST_BUFFERS), (list,)),
     FUNCTIONS: (dict,),
     f"{FUNCTIONS}/*": (str,),
+    BUFFERS_AT_START: (dict,),
+    f"{BUFFERS_AT_START}/*": (str,),
     "train/guard/*/seen": (int,),
     "train/guard/*/largest": _NUMBER,
     **dict.fromkeys(("dropout_masks", "log/steps", "log/nan_steps", "log/skipped_steps", "log/counts/*"), (int,)),

@@ -2,9 +2,12 @@
 
     at the start     a WARNING names the persistent buffers, and the modules with an extra state (torch's `get_extra_state`)
     at a save        the manifest's "lost_buffers" names those that have changed since the model was built; so does a WARNING
-    at a resume      a checkpoint that names some is refused without --allow-lost-buffers
+                     its "buffers_at_start" says with which values the buffers began
+    at a resume      a checkpoint that names some is refused without --allow-lost-buffers; a WARNING names those that begin with
+                     other values than in the checkpoint's run
 
-A buffer that never changes is made again by the model's constructor, so nothing of it is lost.
+A buffer that never changes is made again by the model's constructor, so nothing of it is lost if that makes the same. One that
+is drawn at random is another under another --seed.
 """
 
 import hashlib
@@ -61,6 +64,33 @@ def changed_buffers(chunks: Collection[DistributedDataParallel], world: Axis, de
     return names
 
 
+def first_buffers(chunks: Collection[DistributedDataParallel], world: Axis, device: torch.device | str) -> Digests:
+    """The digest of each buffer as the model began with it, of those that are equal on all ranks that have them. Every rank must
+    call."""
+    mine = [(name, text) for chunk in chunks for name, text in (chunk.buffers_at_start or {}).items()]
+    mine = [(name, text) for name, text in mine if not name.endswith(_EXTRA_STATE)]
+    texts = comm.all_gather_texts(json.dumps(mine), world, device)
+    found: dict[str, set[str]] = {}
+    for name, text in (pair for gathered in texts for pair in json.loads(gathered)):
+        found.setdefault(name, set()).add(text)
+    return {name: text for name, (text, *others) in sorted(found.items()) if not others}
+
+
+def note_other_buffers(before: Digests, now: Digests, given: str) -> None:
+    """A WARNING names the buffers that do not begin as in the checkpoint's run. Those of another shape or dtype, as a layout or a
+    precision may make them, are not compared. given: the checkpoint's flag and folder."""
+    alike = [name for name, text in before.items() if name in now and _form_of(text) == _form_of(now[name])]
+    if names := [name for name in alike if before[name] != now[name]]:
+        print_rank_0(
+            f"WARNING: buffers of the model do not begin as in the run of {given}: {first_names(names)}. Checkpoints do not hold "
+            "them, and the model computes something else with other ones; give that run's --seed if they are drawn at random"
+        )
+
+
+def _form_of(text: str) -> str:
+    return text.rpartition(" ")[0]
+
+
 def check_lost_buffers(lost: Sequence[str], given: str, *, allowed: bool) -> None:
     """Refuse a checkpoint that lacks the buffers `lost`, unless `allowed`; then a WARNING names them. given: its flag and
     folder."""
@@ -90,10 +120,12 @@ def _is_empty(value: Any) -> bool:
 
 
 def digest(value: Any) -> str:
-    """Equal for equal values, bit by bit. value: a tensor; or what a module's extra state is, with any tensors inside."""
+    """Equal for equal values, bit by bit. value: a tensor, whose dtype and shape come first; or what a module's extra state is,
+    with any tensors inside."""
+    if isinstance(value, Tensor):
+        return _digest_of_leaf(value)
     leaves, structure = tree_flatten(value)
-    parts = [str(structure)] if len(leaves) != 1 or leaves[0] is not value else []
-    return hashlib.sha256(" ".join([*parts, *map(_digest_of_leaf, leaves)]).encode()).hexdigest()
+    return hashlib.sha256(" ".join([str(structure), *map(_digest_of_leaf, leaves)]).encode()).hexdigest()
 
 
 def _digest_of_leaf(leaf: Any) -> str:
