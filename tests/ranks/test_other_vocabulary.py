@@ -21,7 +21,7 @@ from megatron.core.checkpoint import open_checkpoint
 from megatron.core.checkpoint.state_dict import load_whole_tensors
 from megatron.core.interchange.folder_tokenizer import vocabulary_in
 from megatron.core.random import normal_box
-from megatron.core.tokenizers.vocabulary import RowRun, rows_by_id, rows_by_token, token_difference
+from megatron.core.tokenizers.vocabulary import RowRun, rows_by_id, rows_by_token, rule_difference, token_difference
 from tools import checkpoint_convert, generate
 
 sys.path.append(str(Path(__file__).parent.parent / "exchange"))
@@ -133,6 +133,34 @@ def test_a_copy_a_longer_one_and_one_that_nobody_can_compare_are_taken(folder: P
     (folder / "tokenizer.json").write_text("no tokenizer")
     run(f"--load {folder} --tokenizer-model {copy}", tiny=REST)
     assert any("WARNING" in line and "not compared" in line for line in capsys.readouterr().out.splitlines())
+
+
+RULES = {"pre_tokenizer": {"type": "WhitespaceSplit"}, "normalizer": {"type": "Lowercase"}}
+
+
+@pytest.mark.parametrize("part", RULES)
+def test_the_same_tokens_into_which_text_is_cut_otherwise_are_refused(part: str, folder: Path, tmp_path: Path, capsys):
+    mine = write_tokenizer(tmp_path / "mine", THEIRS) / "tokenizer.json"
+    mine.write_text(json.dumps(json.loads(mine.read_text()) | {part: RULES[part]}))
+    with pytest.raises(SystemExit):
+        run(f"--pretrained-checkpoint {folder} --tokenizer-model {mine}", tiny=REST)
+    assert tells(capsys.readouterr().err, f"cut otherwise {part} --allow-tokenizer-change")
+    if part == "normalizer":
+        run(f"--pretrained-checkpoint {folder} --tokenizer-model {mine} --allow-tokenizer-change", tiny=REST)
+        said = capsys.readouterr().out
+        assert any("WARNING" in line and "another tokenizer" in line for line in said.splitlines())
+
+
+def test_rules_in_words():
+    theirs = {
+        "normalizer": None,
+        "pre_tokenizer": None,
+        "model": {"type": "BPE", "merges": [["a", "b"]], "unk_token": None},
+    }
+    longer = theirs | {"model": theirs["model"] | {"merges": [["a", "b"], ["ab", "c"]]}}
+    assert rule_difference(theirs, theirs) == rule_difference(theirs, longer) == ""
+    assert "merges" in rule_difference(longer, theirs)
+    assert "type of its model" in rule_difference(theirs, theirs | {"model": theirs["model"] | {"type": "Unigram"}})
 
 
 def test_differences_in_words():

@@ -72,6 +72,18 @@ class LibraryTokenizer:
         """Id -> token."""
         return {i: token for token, i in self.vocab.items()}
 
+    @property
+    def rules(self) -> dict[str, Any]:
+        """How text is cut into tokens, beside the tokens themselves: `normalizer`, `pre_tokenizer` and `model`.
+
+        They are as the library writes them, with all defaults."""
+        held = json.loads(self.library.to_str())
+        return {
+            "normalizer": held["normalizer"],
+            "pre_tokenizer": held["pre_tokenizer"],
+            "model": {name: value for name, value in held["model"].items() if name != "vocab"},
+        }
+
     def tokenize(self, text: str) -> list[int]:
         """Ids of `text`, including those that the tokenizer's template adds, such as a first `<s>`."""
         with self.naming_panics():

@@ -58,6 +58,19 @@ def token_difference(theirs: Vocabulary, mine: Vocabulary) -> str:
     return "; ".join(said)
 
 
+def rule_difference(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> str:
+    """Which rules cut text otherwise than theirs, in words; "" if none. Both: a LibraryTokenizer's `rules`.
+
+    Further merges of mine, after theirs, are no difference: they make further tokens.
+    """
+    said = [f"its {part}" for part in ("normalizer", "pre_tokenizer") if theirs[part] != mine[part]]
+    before, now = theirs["model"], mine["model"]
+    merges, more = before.get("merges", []), now.get("merges", [])
+    said += ["its merges"] if more[: len(merges)] != merges else []
+    said += [f"{name} of its model" for name in before | now if name != "merges" and before.get(name) != now.get(name)]
+    return f"the tokens are the same, and text is cut into them otherwise: by {', '.join(said)}" if said else ""
+
+
 def _by_id(vocab: Vocabulary) -> dict[int, str]:
     return {i: token for token, i in vocab.items()}
 

@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from megatron.core import comm
@@ -20,14 +21,17 @@ from megatron.core.config import ConfigError, build
 from megatron.core.interchange.carried import Origin
 from megatron.core.interchange.families.family import OUTPUT, WORD_TABLE
 from megatron.core.interchange.folder_tokenizer import vocabulary_in
-from megatron.core.storage.paths import path_of
+from megatron.core.storage.files import is_file
+from megatron.core.storage.paths import is_url, path_of
 from megatron.core.tokenizers.identity import tokenizer_sha256
+from megatron.core.tokenizers.library import LibraryTokenizer
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig, build_tokenizer
 from megatron.core.tokenizers.vocabulary import (
     RowRun,
     Vocabulary,
     rows_by_id,
     rows_by_token,
+    rule_difference,
     token_difference,
     vocabulary_of,
 )
@@ -47,7 +51,7 @@ def check_same_tokens(runtime: Runtime, state: Mapping[str, Any], given: str) ->
     mine = None if runtime.tokenizer is None else vocabulary_of(runtime.tokenizer)
     if mine is None or state.get("origin") is None or state.get("tokenizer_sha256") is not None:
         return False
-    differing, unread = _on_first(runtime, lambda: _compared(state, given, mine))
+    differing, unread = _on_first(runtime, lambda: _compared(runtime, state, given, mine))
     if unread:
         print_rank_0(f"WARNING: the run's tokenizer is not compared with that of {given}: {unread}")
     if not differing:
@@ -73,13 +77,32 @@ def _on_first(runtime: Runtime, work: Any) -> Any:
     return json.loads(comm.broadcast_text(text, world, device))
 
 
-def _compared(state: Mapping[str, Any], given: str, mine: Vocabulary) -> tuple[str, str]:
-    """(what my ids mean otherwise, in words; why the folder's tokenizer cannot be read)"""
+def _compared(runtime: Runtime, state: Mapping[str, Any], given: str, mine: Vocabulary) -> tuple[str, str]:
+    """(what my ids mean otherwise or how text is cut otherwise, in words; why the folder's tokenizer cannot be read)"""
     try:
         theirs = _vocabulary_of_origin(state, given)
+        if theirs is None or (differing := token_difference(theirs, mine)):
+            return ("" if theirs is None else differing), ""
+        return _cut_otherwise(runtime, state, given), ""
     except (ValueError, OSError, ImportError) as error:
         return "", str(error)
-    return "" if theirs is None else token_difference(theirs, mine), ""
+
+
+def _cut_otherwise(runtime: Runtime, state: Mapping[str, Any], given: str) -> str:
+    """How another tokenizer.json with the folder's tokens cuts text, in words; "" as the folder's does, or for another type."""
+    origin, config = Origin.in_state(state, given), runtime.config.tokenizer
+    if origin is None or is_url(origin.folder) or not isinstance(runtime.tokenizer, LibraryTokenizer):
+        return ""
+    theirs = path_of(origin.folder) / "tokenizer.json"
+    if runtime.tokenizer.name != "HuggingFaceTokenizer" or not is_file(theirs) or _is_file_of(config, theirs):
+        return ""
+    folder = build_tokenizer(replace(config, tokenizer_model=str(theirs)))
+    return rule_difference(folder.rules, runtime.tokenizer.rules)
+
+
+def _is_file_of(config: TokenizerConfig, path: Path) -> bool:
+    """Whether the run's tokenizer is read from this file."""
+    return Path(str(config.tokenizer_model)).resolve() in (path.resolve(), path.parent.resolve())
 
 
 def _vocabulary_of_origin(state: Mapping[str, Any], given: str) -> Vocabulary | None:
