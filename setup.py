@@ -78,7 +78,7 @@ setup(
     license="Apache-2.0",
     package_dir={"": "."},  # an editable installation is then one line with this path, not an import hook
     packages=find_namespace_packages(include=["megatron", "megatron.*"], exclude=["*.__pycache__"]),
-    package_data={"megatron": ["py.typed"], "megatron.core.classic": ["*.toml"], "megatron.deepspeed": ["keys.toml"]},
+    package_data={"megatron": ["py.typed"]},
     entry_points={"console_scripts": [f"{command} = {function}" for command, function in COMMANDS.items()]},
     cmdclass={"build_py": BuildWithPrograms},
     python_requires=">=3.11",

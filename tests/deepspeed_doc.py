@@ -1,4 +1,4 @@
-"""Writes the tables of docs/deepspeed.md from megatron/deepspeed/keys.toml.
+"""Writes the tables of docs/deepspeed.md from megatron/deepspeed/config_keys.py.
 
 python tests/deepspeed_doc.py
 """

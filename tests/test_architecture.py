@@ -19,7 +19,7 @@ PRODUCT_FILES = [p for p in PYTHON_FILES if "tests" not in p.relative_to(ROOT).p
 
 # A package may import only from rows above its own (row 2 packages not even one another).
 ROWS = [
-    "config_fields config whereabouts outputs answered_keys device grid boxes enums errors pending lazy signatures tables batch_size parallel_config model_parallel_config packed_seq_params extensions fusions dist_checkpointing optimizer_param_scheduler stage_map storage open_table sequence_rows",
+    "package_info config_fields config whereabouts outputs answered_keys device grid boxes enums errors pending lazy signatures tables batch_size parallel_config model_parallel_config packed_seq_params extensions fusions dist_checkpointing optimizer_param_scheduler stage_map storage open_table sequence_rows",
     "comm mesh current_mesh dropout_masks held_rows job model_parallel parallel_state placement random tensor_hash main_grad weight_grads products tiers utils compiling made_again",
     "tensor_parallel pipeline_parallel distributed datasets tokenizers",
     "transformer optimizer checkpoint",

@@ -1,8 +1,5 @@
 """Every key of a settings file of another program, answered: works, has no effect (and why), or is refused (and what to do).
 
-A table NAME.toml has three parts. works: [kind, what it does, lowest, highest], or [kind, what it does, the texts that it may
-be]. no_effect, refused: a reason, or what to do instead -> keys; `key=value`: not refused with this value.
-
 A refused key may stand with a value that asks for what happens anyway: false, null, {}, {"enabled": false}, or the value in the
 table. A section that is answered by its own name is not looked into.
 """
@@ -10,15 +7,14 @@ table. A section that is answered by its own name is not looked into.
 import difflib
 import json
 import math
-import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.core.config import ConfigError
 
-_KINDS = {"int": int, "float": float, "str": str, "bool": bool, "dict": dict}
+# A reason -> the keys that it is given for: section ("" at the top, "a.b" inside others) -> names, separated by blanks.
+Reasons = Mapping[str, Mapping[str, str]]
 
 
 class WorkingKey(NamedTuple):
@@ -42,38 +38,23 @@ class Answer(NamedTuple):
 class AnsweredKeys:
     """The answers of one table. name: of the settings, and page: of its documents, in messages."""
 
-    def __init__(self, table: Path, name: str, page: str):
-        self.table, self.name = table, name
+    def __init__(self, working: Mapping[str, WorkingKey], no_effect: Reasons, refused: Reasons, name: str, page: str):
+        self.working = working
+        self._others = {"no effect": no_effect, "refused": refused}
+        self.name = name
         self.page = page
-
-    @cached_property
-    def _tables(self) -> dict[str, dict[str, Any]]:
-        return tomllib.loads(self.table.read_text())
-
-    @cached_property
-    def working(self) -> dict[str, WorkingKey]:
-        """The keys that work."""
-        found = {}
-        for key, row in self._tables["works"].items():
-            is_choice = isinstance(row[-1], list)
-            limits = {"texts": tuple(row[2])} if is_choice else dict(zip(("lowest", "highest"), row[2:]))
-            found[key] = WorkingKey(_KINDS[row[0]], row[1], **limits)
-        return found
 
     @cached_property
     def answers(self) -> dict[str, Answer]:
         """Every key, with its sections before it, and what becomes of it."""
         found = {key: Answer("works", working.text) for key, working in self.working.items()}
-        for status in ("no effect", "refused"):
-            for reason, keys in self._tables[status.replace(" ", "_")].items():
-                section = ""
-                for word in keys.split():
-                    if word.endswith(":"):
-                        section = word if len(word) > 1 else ""
-                        continue
-                    key, *value = (section + word).replace(":", ".").split("=")
-                    assert key not in found, f"{key} is there twice"
-                    found[key] = Answer(status, reason, tuple(map(json.loads, value)))
+        for status, reasons in self._others.items():
+            for reason, sections in reasons.items():
+                for section, words in sections.items():
+                    for word in words.split():
+                        key, *value = (f"{section}.{word}" if section else word).split("=")
+                        assert key not in found, f"{key} is there twice"
+                        found[key] = Answer(status, reason, tuple(map(json.loads, value)))
         return found
 
     @cached_property

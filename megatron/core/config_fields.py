@@ -1,56 +1,41 @@
-"""Dataclasses of many fields as tables: a TOML file has the fields, their defaults, and those that are refused."""
+"""Megatron's config dataclasses, read as settings of ours: fields of the same names, and refusals of what is not built."""
 
-import tomllib
-from ast import literal_eval
-from collections.abc import Mapping
-from dataclasses import field, fields, make_dataclass
-from functools import reduce
-from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
+from collections.abc import Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any
 
 from megatron.core.config import ConfigError
 
 
-class Fields(NamedTuple):
-    """A table. not_built: fields that would change the numbers, and that nothing here computes. groups: fields by a name."""
+def problems_of_not_built(config: Any, kind: type, not_built: Sequence[str]) -> list[str]:
+    """Why what `config` says cannot be computed.
 
-    defaults: dict[str, Any]
-    not_built: list[str]
-    groups: dict[str, list[str]]
-
-    def problems(self, config: Any) -> list[str]:
-        """Why what `config` says cannot be computed."""
-        asked = [name for name in self.not_built if getattr(config, name, self.defaults[name]) != self.defaults[name]]
-        kind = type(config).__name__
-        return [f"{kind}: {name}={getattr(config, name)!r} is not built yet; leave it out" for name in asked]
-
-    def ours(self, config: Any, kind: type, **others: Any) -> Any:
-        """What `config` says as one of our settings: fields of the same names, and `others`. Raises ConfigError for what is not
-        built, out of range, or does not go together."""
-        alike = {one.name: getattr(config, one.name) for one in fields(kind) if one.name in self.defaults}
-        made = kind(**{**alike, **others})
-        if problems := [*self.problems(config), *made.problems()]:
-            raise ConfigError(problems)
-        return made
+    kind: its dataclass, or the one whose fields it has. not_built: fields that would change the numbers, and that nothing here
+    computes; only the default is accepted, as the class that first declares the field gives it.
+    """
+    defaults = _first_defaults(kind)
+    asked = [name for name in not_built if name in defaults and getattr(config, name, defaults[name]) != defaults[name]]
+    name_of_kind = type(config).__name__
+    return [f"{name_of_kind}: {name}={getattr(config, name)!r} is not built yet; leave it out" for name in asked]
 
 
-def read_fields(beside: str, name: str) -> Fields:
-    """The table NAME.toml beside a file. A default is written as in Python; it may be something of torch's."""
-    tables = tomllib.loads(Path(beside).with_name(f"{name}.toml").read_text())
-    defaults = {one: _value(value) for value, some in tables["defaults"].items() for one in some.split()}
-    groups = {one: some.split() for one, some in tables.get("groups", {}).items()}
-    return Fields(defaults, tables["not_built"]["fields"].split(), groups)
+def settings_from(config: Any, theirs: type, ours: type, not_built: Sequence[str], **others: Any) -> Any:
+    """What `config` says as settings of the class `ours`: the fields that both classes have, and `others`.
+
+    Raises ConfigError for what is not built, out of range, or does not go together.
+    """
+    shared = {one.name for one in fields(theirs)} & {one.name for one in fields(ours)}
+    made = ours(**{**{name: getattr(config, name) for name in shared}, **others})
+    if problems := [*problems_of_not_built(config, theirs, not_built), *made.problems()]:
+        raise ConfigError(problems)
+    return made
 
 
-def _value(text: str) -> Any:
-    return reduce(getattr, text.split(".")[1:], torch) if text.startswith("torch.") else literal_eval(text)
-
-
-def dataclass_of(name: str, names: Mapping[str, Any], bases: tuple[type, ...] = (), *, kw_only: bool = False) -> type:
-    """A dataclass with these fields and defaults."""
-    of_fields = [
-        (one, Any, field(default_factory=list) if value == [] else field(default=value)) for one, value in names.items()
-    ]
-    return make_dataclass(name, of_fields, bases=bases, kw_only=kw_only)
+def _first_defaults(kind: type) -> dict[str, Any]:
+    """Defaults by field. A subclass of a fork that gives a field another default asks for that value."""
+    defaults: dict[str, Any] = {}
+    for base in reversed(kind.__mro__):
+        for one in fields(base) if is_dataclass(base) else ():
+            made = one.default_factory() if one.default_factory is not MISSING else one.default
+            defaults.setdefault(one.name, made)
+    return defaults

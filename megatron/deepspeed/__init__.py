@@ -1,13 +1,13 @@
 """DeepSpeed's names over this project's data parallelism, for scripts that call `deepspeed.initialize` (docs/deepspeed.md).
 
     engine, optimizer      `initialize(...)` -> engine, which runs any torch module, saves and loads; its optimizer
-    settings               every key of ds_config, answered by keys.toml; what a file asks for
+    settings               every key of ds_config, answered by config_keys; what a file asks for
     schedules, zero, comm  learning rates by steps; `zero.Init`, `zero.GatheredParameters`; `init_distributed`, `cdb`
 
     accelerator            `get_accelerator()`: the device
 
 May import: everything. Nothing imports it but scripts.
-To add a key of ds_config: a line in `keys.toml`, and what it does in `settings.py`.
+To add a key of ds_config: a line in `config_keys.py`, and what it does in `settings.py`.
 """
 
 from megatron.deepspeed import comm, zero

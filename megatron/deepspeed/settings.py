@@ -11,9 +11,10 @@ from megatron.core.config import ConfigError
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.optimizer.loss_scale import LossScaleConfig
 from megatron.core.tiers.offload_config import OffloadConfig
+from megatron.deepspeed.config_keys import NO_EFFECT, REFUSED, WORKS
 from megatron.training.engine import EngineConfig
 
-KEYS = AnsweredKeys(Path(__file__).with_name("keys.toml"), "ds_config", "docs/deepspeed.md")
+KEYS = AnsweredKeys(WORKS, NO_EFFECT, REFUSED, "ds_config", "docs/deepspeed.md")
 
 
 @dataclass(frozen=True)

@@ -57,23 +57,59 @@ def imported_from(folder: Path) -> None:
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-def test_a_folder_shared_with_megatron_core_is_refused_and_both_are_named(tmp_path):
-    """As pip leaves it, whichever of the two came first. Elsewhere on the path the other does no harm."""
-    folder, info = tmp_path / "megatron", tmp_path / "megatron_core-0.16.1.dist-info"
+def own_folder(around: Path) -> Path:
+    """The files of a package that the check looks at, as this project installs them."""
+    folder = around / "megatron"
     (folder / "core").mkdir(parents=True)
-    (folder / "core" / "__init__.py").touch()
+    for name in ("__init__.py", "package_info.py"):
+        shutil.copy(ROOT / "megatron" / "core" / name, folder / "core")
+    return folder
+
+
+THEIR_INFO = "MAJOR = 0\n__package_name__ = 'megatron_core'\n"
+
+
+@pytest.mark.parametrize("mixture", ["theirs over ours", "ours over theirs", "ours over theirs, without metadata"])
+def test_a_folder_shared_with_megatron_core_is_refused_and_both_are_named(mixture: str, tmp_path):
+    """As pip leaves it, whichever of the two came first. Elsewhere on the path the other does no harm."""
+    folder = own_folder(tmp_path)
     imported_from(folder)
-    (folder / "core" / "package_info.py").touch()
-    info.mkdir()
+    named = [str(folder), "pip uninstall --yes megatron-core megatron-anywhere"]
+    if mixture == "theirs over ours":
+        (folder / "core" / "package_info.py").write_text(THEIR_INFO)
+    if mixture == "ours over theirs, without metadata":
+        (folder / "core" / "jit.py").touch()
+    else:
+        info = tmp_path / "megatron_core-0.16.1.dist-info"
+        info.mkdir()
+        named.append(str(info))
     with pytest.raises(ImportError) as error:
         imported_from(folder)
-    for word in (str(folder), str(info), "pip uninstall --yes megatron-core megatron-anywhere"):
+    for word in named:
         assert word in str(error.value)
 
 
-def test_what_an_uninstalled_megatron_core_took_away_is_said(tmp_path):
-    with pytest.raises(ImportError, match=r"(?s)core/__init__.py.*--force-reinstall"):
-        imported_from(tmp_path / "megatron")
+def test_their_info_alone_is_found(tmp_path):
+    folder = own_folder(tmp_path)
+    (folder / "core" / "package_info.py").write_text(THEIR_INFO)
+    with pytest.raises(ImportError, match="two projects"):
+        imported_from(folder)
+
+
+@pytest.mark.parametrize("name", ["__init__.py", "package_info.py"])
+def test_what_an_uninstalled_megatron_core_took_away_is_said(name: str, tmp_path):
+    folder = own_folder(tmp_path)
+    (folder / "core" / name).unlink()
+    with pytest.raises(ImportError, match=rf"(?s)core/{name}.*--force-reinstall"):
+        imported_from(folder)
+
+
+def test_the_writer_of_checkpoints_finds_the_package_from_any_folder(tmp_path):
+    """Its process imports the package of the process that started it, wherever both run and whatever is installed."""
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from megatron.core.checkpoint import writer; print(writer._PACKAGE_PARENT)"
+    command = [sys.executable, "-I", "-c", code, str(ROOT)]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.strip()
+    assert Path(found) == ROOT
 
 
 @pytest.mark.full

@@ -27,6 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import megatron
 from megatron.core import outputs
 from megatron.core.checkpoint.format import CheckpointError
 from megatron.core.checkpoint.star import Messages, Middle, OtherRankError, Star, join
@@ -39,7 +40,7 @@ _PR_SET_PDEATHSIG = 1  # of Linux
 _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 
 
-_PACKAGE_PARENT = str(Path(__file__).parents[3])
+_PACKAGE_PARENT = str(Path(megatron.__file__).parents[1])
 _START = f"import sys; sys.path.insert(0, sys.argv[2]); from {__name__} import main; main(int(sys.argv[1]))"
 
 

@@ -13,7 +13,7 @@ import torch
 
 from megatron.core import comm
 from megatron.core.config import ConfigError
-from megatron.core.config_fields import dataclass_of, read_fields
+from megatron.core.config_fields import problems_of_not_built
 from megatron.core.current_mesh import current, model_parallel_is_initialized
 from megatron.core.datasets import blend, gpt, indexed
 from megatron.core.datasets.bert import build_bert_datasets
@@ -29,24 +29,46 @@ from megatron.core.signatures import takes
 Blend = Sequence[str] | tuple[Sequence[str], Sequence[float] | None] | None
 Split = IntEnum("Split", ["train", "valid", "test"], start=0)
 LowLevelDataset = Any
-_FIELDS = read_fields(__file__, "dataset_config")
-
-
-def _fields_of(group: str) -> type:
-    return dataclass_of(f"_{group}", {name: _FIELDS.defaults[name] for name in _FIELDS.groups[group]}, kw_only=True)
+# Fields that are refused where they differ from the default, once data are built.
+NOT_BUILT = (
+    "hybrid_context_parallel",
+    "drop_last_partial_validation_sequence",
+    "add_extra_token_to_sequence",
+    "masking_max_ngram",
+    "masking_do_full_word",
+    "masking_do_permutation",
+    "masking_use_longer_ngrams",
+    "masking_use_geometric_distribution",
+)
 
 
 @dataclass(kw_only=True)
-class BlendedMegatronDatasetConfig(_fields_of("common")):
+class BlendedMegatronDatasetConfig:
     """What every kind of data set is told. `is_built_on_rank` and the fields of loading are without effect: every rank reads."""
 
     random_seed: int
     sequence_length: int
+    blend: Blend = None
+    blend_per_split: Sequence[Blend] | None = None
+    multiple_validation_sets: bool | None = None
+    full_validation: bool | None = None
+    split: str | None = None
+    num_dataset_builder_threads: int = 1
+    path_to_cache: str | None = None
+    mmap_bin_files: bool = True
+    mock: bool = False
+    tokenizer: Any = None
+    mid_level_dataset_surplus: float = 0.005
+    allow_ambiguous_pad_tokens: bool | None = False
+    fast_cache_load: bool = False
+    defer_npy_index_mmap: bool = False
+    renormalize_blend_weights: bool = False
+    is_built_on_rank: Callable[..., Any] | None = None
 
     @property
     def data(self) -> DataConfig:
         """The same as our settings. Raises ConfigError for what is not built."""
-        if problems := _FIELDS.problems(self):
+        if problems := problems_of_not_built(self, type(self), NOT_BUILT):
             raise ConfigError(problems)
         own = [words_of(blend) for blend in self.blend_per_split or (None,) * 3]
         names = ("train_data_path", "valid_data_path", "test_data_path")
@@ -66,13 +88,37 @@ class BlendedMegatronDatasetConfig(_fields_of("common")):
 
 
 @dataclass(kw_only=True)
-class GPTDatasetConfig(_fields_of("gpt"), BlendedMegatronDatasetConfig):
+class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     """Of samples of token files."""
+
+    reset_position_ids: bool | None = False
+    reset_attention_mask: bool | None = False
+    eod_mask_loss: bool | None = False
+    create_attention_mask: bool = True
+    drop_last_partial_validation_sequence: bool = True
+    add_extra_token_to_sequence: bool = True
+    object_storage_cache_path: str | None = None
+    data_parallel_size: int = 1
+    sequence_parallel_size: int = 0
+    hybrid_context_parallel: bool = False
+    sequences_per_dataset: dict[str, int] | None = None
+    context_parallel_size: int | None = None
+    s3_cache_path: str | None = None
+    vocab_size: int | None = None
 
 
 @dataclass(kw_only=True)
-class BERTMaskedWordPieceDatasetConfig(_fields_of("bert"), BlendedMegatronDatasetConfig):
+class BERTMaskedWordPieceDatasetConfig(BlendedMegatronDatasetConfig):
     """Of masked samples of files of sentences."""
+
+    masking_probability: float = 0.15
+    short_sequence_probability: float = 0.1
+    masking_max_ngram: int = 3
+    masking_do_full_word: bool = True
+    masking_do_permutation: bool = False
+    masking_use_longer_ngrams: bool = False
+    masking_use_geometric_distribution: bool = False
+    classification_head: bool = True
 
 
 def _check_pad(config: BlendedMegatronDatasetConfig) -> None:
