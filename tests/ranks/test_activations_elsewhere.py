@@ -281,6 +281,15 @@ def test_a_received_input_lives_as_long_as_its_layers_keep_it():
 # ---------------------------------------------------------------- slots
 
 
+@pytest.mark.parametrize(
+    "make",
+    [lambda x: x.t(), lambda x: x[:, :3].t(), lambda x: x[:, None, ::2].transpose(0, 2), lambda x: x[:1].expand(4, 6)],
+)
+def test_a_slot_gives_the_values_back_whatever_the_strides(make):
+    x = make(torch.arange(24.0).view(4, 6))
+    assert torch.equal(SlotBuffer().keep(x)(), x)
+
+
 def test_a_slot_is_free_when_nothing_looks_into_it():
     buffer, x = SlotBuffer(), torch.arange(6.0).view(2, 3).t()
     buffer.reserve(2)

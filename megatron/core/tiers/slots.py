@@ -8,6 +8,7 @@ section 6.3).
 
 import weakref
 from collections.abc import Callable
+from math import prod
 
 import torch
 from torch import Tensor
@@ -86,4 +87,10 @@ def as_flat(x: Tensor) -> Tensor:
 
 def strides_like(x: Tensor) -> tuple[int, ...]:
     """The strides of `x` if its elements have no gaps in memory, else those of a contiguous tensor."""
-    return torch.empty_like(x, device="meta").stride()
+    strides, shape = x.stride(), x.shape
+    step = 1
+    for dim in sorted((dim for dim, size in enumerate(shape) if size != 1), key=strides.__getitem__):
+        if strides[dim] != step:
+            return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        step *= shape[dim]
+    return strides
