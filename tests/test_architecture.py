@@ -19,7 +19,7 @@ PRODUCT_FILES = [p for p in PYTHON_FILES if "tests" not in p.relative_to(ROOT).p
 
 # A package may import only from rows above its own (row 2 packages not even one another).
 ROWS = [
-    "package_info config_fields config whereabouts outputs answered_keys device grid boxes enums errors pending lazy signatures tables batch_size parallel_config model_parallel_config packed_seq_params extensions fusions dist_checkpointing optimizer_param_scheduler stage_map storage open_table sequence_rows",
+    "package_info config_fields config whereabouts outputs memory_kind answered_keys device grid boxes enums errors pending lazy signatures tables batch_size parallel_config model_parallel_config packed_seq_params extensions fusions dist_checkpointing optimizer_param_scheduler stage_map storage open_table sequence_rows",
     "comm mesh current_mesh dropout_masks held_rows job model_parallel parallel_state placement random tensor_hash main_grad weight_grads products tiers utils compiling made_again",
     "tensor_parallel pipeline_parallel distributed datasets tokenizers",
     "transformer optimizer checkpoint",
@@ -39,7 +39,7 @@ PURE = """
     core.interchange.formats.safetensors core.interchange.formats.hf_folder core.interchange.families.operations core.interchange.families.fields
     core.interchange.formats.inert_pickle core.interchange.formats.torch_file core.interchange.formats.megatron_args core.interchange.formats.megatron_names
     core.interchange.formats.megatron_folder core.interchange.formats.megatron_classic core.interchange.formats.megatron_dist
-    core.interchange.formats.dcp core.interchange.formats.megatron_unused core.whereabouts core.outputs
+    core.interchange.formats.dcp core.interchange.formats.megatron_unused core.whereabouts core.outputs core.memory_kind
 """
 
 

@@ -14,6 +14,7 @@ from megatron.core.distributed.released import (
     become,
 )
 from megatron.core.distributed.slot import ParamSlot
+from megatron.core.memory_kind import memory_kind
 from megatron.core.pending import Pending
 from megatron.core.storage.stored import start_reading, start_writing
 
@@ -124,6 +125,7 @@ class Bucket:
         elif not self.buffer.poison:  # poisoned gradients read as NaN without a class
             become(ReleasedGradient, self._gradients)
 
+    @memory_kind("communication")
     def start_reduce(self) -> None:
         """Start the sum over the ranks. A second call changes nothing."""
         if self._reducing is not None:
@@ -138,6 +140,7 @@ class Bucket:
         else:
             self._reducing = comm.start_reduce_scatter(gradients, self.buffer.axes.shard)
 
+    @memory_kind("communication")
     def finish_reduce(self) -> None:
         """Wait until `sum`, this rank's shard, is reduced: over all ranks, or in stages 2 and 3 over `axes.shard`,
         where the sum of a microbatch is added to those of earlier ones."""
@@ -157,6 +160,7 @@ class Bucket:
         if self._rounds or self.buffer.zero.shards_state:
             self.sum.copy_(total)
 
+    @memory_kind("communication")
     def sum_over_replicas(self) -> None:
         """Stages 2 and 3, end of step: reduce the shard over the outer axis (reduce-scatter if the shard is cut there
         too)."""
@@ -180,6 +184,7 @@ class Bucket:
         if self._reading is None and self._gathering is None and not self._params.is_open:
             self._reading = start_reading(self.held_params)
 
+    @memory_kind("communication")
     def gather_updated(self) -> None:
         """After an update: all-gather, over `axes.outer`, the shard that this rank holds."""
         outer = self.buffer.axes.outer
@@ -191,6 +196,7 @@ class Bucket:
         else:
             start_writing(self.held_params, comm.all_gather(mine, outer)).wait()
 
+    @memory_kind("communication")
     def start_gather(self) -> None:
         """Start the all-gather of the parameters, unless they are resident or in flight."""
         if self._gathering is not None or (self._params is not None and self._params.is_open):
@@ -211,6 +217,7 @@ class Bucket:
             # A forward that uses one outside its module, where no hook waits, waits by its class.
             become(ArrivingParameter, self._holders)
 
+    @memory_kind("communication")
     def finish_gather(self) -> None:
         """Wait until all parameters are resident."""
         if self._gathering is not None:
@@ -218,6 +225,7 @@ class Bucket:
             self._gathering = None
             become(nn.Parameter, self._holders)
 
+    @memory_kind("communication")
     def keep_values(self) -> None:
         """Stage 3: the resident parameters, which a script has changed, take the place of this rank's shard."""
         if self._params is not None and self._params.is_open:

@@ -15,6 +15,7 @@ import torch
 from megatron.core import comm
 from megatron.core.comm import Ledger
 from megatron.core.grid import Axis
+from megatron.core.memory_kind import memory_kind
 
 _END = "is at the end of the step"
 
@@ -53,6 +54,7 @@ class UseOrder:
         """Drop the calls of the last step, which may have ended in an error."""
         self._calls = []
 
+    @memory_kind("communication")
     def _compare(self, calls: list[str]) -> None:
         mine = comm.fingerprint("\0".join(calls))
         ends = torch.tensor([mine, -mine], dtype=torch.int64, device=self._device)

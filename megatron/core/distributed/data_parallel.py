@@ -45,6 +45,7 @@ from megatron.core.distributed.traffic import Flat
 from megatron.core.distributed.uses import Uses
 from megatron.core.distributed.zero import GradReduce, ParamGather, ReduceEachMicrobatch, ReduceOnce
 from megatron.core.main_grad import grad_was_added, grad_was_put_off, open_main_grad
+from megatron.core.memory_kind import memory_kind
 from megatron.core.mesh import GradAxes, Mesh
 from megatron.core.placement import Placement, partial_axes, partial_grads
 from megatron.core.storage.stored import Stored
@@ -63,6 +64,7 @@ class DistributedDataParallel(nn.Module):
     that are complete are in `.grad` too, and a forward after the optimizer's `zero_grad()` begins a step.
     """
 
+    @memory_kind("communication")
     def __init__(
         self,
         module: nn.Module,
@@ -232,6 +234,7 @@ class DistributedDataParallel(nn.Module):
         `zero_grad_buffer`."""
         self._grads.start()
 
+    @memory_kind("communication")
     def finish_grad_reduce(self) -> None:
         """Wait until this rank's shard of every gradient is the sum over all samples of the step. Later calls change
         nothing."""

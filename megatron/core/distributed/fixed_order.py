@@ -13,6 +13,7 @@ from megatron.core.distributed.buffer import MemoryBuffer, ParamAndGradBuffer
 from megatron.core.distributed.slot import ParamSlot
 from megatron.core.distributed.zero import GradReduce
 from megatron.core.grid import Axis
+from megatron.core.memory_kind import memory_kind
 
 
 class ReduceInFixedOrder(GradReduce):
@@ -30,6 +31,7 @@ class ReduceInFixedOrder(GradReduce):
         self._forget()
         super().begin_step(num_microbatches)
 
+    @memory_kind("gradients")
     def begin_microbatch(self, microbatch: int, *, backward: bool) -> None:
         """Point each `main_grad` to this microbatch's own gradients."""
         for buffer, kept in self._kept.items() if backward else ():
@@ -40,6 +42,7 @@ class ReduceInFixedOrder(GradReduce):
     def open(self, slot: ParamSlot, *, overwrites: bool = False) -> bool:
         return False  # the gradients of each microbatch begin as zeros
 
+    @memory_kind("gradients")
     def finish(self) -> None:
         """Add up all microbatches of all data-parallel ranks into the buffers."""
         for buffer, kept in self._kept.items():

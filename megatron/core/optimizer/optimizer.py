@@ -19,6 +19,7 @@ from megatron.core.config import ConfigError
 from megatron.core.distributed.buffer import ParamAndGradBuffer, Shard
 from megatron.core.distributed.plan import Slot, overlaps, runs
 from megatron.core.grid import Axis
+from megatron.core.memory_kind import memory_kind
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer import settings
 from megatron.core.optimizer.loss_scale import GradScaler
@@ -42,6 +43,7 @@ class FlatOptimizer:
     buffers' device.
     """
 
+    @memory_kind("other")
     def __init__(
         self,
         buffers: Sequence[ParamAndGradBuffer],
@@ -160,6 +162,7 @@ class FlatOptimizer:
         """The scaled loss, for Megatron's `grad_scale_func`; `clip_grad_norm(loss scale)` removes the scale."""
         return loss if self.scaler is None else loss * self.scaler.scale
 
+    @memory_kind("other")
     def grad_norm(self) -> float:
         """The L2 norm of the whole model's gradient; each parameter counts once. Every rank must call.
 
@@ -243,6 +246,7 @@ class FlatOptimizer:
         self.update(step_of)
 
     @torch.no_grad()
+    @memory_kind("other")
     def update(self, step_of: Callable[[ParamGroup], UpdateStep]) -> None:
         """`step` with the numbers of each group, whose `updates` is `step_count`."""
         self._leave_out_frozen()
@@ -261,6 +265,7 @@ class FlatOptimizer:
         for buffer in self.buffers:
             buffer.open_grads()
 
+    @memory_kind("other")
     def publish_masters(self) -> None:
         """Round the masters into the parameters that this rank owns. `DistributedDataParallel.gather_params`
         distributes them."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron.core.device import start_to_host
 from megatron.core.distributed.plan import ALIGN
+from megatron.core.memory_kind import ACTIVATIONS, memory_kind
 from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.optimizer.split_master import SplitMaster
 from megatron.core.optimizer.update import Update, UpdateStep
@@ -112,6 +113,7 @@ def _start_fetching(stored: Stored) -> Pending[Tensor]:
     return start_to_host(stored) if isinstance(stored, Tensor) else start_reading(stored)
 
 
+@memory_kind(ACTIVATIONS)  # counted, unlike other memory of an update; the step's activations are gone by then
 def _start_writing(part: Segment, values: Segment) -> Pending[Any]:
     writing = [start_writing(part.moments[kind], moment) for kind, moment in values.moments.items()]
     for stored in (part.master, part.parameters) if part.parameters is not None else (part.master,):

@@ -14,6 +14,7 @@ from torch import nn
 from megatron.core import comm
 from megatron.core.current_mesh import current
 from megatron.core.grid import Axis
+from megatron.core.memory_kind import memory_kind
 from megatron.core.mesh import Mesh
 from megatron.core.pipeline_parallel.executor import Executor, ForwardStep
 from megatron.core.pipeline_parallel.loss import LossTotals
@@ -145,6 +146,7 @@ class Pipeline:
             raise ValueError(f"{name}: {m} microbatches move its stages to other ranks; fix SCHEDULES[{name!r}]")
         return made
 
+    @memory_kind("other")
     def share_totals(self, totals: LossTotals) -> "SharedTotals":
         """The totals of all ranks. Every rank must call.
 

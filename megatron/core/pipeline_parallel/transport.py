@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron.core import comm
 from megatron.core.errors import sequence_parallel_hint
 from megatron.core.grid import Axis
+from megatron.core.memory_kind import memory_kind, set_memory_kind
 from megatron.core.pending import Pending, all_of
 
 
@@ -52,6 +53,7 @@ class Transport:
         divides = copies_over is not None and all(prod(spec.shape) % copies_over.size == 0 for spec in boundary)
         self._copies_over = copies_over if divides and copies_over.size > 1 else None
 
+    @memory_kind("communication")
     def connect(self, neighbours: Iterable[tuple[int, int]]) -> None:
         """Connects each pair of `neighbours` (`StageMap.neighbours`) in both directions. Every rank must call.
 
@@ -67,6 +69,7 @@ class Transport:
                 elif axis.rank == other:
                     comm.start_recv(x, axis, one).wait()
 
+    @memory_kind("communication")
     def send(self, direction: str, to: int, tensors: tuple[Tensor, ...]) -> Transfer:
         """Starts to send to pipeline rank `to`; the tensors must not be overwritten before `wait`."""
         given = tuple(TensorSpec(tuple(x.shape), x.dtype) for x in tensors)
@@ -74,12 +77,14 @@ class Transport:
             raise ValueError(
                 f"a stage sends {given}, but the boundary is {self.boundary}{_length_hint(given, self.boundary)}"
             )
+        set_memory_kind("communication", tensors)
         axis, over = self.axes[direction], self._copies_over
         if over is not None:
             # Each rank sends one part of what all hold: between nodes that is 1/t of the traffic.
             tensors = tuple(x.reshape(-1)[comm.my_part(x.numel(), over)] for x in tensors)
         return all_of(comm.start_send(x, axis, to) for x in tensors)
 
+    @memory_kind("communication")
     def post(self, direction: str, source: int) -> Transfer:
         """Starts to receive the next transfer of pipeline rank `source` in this direction."""
         axis, over = self.axes[direction], self._copies_over
@@ -92,6 +97,7 @@ class Transport:
         return coming if over is None else Pending(lambda: _whole(coming.wait(), self.boundary, over))
 
 
+@memory_kind("communication")
 def _whole(parts: tuple[Tensor, ...], specs: tuple[TensorSpec, ...], axis: Axis) -> tuple[Tensor, ...]:
     return tuple(comm.all_gather(part, axis).view(spec.shape) for part, spec in zip(parts, specs))
 

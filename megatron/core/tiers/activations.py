@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.device import to_device
+from megatron.core.memory_kind import ACTIVATIONS, set_memory_kind
 from megatron.core.pending import Pending
 from megatron.core.storage.stored import Stored, start_reading, start_writing
 from megatron.core.tiers.slots import SlotBuffer, as_flat, strides_like
@@ -216,7 +217,13 @@ class TierRoom:
         reading = start_reading(slot)
         if isinstance(slot, Tensor):
             return Pending(lambda: reading.wait().clone())  # the slot may be reused before the values
-        return Pending(lambda: to_device(reading.wait(), self.device))
+
+        def arrive() -> Tensor:
+            values = to_device(reading.wait(), self.device)
+            set_memory_kind(ACTIVATIONS, [values])
+            return values
+
+        return Pending(arrive)
 
 
 class _SideStream:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.device import start_to_host
+from megatron.core.memory_kind import memory_kind
 from megatron.core.pending import Pending, done
 from megatron.core.storage.stored import Stored, StoredTensor
 from megatron.core.tiers.block_file import BLOCK, BlockFile, OffloadError
@@ -103,6 +104,7 @@ class FileTier:
     def close(self) -> None:
         self._finalizer()
 
+    @memory_kind("slices")
     def start_read(self, start: int, nbytes: int) -> "Future[Tensor]":
         """Starts to read bytes; the result is a uint8 tensor."""
         block = self._file.block

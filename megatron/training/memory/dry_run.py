@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron.core import whereabouts
 from megatron.core.device import Device
 from megatron.core.distributed.data_parallel import DistributedDataParallel
+from megatron.core.memory_kind import memory_kind
 from megatron.core.mesh import Mesh, build_mesh
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.param_groups import GroupRule, default_group
@@ -151,6 +152,7 @@ class AnyBatch(dict):
     def __missing__(self, key: str) -> Tensor:
         return self.stand_ins([key], self.shape, torch.int64, "cpu")[0]
 
+    @memory_kind("away")
     def stand_ins(self, keys: list[str], shape: tuple, dtype: torch.dtype, device: torch.device | str) -> tuple:
         """Zeros; words that differ, since the rows of a table that occur take room in its gradient."""
         packed = torch.zeros((len(keys), *shape), dtype=dtype, device=device)
@@ -172,6 +174,7 @@ class ShapesTier:
         self.name, self._end = name, 0
         self.made: list[Tensor] = []
 
+    @memory_kind("away")
     def zeros(self, numel: int, dtype: torch.dtype) -> Stored:
         if self.name == "file":
             start, self._end = self._end, self._end + -(-numel * dtype.itemsize // BLOCK) * BLOCK
@@ -179,6 +182,7 @@ class ShapesTier:
         self.made.append(torch.zeros(numel, dtype=dtype))
         return self.made[-1]
 
+    @memory_kind("slices")
     def start_read(self, start: int, nbytes: int) -> Done:
         """Whole blocks, as a file is read."""
         first, last = start // BLOCK * BLOCK, -(-(start + nbytes) // BLOCK) * BLOCK

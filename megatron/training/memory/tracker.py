@@ -1,17 +1,14 @@
 """Resident bytes by kind, as tensors come and go; predictions are compared with them. Any device; made for CPUs.
 
-`TorchDispatchMode` sees every operator, so each new storage is counted until it is freed. The innermost of our functions that
-allocates decides the kind: copies of a bucket and transfers between stages are communication, temporary memory of the
-optimizer is "other", all else is activations. `assign` names the tensors that stay.
+`TorchDispatchMode` sees every operator, so each new storage is counted until it is freed. The code that allocates says the kind
+(`core/memory_kind.py`): copies of a bucket and transfers between stages are communication, temporary memory of the optimizer is
+"other", all else is activations. `assign` names the tensors that stay.
 """
 
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -19,33 +16,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron.core.distributed.buffer import Transient
+from megatron.core import memory_kind
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.split_master import SplitMaster
-from megatron.core.storage.resize import listeners
+from megatron.core.storage import resize
 from megatron.core.storage.stored import Stored, StoredTensor
 
 _COUNTED = ("parameters", "gradients", "optimizer", "activations", "communication")
-_ROOT = str(Path(__file__).resolve().parents[2]) + "/"
-_DOUBLES = "training/memory/shapes.py"  # replaces torch and other ranks; its caller decides the kind
-_READS = "core/tiers/tier.py"  # data from a file are host slices until they are viewed in their dtype
-# Path, or start of a path, that allocates -> kind; None: the caller decides.
-_KIND_OF = {
-    "core/comm.py": None,
-    "core/pending.py": None,
-    "core/distributed/buffer.py": None,
-    _READS: None,
-    "core/distributed/fixed_order.py": "gradients",
-    "core/distributed": "communication",
-    "core/pipeline_parallel/transport.py": "communication",
-    "core/optimizer": "other",
-    "core/pipeline_parallel/pipeline.py": "other",
-    "training/memory/dry_run.py": "away",
-    "training/watch/statistics.py": "other",
-}
-# The executor detaches a tensor to send it, and a received tensor to compute with it: its kind changes.
-_HANDS_OVER = {"send": "communication", "_as_inputs": "activations"}
 
 
 @dataclass
@@ -72,12 +50,14 @@ class MemoryTracker(TorchDispatchMode):
         self._held: dict[int, _Memory] = {}  # by the storage's id
 
     def __enter__(self) -> "MemoryTracker":
-        listeners.append(self._resized)
+        resize.listeners.append(self._resized)
+        memory_kind.listeners.append(self._kind_is_set)
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        listeners.remove(self._resized)
+        memory_kind.listeners.remove(self._kind_is_set)
+        resize.listeners.remove(self._resized)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -91,13 +71,9 @@ class MemoryTracker(TorchDispatchMode):
             # A result in the memory of an argument, such as a view or an update in place, is nothing new.
             given = {id(x.untyped_storage()) for x in _tensors_in((args, kwargs))}
             made = [one for one in made if id(one) not in given]
-        changes = func in (torch.ops.aten.view.dtype, torch.ops.aten.detach.default)
-        frame = _own_frame(sys._getframe(1)) if made or changes else None
         for storage in made:
-            self._count_new(storage, frame)
-        if changes and frame is not None:
-            self._change_kind(func, args[0].untyped_storage(), frame)
-        if made or changes:  # nothing else makes more live, but for `_resized`
+            self._add(storage, memory_kind.current_memory_kind())
+        if made:  # nothing else makes more live, but for `_resized` and `_kind_is_set`
             self._note_peak()
         return result
 
@@ -141,19 +117,19 @@ class MemoryTracker(TorchDispatchMode):
 
     # ---------------------------------------------------------------- counting
 
-    def _count_new(self, storage: torch.UntypedStorage, frame: FrameType | None) -> None:
-        name = None if frame is None else frame.f_code.co_name
-        if frame is not None and frame.f_code is Transient.__init__.__code__:
-            self._add(storage, "communication", stays=True)
-        elif name != "strides_like":  # its tensor gives a shape, and is dropped
-            self._add(storage, "slices" if name == "start_read" else _kind_from(frame))
-
     def _resized(self, storage: torch.UntypedStorage) -> None:
         """Its owner has given memory back, or taken it again."""
         if (one := self._held.get(id(storage))) is not None:
             self.live[one.kind] += storage.nbytes() - one.bytes
             one.bytes = storage.nbytes()
             self._note_peak()
+
+    def _kind_is_set(self, kind: str, tensors: Iterable[Tensor]) -> None:
+        """Its owner uses this memory for something else from here on."""
+        for storage in (x.untyped_storage() for x in tensors):
+            if id(storage) in self._held:
+                self._add(storage, kind)
+                self._note_peak()
 
     def _add(self, storage: torch.UntypedStorage, kind: str, *, stays: bool = False) -> None:
         """Count a storage, or change the kind of a counted one, unless it stays of its kind."""
@@ -173,23 +149,6 @@ class MemoryTracker(TorchDispatchMode):
         if (one := self._held.pop(key, None)) is not None:
             self.live[one.kind] -= one.bytes
 
-    def _change_kind(self, func: Any, storage: torch.UntypedStorage, frame: FrameType) -> None:
-        """A view in a dtype takes activations out of a slice; parameters that pass through the host stay slices. A detach by
-        the executor hands a tensor over."""
-        if id(storage) not in self._held:
-            return
-        if func is torch.ops.aten.view.dtype:
-            is_slice = frame.f_code.co_filename.endswith(_READS) and self._held[id(storage)].kind == "slices"
-            kind = "activations" if is_slice and _kind_from(frame) == "activations" else None
-        else:
-            # The frame that asked the generator decides, not the generator's own.
-            while frame.f_back is not None and frame.f_code.co_name.startswith("<"):  # a generator
-                frame = frame.f_back
-            is_ours = frame.f_code.co_filename.endswith("core/pipeline_parallel/executor.py")
-            kind = _HANDS_OVER.get(frame.f_code.co_name) if is_ours else None
-        if kind is not None:
-            self._add(storage, kind)
-
     def _note_peak(self) -> None:
         now = self.now()
         now["total"] = sum(size for kind, size in now.items() if kind in _COUNTED)
@@ -200,24 +159,3 @@ class MemoryTracker(TorchDispatchMode):
 def _tensors_in(values: Any) -> list[Tensor]:
     """The tensors among an operator's arguments or results, which are mostly one."""
     return [values] if isinstance(values, Tensor) else [x for x in tree_leaves(values) if isinstance(x, Tensor)]
-
-
-def _own_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame of our code."""
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if path.startswith(_ROOT) and not path.endswith(_DOUBLES):
-            return frame
-        frame = frame.f_back
-    return None
-
-
-def _kind_from(frame: FrameType | None) -> str:
-    """The kind of memory that this frame allocates."""
-    while frame := _own_frame(frame):
-        name = frame.f_code.co_filename.removeprefix(_ROOT).replace("\\", "/")
-        known = next((kind for start, kind in _KIND_OF.items() if name.startswith(start)), "activations")
-        if known is not None:
-            return known
-        frame = frame.f_back
-    return "activations"

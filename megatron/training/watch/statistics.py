@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from megatron.core import comm
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.elements import my_elements
+from megatron.core.memory_kind import memory_kind
 from megatron.core.mesh import Mesh
 
 
@@ -57,6 +58,7 @@ class Statistics:
 
 
 @torch.no_grad()
+@memory_kind("other")
 def statistics_of(x: Tensor) -> Statistics:
     """Statistics of the elements of `x`, computed in float64."""
     wide = x.detach().double().reshape(-1)
