@@ -1,7 +1,9 @@
-"""The hand-over of a gradient from a layer to data parallelism: where to accumulate it, and when it is there.
+"""What layers and schedules say to data parallelism: a layer where its gradient is, a schedule which part of a step begins.
 
 A layer that accumulates gradients itself, instead of leaving them to autograd, calls these functions. They do nothing
 for a parameter that no `DistributedDataParallel` trains: it has no `slot` (`distributed/slot.py`).
+
+A schedule's model chunks are `DataParallelBase`s, or plain modules, which hear nothing.
 """
 
 from torch import Tensor, nn
@@ -36,3 +38,24 @@ def grad_was_added(parameter: nn.Parameter | Tensor) -> None:
     """Report that the gradient of one use is in `main_grad`."""
     if (slot := getattr(parameter, "slot", None)) is not None:
         slot.reduce.add(slot)
+
+
+class DataParallelBase(nn.Module):
+    """What a schedule calls of a model chunk under data parallelism. `DistributedDataParallel` inherits it, since the schedules
+    may not import that class: a chunk of another class is a plain module to them."""
+
+    def begin_microbatch(self, microbatch: int, *, backward: bool) -> None:
+        """Called before a forward or backward of this microbatch."""
+        raise NotImplementedError
+
+    def start_grad_reduce(self) -> None:
+        """Start to sum the step's gradients over the data-parallel ranks."""
+        raise NotImplementedError
+
+    def finish_grad_reduce(self) -> None:
+        """Wait for the sums."""
+        raise NotImplementedError
+
+    def scale_gradients(self, scaling_factor: float) -> None:
+        """Multiply every gradient of the chunk."""
+        raise NotImplementedError

@@ -44,7 +44,7 @@ from megatron.core.distributed.slot import ParamSlot
 from megatron.core.distributed.traffic import Flat
 from megatron.core.distributed.uses import Uses
 from megatron.core.distributed.zero import GradReduce, ParamGather, ReduceEachMicrobatch, ReduceOnce
-from megatron.core.main_grad import grad_was_added, grad_was_put_off, open_main_grad
+from megatron.core.main_grad import DataParallelBase, grad_was_added, grad_was_put_off, open_main_grad
 from megatron.core.memory_kind import memory_kind
 from megatron.core.mesh import GradAxes, Mesh
 from megatron.core.placement import Placement, partial_axes, partial_grads
@@ -53,7 +53,7 @@ from megatron.core.tiers.tier import Tier
 from megatron.core.weight_grads import WeightGradStore
 
 
-class DistributedDataParallel(nn.Module):
+class DistributedDataParallel(DataParallelBase):
     """Wraps one model chunk. Every rank of the chunk's data- and tensor-parallel groups must wrap its own and make the
     same calls.
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.core.main_grad import DataParallelBase
 from megatron.core.mesh import Mesh
 from megatron.core.pipeline_parallel.loss import ForwardStep, keep_reports
-from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline, tell
+from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.stage_map import loop
 
@@ -68,8 +69,8 @@ def run_step(
 
 def _reduce(chunk: nn.Module, share: float) -> None:
     """Sum a chunk's gradients over the ranks, and multiply them by `share`."""
-    tell(chunk, "finish_grad_reduce")
-    if hasattr(chunk, "scale_gradients"):
+    if isinstance(chunk, DataParallelBase):
+        chunk.finish_grad_reduce()
         chunk.scale_gradients(share)
         return
     for parameter in chunk.parameters():

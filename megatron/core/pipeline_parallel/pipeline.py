@@ -14,6 +14,7 @@ from torch import nn
 from megatron.core import comm
 from megatron.core.current_mesh import current
 from megatron.core.grid import Axis
+from megatron.core.main_grad import DataParallelBase
 from megatron.core.memory_kind import memory_kind
 from megatron.core.mesh import Mesh
 from megatron.core.pipeline_parallel.executor import Executor, ForwardStep
@@ -24,6 +25,7 @@ from megatron.core.pipeline_parallel.simulate import make_schedule, peak_inputs
 from megatron.core.pipeline_parallel.table import stage_map
 from megatron.core.pipeline_parallel.transport import TensorSpec, Transport
 from megatron.core.random import DropoutKeys
+from megatron.core.tiers.activations import HoldsActivations
 from megatron.core.weight_grads import WeightGradStore
 
 
@@ -107,7 +109,14 @@ class Pipeline:
             for keys in self.keys:
                 keys.samples = self.batch.samples_of(first_sample, action.microbatch, self.mesh.samples)
             current().virtual_rank = self.stages.chunk_of(action.stage)
-            tell(self.chunks[action.stage], "begin_microbatch", action.microbatch, backward=action.op is not Op.F)
+            chunk = self.chunks[action.stage]
+            if isinstance(chunk, DataParallelBase):
+                chunk.begin_microbatch(action.microbatch, backward=action.op is not Op.F)
+
+        def reduce(stage: int) -> None:
+            chunk = self.chunks[stage]
+            if isinstance(chunk, DataParallelBase):
+                chunk.start_grad_reduce()
 
         executor = Executor(
             self.chunks,
@@ -116,7 +125,7 @@ class Pipeline:
             forward_step=forward_step or self.forward_step,
             data_iterators=data_iterators,
             begin=begin,
-            reduce=lambda stage: tell(self.chunks[stage], "start_grad_reduce"),
+            reduce=reduce,
             weight_grads=self.weight_grads,
             nominal_tokens=self.batch.nominal_tokens,
             around=self.around,
@@ -169,13 +178,8 @@ class Pipeline:
         """Tells the layers of each chunk the peak number of microbatches that wait for a backward."""
         for stage, chunk in self.chunks.items():
             for module in _modules_of(chunk):
-                tell(module, "reserve", peak_inputs(schedule, stage))
-
-
-def tell(module: Any, method: str, *arguments: Any, **named: Any) -> None:
-    """Calls a method if the module has it: a plain module lacks those of DistributedDataParallel."""
-    if hasattr(module, method):
-        getattr(module, method)(*arguments, **named)
+                if isinstance(module, HoldsActivations):
+                    module.reserve(peak_inputs(schedule, stage))
 
 
 def _modules_of(chunk: Any) -> list[nn.Module]:

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.device import to_device
 from megatron.core.memory_kind import ACTIVATIONS, set_memory_kind
@@ -89,6 +89,16 @@ class StageActivations:
         return layer
 
 
+class HoldsActivations(nn.Module):
+    """A module whose layers save their inputs in a `StageActivations`; a schedule tells it the microbatches in flight."""
+
+    activations: StageActivations
+
+    def reserve(self, microbatches: int) -> None:
+        """Allocate slots for saved inputs of `microbatches` microbatches in flight, and no more."""
+        raise NotImplementedError
+
+
 def _keep(layer: "_Layer", room: Callable[[torch.device], "TierRoom"], x: Tensor) -> Callable[[], Tensor]:
     return _Looking(layer.send(room(x.device), as_flat(x), x), x.dtype, 0, x.shape, strides_like(x)).get
 
@@ -123,12 +133,14 @@ class _Layer:
 class Away:
     """A storage of tensor `x` in the tier; its slot is freed with this object."""
 
+    _leaving: Pending[Any] | None = None  # of an object whose construction failed
+    _coming: Pending[Tensor] | None = None
+
     def __init__(self, room: "TierRoom", flat: Tensor, x: Tensor, layer: _Layer):
         self._room, self._layer = room, layer
         self._slot = room.take(flat.numel(), flat.dtype)
         self._source, self._version = x.detach(), x._version  # `detach` shares x's version counter
-        self._leaving: Pending[Any] | None = room.send(self._slot, flat)
-        self._coming: Pending[Tensor] | None = None
+        self._leaving = room.send(self._slot, flat)
         self._seen: tuple[Callable[[], torch.UntypedStorage | None], int] | None = None  # memory, first element
         weakref.finalize(self, room.give_back, self._slot).atexit = False
 
@@ -176,7 +188,7 @@ class Away:
         self._coming = self._room.fetch(self._slot)
 
     def __del__(self) -> None:
-        for under_way in (getattr(self, "_leaving", None), getattr(self, "_coming", None)):
+        for under_way in (self._leaving, self._coming):
             if under_way is not None and self._room.side is not None:
                 under_way.wait()  # else the allocator would reuse the device memory during the copy
 

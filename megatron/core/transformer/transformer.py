@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.held_rows import positions_of
-from megatron.core.tiers.activations import StageActivations
+from megatron.core.tiers.activations import HoldsActivations, StageActivations
 from megatron.core.transformer.context import LayerContext, MakePart
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.masks import Mask, tensors_of
@@ -19,7 +19,7 @@ from megatron.core.transformer.rotary import angles_of
 from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
 
 
-class ParallelTransformer(nn.Module):
+class ParallelTransformer(HoldsActivations):
     """The layers numbered `layers` (from 0, over the whole model) and, with `post_process`, the final norm if there is one.
 
     Layers are named by their number in the whole model, so a parameter has one name in every layout.

@@ -29,7 +29,7 @@ from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.schedule import Action, Op, Schedule
 from megatron.core.random import DropoutKeys
 from megatron.core.storage.stored import Stored
-from megatron.core.tiers.activations import StageActivations
+from megatron.core.tiers.activations import HoldsActivations, StageActivations
 from megatron.core.tiers.block_file import BLOCK
 from megatron.core.tiers.plan import AHEAD, SLICE
 from megatron.core.tiers.tier import FileTensor
@@ -119,8 +119,8 @@ class RankParts(NamedTuple):
     def rooms(self) -> list[StageActivations]:
         """The activations of each stage that offloads them."""
         modules = [module for chunk in self.chunks.values() for module in chunk.modules()]
-        found = [getattr(module, "activations", None) for module in modules]
-        return [one for one in found if isinstance(one, StageActivations) and one.offloaded]
+        found = [module.activations for module in modules if isinstance(module, HoldsActivations)]
+        return [one for one in found if one.offloaded]
 
     @property
     def bytes_in_file(self) -> int:
