@@ -6,15 +6,39 @@ for a parameter that no `DistributedDataParallel` trains: it has no `slot` (`dis
 A schedule's model chunks are `DataParallelBase`s, or plain modules, which hear nothing.
 """
 
+from typing import Any
+
 from torch import Tensor, nn
+
+
+class GradSlot:
+    """What layers need of a `ParamSlot`, whose class they may not import."""
+
+    name: str  # of the parameter
+    bucket: Any  # a `Bucket`
+    reduce: Any  # a `GradReduce`, which is told of gradients
+
+
+def slot_of(tensor: Tensor) -> GradSlot | None:
+    """The slot of a trained parameter, or of its main_grad; None: no `DistributedDataParallel` trains it."""
+    return getattr(tensor, "slot", None)
+
+
+def set_slot(tensor: Tensor, slot: GradSlot) -> None:
+    tensor.slot = slot
+
+
+def main_grad_of(parameter: Tensor) -> Tensor | None:
+    """Where the parameter's gradient is accumulated, Megatron's name for it; None: in `.grad` alone."""
+    return getattr(parameter, "main_grad", None)
 
 
 def open_main_grad(parameter: nn.Parameter | Tensor) -> Tensor | None:
     """The tensor to add gradients of the parameter to: zeros, or their sum so far. None if the parameter has no
     buffer."""
-    if (slot := getattr(parameter, "slot", None)) is not None:
+    if (slot := slot_of(parameter)) is not None:
         slot.reduce.open(slot)
-    return getattr(parameter, "main_grad", None)
+    return main_grad_of(parameter)
 
 
 def main_grad_and_beta(parameter: nn.Parameter | Tensor) -> tuple[Tensor | None, int]:
@@ -23,20 +47,20 @@ def main_grad_and_beta(parameter: nn.Parameter | Tensor) -> tuple[Tensor | None,
     beta is 0 for the first gradient of a step. The memory is then neither set to zero nor read, which saves two passes
     over all gradients.
     """
-    slot = getattr(parameter, "slot", None)
+    slot = slot_of(parameter)
     beta = 0 if slot is not None and slot.reduce.open(slot, overwrites=True) else 1
-    return getattr(parameter, "main_grad", None), beta
+    return main_grad_of(parameter), beta
 
 
 def grad_was_put_off(parameter: nn.Parameter | Tensor) -> None:
     """Report that the backward no longer needs the parameter's values, and that one gradient is deferred."""
-    if (slot := getattr(parameter, "slot", None)) is not None:
+    if (slot := slot_of(parameter)) is not None:
         slot.reduce.put_off(slot)
 
 
 def grad_was_added(parameter: nn.Parameter | Tensor) -> None:
     """Report that the gradient of one use is in `main_grad`."""
-    if (slot := getattr(parameter, "slot", None)) is not None:
+    if (slot := slot_of(parameter)) is not None:
         slot.reduce.add(slot)
 
 

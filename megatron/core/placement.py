@@ -75,6 +75,11 @@ class Placement:
     ] = ()  # rows of each matrix in a group (q|k|v), where dimension 0 holds groups of fused matrices
 
 
+def placement_of(tensor: Any) -> Placement | None:
+    """The placement that the creator of a parameter has set, ours or a script; None: nobody has."""
+    return getattr(tensor, "placement", None)
+
+
 def is_counted(placement: Placement, mesh: Mapping[str, Axis]) -> bool:
     """Whether this rank owns the parameter among the ranks of equal copies. `owned_pieces` refines it for `rows`."""
     return all(mesh[name].is_first for name in placement.replicated_over)

@@ -16,7 +16,7 @@ from megatron.core.optimizer.param_groups import GroupRule, default_group, witho
 from megatron.core.pipeline_parallel.loss import ForwardStep
 from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.transport import TensorSpec
-from megatron.core.placement import Constant, Placement
+from megatron.core.placement import Constant, Placement, placement_of
 from megatron.training.runtime import Runtime
 from megatron.training.settings.config import Config
 
@@ -116,12 +116,19 @@ def place_plain_parameters(chunk: Any, dtype: torch.dtype, sequence_parallel: bo
     of the sequence, else False. Randomly drawn parameters get no placement, as their values would depend on the layout.
     """
     for p in chunk.parameters() if isinstance(chunk, nn.Module) else ():
-        said = getattr(p, "sequence_parallel", None if sequence_parallel else False)
-        if hasattr(p, "placement") or said is None or not p.numel() or bool((p != p.view(-1)[0]).any()):
+        said = _is_sequence_parallel(p)
+        if said is None and not sequence_parallel:
+            said = False
+        if placement_of(p) is not None or said is None or not p.numel() or bool((p != p.view(-1)[0]).any()):
             continue
         value, parts = Constant(p.view(-1)[0].item()), ("tp",) if said else ()
         p.data = p.data.to(dtype)
         p.placement = Placement(tuple(p.shape), value, replicated_over=("tp",), partial_grad=parts)
+
+
+def _is_sequence_parallel(parameter: nn.Parameter) -> bool | None:
+    """What a script says of its parameter, by Megatron's attribute; None: nothing."""
+    return getattr(parameter, "sequence_parallel", None)
 
 
 def model_problems(chunk: Any, *, in_pipeline: bool) -> list[str]:
@@ -130,7 +137,7 @@ def model_problems(chunk: Any, *, in_pipeline: bool) -> list[str]:
         kind = type(chunk).__name__
         return [f"model_provider returned {kind}, not a torch.nn.Module; return the model of this stage"]
     problems = []
-    if lost := [name for name, p in chunk.named_parameters() if not hasattr(p, "placement")]:
+    if lost := [name for name, p in chunk.named_parameters() if placement_of(p) is None]:
         problems.append(
             f"parameters without a placement: {', '.join(lost)}. A placement says which ranks hold which part: build the model "
             "from megatron.core.tensor_parallel's layers, or set parameter.placement = Placement(shape, init, "

@@ -27,6 +27,7 @@ from megatron.core.config import ConfigError
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.distributed.whole_parameters import start_alike, whole_state_dict
+from megatron.core.main_grad import slot_of
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer import FlatOptimizer, torch_groups
 from megatron.core.optimizer.loss_scale import LossScaleConfig, make_grad_scaler
@@ -86,7 +87,7 @@ class Engine(nn.Module):
         self.global_steps = self.skipped_steps = 0
         self.micro_steps = self.global_samples = 0
         self.lr_scheduler: Any = None
-        if any(hasattr(p, "slot") for p in module.parameters()):
+        if any(slot_of(p) is not None for p in module.parameters()):
             raise ConfigError("the module lies in an engine's buffers already; make another, or go on with that engine")
         is_torchs = isinstance(optimizer, torch.optim.Optimizer)
         name, groups = torch_groups.groups_of_torch(optimizer) if is_torchs else optimizer

@@ -18,7 +18,7 @@ from megatron.core.checkpoint.load import open_checkpoint
 from megatron.core.checkpoint.local_tensor import LocalTensor, placed_tensor
 from megatron.core.checkpoint.save import save_checkpoint
 from megatron.core.mesh import Mesh
-from megatron.core.placement import Placement
+from megatron.core.placement import Placement, placement_of
 
 State = dict[str, Any]
 
@@ -77,8 +77,8 @@ def _tensors(state: State, mesh: Mesh, prefix: str = "") -> dict[str, LocalTenso
         elif isinstance(value, KeyedTensor):
             parts[value.key] = value.local
         elif isinstance(value, Tensor):
-            alike = Placement(tuple(value.shape), None, replicated_over=("mp",))
-            parts[prefix + name] = placed_tensor(value.detach(), getattr(value, "placement", alike), mesh)
+            placement = placement_of(value) or Placement(tuple(value.shape), None, replicated_over=("mp",))
+            parts[prefix + name] = placed_tensor(value.detach(), placement, mesh)
     return parts
 
 

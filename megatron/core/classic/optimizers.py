@@ -17,6 +17,7 @@ from megatron.core.config import ConfigError
 from megatron.core.config_fields import settings_from
 from megatron.core.distributed.elements import num_zeros_in_grad
 from megatron.core.held_tensors import optimizer_tensors
+from megatron.core.main_grad import slot_of
 from megatron.core.optimizer import settings
 from megatron.core.optimizer.group_schedule import SampleSchedule
 from megatron.core.optimizer.loss_scale import LossScaleConfig, make_grad_scaler
@@ -99,7 +100,7 @@ class MegatronOptimizer(GroupedOptimizer):
 
     def __init__(self, config: OptimizerConfig, chunks: Sequence[Any], group_of: Callable[[str, Any], ParamGroup]):
         self.config, self.chunks = config, list(chunks)
-        named = {n: p for chunk in chunks for n, p in chunk.module.named_parameters() if hasattr(p, "slot")}
+        named = {n: p for chunk in chunks for n, p in chunk.module.named_parameters() if slot_of(p) is not None}
         kinds = {name: group_of(name, p) for name, p in named.items()}
         groups = {kind: self._group(kind) for kind in kinds.values()}
         for name, parameter in named.items():

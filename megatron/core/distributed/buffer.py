@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.distributed.plan import BufferPlan, Slot, overlaps
+from megatron.core.main_grad import set_slot
 from megatron.core.mesh import GradAxes
 from megatron.core.storage.resize import resize
 from megatron.core.storage.stored import Stored, start_writing
@@ -210,7 +211,7 @@ class ParamAndGradBuffer:
                 parameter.data = values
                 # `.data` has a version counter of its own; a plain view shares the buffer's.
                 parameter.main_grad = _view(all_grads, parameter.shape, slot.start).data
-                parameter.main_grad.slot = slot
+                set_slot(parameter.main_grad, slot)
             if params is not None:
                 self._keep_held(bucket.start, params)
                 self.params_of += (params,)

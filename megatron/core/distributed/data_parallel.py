@@ -40,14 +40,14 @@ from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.distributed.fetch import ParamFetcher, units_of
 from megatron.core.distributed.fixed_order import ReduceInFixedOrder
 from megatron.core.distributed.plan import Cut, Item, lay_out, overlaps
-from megatron.core.distributed.slot import ParamSlot
+from megatron.core.distributed.slot import ParamSlot, is_lent, uses_of
 from megatron.core.distributed.traffic import Flat
 from megatron.core.distributed.uses import Uses
 from megatron.core.distributed.zero import GradReduce, ParamGather, ReduceEachMicrobatch, ReduceOnce
-from megatron.core.main_grad import DataParallelBase, grad_was_added, grad_was_put_off, open_main_grad
+from megatron.core.main_grad import DataParallelBase, grad_was_added, grad_was_put_off, open_main_grad, set_slot
 from megatron.core.memory_kind import memory_kind
 from megatron.core.mesh import GradAxes, Mesh
-from megatron.core.placement import Placement, partial_axes, partial_grads
+from megatron.core.placement import Placement, partial_axes, partial_grads, placement_of
 from megatron.core.storage.stored import Stored
 from megatron.core.tiers.tier import Tier
 from megatron.core.weight_grads import WeightGradStore
@@ -86,9 +86,9 @@ class DistributedDataParallel(DataParallelBase):
         module.register_load_state_dict_pre_hook(_refuse_other_tensors)
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         for name, parameter in trained.items():
-            if not hasattr(parameter, "placement"):
+            if placement_of(parameter) is None:
                 parameter.placement = Placement(tuple(parameter.shape), init=None, replicated_over=("tp",))
-            parameter.slot = ParamSlot(name, parameter)
+            set_slot(parameter, ParamSlot(name, parameter))
             parameter.register_post_accumulate_grad_hook(self._move_to_main_grad)
         partial_over = set().union(*(partial_axes(p.placement) for p in trained.values())) - {ACROSS_STAGES}
         self._partial_over = [name for name in mesh if name in partial_over and mesh[name].size > 1]
@@ -163,7 +163,7 @@ class DistributedDataParallel(DataParallelBase):
 
     def _count_uses(self) -> Uses:
         """Gradients of one backward by bucket, as the model declares them, and the buckets without a declaration."""
-        said = {bucket: [getattr(s.parameter, "uses", None) for s in bucket.slots] for bucket in self._buckets}
+        said = {bucket: [uses_of(s.parameter) for s in bucket.slots] for bucket in self._buckets}
         guessed = [bucket for bucket, counts in said.items() if set(counts) == {None}]
         return Uses({bucket: sum(count or 1 for count in counts) for bucket, counts in said.items()}, guessed)
 
@@ -290,7 +290,7 @@ class DistributedDataParallel(DataParallelBase):
 
     def flats(self) -> list[Flat]:
         """Each buffer by the numbers that its traffic follows from."""
-        twice = [bucket for bucket in self._buckets if any(hasattr(s.parameter, "is_lent") for s in bucket.slots)]
+        twice = [bucket for bucket in self._buckets if any(is_lent(s.parameter) for s in bucket.slots)]
         result = []
         for buffer in self.buffers:
             lent = sum(b.plan.stop - b.plan.start for b in twice if b.buffer is buffer)

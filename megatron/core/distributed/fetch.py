@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from megatron.core.distributed.bucket import Bucket
 from megatron.core.distributed.uses import Uses
 from megatron.core.distributed.zero import ParamGather
+from megatron.core.main_grad import slot_of
 
 _USES_ITS_CHILDREN = nn.MultiheadAttention  # passes their parameters to a function
 _HAVE_NO_FORWARD = (
@@ -70,7 +71,8 @@ class ParamFetcher(ParamGather):
             if not any(used.children()):
                 held.setdefault(unit, [])  # it may be passed a tied table
             for parameter in used.parameters(recurse=False):  # two modules may hold one parameter
-                held[unit] += [parameter.slot.bucket] if hasattr(parameter, "slot") else []
+                if (slot := slot_of(parameter)) is not None:
+                    held[unit].append(slot.bucket)
         holders = Counter(bucket for own in held.values() for bucket in set(own))
         self._shared = {bucket for bucket, units in holders.items() if units > 1}
         for unit, own in held.items():
@@ -107,7 +109,7 @@ class ParamFetcher(ParamGather):
             bucket.release_params()
 
     def _before_forward(self, unit: str, held: list[Bucket], _: nn.Module, inputs: tuple[Any, ...]) -> None:
-        lent = [x.slot.bucket for x in inputs if hasattr(x, "slot")]  # a tied table of another unit
+        lent = [slot.bucket for x in inputs if (slot := slot_of(x)) is not None]  # a tied table of another unit
         self._needs[unit] = list(dict.fromkeys((*held, *lent)))
         if self._needs[unit]:
             self._fetch(unit, +1)

@@ -59,6 +59,11 @@ class OwnShard:
         self.mine = None
 
 
+def shard_of(tensor: Tensor) -> OwnShard | None:
+    """The shard of a parameter that was made in shards."""
+    return getattr(tensor, "shard", None)
+
+
 class ShardedParameter(AwayTensor, nn.Parameter):
     """A parameter made in a shard, until it lies in buffers. Every use of its values gathers it."""
 

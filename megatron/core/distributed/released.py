@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.core.main_grad import slot_of
+
 _SHARES_MEMORY = {"data", "T", "mT", "H", "mH", "real", "imag"}  # properties that are the values
 _MAY_BE_SET = {"grad", "requires_grad"}
 _LAYOUT = {"size", "numel", "nelement", "dim", "ndimension", "stride", "is_contiguous", "__len__"}
@@ -98,7 +100,8 @@ def become(kind: type, tensors: Iterable[Tensor]) -> None:
 
 
 def _name_of(held: list[Any]) -> str:
-    return held[0].slot.name if held and hasattr(held[0], "slot") else "a parameter"
+    slot = slot_of(held[0]) if held else None
+    return "a parameter" if slot is None else slot.name
 
 
 def _needs_no_values(func: Any) -> bool:

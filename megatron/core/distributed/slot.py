@@ -1,4 +1,4 @@
-"""`parameter.slot`: the data-parallel state of a trained parameter. Three attributes beside it are public:
+"""`parameter.slot`: the data-parallel state of a trained parameter (`main_grad.slot_of`). Four attributes beside it are public:
 
 parameter.placement    where the parameter lives; set by the layer that makes it
 parameter.main_grad    where its gradient is accumulated, a view of a gradient buffer; Megatron's name
@@ -10,8 +10,10 @@ from typing import Any
 
 from torch import nn
 
+from megatron.core.main_grad import GradSlot
 
-class ParamSlot:
+
+class ParamSlot(GradSlot):
     """A parameter's place in a bucket, elements start .. stop, and the progress of its gradient in this step.
 
     A layer that accumulates gradients itself reports to `reduce` (`zero.py`) through `core/main_grad.py`.
@@ -53,3 +55,13 @@ class ParamSlot:
         if was_unset and not overwrites:
             self.parameter.main_grad.zero_()
         return was_unset and overwrites
+
+
+def uses_of(parameter: nn.Parameter) -> int | None:
+    """Gradients that one backward adds, as the model declares them; None: the model says nothing."""
+    return getattr(parameter, "uses", None)
+
+
+def is_lent(parameter: nn.Parameter) -> bool:
+    """Whether the model passes the parameter to another module than its own too."""
+    return getattr(parameter, "is_lent", False)

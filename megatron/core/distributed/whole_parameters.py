@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core import comm
+from megatron.core.distributed.made_in_shards import shard_of
 from megatron.core.grid import Axis
+from megatron.core.main_grad import GradSlot, slot_of
 from megatron.core.mesh import Mesh
-from megatron.core.placement import Placement
+from megatron.core.placement import Placement, placement_of
 
 
 @torch.no_grad()
@@ -28,7 +30,7 @@ def start_alike(module: nn.Module, mesh: Mesh, device: torch.device | str, dtype
     """
     _check_alike(module, mesh.samples, device)
     for tensor in (*module.parameters(), *module.buffers()):
-        shard = getattr(tensor, "shard", None)
+        shard = shard_of(tensor)
         was_sharded = shard is not None and not shard.is_whole
         if not (was_sharded and dtype in (None, tensor.dtype) and shard.mine.device == torch.device(device)):
             tensor.data = tensor.data.to(device, dtype if tensor.is_floating_point() else None)
@@ -36,7 +38,7 @@ def start_alike(module: nn.Module, mesh: Mesh, device: torch.device | str, dtype
                 shard.release()
             else:
                 comm.broadcast(tensor.data, mesh.samples)
-        if isinstance(tensor, nn.Parameter) and not hasattr(tensor, "placement"):
+        if isinstance(tensor, nn.Parameter) and placement_of(tensor) is None:
             tensor.placement = Placement(tuple(tensor.shape), init=None, replicated_over=("tp",))
 
 
@@ -66,19 +68,20 @@ class WholeParameters:
 
     def __init__(self, parameters: Iterable[Tensor], changed_on: tuple[Axis, int] | None = None):
         self._parameters, self._source = list(parameters), changed_on
-        rounded = [p for p in self._parameters if hasattr(p, "slot") and p.slot.bucket.buffer.is_half_precision]
+        rounded = [slot for slot in _slots_of(self._parameters) if slot.bucket.buffer.is_half_precision]
         if changed_on is not None and rounded:
             raise ValueError(
-                f"{rounded[0].slot.name} is a rounded copy of a float32 master, which would undo a change; change weights "
+                f"{rounded[0].name} is a rounded copy of a float32 master, which would undo a change; change weights "
                 "before the module is wrapped"
             )
 
     def __enter__(self) -> None:
-        self._buckets = list(dict.fromkeys(p.slot.bucket for p in self._parameters if hasattr(p, "slot")))
+        self._buckets = list(dict.fromkeys(slot.bucket for slot in _slots_of(self._parameters)))
         for bucket in self._buckets:
             bucket.start_gather()
             bucket.finish_gather()
-        self._shards = [p.shard for p in self._parameters if hasattr(p, "shard") and not p.shard.is_whole]
+        shards = [shard_of(parameter) for parameter in self._parameters]
+        self._shards = [shard for shard in shards if shard is not None and not shard.is_whole]
         for shard in self._shards:
             shard.gather()
 
@@ -93,6 +96,10 @@ class WholeParameters:
             bucket.release_params()
         for shard in self._shards:
             shard.release()
+
+
+def _slots_of(parameters: Iterable[Tensor]) -> list[GradSlot]:
+    return [slot for parameter in parameters if (slot := slot_of(parameter)) is not None]
 
 
 def whole_state_dict(module: nn.Module) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from megatron.core.distributed.bucket import Bucket
 from megatron.core.distributed.call_order import UseOrder
 from megatron.core.distributed.slot import ParamSlot
 from megatron.core.distributed.uses import Uses
+from megatron.core.main_grad import slot_of
 from megatron.core.weight_grads import WeightGradStore
 
 
@@ -195,8 +196,8 @@ class ParamGather:
     def __init__(self, module: nn.Module, buckets: Sequence[Bucket], *, overlap: bool):
         self._buckets, self._overlap = buckets, overlap
         for owner in module.modules() if overlap else ():
-            slots = [p.slot for p in owner.parameters(recurse=False) if hasattr(p, "slot")]
-            if own := {slot.bucket for slot in slots}:
+            slots = [slot_of(p) for p in owner.parameters(recurse=False)]
+            if own := {slot.bucket for slot in slots if slot is not None}:
                 owner.register_forward_pre_hook(_waiting_for(own))
 
     def begin_step(self) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron.core import comm
 from megatron.core.grid import ALONE, Axis
 from megatron.core.made_again import ask_maker, kept_for, maker_of
-from megatron.core.main_grad import grad_was_added, grad_was_put_off, main_grad_and_beta
+from megatron.core.main_grad import grad_was_added, grad_was_put_off, main_grad_and_beta, main_grad_of
 from megatron.core.products import FEATURES_AT_ONCE, NATIVE, Products, Way, times, times_transposed
 from megatron.core.tensor_parallel.library_sums import add_in_library
 from megatron.core.weight_grads import WeightGradStore
@@ -40,7 +40,7 @@ def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor, way: Way = "native"
 
 def weight_gradient_in_time(weight: Tensor, grad: Tensor, x: Tensor, store: WeightGradStore) -> Tensor | None:
     """`weight_gradient`, deferred where the schedule collects it. For layers without communication."""
-    if not (store.is_collecting and hasattr(weight, "main_grad")):
+    if not (store.is_collecting and main_grad_of(weight) is not None):
         return weight_gradient(weight, grad, x)
     store.keep(partial(_write, weight, grad, x.detach(), ALONE, "native"))
     grad_was_put_off(weight)
@@ -181,12 +181,12 @@ class LinearFunction(torch.autograd.Function):
 
 def _defers(ctx) -> bool:
     """Whether to defer the weight gradient: the schedule collects it, and the weight has a buffer for it."""
-    return ctx.store is not None and ctx.store.is_collecting and hasattr(ctx.weight, "main_grad")
+    return ctx.store is not None and ctx.store.is_collecting and main_grad_of(ctx.weight) is not None
 
 
 def _asks(ctx, grad: Tensor) -> bool:
     """Whether x's maker will give it, and the weight gradient is made then: it goes to a buffer, and hides no communication."""
-    if ctx.axis.size > 1 or not hasattr(ctx.weight, "main_grad"):
+    if ctx.axis.size > 1 or main_grad_of(ctx.weight) is None:
         return False
     return ask_maker(ctx.maker, lambda x: weight_gradient(ctx.weight, grad, x, ctx.way))
 

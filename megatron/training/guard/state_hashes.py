@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron.core.distributed.buffer import ParamAndGradBuffer, Shard
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.plan import Slot
+from megatron.core.main_grad import slot_of
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.split_master import SplitMaster
 from megatron.core.storage.stored import Stored, loaded
@@ -74,7 +75,7 @@ def held_state(chunks: Sequence[DistributedDataParallel], optimizer: FlatOptimiz
             else:
                 yield from _of_shard("weights", buffer.held_params, buffer)
         for name, parameter in chunk.module.named_parameters():
-            if not parameter.requires_grad and not hasattr(parameter, "slot"):
+            if not parameter.requires_grad and slot_of(parameter) is None:
                 yield HeldTensor("weights", parameter.data, [Slot(name, 0, parameter.numel())])
     for number, buffer in enumerate(optimizer.buffers):
         masters = optimizer.masters[number]
