@@ -389,6 +389,11 @@ def add_flag(
     action.knob = field  # argparse itself does not know the default
 
 
+def knob_of(action: argparse.Action) -> dataclasses.Field | None:
+    """The config field whose flag this is; None: a script added the flag by argparse alone."""
+    return getattr(action, "knob", None)
+
+
 def read_flags(parser: FlagParser, argv: Sequence[str] | None) -> dict[str, Any]:
     """The values of the given flags. Raises ConfigError for unknown flags, with the nearest known flag."""
     given, unknown = parser.parse_known_args(argv)

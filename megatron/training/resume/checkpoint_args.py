@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from megatron.core.checkpoint.folder import find, read_manifest
 from megatron.core.checkpoint.format import MANIFEST, CheckpointError, parse_manifest
-from megatron.core.config import ConfigError, FlagParser, build, default_of, flag_of, knobs
+from megatron.core.config import ConfigError, FlagParser, build, default_of, flag_of, knob_of, knobs
 from megatron.core.interchange import is_foreign, settings_in
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.storage.paths import path_of
@@ -94,7 +94,7 @@ def as_flags(
     settings: dict[str, Any] = {}
     taken: list[str] = []
     notes: list[str] = []
-    own_fields = {action.dest: action.knob for action in parser.own if hasattr(action, "knob")}
+    own_fields = {action.dest: field for action in parser.own if (field := knob_of(action)) is not None}
     usual = _DEFAULTS | {name: default_of(field) for name, field in own_fields.items()}
     for name, value in wanted:
         if name in given:

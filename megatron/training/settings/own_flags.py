@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.config import FlagParser, default_of
+from megatron.core.config import FlagParser, default_of, knob_of
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ def own_flags(parser: FlagParser, settings: Mapping[str, Any], ours: Collection[
     for action in parser.own:
         if action.dest in ours:
             continue
-        field, title = getattr(action, "knob", None), titles.get(id(action))
+        field = knob_of(action)
+        title = titles.get(id(action))
         default = _default_of(parser, action)
         value = settings.get(action.dest, default)
         of_model = field is not None and field.metadata["of_model"]
@@ -58,7 +59,7 @@ def own_flags(parser: FlagParser, settings: Mapping[str, Any], ours: Collection[
 
 def _default_of(parser: FlagParser, action: argparse.Action) -> Any:
     """The value of a flag that is not given."""
-    if (field := getattr(action, "knob", None)) is not None:
+    if (field := knob_of(action)) is not None:
         return default_of(field)
     if action.default is argparse.SUPPRESS:
         return None
