@@ -40,12 +40,18 @@ class Current:
 
 
 _of_process: Current | None = None
-_override = threading.local()
+
+
+class _OfThread(threading.local):
+    current: Current | None = None
+
+
+_override = _OfThread()
 
 
 def current() -> Current:
     """The `Current` of this thread if `use_mesh` set one, else of this process. RuntimeError before initialization."""
-    found = getattr(_override, "current", None) or _of_process
+    found = _override.current or _of_process
     if found is None:
         raise RuntimeError("model parallelism is not initialised; call initialize_model_parallel() first")
     return found
@@ -57,7 +63,7 @@ def get_mesh() -> Mesh:
 
 
 def model_parallel_is_initialized() -> bool:
-    return (getattr(_override, "current", None) or _of_process) is not None
+    return (_override.current or _of_process) is not None
 
 
 def use_mesh(mesh: Mesh | None) -> None:
@@ -68,7 +74,7 @@ def use_mesh(mesh: Mesh | None) -> None:
 @contextlib.contextmanager
 def acting_on(mesh: Mesh) -> Iterator[Current]:
     """Inside, in this thread, `mesh` is the current one: for a rank that is not this process'."""
-    before = getattr(_override, "current", None)
+    before = _override.current
     use_mesh(mesh)
     try:
         yield _override.current

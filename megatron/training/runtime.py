@@ -130,7 +130,14 @@ def vocab_size_of(config: Config, tokenizer: Tokenizer | None) -> int | None:
 
 
 _runtime: Runtime | None = None
-_override = threading.local()  # tests run ranks as threads, each with its own runtime
+
+
+class _OfThread(threading.local):
+    runtime: Runtime | None = None
+    acts = False  # whether it is another run for the time being, in `acting_as`
+
+
+_override = _OfThread()  # tests run ranks as threads, each with its own runtime
 
 
 def set_runtime(runtime: Runtime | None, *, this_thread_only: bool = False) -> None:
@@ -146,7 +153,7 @@ def set_runtime(runtime: Runtime | None, *, this_thread_only: bool = False) -> N
 @contextlib.contextmanager
 def acting_as(runtime: Runtime) -> Iterator[None]:
     """Inside, in this thread, the run is another one, on its own mesh: for a rank of it that is not this process'."""
-    before, acted = getattr(_override, "runtime", None), is_dry_run()
+    before, acted = _override.runtime, is_dry_run()
     _override.runtime, _override.acts = runtime, True
     try:
         with acting_on(runtime.mesh) as here:
@@ -160,12 +167,12 @@ def acting_as(runtime: Runtime) -> Iterator[None]:
 
 def is_dry_run() -> bool:
     """Whether a script is called for the memory prediction alone: `print_rank_0` and `print_rank_last` print nothing then."""
-    return getattr(_override, "acts", False)
+    return _override.acts
 
 
 def get_runtime() -> Runtime:
     """The parts of the run, for top-level scripts; megatron/core never calls it."""
-    runtime = getattr(_override, "runtime", None) or _runtime
+    runtime = _override.runtime or _runtime
     if runtime is None:
         raise RuntimeError("the run is not initialised; call pretrain() or initialize_megatron() first")
     return runtime

@@ -19,20 +19,25 @@ class Arguments(argparse.Namespace):
 
     __slots__ = ("_fixed",)  # outside the dictionary, so that `vars(args)` has flags only
 
+    def __new__(cls, *_: Any, **__: Any) -> "Arguments":
+        made = super().__new__(cls)
+        made._fixed = frozenset()  # also of a copy, which copies attributes without `__init__`
+        return made
+
     def __init__(self, values: Mapping[str, Any], fixed: Iterable[str] = ()):
         """fixed: the settings among the names of `values`."""
         super().__init__(**values)
-        object.__setattr__(self, "_fixed", frozenset(fixed))
+        self._fixed = frozenset(fixed)
 
     def __setattr__(self, name: str, value: Any) -> None:
         before = getattr(self, name, None)
-        if name in getattr(self, "_fixed", ()) and value != before and parallel_state.launched_rank() == 0:
+        super().__setattr__(name, value)
+        if name in self._fixed and value != before and parallel_state.launched_rank() == 0:
             print(
                 f"WARNING: the script sets args.{name} to {value!r}, but the run keeps {before!r}; give it on the command "
                 "line, or as args_defaults to pretrain()",
                 flush=True,
             )
-        super().__setattr__(name, value)
 
     def and_also(self, more: Mapping[str, Any]) -> "Arguments":
         """A copy in which `more` fills the settings that are missing or None."""
