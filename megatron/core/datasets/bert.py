@@ -9,7 +9,7 @@ import numpy as np
 from megatron.core.config import ConfigError
 from megatron.core.datasets.blend import BlendedDataset
 from megatron.core.datasets.data_config import DataConfig
-from megatron.core.datasets.known_ids import tokenizer_name
+from megatron.core.datasets.known_ids import beyond_of, tokenizer_name
 from megatron.core.datasets.masked import BertDataset, TextSample
 from megatron.core.datasets.masking import MaskedDataConfig, MaskingRules, WordPieces
 from megatron.core.datasets.padding import id_of, pad_is_text
@@ -112,7 +112,7 @@ def _pieces_of(tokenizer: Any, *, made_up: bool) -> WordPieces:
         )
     words = tuple(tokenizer.inv_vocab.get(i, "") for i in range(tokenizer.vocab_size))
     about = {"tokenizer": tokenizer_name(tokenizer), "pad_is_text": pad_is_text(tokenizer)}
-    return WordPieces(words, *ids, **about, beyond=getattr(tokenizer, "beyond", {}))
+    return WordPieces(words, *ids, **about, beyond=beyond_of(tokenizer))
 
 
 class MockBertDataset(BertDataset):

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from megatron.core.config import ConfigError, FlagConfig, Share, flag_of, knob
+from megatron.core.datasets.known_ids import beyond_of
 
 _UNREADABLE = "\N{REPLACEMENT CHARACTER}"  # what bytes that are no character are read as
 
@@ -85,7 +86,7 @@ class FillInTheMiddle:
             f"{flag_of(name)} {tokens[name]} is token {i}, and the model's word table has {tokenizer.vocab_size} rows, none for "
             "it; name another"
             for name, i in ids.items()
-            if i in getattr(tokenizer, "beyond", ())
+            if i in beyond_of(tokenizer)
         ]
         self.prefix, self.middle = ids["fim_prefix_token"], ids["fim_middle_token"]
         self.suffix, self.pad = ids["fim_suffix_token"], ids["fim_pad_token"]

@@ -28,7 +28,7 @@ from megatron.core.datasets.index_map import (
     split_tokens,
 )
 from megatron.core.datasets.indexed import IndexedDataset
-from megatron.core.datasets.known_ids import joined, tokenizer_name
+from megatron.core.datasets.known_ids import beyond_of, joined, tokenizer_name
 from megatron.core.datasets.padding import FILLED, id_of, pad_is_text
 from megatron.core.datasets.split_plan import (
     Building,
@@ -249,7 +249,7 @@ def rules_of(config: DataConfig, tokenizer: Any) -> TokenRules:
     eod = _NO_TOKEN if tokenizer.eod is None else tokenizer.eod
     ids = (tokenizer.vocab_size, eod, id_of(tokenizer, "pad"))
     about = {"tokenizer": tokenizer_name(tokenizer), "pad_is_text": pad_is_text(tokenizer)}
-    return TokenRules(*ids, **about_ends, **about, beyond=getattr(tokenizer, "beyond", {}))
+    return TokenRules(*ids, **about_ends, **about, beyond=beyond_of(tokenizer))
 
 
 def end_problems(config: DataConfig, tokenizer: Any) -> list[str]:

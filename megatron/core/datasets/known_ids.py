@@ -37,6 +37,11 @@ class WithinTable:
         return getattr(self.tokenizer, name)
 
 
+def beyond_of(tokenizer: Any) -> Mapping[int, str]:
+    """The tokens of the ids that the model has no row for."""
+    return tokenizer.beyond if isinstance(tokenizer, WithinTable) else {}
+
+
 def within_table(tokenizer: Any, rows: int) -> Any:
     """The tokenizer, with the ids that a word table of so many rows has."""
     return tokenizer if tokenizer.vocab_size <= rows else WithinTable(tokenizer, rows)
@@ -70,7 +75,7 @@ def table_problem(tokenizer: Any, rows: int) -> str | None:
 
 def table_note(tokenizer: Any, rows: int) -> str | None:
     """A line about ids without a row; None if each has one."""
-    beyond = getattr(within_table(tokenizer, rows), "beyond", {})
+    beyond = beyond_of(within_table(tokenizer, rows))
     if not beyond:
         return None
     some = ", ".join(f"{token} ({i})" for i, token in list(beyond.items())[:3])

@@ -9,7 +9,7 @@ import numpy as np
 from megatron.core.config import ConfigError
 from megatron.core.datasets.blend import BlendedDataset
 from megatron.core.datasets.data_config import DataConfig
-from megatron.core.datasets.known_ids import tokenizer_name
+from megatron.core.datasets.known_ids import beyond_of, tokenizer_name
 from megatron.core.datasets.masked import T5Dataset, TextSample
 from megatron.core.datasets.masking import MaskedDataConfig, MaskingRules, WordPieces
 from megatron.core.datasets.padding import id_of, pad_is_text
@@ -135,8 +135,7 @@ def _pieces_of(tokenizer: Any, config: DataConfig, masking: MaskedDataConfig) ->
     # A sentinel stands in the place of what is hidden, so no mask is needed; a published T5 has neither [CLS] nor [SEP].
     unused = (_NO_TOKEN if i is None else i for i in (cls, sep, None))
     about = {"tokenizer": tokenizer_name(tokenizer), "pad_is_text": pad_is_text(tokenizer)}
-    beyond = getattr(tokenizer, "beyond", {})
-    return WordPieces(words, *unused, pad, bos, eos, tuple(sentinels), **about, beyond=beyond)
+    return WordPieces(words, *unused, pad, bos, eos, tuple(sentinels), **about, beyond=beyond_of(tokenizer))
 
 
 class MockT5Dataset(T5Dataset):
