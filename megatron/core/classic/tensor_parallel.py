@@ -17,7 +17,7 @@ from megatron.core.current_mesh import current, get_mesh
 from megatron.core.placement import Constant, InitialValue, Normal
 from megatron.core.signatures import takes
 from megatron.core.tensor_parallel import linear_layers, mappings
-from megatron.core.tensor_parallel.broadcast import broadcast_tensors
+from megatron.core.tensor_parallel.broadcast import BatchWithoutData, broadcast_tensors
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
 
@@ -159,9 +159,7 @@ def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, 
 @takes(tp_group=None)
 def broadcast_data(keys: list[str], data: dict[str, Tensor] | None, datatype: torch.dtype) -> dict[str, Tensor]:
     """The tensors `keys` of the first tensor-parallel rank's `data`, on all ranks of the axis. Every rank must call."""
-    if hasattr(
-        data, "stand_ins"
-    ):  # a dry run: of Megatron 2's batches a GPT's has inputs and labels in one, a BERT's not
-        b, s = data.shape
+    if isinstance(data, BatchWithoutData):
+        b, s = data.shape  # of Megatron 2's batches a GPT's has inputs and labels in one, a BERT's not
         return dict(zip(keys, data.stand_ins(keys, (b, s + (keys == ["text"])), datatype, current().device)))
     return broadcast_tensors(keys, data, datatype, get_mesh()["tp"], current().device)

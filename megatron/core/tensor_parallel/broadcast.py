@@ -12,6 +12,18 @@ from megatron.core.device import to_device
 from megatron.core.grid import Axis
 
 
+class BatchWithoutData(dict):
+    """A microbatch of a dry run: it makes the tensors that are asked for."""
+
+    shape: tuple[int, int]  # [b, s] of a tensor whose shape nobody says
+
+    def stand_ins(
+        self, keys: list[str], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
+    ) -> tuple[Tensor, ...]:
+        """A tensor for each key."""
+        raise NotImplementedError
+
+
 def broadcast_batch(
     keys: list[str],
     data: dict[str, Tensor] | None,
@@ -24,7 +36,7 @@ def broadcast_batch(
 
     `data` may be None on other ranks. All tensors have `shape`, which every rank knows from the configuration.
     """
-    if hasattr(data, "stand_ins"):  # a dry run, which has no data
+    if isinstance(data, BatchWithoutData):
         return data.stand_ins(keys, shape, dtype, device)
     if axis.is_first:
         wrong = {key: tuple(data[key].shape) for key in keys if tuple(data[key].shape) != tuple(shape)}

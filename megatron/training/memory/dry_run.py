@@ -29,6 +29,7 @@ from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.schedule import Action, Op, Schedule
 from megatron.core.random import DropoutKeys
 from megatron.core.storage.stored import Stored
+from megatron.core.tensor_parallel.broadcast import BatchWithoutData
 from megatron.core.tiers.activations import HoldsActivations, StageActivations
 from megatron.core.tiers.block_file import BLOCK
 from megatron.core.tiers.plan import AHEAD, SLICE
@@ -141,7 +142,7 @@ def parts_of(runtime: Runtime, job: Job) -> RankParts:
     )
 
 
-class AnyBatch(dict):
+class AnyBatch(BatchWithoutData):
     """A microbatch with an entry for every key: [b, s] integers, or the shape that `broadcast_batch` asks for."""
 
     def __init__(self, runtime: Runtime):
