@@ -30,16 +30,21 @@ def mark_made(made: Tensor, by: Callable[..., tuple[Tensor | None, ...]], inputs
     made.made_again = _Mark(made._version, by, inputs)
 
 
+def _mark_of(x: Tensor) -> _Mark | None:
+    """Also of a tensor that was changed in place since it was marked."""
+    return getattr(x, "made_again", None)
+
+
 def unmarked(made: Tensor) -> Tensor:
     """The same tensor, to be kept by its readers: they run where ZeRO stage 3 may have released a parameter it is made from."""
-    if hasattr(made, "made_again"):
+    if _mark_of(made) is not None:
         del made.made_again
     return made
 
 
 def kept_for(x: Tensor) -> tuple[Again, tuple[Tensor | None, ...]]:
     """(again, kept): again(*kept) has the values of x. kept: what to save for a backward, x itself if nobody has marked it."""
-    mark = getattr(x, "made_again", None)
+    mark = _mark_of(x)
     if mark is None or mark.version != x._version:  # changed in place since
         return _as_kept, (x,)
     numbers = tuple(None if isinstance(value, Tensor) else value for value in mark.inputs)
@@ -50,7 +55,7 @@ def kept_for(x: Tensor) -> tuple[Again, tuple[Tensor | None, ...]]:
 
 def maker_of(x: Tensor) -> "Maker | None":
     """Whom to ask for x in the backward; None: nobody."""
-    mark = getattr(x, "made_again", None)
+    mark = _mark_of(x)
     return x.grad_fn if mark is not None and mark.version == x._version and hasattr(x.grad_fn, "asked") else None
 
 

@@ -160,6 +160,12 @@ class DropoutKeys:
         return self._words[device, len(samples)][:rows]
 
 
+def keys_of(module: nn.Module) -> DropoutKeys | None:
+    """The keys that a module, ours or a script's, draws its masks by. (A ModuleDict's `keys` are its names.)"""
+    keys = getattr(module, "keys", None)
+    return keys if isinstance(keys, DropoutKeys) else None
+
+
 class KeyedDropout(nn.Module):
     """Dropout with masks by (seed, site, layer, sample, row and column within the sample), whatever the rank, device or dtype."""
 

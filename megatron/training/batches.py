@@ -10,6 +10,7 @@ from megatron.core import comm, parallel_state
 from megatron.core.held_rows import of_my_rows
 from megatron.core.signatures import takes
 from megatron.core.tensor_parallel.broadcast import broadcast_batch
+from megatron.core.tensor_parallel.cross_entropy import cross_entropy_of
 from megatron.core.transformer.masks import Documents
 from megatron.training.runtime import get_runtime
 
@@ -62,7 +63,7 @@ def loss_report(losses: Tensor, loss_mask: Tensor, loss_sum: Tensor, num_tokens:
     loss_sum: of the losses as they are.
     """
     loss_sum = loss_sum.detach()
-    plain = getattr(losses, "cross_entropy", None)
+    plain = cross_entropy_of(losses)
     if plain is None:
         return {"lm loss": torch.stack((loss_sum, num_tokens))}
     pairs = {"lm loss": ((plain * loss_mask).sum(), num_tokens), "lm objective": (loss_sum, num_tokens)}

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -22,6 +22,20 @@ from megatron.training.settings.config import Config
 
 ModelProvider = Callable[..., nn.Module]
 ChunksByStage = dict[int, DistributedDataParallel]
+
+
+@runtime_checkable
+class DeclaresBoundary(Protocol):
+    """A model that says which tensors a stage sends to the next; others send their hidden states."""
+
+    def boundary(self, micro_batch_size: int, seq_length: int) -> tuple[TensorSpec, ...]: ...
+
+
+@runtime_checkable
+class TakesInputTensor(Protocol):
+    """A model of a pipeline's stage, as Megatron's are."""
+
+    def set_input_tensor(self, x: Any) -> None: ...
 
 
 def make_chunks(model_provider: ModelProvider, runtime: Runtime) -> dict[int, nn.Module]:
@@ -57,13 +71,18 @@ def share_tables(made: Mapping[int, nn.Module]) -> list[str]:
     shared = []
     for chunk in made.values():
         for name, table in list(chunk.named_parameters()):
-            if getattr(table, "shared_embedding", False) and tables.setdefault(name, table) is not table:
+            if _is_shared(table) and tables.setdefault(name, table) is not table:
                 *path, attribute = name.split(".")
                 owner = chunk.get_submodule(".".join(path))
                 delattr(owner, attribute)
                 owner.__dict__[attribute] = tables[name]  # unregistered: only the first chunk trains it
                 shared.append(name)
     return shared
+
+
+def _is_shared(parameter: nn.Parameter) -> bool:
+    """Whether it is a table of the first and the last stage, by Megatron's attribute."""
+    return getattr(parameter, "shared_embedding", False)
 
 
 def refuse_shared_tables(names: list[str], config: DataParallelConfig) -> None:
@@ -145,7 +164,7 @@ def model_problems(chunk: Any, *, in_pipeline: bool) -> list[str]:
             "LayerNorm, need none; under --sequence-parallel they need parameter.sequence_parallel = True, or False if every "
             "rank has the whole sequence"
         )
-    if in_pipeline and not hasattr(chunk, "set_input_tensor"):
+    if in_pipeline and not isinstance(chunk, TakesInputTensor):
         problems.append(
             f"{type(chunk).__name__} has no method set_input_tensor(x), which gives a pipeline stage the previous stage's output"
         )
@@ -196,5 +215,5 @@ def boundary_of(models: Iterable[nn.Module], runtime: Runtime) -> tuple[TensorSp
     """
     config = runtime.config
     shape = config.training.micro_batch_size, config.data.seq_length
-    declared = [model.boundary(*shape) for model in models if hasattr(model, "boundary")]
+    declared = [model.boundary(*shape) for model in models if isinstance(model, DeclaresBoundary)]
     return declared[0] if declared else (runtime.layer_context.hidden_states(config.transformer, *shape),)

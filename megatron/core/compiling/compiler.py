@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -89,13 +89,22 @@ def settle_compiling(config: CompileConfig, device: torch.device | str, world: A
 
 def news_of_layers(models: Iterable[nn.Module]) -> list[str]:
     """Log lines about layers that --compile layers leaves in parts, with the reason: their `compiled_whole.why_in_parts`."""
-    asked = [held for model in models for layer in model.modules() if (held := getattr(layer, "compiled_whole", None))]
+    asked = [held for model in models for layer in model.modules() if (held := _whole_of(layer))]
     reasons = Counter(held.why_in_parts for held in asked)
     return [
         f"--compile layers: {count} of {len(asked)} layers run as with regions, since {why}"
         for why, count in reasons.items()
         if why is not None
     ]
+
+
+class _Whole(Protocol):
+    why_in_parts: str | None
+
+
+def _whole_of(layer: nn.Module) -> _Whole | None:
+    """What runs a transformer layer as a whole (`transformer/whole_layer.py`)."""
+    return getattr(layer, "compiled_whole", None)
 
 
 def cache_folder() -> Path:

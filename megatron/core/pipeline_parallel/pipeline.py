@@ -24,7 +24,7 @@ from megatron.core.pipeline_parallel.schedule import Action, Op, Schedule, forwa
 from megatron.core.pipeline_parallel.simulate import make_schedule, peak_inputs
 from megatron.core.pipeline_parallel.table import stage_map
 from megatron.core.pipeline_parallel.transport import TensorSpec, Transport
-from megatron.core.random import DropoutKeys
+from megatron.core.random import DropoutKeys, keys_of
 from megatron.core.tiers.activations import HoldsActivations
 from megatron.core.weight_grads import WeightGradStore
 
@@ -187,5 +187,5 @@ def _modules_of(chunk: Any) -> list[nn.Module]:
 
 
 def _keys_in(chunks: Mapping[int, nn.Module]) -> set[DropoutKeys]:
-    found = (getattr(module, "keys", None) for chunk in chunks.values() for module in _modules_of(chunk))
-    return {keys for keys in found if isinstance(keys, DropoutKeys)}
+    found = (keys_of(module) for chunk in chunks.values() for module in _modules_of(chunk))
+    return {keys for keys in found if keys is not None}

@@ -27,6 +27,11 @@ from megatron.core.tensor_parallel.score_rows import Factors, grad_of_rows, sums
 from megatron.core.tensor_parallel.word_ids import check_word_ids
 
 
+def cross_entropy_of(losses: Tensor) -> Tensor | None:
+    """The cross entropy alone, beside a model's losses with the terms of training; None: the losses are it."""
+    return getattr(losses, "cross_entropy", None)
+
+
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     """The loss and, where `how` asks for it, the cross entropy without smoothing and z-loss, which has no gradient.
 

@@ -9,7 +9,7 @@ from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear, Ro
 from megatron.core.transformer.attention import CoreAttention
 from megatron.core.transformer.context import LayerContext, MakePart
 from megatron.core.transformer.kv_cache import DecoderCache
-from megatron.core.transformer.masks import Mask, tensors_of
+from megatron.core.transformer.masks import HoldsTensors, Mask, tensors_of
 from megatron.core.transformer.model_config import ModelConfig
 
 
@@ -66,7 +66,7 @@ Kept = dict[int, tuple[Tensor, Tensor]]  # layer -> keys, values [m, b, n/t, d]
 
 
 @dataclass(frozen=True)
-class BesideEncoder:
+class BesideEncoder(HoldsTensors):
     """In place of a mask: what a decoder's layers see.
 
     own: of the decoder's own text. memory: the encoder's result, [s, b, h], or [s/t, b, h] under sequence parallelism; None once

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -45,8 +46,17 @@ class Window:
     within: Tensor | Documents | None
 
 
+@runtime_checkable
+class HoldsTensors(Protocol):
+    """What stands in the place of a mask, here or in a model's own layers, and holds tensors that layers share."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class Biased:
+class Biased(HoldsTensors):
     """In place of a mask: `within` hides keys, and `bias` is added to the scores of all heads of this rank."""
 
     bias: Tensor  # [n, s, s], or of this rank's rows alone
@@ -61,9 +71,12 @@ Mask = Tensor | Documents | Window | Biased | None  # a tensor: [.., s, s], True
 
 
 def tensors_of(mask: object) -> tuple[Tensor, ...]:
-    """The tensors of a mask, which layers share. mask: a `Mask`, or what a model's own layers take in its place, with its
-    `tensors`."""
-    return (mask,) if isinstance(mask, Tensor) else getattr(mask, "tensors", ())
+    """The tensors of a mask, which layers share. mask: a `Mask`, or what a model's own layers take in its place."""
+    if mask is None:
+        return ()
+    if isinstance(mask, Tensor):
+        return (mask,)
+    return mask.tensors if isinstance(mask, HoldsTensors) else ()
 
 
 def windowed(mask: Tensor | Documents | None, before: int | None, keys: int) -> Mask:

@@ -13,7 +13,7 @@ from megatron.core.transformer.context import LayerContext, MakePart
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.core.transformer.norm import make_norm
+from megatron.core.transformer.norm import Norm, make_norm
 from megatron.core.transformer.recompute import give_up, recomputed
 from megatron.core.transformer.regions import REGIONS
 from megatron.core.transformer.whole_layer import WholeLayer
@@ -112,7 +112,7 @@ class ParallelTransformerLayer(nn.Module):
 
 def _normed(norm: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     """(x, norm(x)); a compiled norm adds the gradients of both in its own pass."""
-    return norm(x, beside_input=True) if getattr(norm, "carries", False) else (x, norm(x))
+    return norm(x, beside_input=True) if isinstance(norm, Norm) and norm.carries else (x, norm(x))
 
 
 # Megatron's names.

@@ -46,7 +46,7 @@ class WholeLayer:
         if self.why_in_parts or cache is not None or self._of_the_script():
             return False
         hooks = (hook for part in self._parts() for held in _hooks_of(part) for hook in held.values())
-        return all(getattr(hook, "may_be_left_out", False) for hook in hooks)
+        return all(_may_be_left_out(hook) for hook in hooks)
 
     def before(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(x, the product of q, k and v)"""
@@ -72,9 +72,12 @@ class WholeLayer:
         layer, attention = self.layer, self.layer.self_attention
         mlp = layer.mlp
         norms = [layer.input_layernorm, layer.pre_mlp_layernorm]
-        of_blocks = [getattr(attention, name, None) for name in ("linear_qkv", "linear_proj")]
-        of_blocks += [getattr(mlp, name, None) for name in ("linear_fc1", "linear_fc2")]
-        return [attention, mlp, *norms, *of_blocks, layer.attention_dropout, layer.mlp_dropout]
+        of_attention = of_mlp = [None, None]
+        if isinstance(attention, ParallelAttention):
+            of_attention = [attention.linear_qkv, attention.linear_proj]
+        if isinstance(mlp, ParallelMLP):
+            of_mlp = [mlp.linear_fc1, mlp.linear_fc2]
+        return [attention, mlp, *norms, *of_attention, *of_mlp, layer.attention_dropout, layer.mlp_dropout]
 
     def _of_the_script(self) -> str | None:
         for part, ours in zip(self._parts(), _OURS):
@@ -88,6 +91,11 @@ class WholeLayer:
         ):
             return None
         return "a norm's or an activation's function is the script's own"
+
+
+def _may_be_left_out(hook: Any) -> bool:
+    """Whether a hook says that it does nothing that the parameters' use would not do."""
+    return getattr(hook, "may_be_left_out", False)
 
 
 _OURS = (

@@ -17,7 +17,7 @@ def model_name(chunks: Iterable[nn.Module], pp: Axis, device: torch.device | str
     stages have different classes. Every rank of `pp` must call.
     """
     chunks = list(chunks)
-    named = {getattr(chunk, "model_name", None) for chunk in chunks}
+    named = {_declared_name(chunk) for chunk in chunks}
     mine = {
         "said": sorted(name for name in named if isinstance(name, str)),
         "models": sorted({_name_of(type(chunk)) for chunk in chunks}),
@@ -28,6 +28,11 @@ def model_name(chunks: Iterable[nn.Module], pp: Axis, device: torch.device | str
     if found["said"]:
         return " + ".join(found["said"])
     return " + ".join(found["models"]) + (f" of {', '.join(found['parts'])}" if found["parts"] else "")
+
+
+def _declared_name(chunk: nn.Module) -> object:
+    """The name that a class sets."""
+    return getattr(chunk, "model_name", None)
 
 
 def _names_of_parts(chunk: nn.Module) -> set[str]:

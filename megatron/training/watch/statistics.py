@@ -75,6 +75,11 @@ def statistics_of(x: Tensor) -> Statistics:
 TensorKey = tuple[str, str]  # ("parameter" | "gradient" | "activation", name in the model)
 
 
+def _gives_hidden_states(module: nn.Module) -> bool:
+    """Whether a module's class, ours or a script's, says that its forward returns hidden states."""
+    return getattr(module, "gives_hidden_states", False)
+
+
 class Inspector:
     """Statistics of one step: create before the step, `finish` after it. Steps without --inspect have no hook and no cost."""
 
@@ -88,7 +93,7 @@ class Inspector:
 
     def _watch_outputs(self, model: nn.Module) -> None:
         for name, module in model.named_modules():
-            if getattr(module, "gives_hidden_states", False) or name.endswith("final_layernorm"):
+            if _gives_hidden_states(module) or name.endswith("final_layernorm"):
 
                 def note(module: nn.Module, inputs: object, output: Tensor, name: str = name) -> None:
                     # A recomputed layer is counted twice with all its elements, so means and shares stay the same.
