@@ -151,9 +151,11 @@ class SelfAttention(ParallelAttention):
             of_proj = {"input_is_parallel": True, "skip_bias_add": True, "tp_comm_buffer_name": "proj"}
             of_proj |= {"init_method": config.output_layer_init_method, "bias": config.add_bias_linear}
             self.linear_proj = build_module(submodules.linear_proj, queries, h, **options, **of_proj)
-        for name in ("q_layernorm", "k_layernorm"):
-            if _is_own(norm := getattr(submodules, name), FusedLayerNorm):
-                setattr(self, name, build_module(norm, config=config, hidden_size=d, eps=ours.norm_epsilon))
+        of_norm = {"config": config, "hidden_size": d, "eps": ours.norm_epsilon}
+        if _is_own(submodules.q_layernorm, FusedLayerNorm):
+            self.q_layernorm = build_module(submodules.q_layernorm, **of_norm)
+        if _is_own(submodules.k_layernorm, FusedLayerNorm):
+            self.k_layernorm = build_module(submodules.k_layernorm, **of_norm)
 
     def forward(
         self,
