@@ -1,8 +1,8 @@
-"""Draws the two pictures of docs/architecture.md from the code: the floors, and a batch's way through them.
+"""Draws the two pictures of docs/architecture.md from the code: the levels, and a batch's way through them.
 
 python tests/architecture_doc.py
 
-The floors are the rows of tests/test_architecture.py. The way is recorded: one training step of both ranks of a pipeline of two, ranks
+The levels are those of tests/package_graph.py. The way is recorded: one training step of both ranks of a pipeline of two, ranks
 as threads. Each file stands once, where a function of it is entered first, below its caller's.
 """
 
@@ -15,8 +15,8 @@ from types import CodeType, FrameType
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from local_ranks import run_ranks
+from package_graph import LEVELS
 from script_run import trainer_of
-from test_architecture import ROWS
 
 import pretrain_gpt
 from megatron.core.mesh import Mesh
@@ -47,24 +47,18 @@ BESIDE = (
 )
 
 
-def floors() -> str:
-    """A line or more for each floor, from the top: its packages and files."""
-    upper = [["tools", "pretrain_*.py", "examples", "tests", "megatron/deepspeed"], ["megatron/training"]]
-    rows = [*upper, *([f"megatron/core/{name}" for name in sorted(row.split())] for row in reversed(ROWS))]
+def levels() -> str:
+    """A line or more for each level, from the top: its packages and files."""
+    rows = [["tools", "pretrain_*.py", "examples", "tests"], *(packages.split() for packages in reversed(LEVELS))]
     lines = []
     for number, row in zip(range(len(rows) - 1, -1, -1), rows):
-        head = f"{number}  "
-        for box in (_box(name) for name in row):
+        head = f"{number:2}  "
+        for box in (f"[{name}]" for name in row):
             if len(head) + len(box) > WIDTH:
-                lines, head = [*lines, head.rstrip()], "   "
+                lines, head = [*lines, head.rstrip()], "    "
             head += f"{box} "
         lines.append(head.rstrip())
     return "\n".join(lines) + "\n"
-
-
-def _box(name: str) -> str:
-    """[transformer]"""
-    return f"[{name.removeprefix('megatron/core/').removeprefix('megatron/')}]"
 
 
 @dataclass
@@ -171,6 +165,6 @@ def picture(page: str, name: str) -> str:
 
 if __name__ == "__main__":
     text = PAGE.read_text()
-    for name, drawn in (("floors", floors()), ("way", way())):
+    for name, drawn in (("levels", levels()), ("way", way())):
         text = text.replace(MARK.format(name) + picture(text, name), MARK.format(name) + drawn)
     PAGE.write_text(text)

@@ -30,7 +30,8 @@ from megatron.core.pipeline_parallel.stage import split_layers, split_two_stacks
 from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.placement import Placement, owned_pieces
 from megatron.core.products import NATIVE
-from megatron.core.random import DropoutKeys, initialize_parameters
+from megatron.core.random import DropoutKeys
+from megatron.core.sharding.initial_values import initialize_parameters
 from megatron.core.storage.stored import start_reading
 from megatron.core.tiers.offload_config import make_tier
 from megatron.core.tiers.tier import Tier

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from megatron.core.mesh import Mesh
-from megatron.core.products import NATIVE, Products
 
 
 @dataclass(eq=False)
@@ -22,7 +21,7 @@ class Current:
     mesh: Mesh
     device: torch.device | str = "cpu"
     sequence_parallel: bool = False
-    products: Products = NATIVE
+    products: Any = None  # the `Products` of a run; None: native
     virtual_rank: int | None = None  # the running model chunk
     fills_by_name: bool = False  # inside `filling_by_name`
     samples: int = 0  # consumed by `get_forward_backward_func`

@@ -149,3 +149,10 @@ class AxisSizes:
             else:
                 sizes[name] = size
         return Grid(sizes)
+
+
+# The axes over which a parameter is replicated.
+DATA_PARALLEL = ("dp_outer", "dp_inner", "cp")
+
+
+EXPERT_DATA_PARALLEL = ("edp_outer", "edp_inner")

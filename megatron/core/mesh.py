@@ -30,8 +30,7 @@ from typing import NamedTuple
 
 from megatron.core.comm import Group, Ledger
 from megatron.core.config import ConfigError
-from megatron.core.grid import ALONE, Axis, AxisSizes
-from megatron.core.placement import DATA_PARALLEL, EXPERT_DATA_PARALLEL
+from megatron.core.grid import ALONE, DATA_PARALLEL, EXPERT_DATA_PARALLEL, Axis, AxisSizes
 from megatron.core.stage_map import StageMap, loop
 
 

@@ -16,11 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core.boxes import Box, intersect, relative_to, whole
-from megatron.core.grid import Axis
-
-# The axes over which a parameter is replicated.
-DATA_PARALLEL = ("dp_outer", "dp_inner", "cp")
-EXPERT_DATA_PARALLEL = ("edp_outer", "edp_inner")
+from megatron.core.grid import DATA_PARALLEL, Axis
 
 
 @dataclass(frozen=True)

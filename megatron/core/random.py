@@ -6,122 +6,18 @@ recompute and the backward draw it again, and no generator state is saved.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from itertools import product
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
-from megatron.core import comm
-from megatron.core.boxes import Box, intersect, relative_to, size_of, slices, whole
 from megatron.core.device import to_device
 from megatron.core.dropout_masks import MaskWords, column_words, dropped, keys_at, numbered_keys, pairs_of_words
-from megatron.core.grid import Axis
-from megatron.core.placement import Constant, Normal, XavierUniform, pieces
 from megatron.core.sequence_rows import SequenceRows
-
-TILE = 256  # rows and columns; 65,536 draws take about 0.2 ms, their seeding 2 us
-
-
-def seed_of(*key: int | str) -> int:
-    """A 63-bit generator seed: a hash of the key."""
-    return comm.fingerprint("\0".join(str(part) for part in key))
-
-
-# ---------------------------------------------------------------- initial weights
-
-
-def initialize_parameters(model: nn.Module, seed: int, mesh: Mapping[str, Axis]) -> None:
-    """Fills each parameter of a model chunk with its shard of the global initial value. Padding becomes zero.
-
-    Parameter names seed the draws, so they must be global: layers numbered over the whole model.
-    """
-    for name, parameter in model.named_parameters():
-        initialize_parameter(parameter, seed, name, mesh)
-
-
-@torch.no_grad()
-def initialize_parameter(parameter: nn.Parameter, seed: int, name: str, mesh: Mapping[str, Axis]) -> None:
-    """`initialize_parameters` for one parameter. mesh: the axes that shard it."""
-    placement, init = parameter.placement, parameter.placement.init
-    if init is None or parameter.is_meta:
-        return
-    parameter.zero_()
-    drawn = None if isinstance(init, Normal | XavierUniform | Constant) else _made_by(init, placement.shape, seed, name)
-    for box, local in pieces(placement, tuple(parameter.shape), mesh):
-        if isinstance(init, Constant):
-            parameter[slices(local)].fill_(init.value)
-        elif isinstance(init, Normal):
-            parameter[slices(local)].copy_(normal_box(placement.shape, box, init.std, seed, name))
-        elif isinstance(init, XavierUniform):
-            parameter[slices(local)].copy_(xavier_box(placement.shape, box, seed, name))
-        else:
-            parameter[slices(local)].copy_(drawn[slices(box)])
-
-
-def seed_of_next_parameter() -> int:
-    """One draw from torch's generator, whose seed must be equal on all ranks of a model."""
-    return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
-
-
-def _made_by(init: Callable[[Tensor], Any], shape: tuple[int, ...], seed: int, name: str) -> Tensor:
-    """The global float32 tensor filled by `init`: in place, like `torch.nn.init.xavier_normal_`, or returned.
-
-    Every rank makes the whole tensor on the CPU, since a function need not work on a shard: t ranks take t times the time and
-    memory. The function draws from torch's generator, which is seeded for the call and restored.
-    """
-    values, generator = torch.full(shape, torch.nan, dtype=torch.float32, device="cpu"), torch.default_generator
-    state = generator.get_state()
-    generator.manual_seed(seed_of(seed, name))
-    try:
-        with torch.device("cpu"):
-            returned = init(values)
-    finally:
-        generator.set_state(state)
-    if isinstance(returned, Tensor) and returned.shape == values.shape and bool(values.isnan().all()):
-        values = returned.detach().cpu()
-    if bool(values.isnan().any()):
-        raise ValueError(
-            f"init_method {getattr(init, '__name__', init)!r} leaves {int(values.isnan().sum())} of {values.numel()} elements "
-            f"of a tensor of shape {shape} unset; it must set them all in place, like torch.nn.init.xavier_normal_, or return "
-            "a tensor of that shape"
-        )
-    return values
-
-
-def normal_box(shape: tuple[int, ...], box: Box, std: float, seed: int, name: str) -> Tensor:
-    """The box of the global tensor `name`, of `shape`, drawn from N(0, std^2): float32, on the CPU."""
-    return _drawn_box(torch.randn, shape, box, seed, name).mul_(std)
-
-
-def xavier_box(shape: tuple[int, ...], box: Box, seed: int, name: str) -> Tensor:
-    """As `normal_box`, by Xavier's rule for the whole matrix."""
-    bound = (6 / sum(shape)) ** 0.5
-    return _drawn_box(torch.rand, shape, box, seed, name).mul_(2 * bound).sub_(bound)
-
-
-def _drawn_box(draw: Callable[..., Tensor], shape: tuple[int, ...], box: Box, seed: int, name: str) -> Tensor:
-    out = torch.empty(size_of(box), dtype=torch.float32)
-    generator = torch.Generator()
-    for tile in _tiles_overlapping(shape, box):
-        generator.manual_seed(seed_of(seed, name, *(start for start, _ in tile)))
-        values = draw(size_of(tile), generator=generator, dtype=torch.float32)
-        shared = intersect(tile, box)
-        out[slices(relative_to(shared, box))] = values[slices(relative_to(shared, tile))]
-    return out
-
-
-def _tiles_overlapping(shape: tuple[int, ...], box: Box) -> list[Box]:
-    """The tiles of `shape` that share an element with `box`."""
-    starts = [range(start - start % TILE, stop, TILE) for start, stop in box]
-    whole_tensor = whole(shape)
-    return [intersect(tuple((s, s + TILE) for s in corner), whole_tensor) for corner in product(*starts)]
+from megatron.core.sharding.initial_values import seed_of
 
 
 # ---------------------------------------------------------------- dropout
-
-
 class DropoutKeys:
     """The dropout keys of one model chunk: its seed, and the samples of the running microbatch.
 

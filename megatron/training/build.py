@@ -19,7 +19,7 @@ from megatron.core.grid import Axis
 from megatron.core.optimizer.lr_schedule import AnySchedule, learning_rate_schedule
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.param_groups import GroupRule, default_group
-from megatron.core.random import initialize_parameters
+from megatron.core.sharding.initial_values import initialize_parameters
 from megatron.core.signatures import takes
 from megatron.training.chunks import ModelProvider, build_optimizer, in_buffers, make_chunks
 from megatron.training.initialize import as_settings_problem

@@ -68,7 +68,7 @@ FOREIGN = {
         "megatron/core/classic/transformer_config.py": "__name__",
         "megatron/core/config.py": "__metadata__",
         "megatron/core/distributed/released.py": "__name__ __self__",
-        "megatron/core/random.py": "__name__",
+        "megatron/core/sharding/initial_values.py": "__name__",
         "megatron/training/memory/shortage.py": "__notes__",
     },
     "of an error of any kind, which a store's library raises": {"megatron/core/storage/objects.py": "errno strerror"},

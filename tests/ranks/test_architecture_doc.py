@@ -3,13 +3,13 @@
 import re
 
 import pytest
-from architecture_doc import PAGE, ROOT, floors, picture, way
+from architecture_doc import PAGE, ROOT, levels, picture, way
 
 REDRAW = "run: python tests/architecture_doc.py"
 
 
-def test_the_floors_are_current():
-    assert picture(PAGE.read_text(), "floors") == floors(), REDRAW
+def test_the_levels_are_current():
+    assert picture(PAGE.read_text(), "levels") == levels(), REDRAW
 
 
 @pytest.mark.full

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from megatron.core import comm
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
+from megatron.core.grid import EXPERT_DATA_PARALLEL
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.settings import OptimizerConfig
-from megatron.core.placement import EXPERT_DATA_PARALLEL, Placement
+from megatron.core.placement import Placement
 
 SAMPLES, TOKENS, WIDTH, EXPERTS = 4, 4, 6, 4
 

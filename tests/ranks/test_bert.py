@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.models.bert_model import BertModel
-from megatron.core.random import initialize_parameters
+from megatron.core.sharding.initial_values import initialize_parameters
 from megatron.core.transformer.context import LayerContext
 
 CONFIGS = {

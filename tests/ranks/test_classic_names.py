@@ -15,7 +15,7 @@ from megatron.core.boxes import slices
 from megatron.core.current_mesh import filling_by_name
 from megatron.core.models.gpt_model import GPTModel
 from megatron.core.placement import Constant, pieces
-from megatron.core.random import initialize_parameters, normal_box
+from megatron.core.sharding.initial_values import initialize_parameters, normal_box
 from megatron.core.tensor_parallel.utils import VocabUtility
 from megatron.core.transformer.context import LayerContext
 from megatron.core.utils import init_method_normal, scaled_init_method_normal

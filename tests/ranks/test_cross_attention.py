@@ -9,7 +9,7 @@ from megatron.core.classic.cross_attention import get_t5_decoder_with_local_bloc
 from megatron.core.classic.layers import TransformerBlock
 from megatron.core.classic.transformer_config import TransformerConfig
 from megatron.core.current_mesh import current, filling_by_name
-from megatron.core.random import initialize_parameter
+from megatron.core.sharding.initial_values import initialize_parameter
 
 S, M, B, H, N = 6, 9, 2, 8, 4
 X, MEMORY = torch.randn(2, M, B, H, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).unbind()

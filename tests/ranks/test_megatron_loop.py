@@ -33,7 +33,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.pipeline import BatchShape
 from megatron.core.pipeline_parallel.stage import split_layers
-from megatron.core.random import DropoutKeys, initialize_parameters
+from megatron.core.random import DropoutKeys
+from megatron.core.sharding.initial_values import initialize_parameters
 from megatron.core.transformer.context import LayerContext
 from megatron.training.chunks import share_tables
 

@@ -12,6 +12,7 @@ from torch.nn import functional
 from megatron.core.classic.transformer_config import model_config
 from megatron.core.current_mesh import current
 from megatron.core.models.embedding import Embedding
+from megatron.core.products import NATIVE
 from megatron.core.random import DropoutKeys
 from megatron.core.signatures import takes
 from megatron.core.transformer.context import LayerContext
@@ -48,7 +49,7 @@ def context_of(ours: ModelConfig, config: Any) -> LayerContext:
         return here.run.layer_context
     if here.dropout_keys is None:
         here.dropout_keys = DropoutKeys(here.seed or torch.initial_seed() % 2**31)
-    of_tensors = {"device": here.device, "products": here.products, "fills": not here.fills_by_name}
+    of_tensors = {"device": here.device, "products": here.products or NATIVE, "fills": not here.fills_by_name}
     asked = here.sequence_parallel or getattr(config, "sequence_parallel", False)
     divided = asked and here.mesh["tp"].size > 1
     return LayerContext.on(here.mesh, ours.params_dtype, here.dropout_keys, sequence_parallel=divided, **of_tensors)

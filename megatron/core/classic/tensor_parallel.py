@@ -15,6 +15,7 @@ from torch.nn.init import xavier_normal_
 
 from megatron.core.current_mesh import current, get_mesh
 from megatron.core.placement import Constant, InitialValue, Normal
+from megatron.core.products import NATIVE
 from megatron.core.signatures import takes
 from megatron.core.tensor_parallel import linear_layers, mappings
 from megatron.core.tensor_parallel.broadcast import BatchWithoutData, broadcast_tensors
@@ -42,7 +43,7 @@ def tensor_parallel_of(config: Any = None) -> TensorParallel:
     here, mesh = current(), get_mesh()
     divided = getattr(config, "sequence_parallel", here.sequence_parallel) and mesh["tp"].size > 1
     dtype = getattr(config, "params_dtype", torch.get_default_dtype())
-    options = {"kv": mesh["kv"], "products": here.products, "fills": not here.fills_by_name}
+    options = {"kv": mesh["kv"], "products": here.products or NATIVE, "fills": not here.fills_by_name}
     return TensorParallel(mesh["tp"], divided, dtype, here.device, **options)
 
 

@@ -19,7 +19,7 @@ from megatron.core import comm
 from megatron.core.grid import Axis
 from megatron.core.placement import Constant, InitialValue, Placement, Rows
 from megatron.core.products import NATIVE, Products
-from megatron.core.random import initialize_parameter, seed_of_next_parameter
+from megatron.core.sharding.initial_values import initialize_parameter, seed_of_next_parameter
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.linear import LinearFunction, linear
 from megatron.core.tensor_parallel.lookup import lookup

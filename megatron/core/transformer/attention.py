@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from megatron.core.compiling.compiler import compiles
 from megatron.core.grid import ALONE
 from megatron.core.lazy import lazy_names
+from megatron.core.ops.rotary_formulas import apply_rotary, cosines_and_sines, rotated, rotated_interleaved
 from megatron.core.placement import Normal, Placement, Rows
 from megatron.core.random import AttentionDropout
 from megatron.core.tensor_parallel.linear_layers import (
@@ -25,7 +26,6 @@ from megatron.core.transformer.masks import Biased, Mask, windowed
 from megatron.core.transformer.model_config import ModelConfig, query_group_problem
 from megatron.core.transformer.recompute import recomputed
 from megatron.core.transformer.regions import REGIONS
-from megatron.core.transformer.rotary import apply_rotary, cosines_and_sines, rotated, rotated_interleaved
 
 
 class CoreAttention(nn.Module):

@@ -13,9 +13,9 @@ from torch.nn import functional
 
 from megatron.core.compiling.compiler import Region
 from megatron.core.dropout_masks import MaskWords, dropped
+from megatron.core.ops.rotary_formulas import Rotation, rotated, rotated_interleaved
 from megatron.core.transformer.activations import OTHER_ACTIVATIONS, gated_region
 from megatron.core.transformer.formulas import of_rows, plus_bias, wide_of
-from megatron.core.transformer.rotary import Rotation, rotated, rotated_interleaved
 
 # ---------------------------------------------------------------- norms: (x, weight, bias or None, epsilon) -> (x, norm(x))
 

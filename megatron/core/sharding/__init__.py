@@ -1,0 +1,6 @@
+"""Where tensors live: boxes of index ranges, the placement of a parameter over axes, and initial values by name and position.
+
+boxes             index ranges of a tensor, one a dimension; intersecting them reshards (no torch)
+placement         how a parameter is sharded and replicated (no torch)
+initial_values    the same initial weights in any layout
+"""

@@ -1,0 +1,144 @@
+"""The graph of packages: declared in levels, read from the imports of every file, and refused where it has a cycle.
+
+    python tests/package_graph.py            the levels with what each package imports
+    python tests/package_graph.py --files    every import that crosses two packages
+
+A package imports from lower levels alone; what two packages of a level share lies lower. `renamed_modules.json` (old module -> new)
+places files that are still to be moved where they will be, so that the graph is acyclic on paper before anything is moved.
+"""
+
+import argparse
+import ast
+import json
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RENAMED = Path(__file__).with_name("renamed_modules.json")
+
+# Each level may import those above it in this list. A name with one dot is a package or a loose file of core or training.
+LEVELS = (
+    "core.base core.enums core.package_info core.packed_seq_params core.model_parallel_config",
+    "core.storage core.parallel core.tokenizers",
+    "core.sharding core.parallel_state core.timers",
+    "core.ops core.offload core.datasets core.utils",
+    "core.tensor_parallel core.pipeline_parallel core.context_parallel core.dist_checkpointing core.distributed",
+    "core.transformer core.optimizer",
+    "core.models core.fusions core.extensions core.optimizer_param_scheduler convert",
+    "core.inference",
+    "training.flops training.batch_cache training.tokenizer training.validation_sets",
+    "training.step",
+    "training.arguments",
+    "training.global_vars training.evaluate",
+    "training.batch_utils training.model_chunks training.checkpointing",
+    "training.engine training.utils training.num_samples training.memory training.monitor training.rerun",
+    "training.fault_tolerance",
+    "training.initialize",
+    "training.build",
+    "training.trainer",
+    "training.training",
+    "deepspeed legacy report commands",
+    "configure arguments data model mpu tokenizer utils",
+)
+# Packages whose files go to others one by one; they end with the last of them.
+DISSOLVING = ("core.classic", "training.classic")
+
+
+def package_of(module: str) -> str:
+    """megatron.core.ops.attention.masks -> core.ops"""
+    parts = module.split(".")
+    if parts[1] in ("core", "training"):
+        return ".".join(parts[1:3])
+    return parts[1]
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """The modules of the product, without the packages themselves: an `__init__` names what others define, and loads it lazily."""
+    files = sorted((ROOT / "megatron").rglob("*.py"))
+    return {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in files if file.stem != "__init__"}
+
+
+def imported_by(file: Path) -> set[str]:
+    """The modules of ours that a file imports when it is loaded; not those that only a type checker sees."""
+    tree = ast.parse(file.read_text())
+    unseen = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            unseen |= {id(inner) for inner in ast.walk(node)}
+    names = set()
+    for node in ast.walk(tree):
+        if id(node) in unseen:
+            continue
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return names & modules().keys()
+
+
+@cache
+def renamed() -> dict[str, str]:
+    return json.loads(RENAMED.read_text()) if RENAMED.exists() else {}
+
+
+@cache
+def edges() -> dict[tuple[str, str], list[tuple[str, str]]]:
+    """(package, package that it imports) -> the modules that do, both where they will be."""
+    found = defaultdict(list)
+    for module, file in modules().items():
+        own = renamed().get(module, module)
+        for other in sorted(imported_by(file)):
+            other = renamed().get(other, other)
+            if package_of(own) != package_of(other):
+                found[package_of(own), package_of(other)].append((own, other))
+    return dict(found)
+
+
+def level_of(package: str) -> int:
+    for level, packages in enumerate(LEVELS):
+        if package in packages.split():
+            return level
+    if package in DISSOLVING:
+        return len(LEVELS)
+    raise LookupError(
+        f"megatron/{package.replace('.', '/')} has no level; give it one in LEVELS of tests/package_graph.py"
+    )
+
+
+def problems() -> list[str]:
+    """Imports that do not point to a lower level, and homes that two modules would share."""
+    found = []
+    for (package, other), imports in sorted(edges().items()):
+        if package in DISSOLVING or other in DISSOLVING:
+            continue
+        if level_of(other) >= level_of(package):
+            found += [
+                f"{one} (level {level_of(package)}) imports {another} (level {level_of(other)})"
+                for one, another in imports
+            ]
+    homes = defaultdict(list)
+    for module in modules():
+        homes[renamed().get(module, module)].append(module)
+    found += [f"{home} is the home of {' and '.join(of)}" for home, of in sorted(homes.items()) if len(of) > 1]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--files", action="store_true", help="print every import that crosses two packages")
+    if parser.parse_args().files:
+        for imports in edges().values():
+            for one, other in imports:
+                print(f"{one} -> {other}")
+    for level, packages in enumerate(LEVELS):
+        for package in packages.split():
+            below = sorted(other for own, other in edges() if own == package)
+            print(f"{level:2} {package:28} {' '.join(below)}")
+    if wrong := problems():
+        raise SystemExit("\n".join(wrong))
+
+
+if __name__ == "__main__":
+    main()
