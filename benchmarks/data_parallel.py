@@ -36,7 +36,8 @@ from megatron.core.models.gpt_model import GPTModel
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
-from megatron.core.random import DropoutKeys, initialize_parameters
+from megatron.core.random import DropoutKeys
+from megatron.core.sharding.initial_values import initialize_parameters
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.train_step import train_step

@@ -34,7 +34,8 @@ from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.param_groups import default_group
 from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.optimizer.whole import Owners, whole_tensors
-from megatron.core.random import DropoutKeys, initialize_parameters
+from megatron.core.random import DropoutKeys
+from megatron.core.sharding.initial_values import initialize_parameters
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 

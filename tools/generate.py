@@ -58,7 +58,7 @@ from megatron.core.interchange.folder_tokenizer import vocabulary_in
 from megatron.core.mesh import Mesh
 from megatron.core.outputs import READER_ENDED, answers_failed, until_reader_ends
 from megatron.core.parallel_config import ParallelConfig
-from megatron.core.random import seed_of
+from megatron.core.sharding.initial_values import seed_of
 from megatron.core.storage.paths import path_of
 from megatron.core.tokenizers import Tokenizer, TokenizerConfig, build_tokenizer
 from megatron.core.tokenizers.identity import tokenizer_sha256
