@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 import pretrain_gpt
-from megatron.core import whereabouts
+from megatron.core.base import rank_status
 from megatron.training import train_step
 from megatron.training.ending import hangs
 from megatron.training.guard.kept_batches import KeptBatches
@@ -125,10 +125,10 @@ def alone(run: Run, collectives: int) -> None:
         judge(*seen["judge"])
 
     def note() -> None:
-        whereabouts.begin_step(1)
+        rank_status.begin_step(1)
         for _ in range(collectives):
-            whereabouts.issue("all_reduce", "dp", (0, 1), 4096, -1)
-            whereabouts.come_back()
+            rank_status.issue("all_reduce", "dp", (0, 1), 4096, -1)
+            rank_status.come_back()
         hangs.step_took(0.1)
 
     with hangs.watching(0, 1):

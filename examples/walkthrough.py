@@ -28,12 +28,12 @@ from torch import nn
 
 from megatron import deepspeed
 from megatron.core import comm, mpu
+from megatron.core.base.output_streams import keep_running, until_reader_ends
 from megatron.core.comm import Call, bytes_sent
 from megatron.core.distributed.buffer import ParamAndGradBuffer
 from megatron.core.grid import Axis
 from megatron.core.job.processes import backend_of, launched_world_size
 from megatron.core.mesh import Mesh
-from megatron.core.outputs import keep_running, until_reader_ends
 from megatron.core.pipeline_parallel.plot import plot_text
 from megatron.core.pipeline_parallel.simulate import make_schedule
 from megatron.core.placement import Placement, partial_axes

@@ -44,7 +44,7 @@ def _check_unmixed(folder: str) -> None:
 
 _check_unmixed(os.path.dirname(__file__))
 
-from megatron.core.lazy import lazy_names  # noqa: E402  (it may be another's)
+from megatron.core.base.lazy_imports import lazy_names  # noqa: E402  (it may be another's)
 
 __getattr__, __dir__ = lazy_names(
     __name__, {".training.runtime": "get_args get_timers get_tokenizer is_last_rank print_rank_0 print_rank_last"}

@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
+from megatron.core.base.output_streams import until_reader_ends
 from megatron.core.job.launch import discover, threads_per_rank
-from megatron.core.outputs import until_reader_ends
 
 PACKAGES = {  # package -> its use
     "torch": "everything",

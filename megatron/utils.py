@@ -1,5 +1,5 @@
 """Import path of Megatron 2.x."""
 
-from megatron.core.lazy import all_names
+from megatron.core.base.lazy_imports import all_names
 
 __getattr__ = all_names(__name__, "megatron.training.utils")

@@ -37,13 +37,13 @@ BESIDE = (
     "training/memory",
     "training/runtime.py",
     "core/boxes.py",
-    "core/config.py",
+    "core/base/dataclass_flags.py",
     "core/current_mesh.py",
     "core/device.py",
     "core/distributed/data_parallel_config.py",
     "core/mesh.py",
     "core/parallel_state.py",
-    "core/pending.py",
+    "core/base/async_handle.py",
 )
 
 

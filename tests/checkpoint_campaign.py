@@ -32,9 +32,9 @@ from spoiled_folders import hostile, mutated, tree_of
 from tiny_run import TINY_GPT2, Layout, TinyTrainer, runtime_for
 
 from megatron.core import comm, parallel_state
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.checkpoint import CheckpointError
 from megatron.core.checkpoint import format as disk
-from megatron.core.config import ConfigError
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.grid import AxisSizes
 from megatron.core.held_tensors import model_tensors, optimizer_tensors

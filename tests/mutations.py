@@ -197,7 +197,7 @@ MUTATIONS = [
         ("the last slice's writes", "optimizer/sliced.py", WRITES, "here)\n        writing.wait()\n", "here)\n"),
         (
             "tensors of a transfer",
-            "pending.py",
+            "async_handle.py",
             TRAINS,
             "tuple(one.wait() for one in started)",
             "tuple(one._keep[0] for one in started)",

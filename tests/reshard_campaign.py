@@ -26,7 +26,7 @@ from independent_reader import Contents, Tensor, differing, latest, read
 from local_ranks import run_ranks
 from tiny_run import TINY_GPT2, Layout, TinyTrainer, runtime_for
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.optimizer.loss_scale import DynamicGradScaler
 from megatron.core.optimizer.settings import OptimizerConfig

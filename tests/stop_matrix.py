@@ -30,7 +30,7 @@ from token_files import write
 from zero_matrix import several_slices
 
 import pretrain_gpt
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.training.settings.rules import check
 
 STEPS = 12

@@ -20,7 +20,7 @@ from refusals import BASE, MOCK, T5_APART
 from tiny_run import Outcome, run
 from tiny_t5 import CONFIGS, DECODER, T5
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.models.rules import T5_RULES
 from megatron.core.optimizer.settings import OptimizerConfig

@@ -20,11 +20,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch.distributed import checkpoint as dcp
 
+from megatron.core.base.dataclass_flags import ConfigError, FlagConfig, knob
 from megatron.core.boxes import whole
 from megatron.core.checkpoint import Checkpoint
 from megatron.core.checkpoint.local_tensor import LocalTensor
 from megatron.core.checkpoint.lost import note_of_lost_buffers
-from megatron.core.config import ConfigError, FlagConfig, knob
 from megatron.core.interchange import copy_checkpoint, open_any, write_hf_folder
 from megatron.core.interchange.absent import check_complete
 from megatron.core.interchange.strided import StridedCheckpoint

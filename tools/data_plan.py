@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.config import ConfigError, Count, FlagConfig, knob
+from megatron.core.base.dataclass_flags import ConfigError, Count, FlagConfig, knob
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.data_plan import Reading, total
 from megatron.core.datasets.gpt import plan_reading

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron.core import outputs
-from megatron.core.config import ConfigError, FlagParser, add_flags, build, flag_of, read_flags
-from megatron.core.errors import is_told_to_user
+from megatron.core.base import output_streams
+from megatron.core.base.dataclass_flags import ConfigError, FlagParser, add_flags, build, flag_of, read_flags
+from megatron.core.base.errors import is_told_to_user
 
 
 def run_tool(
@@ -42,16 +42,16 @@ def exit_status(tool: str, work: Callable[[], None], interrupted: str) -> int:
         try:
             work()
         except (ValueError, OSError, ImportError) as error:
-            if outputs.answers_failed() or (isinstance(error, ValueError) and not is_told_to_user(error)):
+            if output_streams.answers_failed() or (isinstance(error, ValueError) and not is_told_to_user(error)):
                 raise
-            outputs.print_stderr(f"{tool}: {'; '.join(_said(error).splitlines())}")
+            output_streams.print_stderr(f"{tool}: {'; '.join(_said(error).splitlines())}")
             return 2 if isinstance(error, ConfigError) else 1
         except KeyboardInterrupt:
-            outputs.print_stderr(f"{tool}: interrupted; {interrupted}")
+            output_streams.print_stderr(f"{tool}: interrupted; {interrupted}")
             return 130
         return 0
 
-    return outputs.until_reader_ends(status)
+    return output_streams.until_reader_ends(status)
 
 
 def missing(config: Any, *names: str) -> list[str]:

@@ -26,8 +26,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core import comm, parallel_state
-from megatron.core.checkpoint import Checkpoint
-from megatron.core.config import (
+from megatron.core.base.dataclass_flags import (
     ConfigError,
     Count,
     FlagConfig,
@@ -38,8 +37,10 @@ from megatron.core.config import (
     knob,
     read_flags,
 )
+from megatron.core.base.errors import is_told_to_user, write_error_file
+from megatron.core.base.output_streams import READER_ENDED, answers_failed, until_reader_ends
+from megatron.core.checkpoint import Checkpoint
 from megatron.core.device import Device, DeviceName
-from megatron.core.errors import is_told_to_user, write_error_file
 from megatron.core.grid import Axis
 from megatron.core.inference import (
     SamplingConfig,
@@ -56,7 +57,6 @@ from megatron.core.interchange import open_any
 from megatron.core.interchange.carried import Origin
 from megatron.core.interchange.folder_tokenizer import vocabulary_in
 from megatron.core.mesh import Mesh
-from megatron.core.outputs import READER_ENDED, answers_failed, until_reader_ends
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.sharding.initial_values import seed_of
 from megatron.core.storage.paths import path_of

@@ -13,7 +13,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.config import FlagConfig, knob
+from megatron.core.base.dataclass_flags import FlagConfig, knob
 from megatron.core.datasets.document_ends import last_tokens
 from megatron.core.datasets.indexed import IndexedDataset
 from megatron.core.datasets.indexed_writer import IndexedDatasetWriter

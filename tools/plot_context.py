@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.config import FlagConfig, knob
+from megatron.core.base.dataclass_flags import FlagConfig, knob
 from tools.drawing.page import page
 from tools.drawing.ring import svg_of, text_of_chunks, text_of_ring, text_of_scores
 from tools.errors import run_tool

@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.config import FlagConfig, knob
+from megatron.core.base.dataclass_flags import FlagConfig, knob
 from tools.errors import missing, naming_flag, run_tool
 
 # The lines of megatron/training/watch/log.py: training_line and validation_line. An interval of skipped steps has no loss.

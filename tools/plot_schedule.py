@@ -20,8 +20,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.config import ConfigError, FlagConfig, knob
-from megatron.core.errors import is_told_to_user
+from megatron.core.base.dataclass_flags import ConfigError, FlagConfig, knob
+from megatron.core.base.errors import is_told_to_user
 from megatron.core.pipeline_parallel.lower import add_reduce, add_transfers
 from megatron.core.pipeline_parallel.plot import chrome_trace, plot_svg, plot_text
 from megatron.core.pipeline_parallel.schedule import Op, Schedule

@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.config import ConfigError, FlagParser, knobs
+from megatron.core.base.dataclass_flags import ConfigError, FlagParser, knobs
 from megatron.core.datasets.bert import build_bert_datasets
 from megatron.core.datasets.gpt import build_gpt_datasets
 from megatron.core.datasets.index_map import SPLIT_NAMES

@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.config import Count, FlagConfig, knob
+from megatron.core.base.dataclass_flags import Count, FlagConfig, knob
 from megatron.core.datasets.indexed import token_dtype
 from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer

@@ -4,7 +4,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.training import training
 from megatron.training.training import Script
 

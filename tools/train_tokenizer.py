@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.config import FlagConfig, knob
-from megatron.core.lazy import optional_package
+from megatron.core.base.dataclass_flags import FlagConfig, knob
+from megatron.core.base.lazy_imports import optional_package
 from megatron.core.storage.atomic import atomic_file
 from megatron.training.watch.heartbeat import heartbeat
 from tools.errors import missing, run_tool

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.core.config import ConfigError, knob
+from megatron.core.base.dataclass_flags import ConfigError, knob
 
 WORDS = 100  # default of --vocab-size
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatron.core.config import ConfigError, knob
+from megatron.core.base.dataclass_flags import ConfigError, knob
 from megatron.core.models.gpt_model import GPTModel
 from megatron.core.placement import Normal
 from megatron.core.tensor_parallel import mappings

@@ -18,7 +18,7 @@ from schedule import rounds
 from torch import Tensor, nn
 
 from megatron.core import mpu
-from megatron.core.config import add_flags, build
+from megatron.core.base.dataclass_flags import add_flags, build
 from megatron.core.enums import ModelType
 from megatron.core.optimizer.param_groups import ParamGroup, default_group
 from megatron.core.pipeline_parallel import SCHEDULES

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from megatron.core import whereabouts
+from megatron.core.base import rank_status
+from megatron.core.base.async_handle import Pending, done
 from megatron.core.grid import Axis
-from megatron.core.pending import Pending, done
 
 # ---------------------------------------------------------------- the ledger
 
@@ -267,17 +267,17 @@ def _issue(
     ledger = axis.ledger
     call = Call(op, axis.name, x.nbytes, axis.size)
     ledger.note(call)
-    slot = whereabouts.issue(op, axis.name, axis.ranks, call.bytes, peer)
+    slot = rank_status.issue(op, axis.name, axis.ranks, call.bytes, peer)
     result = x if result is None else result
     if ledger.listener is not None:
         ledger.listener(call, x, is_result=False)
     work = _shown(f"{op} {axis.name} ({call.bytes} bytes)", start) if ledger.profiled else start()
-    whereabouts.come_back()
+    rank_status.come_back()
 
     def finish() -> Tensor:
-        whereabouts.wait(slot)
+        rank_status.wait(slot)
         _shown(f"wait for {op} {axis.name}", work.wait) if ledger.profiled else work.wait()
-        whereabouts.come_back()
+        rank_status.come_back()
         if ledger.listener is not None:
             ledger.listener(call, result, is_result=True)
         return result

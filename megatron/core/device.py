@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import torch
 
-from megatron.core.config import ConfigError, Count, FlagConfig, WholeNumber, knob
-from megatron.core.pending import Pending, done
+from megatron.core.base.async_handle import Pending, done
+from megatron.core.base.dataclass_flags import ConfigError, Count, FlagConfig, WholeNumber, knob
 
 _products_before: list[str] = []  # precision before a --bf16 run on this CPU, of float32 products; for `restore`
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl", "xpu": "xccl"}

@@ -28,8 +28,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.comm import Group, Ledger
-from megatron.core.config import ConfigError
 from megatron.core.grid import ALONE, DATA_PARALLEL, EXPERT_DATA_PARALLEL, Axis, AxisSizes
 from megatron.core.stage_map import StageMap, loop
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.comm import Group, TorchGroup, as_peer_error
-from megatron.core.config import ConfigError
 from megatron.core.current_mesh import current, get_mesh, mesh_of_process, set_mesh_of_process
 from megatron.core.grid import AxisSizes
 from megatron.core.job.processes import all_have_met, launched, launched_rank, launched_world_size, leave_at_exit

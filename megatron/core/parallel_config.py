@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from megatron.core.config import ConfigError, Count, FlagConfig, flag_of, knob
+from megatron.core.base.dataclass_flags import ConfigError, Count, FlagConfig, flag_of, knob
 from megatron.core.grid import ORDER, AxisSizes
 
 _UNEVEN = (  # stages

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
+from megatron.core.base.lazy_imports import not_built
+from megatron.core.base.signatures import takes
 from megatron.core.current_mesh import current, get_mesh, model_parallel_is_initialized, use_mesh  # noqa: F401
 from megatron.core.job.processes import (  # noqa: F401
     agreement_axis,
@@ -31,14 +33,12 @@ from megatron.core.job.processes import (  # noqa: F401
     will_join,
     world_axis,
 )
-from megatron.core.lazy import not_built
 from megatron.core.model_parallel import (  # noqa: F401
     destroy_model_parallel,
     initialize_model_parallel,
     torch_group,
 )
 from megatron.core.parallel_config import ORDER, ParallelConfig  # noqa: F401
-from megatron.core.signatures import takes
 from megatron.core.stage_map import loop
 
 

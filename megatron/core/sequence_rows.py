@@ -9,7 +9,7 @@ has the same work (Llama 3, arXiv:2407.21783, section 3.3.2). Sequence paralleli
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.grid import ALONE, Axis
 
 Range = tuple[int, int]  # [start, stop)

@@ -1,6 +1,6 @@
 """Megatron's import path for its small helpers."""
 
-from megatron.core.lazy import lazy_names
+from megatron.core.base.lazy_imports import lazy_names
 
 __getattr__, __dir__ = lazy_names(
     __name__,

@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core import outputs, whereabouts
-from megatron.core.config import ConfigError
+from megatron.core.base import output_streams, rank_status
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.current_mesh import get_mesh, model_parallel_is_initialized
 from megatron.core.device import Device
 from megatron.core.grid import Axis
@@ -104,7 +104,7 @@ def init_distributed(
     if not was_up:
         _check_backend_there(dist_backend, own)
         _follow_launcher(auto_mpi_discovery, distributed_port)
-    outputs.keep_running(processes.launched_rank())
+    output_streams.keep_running(processes.launched_rank())
     atexit.register(processes.stop_distributed)
     if not was_up and not processes.will_join():
         processes.join_alone(dist_backend or "gloo")
@@ -299,9 +299,9 @@ class Handle:
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         """Complete the call. On an accelerator the compute stream waits, not the host."""
-        whereabouts.wait(self._slot)
+        rank_status.wait(self._slot)
         result = self._work.wait() if timeout is None else self._work.wait(timeout)
-        whereabouts.come_back()
+        rank_status.come_back()
         if self._finish is not None:
             self._finish()
             self._finish = None
@@ -325,9 +325,9 @@ def _call(
     if members is dist.GroupMember.NON_GROUP_MEMBER:
         return None  # as torch, which has nothing to do on a rank outside of the group
     ranks = tuple(dist.get_process_group_ranks(members))
-    slot = whereabouts.issue(op, "script", ranks, sum(x.nbytes for x in tensors), -1)
+    slot = rank_status.issue(op, "script", ranks, sum(x.nbytes for x in tensors), -1)
     work = start(group=members, async_op=True)
-    whereabouts.come_back()
+    rank_status.come_back()
     if work is None:
         return None
     handle = Handle(work, slot, finish)

@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from megatron.core import comm
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.checkpoint.format import CheckpointError
-from megatron.core.config import ConfigError
 from megatron.core.current_mesh import get_mesh, model_parallel_is_initialized
 from megatron.core.device import Device
 from megatron.core.optimizer.torch_groups import shown_to_torch

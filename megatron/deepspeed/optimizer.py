@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.optimizer.torch_groups import TORCHS, GroupedOptimizer, Groups, check_arguments
 
 

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.core.config import ConfigError, fits
+from megatron.core.base.dataclass_flags import ConfigError, fits
 from megatron.core.optimizer.group_schedule import GroupSchedule
 from megatron.core.optimizer.step_schedules import STEP_SCHEDULES, Rates
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.core.answered_keys import AnsweredKeys
-from megatron.core.config import ConfigError
+from megatron.core.base.config_keys import AnsweredKeys
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.optimizer.loss_scale import LossScaleConfig
 from megatron.core.tiers.offload_config import OffloadConfig

@@ -10,7 +10,7 @@ May import: core. Nothing in core imports it.
 To add a flag: `settings`; an observer: `watch`; a phase of a step: `train_step`.
 """
 
-from megatron.core.lazy import lazy_names
+from megatron.core.base.lazy_imports import lazy_names
 
 __getattr__, __dir__ = lazy_names(
     __name__,

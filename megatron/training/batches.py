@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from megatron.core import comm, parallel_state
+from megatron.core.base.signatures import takes
 from megatron.core.held_rows import of_my_rows
-from megatron.core.signatures import takes
 from megatron.core.tensor_parallel.broadcast import broadcast_batch
 from megatron.core.tensor_parallel.cross_entropy import cross_entropy_of
 from megatron.core.transformer.masks import Documents

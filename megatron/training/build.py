@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from megatron.core import comm
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
+from megatron.core.base.signatures import takes
 from megatron.core.datasets.batches import batches
 from megatron.core.datasets.index_map import requested_samples
 from megatron.core.distributed.data_parallel import DistributedDataParallel
@@ -20,7 +21,6 @@ from megatron.core.optimizer.lr_schedule import AnySchedule, learning_rate_sched
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.sharding.initial_values import initialize_parameters
-from megatron.core.signatures import takes
 from megatron.training.chunks import ModelProvider, build_optimizer, in_buffers, make_chunks
 from megatron.training.initialize import as_settings_problem
 from megatron.training.memory.offload import Room, check_room, warn_of_room

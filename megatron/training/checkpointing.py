@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from megatron.core import comm, dropout_masks, products
+from megatron.core.base.registry import FUNCTIONS
 from megatron.core.boxes import size_of
 from megatron.core.checkpoint import Checkpoint, LocalTensor
 from megatron.core.checkpoint import save_checkpoint as write_checkpoint
@@ -28,7 +29,6 @@ from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.grid import Axis
 from megatron.core.held_tensors import model_tensors, optimizer_tensors
 from megatron.core.mesh import Mesh
-from megatron.core.open_table import FUNCTIONS
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.storage.paths import path_of
 from megatron.training.resume import checks, copies, vocabulary

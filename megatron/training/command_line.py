@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
-from megatron.core.config import (
+from megatron.core.base.dataclass_flags import (
     ConfigError,
     FlagParser,
     add_flag,

@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
-from megatron.core import comm, whereabouts
-from megatron.core.config import ConfigError
+from megatron.core import comm
+from megatron.core.base import rank_status
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.pipeline_parallel.loss import LossTotals, keep_reports
 from megatron.core.pipeline_parallel.pipeline import Pipeline
 from megatron.training.settings.config import TrainingConfig
@@ -61,7 +62,7 @@ def evaluate(
     at_once, full = pipeline.batch.num_microbatches, pipeline.batch.micro_batch_size * pipeline.mesh.samples.size
     with torch.no_grad():
         for done in range(0, num_microbatches, at_once):
-            whereabouts.go_on()
+            rank_status.go_on()
             some = min(at_once, num_microbatches - done)
             options = {"training": False, "num_microbatches": some, "forward_step": step}
             totals.add(pipeline.run(data_iterators, first_sample + done * full, **options))

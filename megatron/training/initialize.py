@@ -12,21 +12,22 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import torch
 
-from megatron.core import comm, outputs, parallel_state, products, whereabouts
+from megatron.core import comm, parallel_state, products
+from megatron.core.base import output_streams, rank_status
+from megatron.core.base.dataclass_flags import ConfigError
+from megatron.core.base.errors import is_told_to_user, write_error_file
+from megatron.core.base.signatures import takes
 from megatron.core.compiling.compiler import settle_compiling
-from megatron.core.config import ConfigError
 from megatron.core.current_mesh import current
 from megatron.core.datasets.fim import FillInTheMiddle
 from megatron.core.datasets.identity import data_sha256
 from megatron.core.datasets.known_ids import table_note, table_problem, within_table
 from megatron.core.device import Device, DeviceConfig
-from megatron.core.errors import is_told_to_user, write_error_file
 from megatron.core.grid import ORDER, Axis
 from megatron.core.job.launch import Launch, discover, threads_per_rank
 from megatron.core.mesh import Mesh
 from megatron.core.models.rules import NO_RULES, ModelRules
 from megatron.core.random import DropoutKeys
-from megatron.core.signatures import takes
 from megatron.core.storage.paths import is_url, path_of
 from megatron.core.tiers.folder import folder_problems, remove_left_behind
 from megatron.core.tiers.offload_config import make_tier
@@ -81,8 +82,8 @@ def initialize_megatron(
     """
     del allow_no_cuda  # Megatron's; the device is --device, or the one that is there
     settings, problem = None, None
-    outputs.keep_running(parallel_state.launched_rank())
-    whereabouts.enter("reading settings")
+    output_streams.keep_running(parallel_state.launched_rank())
+    rank_status.enter("reading settings")
     try:
         settings = read_settings(extra_args_provider, args_defaults, argv, rules)
     except ConfigError as error:
@@ -98,9 +99,9 @@ def initialize_megatron(
     parallel_state.start_distributed(asked.distributed_backend or device.backend, asked.distributed_timeout_minutes)
     if device.identity and (taken := parallel_state.shared_device_problem(device.identity)):
         problem = ConfigError([*(problem.problems if problem else []), taken])
-    whereabouts.enter("agreeing on settings")
+    rank_status.enter("agreeing on settings")
     agree_on_settings(settings, problem)
-    whereabouts.enter("making groups")
+    rank_status.enter("making groups")
     config = settings.config
     mesh = parallel_state.initialize_model_parallel(
         config.parallel.tensor_model_parallel_size,
@@ -433,6 +434,6 @@ def stop_with(error: ConfigError | comm.PeerError) -> NoReturn:
     told = f"cannot start, {len(problems)} problem(s):\n{lines}"
     write_error_file(told)
     if parallel_state.launched_rank() == 0 or not parallel_state.has_joined():  # without a job every process prints
-        outputs.print_stderr(told)
+        output_streams.print_stderr(told)
     parallel_state.stop_distributed()
     sys.exit(2)

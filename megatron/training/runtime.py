@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.core import comm, outputs, parallel_state
-from megatron.core.config import ConfigError
+from megatron.core import comm, parallel_state
+from megatron.core.base import output_streams
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.current_mesh import acting_on, current
 from megatron.core.datasets.known_ids import within_table
 from megatron.core.device import Device
@@ -221,6 +222,6 @@ def _print_line(message: str) -> None:
     try:
         print(f"{message}\n", end="", flush=True)
     except OSError as error:  # of an object that the script has put in the place of standard output
-        if outputs.answers_failed():  # it is that of a tool
+        if output_streams.answers_failed():  # it is that of a tool
             raise
-        outputs.lose("the log", error)
+        output_streams.lose("the log", error)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.index_map import parse_split, requested_samples
 from megatron.training.resume.state import TrainState

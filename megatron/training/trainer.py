@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.core import comm, parallel_state, whereabouts
+from megatron.core import comm, parallel_state
+from megatron.core.base import rank_status
 from megatron.core.compiling.compiler import news_of_compiling, news_of_layers
 from megatron.core.datasets.batches import loader
 from megatron.core.distributed.traffic import traffic_line
@@ -85,7 +86,7 @@ class Trainer:
         began = time.monotonic() if began is None else began
         self.exits = Exits(self.config.training, self.mesh["world"], self.device, began)
         self._check_folders()
-        whereabouts.enter("building the model")
+        rank_status.enter("building the model")
         with heartbeat("building the model", print_rank_0), runtime.device.memory_that_stays():
             # chunks by stage
             forecast = Forecast(Job(runtime, model_provider, forward_step, runtime.device.module is not None, group_of))
@@ -113,7 +114,7 @@ class Trainer:
         self.datasets = self._build_datasets(datasets_provider)
         with comm.together(self.mesh["world"], self.device), as_settings_problem():
             self.watch = Watch(runtime, self.pipeline, self.model, self.state)
-        whereabouts.enter("getting ready")
+        rank_status.enter("getting ready")
         self.saves = Saves(runtime, self.model, self.optimizer, self.state, self.watch.note_progress)
 
     def _check_folders(self) -> None:
@@ -125,7 +126,7 @@ class Trainer:
 
     def _load(self) -> tuple[TrainState, dict[str, Any] | None]:
         """(state to resume from, saved log of the interrupted log interval)."""
-        whereabouts.enter("loading the checkpoint")
+        rank_status.enter("loading the checkpoint")
         with heartbeat("loading the checkpoint", print_rank_0):
             state, log_state = checkpointing.load(self.runtime, self.model, self.optimizer)
         warn_of_other_checkpoints(self.config.checkpoint, state.iteration, self.mesh["world"])
@@ -176,7 +177,7 @@ class Trainer:
 
     def _build_datasets(self, provider: DatasetsProvider) -> dict[str, Any]:
         """Data sets by split: for training one, or None; else a list of those that are evaluated, each large enough."""
-        whereabouts.enter("building the data sets")
+        rank_status.enter("building the data sets")
         state, before = self.state, self.state.requested_train_samples
         sizes = samples_to_request(self.config.training, self.config.data, self.train_iters, self.batch_size, state)
         if before and sizes[0] > before:
@@ -273,7 +274,7 @@ class Trainer:
         state = self.state
         batch_size = self.batch_sizes.at(state.consumed_train_samples)
         lr, decoupled_lr = self._rates()
-        whereabouts.begin_step(state.iteration + 1)
+        rank_status.begin_step(state.iteration + 1)
         began = time.monotonic()
         with self._naming_the_step(), self.watch.step(state.iteration + 1), self.memory.step(state.iteration + 1):
             result = train_step(
@@ -362,7 +363,7 @@ class Trainer:
 
     def _evaluate(self, of: EvaluatedSet, *, at_end: bool) -> None:
         """Evaluate one set and report its losses. Every rank must call."""
-        with self.log.paused(), whereabouts.during("validating", then="training"):
+        with self.log.paused(), rank_status.during("validating", then="training"):
             at_once, length = self.runtime.samples_at_once, self.config.training
             first, num_microbatches = where_to_read(of, self.state.iteration, length, self.batch_size, at_once)
             losses = evaluate(
@@ -395,7 +396,7 @@ class Trainer:
     def _save_if_due(self, *, last: bool) -> None:
         self.saves.poll()
         if due := self.saves.are_due(last=last):
-            with self.log.paused(), whereabouts.during("saving", then="training"):
+            with self.log.paused(), rank_status.during("saving", then="training"):
                 self.guard.before_save()
                 for save in due:
                     save(self.log.state())

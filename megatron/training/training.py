@@ -16,14 +16,15 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from megatron.core import comm, outputs, parallel_state, whereabouts
-from megatron.core.config import ConfigError
+from megatron.core import comm, parallel_state
+from megatron.core.base import output_streams, rank_status
+from megatron.core.base.dataclass_flags import ConfigError
+from megatron.core.base.errors import write_error_file
+from megatron.core.base.signatures import takes
 from megatron.core.enums import ModelType
-from megatron.core.errors import write_error_file
 from megatron.core.models.rules import NO_RULES, ModelRules
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.pipeline_parallel.loss import ForwardStep
-from megatron.core.signatures import takes
 from megatron.training.build import DatasetsProvider, build_train_valid_test_data_iterators, setup_model_and_optimizer
 from megatron.training.chunks import ModelProvider
 from megatron.training.command_line import ExtraArgs
@@ -122,7 +123,7 @@ def run_script(script: Script) -> None:
         return Trainer(runtime, *parts, began, script.non_loss)
 
     rank, ranks = parallel_state.launched_rank(), parallel_state.launched_world_size()
-    outputs.keep_running(rank)
+    output_streams.keep_running(rank)
     orphans.end_with_launcher(rank)
     with interrupt.Interrupt(rank) as ctrl_c, hangs.watching(rank, ranks):
         try:
@@ -157,7 +158,7 @@ def _run(
             write_error_file(told or failures.account_of(error))
             if told is None:
                 raise
-            outputs.print_stderr(told)
+            output_streams.print_stderr(told)
             sys.exit(failures.code_of(error) if farewell is None else interrupt.CODE)
         code = failures.report(error, farewell)
     finally:
@@ -169,7 +170,7 @@ def _run(
             runtime.held.close()
         set_runtime(None)
     del trainer, runtime
-    whereabouts.enter("ending")
+    rank_status.enter("ending")
     if code:
         failures.leave(code)
     parallel_state.stop_distributed()

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.datasets.batches import Samples
 from megatron.core.datasets.data_config import DataConfig
 

@@ -40,7 +40,9 @@ def source(commit: str, name: str) -> str:
 def code_lines(text: str) -> int:
     """Lines on which a statement begins, but for docstrings and imports."""
     kinds = (ast.Import, ast.ImportFrom)
-    statements = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt) and not isinstance(node, kinds)]
+    statements = [
+        node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt) and not isinstance(node, kinds)
+    ]
     return len({node.lineno for node in statements if not isinstance(getattr(node, "value", None), ast.Constant)})
 
 

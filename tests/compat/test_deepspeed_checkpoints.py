@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.inference.load import load_gpt
 from megatron.core.interchange import open_any
 from megatron.core.transformer.model_config import ModelConfig

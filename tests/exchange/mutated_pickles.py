@@ -22,8 +22,8 @@ import dist_files  # noqa: E402
 import megatron_files  # noqa: E402
 from mutated_folders import tensors_of  # noqa: E402
 
+from megatron.core.base.dataclass_flags import ConfigError  # noqa: E402
 from megatron.core.checkpoint import CheckpointError  # noqa: E402
-from megatron.core.config import ConfigError  # noqa: E402
 from megatron.core.interchange import open_foreign  # noqa: E402
 
 

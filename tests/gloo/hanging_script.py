@@ -2,7 +2,7 @@
 starts again "first attempt;second attempt;...", and in the attempts after those nothing happens.
 
     how     stop (SIGSTOP), loop (in Python), lock (in C, with the interpreter's lock), sleep; pause: for two seconds; or a signal, by its name
-    place   a phase of `core/whereabouts.py` with _ for blanks, or op@phase: before its nth call of a collective in that phase;
+    place   a phase of `core/base/rank_status.py` with _ for blanks, or op@phase: before its nth call of a collective in that phase;
             op: a name, or "any"; op+phase: after it has issued the call, before it waits
 
 tests/gloo/test_hanging_ranks.py, test_signals.py, test_launchers.py and tests/hang_campaign.py run it.
@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import pretrain_gpt
-from megatron.core import whereabouts
+from megatron.core.base import rank_status
 from megatron.core.enums import ModelType
 from megatron.training import pretrain
 
@@ -49,15 +49,15 @@ class Hanging:
     """Stands before the functions by which a rank writes where it is."""
 
     def __init__(self):
-        self.issue, self.enter = whereabouts.Whereabouts.issue, whereabouts.Whereabouts.enter
+        self.issue, self.enter = rank_status.Whereabouts.issue, rank_status.Whereabouts.enter
         self.calls, self.phase = 0, ""
 
-    def on_enter(self, here: whereabouts.Whereabouts, phase: str) -> None:
+    def on_enter(self, here: rank_status.Whereabouts, phase: str) -> None:
         self.enter(here, phase)
         self.phase = phase.replace(" ", "_")
         self.count(self.phase == PLACE)
 
-    def on_issue(self, here: whereabouts.Whereabouts, op: str, *call: object) -> int:
+    def on_issue(self, here: rank_status.Whereabouts, op: str, *call: object) -> int:
         self.count(any(f"{name}@{self.phase}" == PLACE for name in (op, "any")))
         slot = self.issue(here, op, *call)
         self.count(any(f"{name}+{self.phase}" == PLACE for name in (op, "any")))
@@ -72,8 +72,8 @@ class Hanging:
 if __name__ == "__main__":
     if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == RANK:
         hanging = Hanging()
-        whereabouts.Whereabouts.issue = lambda *words: hanging.on_issue(*words)
-        whereabouts.Whereabouts.enter = lambda *words: hanging.on_enter(*words)
+        rank_status.Whereabouts.issue = lambda *words: hanging.on_issue(*words)
+        rank_status.Whereabouts.enter = lambda *words: hanging.on_enter(*words)
     pretrain(
         pretrain_gpt.train_valid_test_datasets_provider,
         pretrain_gpt.model_provider,

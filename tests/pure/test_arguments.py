@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from said import tells, tells_each
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.models.rules import text_problems
 from megatron.core.pipeline_parallel.table import SCHEDULES
 from megatron.training.command_line import Arguments, parse_args

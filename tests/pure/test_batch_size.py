@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from said import tells_each
 
-from megatron.core.batch_size import BatchSizes, constant_size, ramp, size_table
-from megatron.core.config import ConfigError
+from megatron.core.base.batch_size import BatchSizes, constant_size, ramp, size_table
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.training.command_line import parse_args
 from megatron.training.settings.config import Config
 from megatron.training.settings.rules import check

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.datasets import DataConfig
 from megatron.core.datasets.batches import Cyclic, batches, loader
 from megatron.training.evaluate import window

@@ -7,7 +7,7 @@ import pytest
 from token_files import WORD_PIECES as TOKENIZER
 from token_files import write_sentences
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.datasets import DataConfig
 from megatron.core.datasets.bert import MockBertDataset, build_bert_datasets
 from megatron.core.datasets.masking import MaskedDataConfig

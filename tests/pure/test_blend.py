@@ -9,7 +9,7 @@ import pytest
 from said import tells, tells_each
 from token_files import write as write_documents
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.datasets import DataConfig, blend, build_gpt_datasets
 from megatron.core.datasets.blend import (
     Blend,

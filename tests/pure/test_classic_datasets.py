@@ -7,7 +7,7 @@ import pytest
 import torch
 from token_files import write
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.config import ConfigError, flags_of, knobs
+from megatron.core.base.dataclass_flags import ConfigError, flags_of, knobs
 from megatron.training.command_line import make_parser, parse_args
 from megatron.training.settings.config import COMPONENTS
 from megatron.training.settings.other_flags import NO_EFFECT, OTHERS, REFUSED, SHORTHAND, SILENT, WARNED, parse_table

@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 from said import tells, tells_each
 
-from megatron.core.config import (
+from megatron.core.base.dataclass_flags import (
     ConfigError,
     FlagParser,
     add_flags,
@@ -21,7 +21,7 @@ from megatron.core.config import (
     repeated_flags,
     unknown_flag_message,
 )
-from megatron.core.config import knob as declare
+from megatron.core.base.dataclass_flags import knob as declare
 from megatron.core.optimizer import OPTIMIZERS, UpdateRule
 from megatron.training.command_line import make_parser, parse_args
 from megatron.training.samples import notes_of_no_validation

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.interchange.families.config_json import config_of, settings_of
 from megatron.core.transformer.model_config import ModelConfig
 

@@ -10,8 +10,8 @@ from collections import Counter
 import pytest
 from documents import ROOT, commands_of
 
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.comm import bytes_sent
-from megatron.core.config import ConfigError
 from megatron.training.command_line import parse_args
 from megatron.training.memory.dry_run import alone, batches_of, mesh_of, parts_of
 from megatron.training.settings.rules import check

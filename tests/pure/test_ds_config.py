@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from deepspeed_doc import PAGE, document
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.job.hostfile import filtered, main, read_hostfile, torchrun_lines
 from megatron.core.optimizer.step_schedules import WarmupCosineLR
 from megatron.deepspeed.schedules import make_schedule

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from token_files import write as write_documents
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.datasets import DataConfig, build_gpt_datasets
 from megatron.core.datasets.batches import batches
 from megatron.core.datasets.fim import FillInTheMiddle, FimConfig, token_id

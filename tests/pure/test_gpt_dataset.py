@@ -12,7 +12,7 @@ import torch
 from said import tells
 from token_files import write
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.datasets import DataConfig, GPTDataset, IndexedDataset, MockGPTDataset, build_gpt_datasets
 from megatron.core.datasets.batches import batches, micro_batch_ids
 from megatron.core.datasets.gpt import TokenRules, training_item

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 from said import tells, tells_each
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.grid import Axis, AxisSizes, Grid
 from megatron.core.mesh import build_mesh
 from megatron.core.parallel_config import ORDER, ParallelConfig

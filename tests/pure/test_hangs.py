@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core import outputs
-from megatron.core.whereabouts import Calls, Place, Whereabouts, begin_step, group_text, ranks_of, read_place
+from megatron.core.base import output_streams
+from megatron.core.base.rank_status import Calls, Place, Whereabouts, begin_step, group_text, ranks_of, read_place
 from megatron.training.ending import hangs
 from megatron.training.ending.hang_config import HangConfig
 from megatron.training.ending.hangs import HangWatch
@@ -224,7 +224,7 @@ def no_space(*words, **named) -> None:
 
 
 def test_a_watch_without_room_for_its_verdict_ends_its_rank_all_the_same(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(outputs, "losses", [])
+    monkeypatch.setattr(output_streams, "losses", [])
     codes, limits = [], HangConfig(hang_timeout=1, hang_timeout_floor=0.1)
     watch = HangWatch(tmp_path / f"megatron-{os.getuid()}-4", 0, 1, limits, codes.append)
     monkeypatch.setattr(Path, "write_text", no_space)
@@ -237,12 +237,12 @@ def test_a_watch_without_room_for_its_verdict_ends_its_rank_all_the_same(tmp_pat
     watch.close()
     said = capsys.readouterr().err
     assert codes[:1] == [4] and "has hung, training, iteration 4" in said, said
-    assert [loss.output.rpartition("/")[2] for loss in outputs.losses] == ["verdict.partial"]
+    assert [loss.output.rpartition("/")[2] for loss in output_streams.losses] == ["verdict.partial"]
 
 
 def test_a_run_without_room_for_its_place_runs_unwatched_and_says_so(tmp_path, capsys, monkeypatch):
     """The map of a file without blocks would end the run by SIGBUS."""
-    monkeypatch.setattr(outputs, "losses", [])
+    monkeypatch.setattr(output_streams, "losses", [])
     monkeypatch.setattr(
         hangs.run_folder, "folder_of_job", lambda *words, **named: tmp_path / f"megatron-{os.getuid()}-5"
     )
@@ -250,4 +250,4 @@ def test_a_run_without_room_for_its_place_runs_unwatched_and_says_so(tmp_path, c
     monkeypatch.setattr(mmap, "mmap", lambda *words: pytest.fail("there is no room"))
     with hangs.watching(0, 1):
         begin_step(1)
-    assert "No space left on device" in capsys.readouterr().err and len(outputs.losses) == 1
+    assert "No space left on device" in capsys.readouterr().err and len(output_streams.losses) == 1

@@ -11,7 +11,7 @@ from processes import free_port
 from said import tells
 
 from megatron.core import parallel_state
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.job import processes as job
 from megatron.core.job.lines import Exchange, Line, NoLineError, listed
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 from said import tells, tells_each
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.optimizer.lr_schedule import (
     LearningRateConfig,
     LearningRateSchedule,

@@ -14,7 +14,7 @@ from documents import ROOT, commands_of
 from said import tells
 from script_run import leaving_nothing_of
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.training.memory.dry_run import Job, dry_run, mesh_of
 from megatron.training.memory.report import amount, short_report
 from megatron.training.memory.room import STATE, less_with, warning_of_room

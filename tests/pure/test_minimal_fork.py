@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.pipeline_parallel.lower import add_reduce, add_transfers, check_rendezvous
 from megatron.core.pipeline_parallel.plot import plot_text
 from megatron.core.pipeline_parallel.schedule import one_f_one_b

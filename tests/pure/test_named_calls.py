@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 # Attributes of ours that an object may lack, and the one function that reads each. Scripts set those with a note too.
 OURS = {
     "megatron/core/compiling/compiler.py _whole_of": "compiled_whole",
-    "megatron/core/config.py knob_of": "knob",
+    "megatron/core/base/dataclass_flags.py knob_of": "knob",
     "megatron/core/datasets/known_ids.py table_problem": "never",
     "megatron/core/datasets/padding.py pad_is_text": "pad_is_text",  # a script's tokenizer may say it
     "megatron/core/distributed/made_in_shards.py shard_of": "shard",
@@ -37,7 +37,7 @@ OURS = {
     "megatron/core/made_again.py maker_of": "asked",
     "megatron/core/main_grad.py main_grad_of": "main_grad",  # Megatron's name
     "megatron/core/main_grad.py slot_of": "slot",
-    "megatron/core/open_table.py function_of": "computes",  # a script's entry of a table
+    "megatron/core/base/registry.py function_of": "computes",  # a script's entry of a table
     "megatron/core/placement.py placement_of": "placement",  # a script's layer
     "megatron/core/random.py keys_of": "keys",  # a script's layer
     "megatron/core/tensor_parallel/cross_entropy.py cross_entropy_of": "cross_entropy",
@@ -58,7 +58,7 @@ FOREIGN = {
         "megatron/core/job/lines.py": "register_at_fork",
         "megatron/core/job/processes.py": "last_type",
         "megatron/core/storage/objects.py": "EREMOTEIO",
-        "megatron/core/whereabouts.py": "posix_fallocate",
+        "megatron/core/base/rank_status.py": "posix_fallocate",
         "megatron/report.py": "sched_getaffinity",
         "megatron/training/ending/orphans.py": "pidfd_open",
         "megatron/training/initialize.py": "sched_getaffinity",
@@ -66,7 +66,7 @@ FOREIGN = {
     },
     "Python's, on any object": {
         "megatron/core/classic/transformer_config.py": "__name__",
-        "megatron/core/config.py": "__metadata__",
+        "megatron/core/base/dataclass_flags.py": "__metadata__",
         "megatron/core/distributed/released.py": "__name__ __self__",
         "megatron/core/sharding/initial_values.py": "__name__",
         "megatron/training/memory/shortage.py": "__notes__",

@@ -8,7 +8,7 @@ import torch
 from said import raises_telling
 
 from megatron.core import current_mesh, model_parallel, mpu, parallel_state
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.grid import AxisSizes
 from megatron.core.mesh import build_mesh
 from megatron.core.model_parallel import stage_ranks

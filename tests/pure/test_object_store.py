@@ -16,11 +16,11 @@ from failing_files import Killed, failing_store
 from said import raises_telling, tells
 from small_checkpoints import good, loaded, one, refused, save_one, tried_by_ranks
 
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.checkpoint import CheckpointError, open_checkpoint, save_checkpoint
 from megatron.core.checkpoint import format as disk
 from megatron.core.checkpoint.folder import find, saved_iterations
 from megatron.core.checkpoint.publishing import clear_leftovers, delete, set_aside
-from megatron.core.config import ConfigError
 from megatron.core.storage import ahead, files, objects
 from megatron.core.storage.ahead import FileSpan
 from megatron.core.storage.objects import ObjectFiles

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.training.command_line import parse_args
 
 ROPE = "--position-embedding-type rope "

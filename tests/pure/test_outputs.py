@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core import outputs
+from megatron.core.base import output_streams
 
 ROOT = Path(__file__).parents[2]
 # Says what it has lost in a file, which is what a run's metrics and heartbeat are for.
@@ -185,10 +185,10 @@ def test_a_stream_that_a_script_has_put_there_stays(monkeypatch):
     mine = Mine()
     monkeypatch.setattr(sys, "stdout", mine)
     monkeypatch.setattr(sys, "stderr", mine)
-    monkeypatch.setattr(outputs, "losses", [])
-    outputs.keep_running()
+    monkeypatch.setattr(output_streams, "losses", [])
+    output_streams.keep_running()
     assert sys.stdout is mine and sys.stderr is mine
-    outputs.print_stderr("to nobody")
-    outputs.lose("a file", OSError(errno.EROFS, "Read-only file system"))
-    outputs.flush()
-    assert outputs.losses == [("a file", "Read-only file system")]
+    output_streams.print_stderr("to nobody")
+    output_streams.lose("a file", OSError(errno.EROFS, "Read-only file system"))
+    output_streams.flush()
+    assert output_streams.losses == [("a file", "Read-only file system")]

@@ -12,8 +12,8 @@ import pytest
 import torch
 from said import tells
 
-from megatron.core import errors
-from megatron.core.config import ConfigError
+from megatron.core.base import errors
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.datasets.index_map import parse_split
 from megatron.core.optimizer.loss_scale import problems_of_scaler
 from megatron.core.optimizer.lr_schedule import LearningRateSchedule, WeightDecaySchedule, read_schedule
@@ -85,7 +85,7 @@ def test_the_package_is_known_also_where_it_lies_among_the_libraries(tmp_path: P
     (core / "errors.py").write_text(Path(errors.__file__).read_text())
     code = (
         "import sysconfig; sysconfig.get_path = lambda name: {path!r}\n"
-        "import importlib; from megatron.core.errors import is_told_to_user\n"
+        "import importlib; from megatron.core.base.errors import is_told_to_user\n"
         "for name in ('megatron', 'neighbour'):\n"
         "    try: importlib.import_module(name + '.part').fail()\n"
         "    except ValueError as error: print(is_told_to_user(error))\n"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from said import tells, tells_each
 
-from megatron.core.config import ConfigError, add_flags, knob
+from megatron.core.base.dataclass_flags import ConfigError, add_flags, knob
 from megatron.training.command_line import parse_args
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from token_files import write
 
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.classic.datasets import BlendedMegatronDatasetBuilder, GPTDataset, GPTDatasetConfig
-from megatron.core.config import ConfigError
 from megatron.core.datasets import DataConfig, IndexedDataset, MockGPTDataset, build_gpt_datasets
 from megatron.core.datasets.bert import build_bert_datasets
 from megatron.core.datasets.fim import FimConfig

@@ -13,7 +13,7 @@ from refusals import BASE
 from said import tells
 from token_files import contents
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.datasets import DataConfig
 from megatron.core.datasets.bert import build_bert_datasets
 from megatron.core.datasets.fim import FillInTheMiddle, FimConfig

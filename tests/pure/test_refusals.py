@@ -14,8 +14,8 @@ from said import tells, tells_each
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megatron.core import parallel_state
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.comm import PeerError
-from megatron.core.config import ConfigError
 from megatron.core.enums import ModelType
 from megatron.core.models.rules import BERT_RULES, GPT_RULES, T5_RULES
 from megatron.training import pretrain

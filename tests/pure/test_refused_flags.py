@@ -3,7 +3,7 @@
 import pytest
 from said import tells_each
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.training.command_line import parse_args
 
 REFUSED = """

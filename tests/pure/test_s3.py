@@ -6,7 +6,7 @@ import pytest
 import torch
 from small_checkpoints import loaded, refused, save_one
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.grid import ALONE
 from megatron.core.storage import objects
 from megatron.training.resume.save_folder import prepare_folder

@@ -10,7 +10,7 @@ import pytest
 import torch
 from said import raises_telling
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.inference.sampling import (
     SamplingConfig,
     chooser,

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 from said import tells
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.grid import Axis
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.sequence_rows import SequenceRows, chunks_of

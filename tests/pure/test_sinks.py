@@ -13,8 +13,8 @@ import pytest
 import torch
 from said import tells
 
-from megatron.core import outputs
-from megatron.core.config import ConfigError
+from megatron.core.base import output_streams
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.device import Device, peak_flops_of
 from megatron.training.watch import sinks, watch_config
 from megatron.training.watch.profiling import MemoryHistory, StepProfiler
@@ -374,7 +374,7 @@ def watch_of(*sinks) -> SimpleNamespace:
 @pytest.fixture
 def losses(monkeypatch) -> list:
     found: list = []
-    monkeypatch.setattr(outputs, "losses", found)
+    monkeypatch.setattr(output_streams, "losses", found)
     return found
 
 
@@ -440,7 +440,7 @@ def test_an_output_that_is_lost_is_told_in_every_other(curves, losses, tmp_path)
     vars(watch).update(_losses_told=0, _beacon=SimpleNamespace(lost=told.append), note_progress=told.append)
     watch._send = lambda *record: Watch._send(watch, *record)
     Watch._tell_of_losses(watch)
-    losses.append(outputs.Loss("standard output", "Broken pipe"))
+    losses.append(output_streams.Loss("standard output", "Broken pipe"))
     Watch._tell_of_losses(watch)
     Watch._tell_of_losses(watch)
     said = "standard output cannot be written (Broken pipe); the run goes on without it"

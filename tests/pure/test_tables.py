@@ -3,7 +3,7 @@
 import pytest
 from said import raises_telling
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.optimizer import OPTIMIZERS, UpdateRule
 from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.pipeline_parallel import SCHEDULES

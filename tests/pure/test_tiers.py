@@ -16,14 +16,14 @@ import pytest
 import torch
 from said import tells
 
-from megatron.core.config import ConfigError
+from megatron.core.base.async_handle import done
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed.bucket import Bucket
 from megatron.core.grid import ALONE
 from megatron.core.optimizer import sliced
 from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.optimizer.sliced import Segment, SlicedUpdater
 from megatron.core.optimizer.update import UpdateStep, adam_update
-from megatron.core.pending import done
 from megatron.core.storage.stored import copy_stored, loaded, start_reading, start_writing
 from megatron.core.tiers import block_file
 from megatron.core.tiers.block_file import BlockFile, OffloadError

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
 from tools.preprocessing import word_memory
 from tools.preprocessing.word_memory import WordMemory, packer

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")

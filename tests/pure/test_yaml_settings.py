@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from said import tells, tells_each
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.training.command_line import parse_args
 from megatron.training.settings import yaml_settings
 from megatron.training.settings.config import Config

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron.core.base.async_handle import Pending
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.mesh import Mesh
-from megatron.core.pending import Pending
 from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
 from megatron.core.tiers import activations
 from megatron.core.tiers.activations import StageActivations, TierRoom

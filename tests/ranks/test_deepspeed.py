@@ -12,9 +12,9 @@ from local_ranks import run_ranks
 from torch import Tensor, nn
 
 from megatron import deepspeed
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.checkpoint.format import CheckpointError
 from megatron.core.comm import PeerError
-from megatron.core.config import ConfigError
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.step_schedules import WarmupLR
 from megatron.deepspeed import comm, zero

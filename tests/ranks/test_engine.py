@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedules
 
 from megatron import deepspeed
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.checkpoint.format import CheckpointError
-from megatron.core.config import ConfigError
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.step_schedules import OneCycle

@@ -13,7 +13,7 @@ from oracles.families import FAMILIES, LENGTH, TOKENS, VOCAB, settings_of, value
 from tiny_run import GPT, Layout, build_chunks
 from torch import Tensor
 
-from megatron.core.config import default_of, knobs
+from megatron.core.base.dataclass_flags import default_of, knobs
 from megatron.core.inference.load import lone_mesh
 from megatron.core.models.gpt_model import GPTModel
 from megatron.core.transformer.model_config import ModelConfig

@@ -10,8 +10,8 @@ import pytest
 from whole_run import run
 
 import pretrain_gpt
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.checkpoint import open_checkpoint
-from megatron.core.config import ConfigError
 from megatron.core.interchange.carried import Origin
 from tools import checkpoint_convert
 from tools.generate import main as generate

@@ -10,8 +10,8 @@ import torch
 from local_ranks import run_ranks
 from torch import Tensor
 
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.checkpoint import format, open_checkpoint
-from megatron.core.config import ConfigError
 from megatron.core.inference import load_gpt, read_saved_settings
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer import OPTIMIZERS, UpdateRule

@@ -19,7 +19,7 @@ from whole_run import run
 
 import pretrain_bert
 import pretrain_gpt
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.interchange.families.config_json import settings_of, what_it_computes
 from megatron.core.mesh import Mesh
 from megatron.core.models.rules import BERT_RULES, GPT_RULES, T5_RULES

@@ -10,9 +10,9 @@ import torch
 from local_ranks import run_ranks
 from whole_run import run
 
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.boxes import slices
 from megatron.core.checkpoint import CheckpointError, placed_tensor, save_checkpoint
-from megatron.core.config import ConfigError
 from megatron.core.grid import ALONE
 from megatron.core.inference.load import load_gpt, lone_mesh
 from megatron.core.interchange import open_foreign

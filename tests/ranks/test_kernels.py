@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.grid import ALONE
 from megatron.core.random import AttentionDropout, DropoutKeys
 from megatron.core.tensor_parallel.linear_layers import TensorParallel

@@ -24,7 +24,7 @@ from tiny_run import (
 )
 
 from megatron.core import dist_checkpointing
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.current_mesh import current
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.distributed.data_parallel_config import DataParallelConfig

@@ -14,9 +14,9 @@ from local_ranks import run_ranks
 from tiny_run import GPT2, LLAMA, VOCAB, Layout, Outcome, Texts, assert_equal, build, my_pieces, put_together, run
 from torch.nn import functional as F
 
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.boxes import slices
 from megatron.core.checkpoint import open_checkpoint, save_checkpoint
-from megatron.core.config import ConfigError
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.placement import pieces

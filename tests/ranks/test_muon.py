@@ -17,7 +17,7 @@ from tiny_run import TINY_GPT2, TINY_LLAMA, TinyTrainer, assert_equal, my_pieces
 from torch import Tensor
 from zero_matrix import cover
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.device import float32_products
 from megatron.core.distributed import DataParallelConfig
 from megatron.core.grid import ALONE

@@ -9,7 +9,7 @@ from layouts import Layout
 from local_ranks import run_ranks
 from tiny_run import TINY_GPT2, TINY_LLAMA, TinyTrainer, assert_equal, my_pieces, put_together, run
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed import DataParallelConfig
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer import OPTIMIZERS, ParamGroup, UpdateRule

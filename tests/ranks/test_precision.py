@@ -18,7 +18,7 @@ from local_ranks import run_ranks
 from tiny_run import GPT2, LLAMA, SEED, SEQ, VOCAB, Layout, my_pieces, put_together, runtime_for, sample
 from torch import Tensor, nn
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed.data_parallel import DataParallelConfig, DistributedDataParallel
 from megatron.core.mesh import Mesh
 from megatron.core.models.gpt_model import GPTModel

@@ -9,7 +9,7 @@ from said import tells
 from script_run import settings_of, trainer_of
 
 import pretrain_gpt
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.optimizer import OPTIMIZERS, UpdateRule
 from megatron.core.optimizer.param_groups import default_group
 from megatron.core.transformer.kernels import KERNELS, Kernel

@@ -17,7 +17,7 @@ from whole_run import run
 import pretrain_bert
 import pretrain_gpt
 from megatron.core import parallel_state
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.models.rules import GPT_RULES
 from megatron.core.storage import files
 from megatron.core.storage.files import LocalFiles

@@ -12,7 +12,7 @@ from whole_run import run
 
 import pretrain_bert
 import pretrain_gpt
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.mesh import Mesh
 from megatron.core.models.gpt_model import GPTModel
 from megatron.training import build

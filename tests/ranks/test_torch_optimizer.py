@@ -6,7 +6,7 @@ from local_ranks import run_ranks
 from said import raises_telling
 from torch import nn
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 
 STEPS, RANKS, ACCUMULATED = 3, 2, 2

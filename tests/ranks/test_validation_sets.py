@@ -20,7 +20,7 @@ from whole_run import TINY as MOCK
 
 import pretrain_bert
 import pretrain_gpt
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.datasets import DataConfig
 from megatron.core.mesh import Mesh
 from megatron.training.resume.state import TrainState

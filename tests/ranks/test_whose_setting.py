@@ -9,7 +9,7 @@ import pytest
 from said import tells
 from whole_run import run
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.training.command_line import parse_args
 
 sys.path.append(str(Path(__file__).parent.parent / "exchange"))

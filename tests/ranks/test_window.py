@@ -13,8 +13,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.classic.transformer_config import model_config
-from megatron.core.config import ConfigError
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.inference.load import lone_mesh
 from megatron.core.models.rules import BERT_RULES, GPT_RULES

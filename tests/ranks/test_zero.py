@@ -23,8 +23,8 @@ from tiny_run import (
     run,
 )
 
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.comm import bytes_sent
-from megatron.core.config import ConfigError
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.distributed.traffic import step_traffic
 from megatron.core.mesh import Mesh

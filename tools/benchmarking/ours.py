@@ -8,8 +8,8 @@ from typing import Any
 import pretrain_bert
 import pretrain_gpt
 from megatron.core import comm
+from megatron.core.base.dataclass_flags import flag_of
 from megatron.core.compiling.compiler import CompileConfig, Region, news_of_layers, spent, why_not
-from megatron.core.config import flag_of
 from megatron.training.evaluate import evaluate
 from megatron.training.initialize import initialize_megatron
 from megatron.training.train_step import train_step

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron.core.config import flag_of
+from megatron.core.base.dataclass_flags import flag_of
 from megatron.training.watch.flops import ModelShape
 
 # What the flags of training say of a family beside the sizes; GPT-2 has learned positions, GELU, biases and tied tables.

@@ -4,7 +4,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, NamedTuple
 
-from megatron.core.config import ConfigError, Count, FlagConfig, FlagParser, Positive, add_flags, flag_of, knob, knobs
+from megatron.core.base.dataclass_flags import (
+    ConfigError,
+    Count,
+    FlagConfig,
+    FlagParser,
+    Positive,
+    add_flags,
+    flag_of,
+    knob,
+    knobs,
+)
 from tools.configuring.layouts import Work
 from tools.configuring.sizes import SIZES, Model, Size, nearest
 

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from tools.configuring.answers import Answers, Choices
 from tools.configuring.layouts import Layout, Work
 from tools.configuring.sizes import words

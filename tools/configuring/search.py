@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.training.memory.report import amount, table
 from megatron.training.memory.room import less_with
 from megatron.training.memory.timeline import RankMemory, forecast, worst

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron.core.config import flag_of
+from megatron.core.base.dataclass_flags import flag_of
 from megatron.training.watch.flops import ModelShape
 
 

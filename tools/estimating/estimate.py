@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.training.memory.report import as_json, full_report
 from megatron.training.memory.timeline import forecast
 from tools.estimating.job import own_flags_in, read

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from megatron.core.config import ConfigError, FlagParser
+from megatron.core.base.dataclass_flags import ConfigError, FlagParser
 from megatron.core.device import Device
 from megatron.core.models.rules import text_problems
 from megatron.core.products import NATIVE, WAYS, Products

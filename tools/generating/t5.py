@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.inference import SavedSettings
 from megatron.core.interchange.carried import Origin
 from megatron.core.interchange.families.family import START_ID

@@ -14,7 +14,7 @@ May import: floors 0 and 1 (`boxes`, `comm`, `grid`, `mesh`, `placement`, `stora
 To add a dtype: an entry of `ITEM_BYTES`.
 """
 
-from megatron.core.lazy import lazy_names
+from megatron.core.base.lazy_imports import lazy_names
 
 __getattr__, __dir__ = lazy_names(
     __name__,

@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.core import comm, whereabouts
+from megatron.core import comm
 from megatron.core import device as devices
+from megatron.core.base import rank_status
 from megatron.core.boxes import size_of
 from megatron.core.checkpoint import format, writer
 from megatron.core.checkpoint.format import CheckpointError
@@ -225,7 +226,7 @@ class BackgroundSaves:
         did = None
         while not select.select([self._writer.line], [], [], _LOOKS_EVERY)[0]:
             if (does := _work_of(self._process.pid)) != did:
-                whereabouts.go_on()  # a slow disk is no rank that hangs
+                rank_status.go_on()  # a slow disk is no rank that hangs
             did = does
         try:
             answer = self._writer.receive()

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import megatron
-from megatron.core import outputs
+from megatron.core.base import output_streams
 from megatron.core.checkpoint.format import CheckpointError
 from megatron.core.checkpoint.star import Messages, Middle, OtherRankError, Star, join
 from megatron.core.checkpoint.writing import HeldPart, Saving, write_and_publish
@@ -51,7 +51,7 @@ def start_process(its: socket.socket) -> subprocess.Popen:
 
 
 def main(handle: int) -> None:
-    outputs.keep_running()  # nobody may read what the job prints any more, and the save must end
+    output_streams.keep_running()  # nobody may read what the job prints any more, and the save must end
     for name in _IGNORED:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     _be_killed_with_the_rank()

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron.core.base.signatures import takes
 from megatron.core.classic.layers import (
     DotProductAttention,
     TransformerBlockSubmodules,
@@ -14,7 +15,6 @@ from megatron.core.classic.layers import (
 from megatron.core.classic.modules import AttnMaskType, FusedLayerNorm, context_of, get_bias_dropout_add, settings_of
 from megatron.core.classic.specs import ModuleSpec, get_module
 from megatron.core.classic.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.signatures import takes
 from megatron.core.transformer.cross_attention import ParallelCrossAttention
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from megatron.core import comm
-from megatron.core.config_fields import settings_from
+from megatron.core.base.config_fields import settings_from
 from megatron.core.current_mesh import current
 from megatron.core.distributed import data_parallel
 from megatron.core.distributed.data_parallel_config import DataParallelConfig

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from megatron.core import comm
-from megatron.core.config import ConfigError
-from megatron.core.config_fields import problems_of_not_built
+from megatron.core.base.config_fields import problems_of_not_built
+from megatron.core.base.dataclass_flags import ConfigError
+from megatron.core.base.signatures import takes
 from megatron.core.current_mesh import current, model_parallel_is_initialized
 from megatron.core.datasets import blend, gpt, indexed
 from megatron.core.datasets.bert import build_bert_datasets
@@ -23,7 +24,6 @@ from megatron.core.datasets.masking import MaskedDataConfig
 from megatron.core.datasets.padding import pad_is_text
 from megatron.core.datasets.split_plan import samples_of_files
 from megatron.core.parallel_state import launched_rank
-from megatron.core.signatures import takes
 
 # A prefix, or weights and prefixes in turn (core 0.5); or (prefixes, weights or None) since.
 Blend = Sequence[str] | tuple[Sequence[str], Sequence[float] | None] | None

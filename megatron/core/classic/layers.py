@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megatron.core.base.signatures import takes
 from megatron.core.classic.modules import (
     AttnMaskType,
     FusedLayerNorm,
@@ -28,7 +29,6 @@ from megatron.core.classic.specs import ModuleSpec, build_module, get_module
 from megatron.core.classic.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.current_mesh import current
 from megatron.core.pipeline_parallel.stage import split_layers
-from megatron.core.signatures import takes
 from megatron.core.transformer.attention import CoreAttention, ParallelAttention
 from megatron.core.transformer.context import LayerContext, MakePart
 from megatron.core.transformer.masks import Documents

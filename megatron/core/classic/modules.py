@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megatron.core.base.signatures import takes
 from megatron.core.classic.transformer_config import model_config
 from megatron.core.current_mesh import current
 from megatron.core.models.embedding import Embedding
 from megatron.core.products import NATIVE
 from megatron.core.random import DropoutKeys
-from megatron.core.signatures import takes
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.norm import Norm

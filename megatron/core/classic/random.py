@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.base.signatures import takes
 from megatron.core.current_mesh import current, get_mesh, model_parallel_is_initialized
-from megatron.core.signatures import takes
 from megatron.core.tensor_parallel.random import RngTracker, recomputed_with_states
 
 MODEL_PARALLEL, DATA_PARALLEL = "model-parallel-rng", "data-parallel-rng"

@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from megatron.core import comm
+from megatron.core.base.signatures import takes
 from megatron.core.current_mesh import get_mesh
 from megatron.core.grid import Axis
 from megatron.core.model_parallel import torch_group
-from megatron.core.signatures import takes
 from megatron.core.tensor_parallel import mappings
 
 

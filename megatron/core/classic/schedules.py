@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.core.base.signatures import takes
 from megatron.core.classic.utils import get_model_config, unwrap_model
 from megatron.core.current_mesh import current
 from megatron.core.mesh import Mesh
@@ -20,7 +21,6 @@ from megatron.core.pipeline_parallel.loss import ForwardStep
 from megatron.core.pipeline_parallel.own_loop import run_step
 from megatron.core.pipeline_parallel.pipeline import BatchShape
 from megatron.core.pipeline_parallel.transport import TensorSpec
-from megatron.core.signatures import takes
 
 # Megatron's arguments that only concern its own transfers, groups or warm-up.
 _WITHOUT_EFFECT = ("first_val_step", "p2p_communicator", "pg_collection", "force_all_reduce")

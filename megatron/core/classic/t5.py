@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.core.base.signatures import takes
 from megatron.core.classic.cross_attention import (
     get_t5_decoder_with_local_block_spec,
     get_t5_encoder_with_local_block_spec,
@@ -13,7 +14,6 @@ from megatron.core.classic.layers import layers_of_stage
 from megatron.core.classic.models import ModelOfMegatron
 from megatron.core.current_mesh import current
 from megatron.core.models import t5_model
-from megatron.core.signatures import takes
 
 _OURS = {
     "encoder": get_t5_encoder_with_local_block_spec(1).layer_specs[0],

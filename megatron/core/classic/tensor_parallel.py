@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.init import xavier_normal_
 
+from megatron.core.base.signatures import takes
 from megatron.core.current_mesh import current, get_mesh
 from megatron.core.placement import Constant, InitialValue, Normal
 from megatron.core.products import NATIVE
-from megatron.core.signatures import takes
 from megatron.core.tensor_parallel import linear_layers, mappings
 from megatron.core.tensor_parallel.broadcast import BatchWithoutData, broadcast_tensors
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy

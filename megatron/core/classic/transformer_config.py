@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from megatron.core.base.config_fields import problems_of_not_built
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.classic.utils import init_method_normal, scaled_init_method_normal
-from megatron.core.config import ConfigError
-from megatron.core.config_fields import problems_of_not_built
 from megatron.core.transformer.model_config import ModelConfig
 
 # What would change the numbers, and nothing here computes: refused with any value but the default.

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.core.base.signatures import takes
 from megatron.core.placement import Normal
-from megatron.core.signatures import takes
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:

@@ -27,8 +27,8 @@ from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dis
 from torch.utils._triton import has_triton
 
 from megatron.core import comm
+from megatron.core.base.dataclass_flags import FlagConfig, knob
 from megatron.core.compiling.replayed import Replay, call_kind, programs_called, replay_of, watched_backend
-from megatron.core.config import FlagConfig, knob
 from megatron.core.grid import Axis
 from megatron.core.made_again import mark_made
 

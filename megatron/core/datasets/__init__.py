@@ -11,7 +11,7 @@ submodule of that name would shadow it.
 To add a data set: a class with `__len__` and `__getitem__`, returned by a script's provider (docs/adding_a_model.md).
 """
 
-from megatron.core.lazy import lazy_names
+from megatron.core.base.lazy_imports import lazy_names
 
 __getattr__, __dir__ = lazy_names(
     __name__,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron.core.config import ConfigError, Count, FlagConfig, NotNegative, WholeNumber, flag_of, knob
+from megatron.core.base.dataclass_flags import ConfigError, Count, FlagConfig, NotNegative, WholeNumber, flag_of, knob
 from megatron.core.datasets.blend import Blend, parse_blend
 from megatron.core.datasets.index_map import SPLIT_NAMES, parse_split
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.config import ConfigError, flag_of
+from megatron.core.base.dataclass_flags import ConfigError, flag_of
 from megatron.core.datasets.blend import BlendedDataset
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.data_plan import Reading, reading

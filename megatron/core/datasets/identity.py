@@ -4,7 +4,7 @@ import hashlib
 import json
 from functools import cache
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.index_cache import hash_spread
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.datasets.indexed import IndexedDataset
 
 

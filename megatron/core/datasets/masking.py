@@ -8,7 +8,7 @@ from typing import Annotated
 
 import numpy as np
 
-from megatron.core.config import FlagConfig, Share, knob
+from megatron.core.base.dataclass_flags import FlagConfig, Share, knob
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megatron.core.config import flag_of
+from megatron.core.base.dataclass_flags import flag_of
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.indexed import IndexedDataset
 from megatron.core.datasets.sample_map import build_sample_map

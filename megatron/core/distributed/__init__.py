@@ -12,7 +12,7 @@ May import: floors 0 and 1; no other mechanism.
 To add a strategy of reduction: a `GradReduce`, chosen in `DistributedDataParallel._choose_strategies`.
 """
 
-from megatron.core.lazy import lazy_names
+from megatron.core.base.lazy_imports import lazy_names
 
 __getattr__, __dir__ = lazy_names(
     __name__,

@@ -3,6 +3,8 @@
 from torch import Tensor, nn
 
 from megatron.core import comm
+from megatron.core.base.async_handle import Pending
+from megatron.core.base.memory_kind import memory_kind
 from megatron.core.device import to_device
 from megatron.core.distributed.buffer import ParamAndGradBuffer
 from megatron.core.distributed.call_order import UseOrder
@@ -14,8 +16,6 @@ from megatron.core.distributed.released import (
     become,
 )
 from megatron.core.distributed.slot import ParamSlot
-from megatron.core.memory_kind import memory_kind
-from megatron.core.pending import Pending
 from megatron.core.storage.stored import start_reading, start_writing
 
 

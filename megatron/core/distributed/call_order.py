@@ -13,9 +13,9 @@ from dataclasses import replace
 import torch
 
 from megatron.core import comm
+from megatron.core.base.memory_kind import memory_kind
 from megatron.core.comm import Ledger
 from megatron.core.grid import Axis
-from megatron.core.memory_kind import memory_kind
 
 _END = "is at the end of the step"
 

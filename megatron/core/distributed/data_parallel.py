@@ -31,8 +31,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core import comm
+from megatron.core.base.dataclass_flags import ConfigError
+from megatron.core.base.memory_kind import memory_kind
 from megatron.core.boxes import flat_run
-from megatron.core.config import ConfigError
 from megatron.core.distributed.bucket import Bucket
 from megatron.core.distributed.buffer import ACROSS_STAGES, ParamAndGradBuffer, grads_come_late
 from megatron.core.distributed.call_order import UseOrder
@@ -45,7 +46,6 @@ from megatron.core.distributed.traffic import Flat
 from megatron.core.distributed.uses import Uses
 from megatron.core.distributed.zero import GradReduce, ParamGather, ReduceEachMicrobatch, ReduceOnce
 from megatron.core.main_grad import DataParallelBase, grad_was_added, grad_was_put_off, open_main_grad, set_slot
-from megatron.core.memory_kind import memory_kind
 from megatron.core.mesh import GradAxes, Mesh
 from megatron.core.placement import Placement, partial_axes, partial_grads, placement_of
 from megatron.core.storage.stored import Stored

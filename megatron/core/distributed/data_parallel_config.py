@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from megatron.core.config import Count, FlagConfig, knob
+from megatron.core.base.dataclass_flags import Count, FlagConfig, knob
 
 
 class Zero(NamedTuple):

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from megatron.core import comm
+from megatron.core.base.lazy_imports import make_callable
 from megatron.core.current_mesh import current
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.lazy import make_callable
 
 
 def finalize_model_grads(

@@ -8,12 +8,12 @@ all of them and one all-gather each: a tool to find where two runs diverge.
 from collections.abc import Sequence
 
 from megatron.core import comm
+from megatron.core.base.memory_kind import memory_kind
 from megatron.core.distributed.bucket import Bucket
 from megatron.core.distributed.buffer import MemoryBuffer, ParamAndGradBuffer
 from megatron.core.distributed.slot import ParamSlot
 from megatron.core.distributed.zero import GradReduce
 from megatron.core.grid import Axis
-from megatron.core.memory_kind import memory_kind
 
 
 class ReduceInFixedOrder(GradReduce):

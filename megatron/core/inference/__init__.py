@@ -9,7 +9,7 @@ May import: every floor of core below. Only `tools/generate.py` imports from her
 To add a sampling rule: a field of `SamplingConfig` and a line of `distribution`.
 """
 
-from megatron.core.lazy import lazy_names
+from megatron.core.base.lazy_imports import lazy_names
 
 # The function `generate` is not here: the submodule of that name would shadow it as soon as anything imports it.
 __getattr__, __dir__ = lazy_names(

@@ -20,7 +20,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from megatron.core.config import Count, FlagConfig, Positive, knob
+from megatron.core.base.dataclass_flags import Count, FlagConfig, Positive, knob
 
 Choose = Callable[[Tensor], int]  # scores [v] -> id
 

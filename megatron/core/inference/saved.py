@@ -3,8 +3,8 @@
 from dataclasses import dataclass, fields
 from typing import Any
 
+from megatron.core.base.dataclass_flags import ConfigError, build
 from megatron.core.checkpoint.lost import note_of_lost_buffers
-from megatron.core.config import ConfigError, build
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.model_config import ModelConfig

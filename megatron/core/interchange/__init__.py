@@ -11,7 +11,7 @@ May import: floors 0 to 3 (`checkpoint`, `transformer.model_config`). Names load
 To add a family: a table of its own, and a line in `FAMILIES`; a fork does it before it calls `pretrain`.
 """
 
-from megatron.core.lazy import lazy_names
+from megatron.core.base.lazy_imports import lazy_names
 
 __getattr__, __dir__ = lazy_names(
     __name__,

@@ -9,8 +9,8 @@ A bare BertModel has no pretraining heads, a LlamaModel no output layer: the `ar
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from megatron.core.base.dataclass_flags import ConfigError, build
 from megatron.core.checkpoint.format import CheckpointError
-from megatron.core.config import ConfigError, build
 from megatron.core.interchange.families.family import Family
 from megatron.core.interchange.families.known import FAMILIES
 from megatron.core.transformer.model_config import ModelConfig

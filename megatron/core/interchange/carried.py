@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.checkpoint.format import CheckpointError
-from megatron.core.config import ConfigError
 from megatron.core.interchange.families.family import START_ID
 from megatron.core.interchange.formats.hf_folder import json_of, path_inside
 from megatron.core.interchange.tokenizer_config import TOKENIZER_CONFIG, for_both_versions

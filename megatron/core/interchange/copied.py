@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.base.async_handle import Pending, done
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.boxes import Box, boxes_of_run, size_of, whole
 from megatron.core.checkpoint import LocalTensor, save_checkpoint
-from megatron.core.config import ConfigError
 from megatron.core.grid import ALONE
 from megatron.core.interchange.absent import check_complete
 from megatron.core.interchange.strided import StridedCheckpoint, lies_in_order
-from megatron.core.pending import Pending, done
 from megatron.core.storage.files import exists
 from megatron.core.storage.paths import path_of
 from megatron.core.storage.stored import StoredTensor

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from megatron.core.base.lazy_imports import optional_package
 from megatron.core.interchange.carried import carried_in, read_carried
 from megatron.core.interchange.formats.hf_folder import json_of
-from megatron.core.lazy import optional_package
 from megatron.core.tokenizers.vocabulary import checked, in_tokenizer_json
 
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.core import comm
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.checkpoint import Checkpoint, CheckpointError, open_checkpoint
-from megatron.core.config import ConfigError
 from megatron.core.grid import ALONE, Axis
 from megatron.core.interchange.carried import Origin
 from megatron.core.interchange.families.config_json import family_of

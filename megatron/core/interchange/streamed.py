@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from megatron.core import comm
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.boxes import whole
 from megatron.core.checkpoint.format import PARTIAL
 from megatron.core.checkpoint.load import Checkpoint
 from megatron.core.checkpoint.local_tensor import LocalTensor
-from megatron.core.config import ConfigError
 from megatron.core.grid import ALONE, Axis
 from megatron.core.interchange.carried import check_chosen
 from megatron.core.interchange.families.family import Row

@@ -13,9 +13,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
+from megatron.core.base.output_streams import until_reader_ends
 from megatron.core.job.launch import DEFAULT_PORT
-from megatron.core.outputs import until_reader_ends
 
 Slots = dict[str, list[int]]
 

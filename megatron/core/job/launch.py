@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core import outputs
-from megatron.core.errors import write_error_file
+from megatron.core.base import output_streams
+from megatron.core.base.errors import write_error_file
 
 SAYS_EVERY = 30.0  # seconds between reports of missing ranks
 _GRACE = 4.0  # seconds for a rank to stop in order after another has died
@@ -193,7 +193,7 @@ class Exchange:
         if self._lost and rank in self._came:
             raise ValueError("of the next attempt: a launcher has started it again before this one has ended")
         if problem := self._problem_of(rank, name, int(message["ranks"])):
-            outputs.print_stderr(f"rank 0: {problem}")
+            output_streams.print_stderr(f"rank 0: {problem}")
             _send(peer.socket, {"refused": problem})
             return
         peer.rank, peer.name = rank, name
@@ -241,9 +241,9 @@ class Exchange:
 
 def _end_process(why: str) -> None:
     """Ends this process, whose main thread waits in a call that never returns."""
-    outputs.print_stderr(why)
+    output_streams.print_stderr(why)
     write_error_file(why, follows=True)
-    outputs.flush()
+    output_streams.flush()
     os._exit(1)
 
 
@@ -294,7 +294,7 @@ class Line:
         while not (self._complete or self.lost) and (now := time.monotonic()) < deadline:
             if now >= says:
                 says += says_every
-                outputs.print_stderr(waiting(self._rank, self._ranks, self.missing(), self._began))
+                output_streams.print_stderr(waiting(self._rank, self._ranks, self.missing(), self._began))
             self._wait_for(lambda: self._complete or self.lost, min(says, deadline) - time.monotonic())
         return self._complete and not self.lost
 

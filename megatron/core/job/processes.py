@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 # Imported before a process group exists: imported later (torch.optim does), its functions take the group as a default argument,
 # which keeps its threads alive after destroy_process_group. Seen in torch 2.13.
-from megatron.core import outputs, whereabouts
+from megatron.core.base import output_streams, rank_status
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.comm import Ledger, LostPeerError, StoreGroup, TorchGroup, broadcast_text
-from megatron.core.config import ConfigError
 from megatron.core.current_mesh import mesh_of_process, set_mesh_of_process
 from megatron.core.grid import Axis
 from megatron.core.job.launch import Launch, discover
@@ -57,11 +57,11 @@ def start_distributed(backend: str, timeout_minutes: float) -> None:
     launch = discover(os.environ)
     if not _has_others_to_meet(launch):
         return
-    whereabouts.enter("meeting the others")
+    rank_status.enter("meeting the others")
     try:
         timeout = datetime.timedelta(minutes=timeout_minutes)
         place = {"store": _meet(launch, timeout), "rank": launch.rank, "world_size": launch.world_size}
-        whereabouts.enter("connecting")
+        rank_status.enter("connecting")
         dist.init_process_group(backend, **place, timeout=timeout)
     except (RuntimeError, OSError) as error:
         if lost := lost_rank(seconds=0.0 if isinstance(error, OSError) else 1.0):  # the call may fail before the news
@@ -101,7 +101,7 @@ def _meet(launch: Launch, timeout: datetime.timedelta) -> dist.Store:
                 raise ConnectionRefusedError("torchrun's agent, which keeps the store, has ended")
             if now > says:
                 says += SAYS_EVERY
-                outputs.print_stderr(waiting(launch.rank, launch.world_size, listed([0]), began))
+                output_streams.print_stderr(waiting(launch.rank, launch.world_size, listed([0]), began))
             time.sleep(0.05 if now < began + 5 else 0.5)
 
     if not keeps_store:

@@ -7,7 +7,7 @@ May import: floors 0 to 3.
 To add a model: a `LanguageModelStage` with its head and loss, or any module that has `set_input_tensor`.
 """
 
-from megatron.core.lazy import lazy_names
+from megatron.core.base.lazy_imports import lazy_names
 
 __getattr__, __dir__ = lazy_names(
     __name__,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.core.config import knobs
+from megatron.core.base.dataclass_flags import knobs
 from megatron.core.datasets.bert import bert_problems
 from megatron.core.datasets.gpt import end_problems
 from megatron.core.datasets.masking import MaskedDataConfig

@@ -11,7 +11,7 @@ May import: floors 0 to 2, of which it uses `distributed`.
 To add an optimizer: a line of OPTIMIZERS, also from a script.
 """
 
-from megatron.core.lazy import lazy_names
+from megatron.core.base.lazy_imports import lazy_names
 
 __getattr__, __dir__ = lazy_names(
     __name__,

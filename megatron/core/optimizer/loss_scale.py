@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.config import Count, FlagConfig, NotNegative, Positive, fits, flag_of, knob
+from megatron.core.base.dataclass_flags import Count, FlagConfig, NotNegative, Positive, fits, flag_of, knob
 
 GROWTH, BACKOFF = 2.0, 0.5  # powers of two, so that scaling rounds nothing
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, Literal, TypeVar
 
-from megatron.core.config import (
+from megatron.core.base.dataclass_flags import (
     ConfigError,
     Count,
     FlagConfig,

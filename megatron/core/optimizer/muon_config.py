@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config import BelowOne, Count, FlagConfig, Positive, knob
+from megatron.core.base.dataclass_flags import BelowOne, Count, FlagConfig, Positive, knob
 
 Coefficients = tuple[float, float, float]  # a, b, c of X <- a X + (b A + c A^2) X, with A = X X^T
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core import comm
+from megatron.core.base.dataclass_flags import ConfigError
+from megatron.core.base.memory_kind import memory_kind
 from megatron.core.boxes import flat_run
-from megatron.core.config import ConfigError
 from megatron.core.distributed.buffer import ParamAndGradBuffer, Shard
 from megatron.core.distributed.plan import Slot, overlaps, runs
 from megatron.core.grid import Axis
-from megatron.core.memory_kind import memory_kind
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer import settings
 from megatron.core.optimizer.loss_scale import GradScaler

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from megatron.core import optimizer
-from megatron.core.config import BelowOne, ConfigError, NotNegative, Positive, knob, one_of
-from megatron.core.open_table import Table
+from megatron.core.base.dataclass_flags import BelowOne, ConfigError, NotNegative, Positive, knob, one_of
+from megatron.core.base.registry import Table
 from megatron.core.optimizer.lr_schedule import IncreaseStyle, WeightDecaySchedule
 from megatron.core.optimizer.muon_config import MuonConfig
 from megatron.core.optimizer.param_groups import GroupRule, others_to

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.optimizer.group_schedule import GroupSchedule, one_cycle, range_test
 from megatron.core.optimizer.lr_schedule import LearningRateSchedule
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.param_groups import GroupRule, ParamGroup
 from megatron.core.optimizer.settings import OptimizerConfig

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core import comm
+from megatron.core.base.async_handle import Pending
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.boxes import Box, slices
-from megatron.core.config import ConfigError
 from megatron.core.grid import ALONE, Axis
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.owners import turns_of
-from megatron.core.pending import Pending
 from megatron.core.placement import Placement, pieces
 
 Pieces = list[tuple[Box, Box]]  # (box in the whole tensor, box in the local one)

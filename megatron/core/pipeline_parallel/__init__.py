@@ -9,7 +9,7 @@ May import: floors 0 and 1; no other mechanism. Names load on first use.
 To add a schedule: a function of integers and a line of `SCHEDULES`, also from a script; its lists place the stages.
 """
 
-from megatron.core.lazy import lazy_names
+from megatron.core.base.lazy_imports import lazy_names
 
 # The function `simulate` is not exported: importing the submodule of that name would replace it.
 __getattr__, __dir__ = lazy_names(

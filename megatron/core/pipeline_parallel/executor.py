@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron.core.memory_kind import ACTIVATIONS, set_memory_kind
+from megatron.core.base.memory_kind import ACTIVATIONS, set_memory_kind
 from megatron.core.pipeline_parallel.loss import ForwardStep, LossTotals, read_loss, read_step
 from megatron.core.pipeline_parallel.lower import BEGIN_OF, DIRECTION_OF, partner
 from megatron.core.pipeline_parallel.schedule import Action, Op, Schedule

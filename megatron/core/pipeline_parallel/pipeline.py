@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from megatron.core import comm
+from megatron.core.base.memory_kind import memory_kind
 from megatron.core.current_mesh import current
 from megatron.core.grid import Axis
 from megatron.core.main_grad import DataParallelBase
-from megatron.core.memory_kind import memory_kind
 from megatron.core.mesh import Mesh
 from megatron.core.pipeline_parallel.executor import Executor, ForwardStep
 from megatron.core.pipeline_parallel.loss import LossTotals

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from megatron.core.errors import is_told_to_user
+from megatron.core.base.errors import is_told_to_user
 from megatron.core.pipeline_parallel.schedule import Action, Op, Schedule, count_stages, dependencies
 from megatron.core.pipeline_parallel.table import make_step
 

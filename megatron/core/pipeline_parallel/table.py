@@ -7,7 +7,7 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-from megatron.core.open_table import Table
+from megatron.core.base.registry import Table
 from megatron.core.pipeline_parallel.schedule import (
     Action,
     Op,

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from megatron.core import comm
-from megatron.core.errors import sequence_parallel_hint
+from megatron.core.base.async_handle import Pending, all_of
+from megatron.core.base.errors import sequence_parallel_hint
+from megatron.core.base.memory_kind import memory_kind, set_memory_kind
 from megatron.core.grid import Axis
-from megatron.core.memory_kind import memory_kind, set_memory_kind
-from megatron.core.pending import Pending, all_of
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import re
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 
 _URL = re.compile("([a-z][a-z0-9+.-]*)://")
 _OF_THIS_MACHINE = ("file", "local")

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.base.async_handle import Pending, done
 from megatron.core.boxes import Box, flat_run, size_of, slices, whole
-from megatron.core.pending import Pending, done
 
 _CHUNK = 4 << 20  # bytes in memory at a time while a whole tensor is copied
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from megatron.core import comm
-from megatron.core.errors import sequence_parallel_hint
+from megatron.core.base.errors import sequence_parallel_hint
+from megatron.core.base.lazy_imports import lazy_names
 from megatron.core.grid import Axis
-from megatron.core.lazy import lazy_names
 from megatron.core.tensor_parallel.score_rows import Factors, grad_of_rows, sums_of_rows
 from megatron.core.tensor_parallel.word_ids import check_word_ids
 

@@ -1,6 +1,6 @@
 """Megatron's path of its parallel layers. Our layers, which take their axis, are in `linear_layers`."""
 
-from megatron.core.lazy import lazy_names
+from megatron.core.base.lazy_imports import lazy_names
 
 __getattr__, __dir__ = lazy_names(
     __name__,

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from megatron.core import comm
+from megatron.core.base.lazy_imports import all_names
 from megatron.core.grid import Axis
-from megatron.core.lazy import all_names
 
 Direction = Callable[[Tensor, Axis], Tensor]
 

@@ -6,7 +6,7 @@ import contextlib
 import torch
 from torch import Tensor
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 
 
 def check_word_ids(ids: Tensor, vocab_size: int, what: str, *, least: int | None = 0) -> None:

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megatron.core.base.async_handle import Pending
+from megatron.core.base.memory_kind import ACTIVATIONS, set_memory_kind
 from megatron.core.device import to_device
-from megatron.core.memory_kind import ACTIVATIONS, set_memory_kind
-from megatron.core.pending import Pending
 from megatron.core.storage.stored import Stored, start_reading, start_writing
 from megatron.core.tiers.slots import SlotBuffer, as_flat, strides_like
 from megatron.core.tiers.tier import HostTier, Tier

@@ -14,7 +14,7 @@ import shutil
 import socket
 from pathlib import Path
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.storage.locks import locked
 
 LOCK_FILE, STATE_FILE = "lock", "state"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.core.config import FlagConfig, Share, knob
+from megatron.core.base.dataclass_flags import FlagConfig, Share, knob
 from megatron.core.tiers.block_file import BLOCK
 from megatron.core.tiers.tier import FileTier, HostTier, Tier
 

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megatron.core.base.async_handle import Pending, done
+from megatron.core.base.memory_kind import memory_kind
 from megatron.core.device import start_to_host
-from megatron.core.memory_kind import memory_kind
-from megatron.core.pending import Pending, done
 from megatron.core.storage.stored import Stored, StoredTensor
 from megatron.core.tiers.block_file import BLOCK, BlockFile, OffloadError
 from megatron.core.tiers.folder import STATE_FILE, RankFolder

@@ -4,7 +4,7 @@ May import: `config`. Names load on first use; a third-party package is imported
 To add a type: a line of `tokenizers.TOKENIZERS`.
 """
 
-from megatron.core.lazy import lazy_names
+from megatron.core.base.lazy_imports import lazy_names
 
 __getattr__, __dir__ = lazy_names(
     __name__,

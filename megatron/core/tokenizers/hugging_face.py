@@ -5,7 +5,7 @@ import os
 import re
 from typing import Any
 
-from megatron.core.lazy import optional_package
+from megatron.core.base.lazy_imports import optional_package
 from megatron.core.tokenizers.library import GPT2_PATTERN, LibraryTokenizer, check_exists, json_of
 from megatron.core.tokenizers.special_tokens import (
     NAMED,

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from megatron.core.config import changes
+from megatron.core.base.dataclass_flags import changes
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.tokenizers.tokenizers import TOKENIZERS
 

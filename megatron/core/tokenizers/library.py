@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.core.lazy import optional_package
+from megatron.core.base.lazy_imports import optional_package
 from megatron.core.tokenizers.special_tokens import object_in
 
 # How byte-level BPE cuts text into words: GPT-2's own pattern.

@@ -11,7 +11,7 @@ import os
 import re
 from typing import Any
 
-from megatron.core.lazy import optional_package
+from megatron.core.base.lazy_imports import optional_package
 from megatron.core.tokenizers.library import check_exists
 from megatron.core.tokenizers.special_tokens import object_in
 

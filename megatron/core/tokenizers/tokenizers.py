@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from megatron.core.open_table import Table
+from megatron.core.base.registry import Table
 from megatron.core.tokenizers import hugging_face, library, sentence_piece
 
 

@@ -8,7 +8,7 @@ To add a layer, an attention or an MLP: pass it as `make_layer`, `make_attention
 To add a setting: a knob of a config in `model_config`; an axis: a field of the context.
 """
 
-from megatron.core.lazy import lazy_names
+from megatron.core.base.lazy_imports import lazy_names
 
 __getattr__, __dir__ = lazy_names(
     __name__,

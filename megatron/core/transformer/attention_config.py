@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config import Positive, knob
+from megatron.core.base.dataclass_flags import Positive, knob
 from megatron.core.transformer.block_config import BlockConfig
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config import Positive, knob
+from megatron.core.base.dataclass_flags import Positive, knob
 from megatron.core.transformer.position_config import PositionConfig
 
 _BEFORE, _AFTER = ("input_layernorm", "pre_mlp_layernorm"), ("post_self_attn_layernorm", "post_mlp_layernorm")

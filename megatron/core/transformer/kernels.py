@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron.core.config import ConfigError
-from megatron.core.open_table import Table
+from megatron.core.base.dataclass_flags import ConfigError
+from megatron.core.base.registry import Table
 from megatron.core.random import AttentionDropout
 from megatron.core.transformer.attention_kernels.band import attention_in_band
 from megatron.core.transformer.attention_kernels.eager_tiles import eager_tiled_attention

@@ -2,8 +2,8 @@
 
 from torch import Tensor, nn
 
+from megatron.core.base.lazy_imports import lazy_names
 from megatron.core.compiling.compiler import compiles
-from megatron.core.lazy import lazy_names
 from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.core.config import BelowOne, Count, FlagConfig, NotNegative, WholeNumber, knob, out_of_range
+from megatron.core.base.dataclass_flags import BelowOne, Count, FlagConfig, NotNegative, WholeNumber, knob, out_of_range
 from megatron.core.placement import Normal, XavierUniform
 from megatron.core.transformer.kernels import KERNELS, attention_function
 from megatron.core.transformer.layer_pattern import layer_pattern, read_pattern

@@ -5,8 +5,8 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from megatron.core.base.lazy_imports import lazy_names
 from megatron.core.compiling.compiler import compiles
-from megatron.core.lazy import lazy_names
 from megatron.core.random import HiddenDropout
 from megatron.core.transformer.attention import ParallelAttention
 from megatron.core.transformer.context import LayerContext, MakePart

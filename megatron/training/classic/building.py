@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import nn
 
+from megatron.core.base.signatures import takes
 from megatron.core.enums import ModelType
-from megatron.core.signatures import takes
 from megatron.training import command_line
 from megatron.training.build import built_chunks
 from megatron.training.chunks import ModelProvider

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from megatron.core import comm, outputs
+from megatron.core import comm
+from megatron.core.base import output_streams
 from megatron.core.grid import Axis
 from megatron.training.settings.config import TrainingConfig
 
@@ -93,7 +94,7 @@ def _remember(number: int, frame: FrameType | None) -> None:
 def _say(number: int, frame: FrameType | None) -> None:
     name = signal.Signals(number).name
     text = f"{name}: this job's time may be nearly up. The run goes on; --exit-signal-handler would save and stop now\n"
-    outputs.write_now(text)
+    output_streams.write_now(text)
 
 
 _note: Callable[[int, FrameType | None], None] = _remember

@@ -21,11 +21,12 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from megatron.core import outputs, parallel_state
+from megatron.core import parallel_state
+from megatron.core.base import output_streams
+from megatron.core.base.dataclass_flags import ConfigError
+from megatron.core.base.errors import write_error_file
 from megatron.core.checkpoint.format import CheckpointError
 from megatron.core.comm import PeerError
-from megatron.core.config import ConfigError
-from megatron.core.errors import write_error_file
 from megatron.core.tiers.block_file import OffloadError
 from megatron.training.ending import hangs, interrupt
 from megatron.training.guard.check import WrongNumbersError
@@ -117,7 +118,7 @@ def _end_as_it_is(code: int) -> NoReturn:
     """Exit with `code` without closing anything. The rank that hosts the store first waits for the other ranks' listeners."""
     parallel_state.say_goodbye()
     hangs.stop_watching()
-    outputs.flush()
+    output_streams.flush()
     if parallel_state.launched_rank() == 0:
         time.sleep(2 * _LISTENS_EVERY)
     os._exit(code)
@@ -198,7 +199,7 @@ def _keeper_lives() -> bool:
 
 def _tell(text: str, *, follows: bool = False, more: Callable[[], str] = str) -> None:
     """Print `text`, then write it to torchrun's error file, with `more()` at its end. follows: another rank failed first."""
-    outputs.print_stderr(text.rstrip())
+    output_streams.print_stderr(text.rstrip())
     write_error_file(text + more(), follows=follows)
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron.core.config import FlagConfig, NotNegative, Positive, knob
+from megatron.core.base.dataclass_flags import FlagConfig, NotNegative, Positive, knob
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Find a rank that hangs, say who waits for it in which call, and end the job. Each rank has a thread that watches.
 
-    main thread      writes where it is: phase, iteration, last call on each axis (`core/whereabouts.py`)
+    main thread      writes where it is: phase, iteration, last call on each axis (`core/base/rank_status.py`)
     watcher          sees that its main thread makes no progress for --hang-timeout times the median step; the first to see it
                      looks at all ranks of the machine from outside: places, processes, and then stacks
     verdict          `verdict.py` says who hangs, or that nobody does (a slow save, a rank that went on meanwhile)
@@ -25,9 +25,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.core import outputs, whereabouts
-from megatron.core.errors import write_error_file
-from megatron.core.whereabouts import Place, Whereabouts, read_place
+from megatron.core.base import output_streams, rank_status
+from megatron.core.base.errors import write_error_file
+from megatron.core.base.rank_status import Place, Whereabouts, read_place
 from megatron.training.ending import run_folder
 from megatron.training.ending.hang_config import HangConfig
 from megatron.training.ending.outside import kill, look_at, wait_for_ends, waits_for_cores
@@ -42,7 +42,7 @@ _OF_TIMEOUT = 0.9  # share of --distributed-timeout-minutes: after it the back e
 
 
 def _end_process(code: int) -> None:
-    outputs.flush()
+    output_streams.flush()
     os._exit(code)
 
 
@@ -67,7 +67,7 @@ class HangWatch:
         self._starved, self._starved_since = 0.0, 0.0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watch for hangs", daemon=True)
-        whereabouts.write_to(self._here)
+        rank_status.write_to(self._here)
         self._thread.start()
 
     def limit(self, limits: HangConfig, timeout: float) -> None:
@@ -84,7 +84,7 @@ class HangWatch:
         self._stopped.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(5.0)
-        whereabouts.write_to(None)
+        rank_status.write_to(None)
         run_folder.leave_run_folder(self._folder, self._rank)
         if self._stacks is not None:
             faulthandler.unregister(_ASKED)
@@ -196,7 +196,7 @@ class HangWatch:
         said = self._folder / "slow"
         if verdict.hung and not (said.exists() and time.time() - said.stat().st_mtime < max(self._floor, _SAYS_EVERY)):
             said.touch()
-            outputs.print_stderr(f"rank {self._rank} waits: {verdict.headline}")
+            output_streams.print_stderr(f"rank {self._rank} waits: {verdict.headline}")
 
     def _stack_of(self, place: Place) -> str:
         """What the process writes when asked, within half a second."""
@@ -212,7 +212,7 @@ class HangWatch:
         return path.read_text(errors="replace")
 
     def _pronounce(self, verdict: Verdict, account: str, seen: list[Seen]) -> None:
-        outputs.print_stderr(account)
+        output_streams.print_stderr(account)
         write_error_file(account)
         content = {"headline": verdict.headline, "account": account}
         partial = self._folder / "verdict.partial"
@@ -220,7 +220,7 @@ class HangWatch:
             partial.write_text(json.dumps(content))
             partial.replace(self._folder / "verdict")
         except OSError as error:  # the others notice that this rank has ended
-            outputs.lose(str(partial), error)
+            output_streams.lose(str(partial), error)
             self._go()
             return
         others = [one for one in seen if one.rank != self._rank and one.answers]
@@ -229,7 +229,7 @@ class HangWatch:
             time.sleep(0.02)
         unheard = [one for one in seen if one.rank != self._rank and not self._path("seen", one.rank).exists()]
         for one in (killed := [one for one in unheard if kill(one.place.pid, one.place.started)]):
-            outputs.print_stderr(f"killed {one.name}, which does not answer")
+            output_streams.print_stderr(f"killed {one.name}, which does not answer")
         # The last to leave removes the files of dead processes alone.
         wait_for_ends([(one.place.pid, one.place.started) for one in killed])
         with contextlib.suppress(OSError):  # the others wait no longer than some seconds
@@ -240,7 +240,7 @@ class HangWatch:
 
     def _obey(self) -> None:
         content = json.loads((self._folder / "verdict").read_text())
-        outputs.print_stderr(f"rank {self._rank}: stopping, because {content['headline']}")
+        output_streams.print_stderr(f"rank {self._rank}: stopping, because {content['headline']}")
         write_error_file(content["account"], follows=True)
         with contextlib.suppress(OSError):
             self._path("seen").touch()
@@ -300,7 +300,7 @@ def watching(rank: int, ranks: int) -> Iterator[None]:
     try:
         _mine = HangWatch(folder, rank, ranks, HangConfig())
     except OSError as error:
-        outputs.lose(f"{folder}, by which the run finds a rank that hangs,", error)
+        output_streams.lose(f"{folder}, by which the run finds a rank that hangs,", error)
     try:
         yield
     finally:

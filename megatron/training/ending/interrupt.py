@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 
-from megatron.core import outputs
+from megatron.core.base import output_streams
 
 CODE = 130  # exit code after SIGINT, as in shells: 128 + 2
 _ONE_PRESS = 1.0  # seconds within which signals count once
@@ -84,7 +84,7 @@ class Interrupt:
                     self._end("once more")
 
     def _end(self, why: str) -> None:
-        outputs.write_now(f"rank {self._rank}: interrupted, {why}: ended at once\n")
+        output_streams.write_now(f"rank {self._rank}: interrupted, {why}: ended at once\n")
         os._exit(CODE)
 
 

@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from megatron.core import outputs
-from megatron.core.errors import write_error_file
+from megatron.core.base import output_streams
+from megatron.core.base.errors import write_error_file
 from megatron.training.ending import hangs
 
 _OF_A_RANK = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "RANK")  # a wrapper that a rank was started by has the same
@@ -45,7 +45,7 @@ def _parent_of(pid: int) -> int:
 
 
 def _end_process(why: str) -> None:
-    outputs.print_stderr(why)  # what it prints to may have ended too
+    output_streams.print_stderr(why)  # what it prints to may have ended too
     write_error_file(why)
     hangs.stop_watching()
     os._exit(1)

@@ -1,6 +1,6 @@
 """The folder of a running job on one machine: a few kilobytes in memory, which its processes share and the last of them removes.
 
-    rank_00003          where the rank is (`core/whereabouts.py`)
+    rank_00003          where the rank is (`core/base/rank_status.py`)
     rank_00003.stack    its stacks, when somebody asks by SIGUSR2
     alarm               "rank pid started" of the rank that examines the others
     verdict             what it found, in JSON
@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron.core.whereabouts import Place, read_place
+from megatron.core.base.rank_status import Place, read_place
 from megatron.training.ending.outside import look_at
 
 _JOB = (

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config import Count, FlagConfig, WholeNumber, knob
+from megatron.core.base.dataclass_flags import Count, FlagConfig, WholeNumber, knob
 
 
 @dataclass(frozen=True)

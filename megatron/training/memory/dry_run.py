@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.core import whereabouts
+from megatron.core.base import rank_status
+from megatron.core.base.async_handle import Pending
+from megatron.core.base.memory_kind import memory_kind
 from megatron.core.device import Device
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.memory_kind import memory_kind
 from megatron.core.mesh import Mesh, build_mesh
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.param_groups import GroupRule, default_group
-from megatron.core.pending import Pending
 from megatron.core.pipeline_parallel.loss import ForwardStep
 from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.schedule import Action, Op, Schedule
@@ -225,7 +225,7 @@ def dry_run(job: Job, rank: int, *, values: bool = False) -> Profile:
         device.torch_device = META
     with contextlib.ExitStack() as stack:
         stack.enter_context(_drawing_nothing())
-        stack.enter_context(whereabouts.nowhere())
+        stack.enter_context(rank_status.nowhere())
         runtime = stack.enter_context(alone(job.runtime, mesh, device=device, tier=tier))
         if shapes is not None:
             stack.enter_context(META)

@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 
 from megatron.core import comm, parallel_state
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.boxes import size_of
-from megatron.core.config import ConfigError
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.param_groups import default_group
 from megatron.core.placement import pieces

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 from megatron.core import comm
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.pipeline_parallel.schedule import Op
 from megatron.training.memory.dry_run import COMPUTES, PASSING, Job, Profile, dry_run, mesh_of
 from megatron.training.settings.config import Config

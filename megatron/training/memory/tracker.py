@@ -1,7 +1,7 @@
 """Resident bytes by kind, as tensors come and go; predictions are compared with them. Any device; made for CPUs.
 
 `TorchDispatchMode` sees every operator, so each new storage is counted until it is freed. The code that allocates says the kind
-(`core/memory_kind.py`): copies of a bucket and transfers between stages are communication, temporary memory of the optimizer is
+(`core/base/memory_kind.py`): copies of a bucket and transfers between stages are communication, temporary memory of the optimizer is
 "other", all else is activations. `assign` names the tensors that stay.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron.core import memory_kind
+from megatron.core.base import memory_kind
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.split_master import SplitMaster

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron.core.base.dataclass_flags import ConfigError, FlagParser, build, default_of, flag_of, knob_of, knobs
 from megatron.core.checkpoint.folder import find, read_manifest
 from megatron.core.checkpoint.format import MANIFEST, CheckpointError, parse_manifest
-from megatron.core.config import ConfigError, FlagParser, build, default_of, flag_of, knob_of, knobs
 from megatron.core.interchange import is_foreign, settings_in
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.storage.paths import path_of

@@ -25,11 +25,11 @@ from typing import Any
 import torch
 
 from megatron.core import comm
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.boxes import size_of, whole
 from megatron.core.checkpoint import Checkpoint, CheckpointError, LocalTensor, open_checkpoint, save_checkpoint
 from megatron.core.checkpoint.folder import remove
 from megatron.core.checkpoint.format import DAMAGED, PARTIAL, show_box
-from megatron.core.config import ConfigError
 from megatron.core.grid import ALONE, Axis
 from megatron.core.storage import files
 from megatron.core.storage.paths import path_of

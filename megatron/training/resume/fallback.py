@@ -8,10 +8,10 @@ from typing import TypeVar
 import torch
 
 from megatron.core import comm
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.checkpoint import Checkpoint, open_checkpoint
 from megatron.core.checkpoint.format import DAMAGED, MANIFEST, CheckpointError, folder_name
 from megatron.core.checkpoint.publishing import set_aside
-from megatron.core.config import ConfigError
 from megatron.core.grid import Axis
 from megatron.core.interchange import open_any
 from megatron.core.storage import files

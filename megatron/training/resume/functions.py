@@ -9,7 +9,7 @@ the entry.
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.core.open_table import FUNCTIONS
+from megatron.core.base.registry import FUNCTIONS
 from megatron.core.tokenizers.tokenizers import TOKENIZERS
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.settings.config import Config

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.core.config import ConfigError, FlagParser, build, flag_of, knobs
+from megatron.core.base.dataclass_flags import ConfigError, FlagParser, build, flag_of, knobs
 from megatron.core.interchange import described_by, is_foreign
 from megatron.core.models.rules import ModelRules
 from megatron.core.transformer.model_config import ModelConfig

@@ -15,15 +15,15 @@ from pathlib import Path
 import torch
 
 from megatron.core import comm
+from megatron.core.base.dataclass_flags import ConfigError
+from megatron.core.base.registry import FUNCTIONS
 from megatron.core.checkpoint.folder import remove
 from megatron.core.checkpoint.format import PARTIAL, REPLACED, CheckpointError, folder_name, iteration_of
-from megatron.core.config import ConfigError
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.held_tensors import model_tensors
 from megatron.core.interchange.formats.hf_folder import is_hf_folder
 from megatron.core.interchange.gathered import records_of_ranks, write_gathered
 from megatron.core.interchange.written import plan_folder
-from megatron.core.open_table import FUNCTIONS
 from megatron.core.storage import files
 from megatron.core.storage.paths import path_of
 from megatron.training.resume.functions import functions_of

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from megatron.core import comm
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.checkpoint.lost import first_names
-from megatron.core.config import ConfigError
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.grid import Axis
 from megatron.core.tensor_hash import tensor_hash

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from megatron.core import comm
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.checkpoint.folder import newest_iteration
 from megatron.core.checkpoint.format import LATEST, PARTIAL, folder_name
 from megatron.core.checkpoint.publishing import clear_leftovers
-from megatron.core.config import ConfigError
 from megatron.core.grid import Axis
 from megatron.core.storage import files
 from megatron.core.storage.locks import locked

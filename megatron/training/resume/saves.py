@@ -4,7 +4,8 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from megatron.core import comm, whereabouts
+from megatron.core import comm
+from megatron.core.base import rank_status
 from megatron.core.checkpoint.background import BackgroundSaves, SavedInBackground
 from megatron.core.checkpoint.format import CheckpointError
 from megatron.core.optimizer.optimizer import FlatOptimizer
@@ -66,7 +67,7 @@ class Saves:
         """Write the folder of an iteration that was done by an earlier run, if that run was killed before it was written. last:
         nothing is left to train."""
         if self._exports.is_missing(last=last):
-            with whereabouts.during("saving", then="training"):
+            with rank_status.during("saving", then="training"):
                 self._exports.write()
 
     def save(self, log_state: dict) -> None:
@@ -107,7 +108,7 @@ class Saves:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with whereabouts.during("saving", then="training"):
+        with rank_status.during("saving", then="training"):
             if kind is None:
                 self.finish()
             self.close()

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core import comm
+from megatron.core.base.dataclass_flags import ConfigError, build
 from megatron.core.boxes import Box, size_of
 from megatron.core.checkpoint import Checkpoint, LocalTensor
-from megatron.core.config import ConfigError, build
 from megatron.core.interchange.carried import Origin
 from megatron.core.interchange.families.family import OUTPUT, WORD_TABLE
 from megatron.core.interchange.folder_tokenizer import vocabulary_in

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron.core import parallel_state
-from megatron.core.tables import names_by_value
+from megatron.core.base.names_by_value import names_by_value
 from megatron.training.settings.config import Config
 from megatron.training.settings.other_flags import OTHERS, OtherFlag
 

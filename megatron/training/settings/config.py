@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal
 
-from megatron.core.batch_size import BatchSizes, constant_size, ramp, size_table
-from megatron.core.config import (
+from megatron.core.base.batch_size import BatchSizes, constant_size, ramp, size_table
+from megatron.core.base.dataclass_flags import (
     ConfigError,
     Count,
     FlagConfig,

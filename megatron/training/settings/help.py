@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import Field
 from typing import Any, NamedTuple
 
-from megatron.core.config import FlagParser, knobs, title_of
+from megatron.core.base.dataclass_flags import FlagParser, knobs, title_of
 from megatron.training.settings.config import COMPONENTS
 from megatron.training.settings.other_flags import NO_EFFECT, OTHERS, REFUSED, SHORTHAND, SILENT, WARNED, OtherFlag
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config import Count, FlagConfig, knob
+from megatron.core.base.dataclass_flags import Count, FlagConfig, knob
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 DEFAULT_SHARD_SIZE = "5GB"

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.config import FlagParser, default_of, knob_of
+from megatron.core.base.dataclass_flags import FlagParser, default_of, knob_of
 
 
 @dataclass(frozen=True)

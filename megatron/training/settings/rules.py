@@ -5,9 +5,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from megatron.core.base.dataclass_flags import ConfigError, flag_of, flags_of, knobs
+from megatron.core.base.errors import is_told_to_user
 from megatron.core.checkpoint.format import iteration_of
-from megatron.core.config import ConfigError, flag_of, flags_of, knobs
-from megatron.core.errors import is_told_to_user
 from megatron.core.optimizer.lr_schedule import RunLength, learning_rate_schedule
 from megatron.core.pipeline_parallel.simulate import make_schedule
 from megatron.core.pipeline_parallel.table import SCHEDULES

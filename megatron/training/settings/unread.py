@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megatron.core.config import default_of, flags_of, knobs
+from megatron.core.base.dataclass_flags import default_of, flags_of, knobs
 from megatron.core.optimizer.muon_config import MuonConfig
 
 _ADAM = ("adam_beta1", "adam_beta2", "adam_eps")

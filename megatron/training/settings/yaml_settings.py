@@ -13,7 +13,7 @@ Megatron-LM's own files name fields of its config classes; fields without a flag
 import argparse
 from typing import Any, NamedTuple
 
-from megatron.core.config import ConfigError, FlagParser, knob_of, nearest_flag
+from megatron.core.base.dataclass_flags import ConfigError, FlagParser, knob_of, nearest_flag
 
 YAML_FLAG = "--yaml-cfg"
 _OF_THE_COMMAND_LINE = (YAML_FLAG, "--help", "--help-all")

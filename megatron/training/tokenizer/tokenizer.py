@@ -1,5 +1,5 @@
 """Import path of Megatron core."""
 
-from megatron.core.lazy import lazy_names
+from megatron.core.base.lazy_imports import lazy_names
 
 __getattr__, __dir__ = lazy_names(__name__, {"megatron.training.classic.tokenizers": "_NullTokenizer build_tokenizer"})

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron.core import outputs
+from megatron.core.base import output_streams
 from megatron.core.storage.atomic import is_special
 
 _EVERY = 1.0  # seconds
@@ -49,7 +49,7 @@ class Beacon:
         self._lost: list[str] = []
         for path in list(self._files):
             if is_special(path):
-                outputs.lose(str(path), "it is no regular file")
+                output_streams.lose(str(path), "it is no regular file")
                 del self._files[path]
             else:
                 _remove_partial(path)
@@ -89,7 +89,7 @@ class Beacon:
             except OSError as error:
                 with contextlib.suppress(OSError):  # an empty file of a full disk
                     partial.unlink()
-                outputs.lose(str(path), error)
+                output_streams.lose(str(path), error)
 
 
 def _remove_partial(path: Path) -> None:

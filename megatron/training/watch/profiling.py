@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.core import outputs
+from megatron.core.base import output_streams
 from megatron.core.device import Device
 from megatron.core.mesh import Mesh
 from megatron.training.watch.watch_config import ProfileConfig
@@ -68,10 +68,10 @@ class StepProfiler:
             path.unlink(missing_ok=True)  # that of an earlier run would pass for this one
             profile.export_chrome_trace(str(path))
         except (OSError, RuntimeError) as error:  # torch's own error where the file cannot be opened
-            outputs.lose(f"the profile {path}", error)
+            output_streams.lose(f"the profile {path}", error)
             return
         if not _is_whole(path):
-            outputs.lose(f"the profile {path}", "torch has not written it whole: the disk may be full")
+            output_streams.lose(f"the profile {path}", "torch has not written it whole: the disk may be full")
             return
         print(f"wrote the profile of steps {self._first} to {self._last} of rank {self._rank}: {path}", flush=True)
 
@@ -100,4 +100,4 @@ class MemoryHistory:
                 self.path.absolute().parent.mkdir(parents=True, exist_ok=True)
                 self._device.save_memory_history(str(self.path))
             except (OSError, RuntimeError) as error:
-                outputs.lose(f"--memory-snapshot-path {self.path}", error)
+                output_streams.lose(f"--memory-snapshot-path {self.path}", error)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from megatron.core import comm
+from megatron.core.base.memory_kind import memory_kind
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.elements import my_elements
-from megatron.core.memory_kind import memory_kind
 from megatron.core.mesh import Mesh
 
 

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron.core import comm, whereabouts
+from megatron.core import comm
+from megatron.core.base import rank_status
 from megatron.core.grid import Axis
 
 
@@ -22,13 +23,13 @@ class Stragglers:
         self._world, self._device = world, device
         self._shown = shown
         self._busy, self._steps = 0.0, 0
-        self._waited = whereabouts.waited()
+        self._waited = rank_status.waited()
 
     def begin_step(self) -> None:
-        self._waited = whereabouts.waited()
+        self._waited = rank_status.waited()
 
     def end_step(self, seconds: float) -> None:
-        self._busy += seconds - (whereabouts.waited() - self._waited)
+        self._busy += seconds - (rank_status.waited() - self._waited)
         self._steps += 1
 
     def line(self) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config import Count, FlagConfig, flag_of, knob
+from megatron.core.base.dataclass_flags import Count, FlagConfig, flag_of, knob
 
 _LOG_INTERVAL = 100  # Megatron's default
 

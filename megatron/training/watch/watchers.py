@@ -16,8 +16,8 @@ from contextlib import AbstractContextManager
 from datetime import datetime
 from typing import Any
 
-from megatron.core import outputs
-from megatron.core.config import ConfigError
+from megatron.core.base import output_streams
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.elements import num_zeros_in_grad, params_norm
 from megatron.core.pipeline_parallel.pipeline import Pipeline
@@ -173,7 +173,7 @@ class Watch:
             with (path_of(self.config.checkpoint.save) / "progress.txt").open("a", encoding="utf-8") as file:
                 file.write(line)
         except OSError as error:
-            outputs.lose("progress.txt", error)
+            output_streams.lose("progress.txt", error)
 
     def close(self) -> None:
         """Flush and close every output. Any rank may call, at any time."""
@@ -184,11 +184,11 @@ class Watch:
             try:
                 sink.close()
             except SinkError as error:
-                outputs.lose(error.sink, error.why)
+                output_streams.lose(error.sink, error.why)
 
     def _tell_of_losses(self) -> None:
         """Put the outputs that were lost since the last call into those that are left. A loss among these is told next time."""
-        news = outputs.losses[self._losses_told :]
+        news = output_streams.losses[self._losses_told :]
         self._losses_told += len(news)
         for loss in news:
             self._beacon.lost(str(loss))
@@ -203,7 +203,7 @@ class Watch:
             try:
                 sink.write(record)
             except SinkError as error:
-                outputs.lose(error.sink, error.why)
+                output_streams.lose(error.sink, error.why)
 
     def _curve_values(self, step: StepNumbers, losses: Mapping[str, float]) -> dict[str, float]:
         curves = self.config.tensorboard

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from megatron.core.config import ConfigError, knobs
+from megatron.core.base.dataclass_flags import ConfigError, knobs
 from megatron.core.interchange.families.family import Family
 from megatron.core.interchange.families.fields import Given, ModelSettings, dtype_in
 from megatron.core.interchange.families.known import FAMILIES

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 
 ModelSettings = dict[str, Any]
 _NEEDED = object()

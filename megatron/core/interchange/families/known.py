@@ -4,9 +4,9 @@ To add one: a `Family` in a file of its own, and a line here; a fork adds its li
 several, it is written as the first.
 """
 
+from megatron.core.base.registry import Table
 from megatron.core.interchange.families import bert_like, gpt_like, llama_like, t5_like
 from megatron.core.interchange.families.family import Family
-from megatron.core.open_table import Table
 
 FAMILIES = Table(
     "FAMILIES",

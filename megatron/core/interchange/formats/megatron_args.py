@@ -8,7 +8,7 @@ The reader is told of all others that are on.
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.interchange.families.fields import Given, ModelSettings
 from megatron.core.interchange.formats.inert_pickle import Made, Named
 from megatron.core.interchange.formats.megatron_unused import unclear_args

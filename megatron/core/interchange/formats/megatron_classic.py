@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.checkpoint.format import CheckpointError
-from megatron.core.config import ConfigError
 from megatron.core.interchange.families.family import OUTPUT, WORD_TABLE
 from megatron.core.interchange.families.fields import ModelSettings
 from megatron.core.interchange.families.operations import HeadCounts

@@ -13,9 +13,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.boxes import Box, size_of
 from megatron.core.checkpoint.format import CheckpointError
-from megatron.core.config import ConfigError
 from megatron.core.interchange.families.family import OUTPUT, WORD_TABLE
 from megatron.core.interchange.families.fields import ModelSettings
 from megatron.core.interchange.families.operations import View

@@ -12,8 +12,8 @@ import re
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.checkpoint.format import LATEST, MANIFEST, CheckpointError, folder_name
-from megatron.core.config import ConfigError
 from megatron.core.interchange.formats.hf_folder import path_inside
 from megatron.core.interchange.formats.safetensors import FETCH_AGAIN
 from megatron.core.storage.files import at, is_file, is_folder, read_start

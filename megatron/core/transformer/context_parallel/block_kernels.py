@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.core.base.async_handle import Pending
 from megatron.core.dropout_masks import MaskWords, clear_dropped, ones_where_kept
-from megatron.core.pending import Pending
 from megatron.core.random import AttentionDropout
 from megatron.core.transformer.attention_kernels.tiles import wide_empty
 from megatron.core.transformer.context_parallel.blocks import ChunkNumbers, ScoreTile, blocks_between, tiles_between

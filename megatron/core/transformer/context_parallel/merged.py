@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron.core import comm
+from megatron.core.base.async_handle import Pending, done
 from megatron.core.grid import Axis
-from megatron.core.pending import Pending, done
 from megatron.core.sequence_rows import chunks_of
 from megatron.core.transformer.attention_kernels.tiles import wide_empty
 from megatron.core.transformer.context_parallel.block_kernels import (

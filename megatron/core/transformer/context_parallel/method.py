@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from megatron.core import comm
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
+from megatron.core.base.registry import Table
 from megatron.core.grid import ALONE, Axis
-from megatron.core.open_table import Table
 from megatron.core.random import AttentionDropout
 from megatron.core.sequence_rows import chunks_of
 from megatron.core.transformer.context_parallel.block_kernels import FlashBlocks, TiledBlocks, flash_refuses

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 
 # A reason -> the keys that it is given for: section ("" at the top, "a.b" inside others) -> names, separated by blanks.
 Reasons = Mapping[str, Mapping[str, str]]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 
 
 def problems_of_not_built(config: Any, kind: type, not_built: Sequence[str]) -> list[str]:

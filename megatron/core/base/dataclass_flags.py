@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache, partial
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn
 
-from megatron.core import outputs
+from megatron.core.base import output_streams
 
 _REQUIRED = dataclasses.MISSING
 
@@ -324,7 +324,7 @@ class FlagParser(argparse.ArgumentParser):
     def print_help(self, file: Any = None) -> None:
         """Also for `--help | head`."""
         if file is None:
-            outputs.print_answer(self.format_help())
+            output_streams.print_answer(self.format_help())
         else:
             super().print_help(file)
 

@@ -12,7 +12,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from megatron.core.config import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError
 
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _NUMBER = r"\d+(?:\.\d+)?[KMBT]?"
