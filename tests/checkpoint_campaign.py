@@ -39,7 +39,7 @@ from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.grid import AxisSizes
 from megatron.core.held_tensors import model_tensors, optimizer_tensors
 from megatron.core.mesh import build_mesh
-from megatron.core.storage import files
+from megatron.core.storage import file_layer
 from megatron.training import checkpointing
 from megatron.training.resume import fallback, save_folder
 from megatron.training.settings.config import CheckpointConfig
@@ -121,7 +121,7 @@ def silence() -> Iterator[list[str]]:
             module.print_rank_0 = function
 
 
-class Traced(files.LocalFiles):
+class Traced(file_layer.LocalFiles):
     """Notes which bytes are read."""
 
     def __init__(self) -> None:
@@ -203,12 +203,12 @@ def flips(root: Path, target: str, cases: list[dict[str, Any]]) -> Iterator[dict
                 flip(case)
         return outcomes
 
-    files.local, before = traced, files.local
+    file_layer.local, before = traced, file_layer.local
     try:
         with silence() as lines:
             ranks = run_ranks(layout.sizes, work)
     finally:
-        files.local = before
+        file_layer.local = before
     for case, *results in zip(cases, *ranks):
         loaded = {iteration for iteration, _ in results}
         warned = [line for line in results[0][1] if line.startswith("WARNING")]

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 
 from local_ranks import rank_of_thread
 
-from megatron.core.storage import files
-from megatron.core.storage.objects import ObjectFiles
+from megatron.core.storage import file_layer
+from megatron.core.storage.object_store import ObjectFiles
 
 READS = ("read_into", "names", "stat", "is_link")
 WRITES = ("open", "write", "sync", "sync_folder", "rename", "remove", "remove_folder", "make_folder")
@@ -122,23 +122,23 @@ def failing_store(at: int, how: str, **options: Any) -> Iterator[FailingFiles]:
     """`failing` of the object store memory://, in which nothing lies before or after the block."""
     inner = ObjectFiles("memory")
     inner._store.store.clear()
-    files.stores["memory"] = double = FailingFiles(inner, at, how, **options)
+    file_layer.stores["memory"] = double = FailingFiles(inner, at, how, **options)
     try:
         yield double
     finally:
-        del files.stores["memory"]
+        del file_layer.stores["memory"]
         inner._store.store.clear()
 
 
 @contextlib.contextmanager
 def failing(at: int, how: str, **options: Any) -> Iterator[FailingFiles]:
     """In the block the file layer is a double of itself whose call number `at` goes wrong."""
-    before = files.local
-    files.local = double = FailingFiles(before, at, how, **options)
+    before = file_layer.local
+    file_layer.local = double = FailingFiles(before, at, how, **options)
     try:
         yield double
     finally:
-        files.local = before
+        file_layer.local = before
 
 
 def counted(**options: Any) -> contextlib.AbstractContextManager[FailingFiles]:

@@ -24,7 +24,7 @@ from unittest import mock
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
-from megatron.core.storage import files
+from megatron.core.storage import file_layer
 
 CHANGES = ("PUT", "DELETE", "DELETE_MANY", "COPY", "BEGIN", "PART", "COMPLETE", "ABORT")
 HOWS = ("before", "after", "error", "lost")
@@ -280,7 +280,7 @@ def in_the_environment(port: int, **more: str) -> Iterator[None]:
     try:
         with mock.patch.dict(os.environ, where | more):
             s3fs.S3FileSystem.clear_instance_cache()
-            files.stores.pop("s3", None)
+            file_layer.stores.pop("s3", None)
             yield
     finally:
-        files.stores.pop("s3", None)
+        file_layer.stores.pop("s3", None)

@@ -28,7 +28,7 @@ from megatron.core.checkpoint.lost import note_of_lost_buffers
 from megatron.core.interchange import copy_checkpoint, open_any, write_hf_folder
 from megatron.core.interchange.absent import check_complete
 from megatron.core.interchange.strided import StridedCheckpoint
-from megatron.core.storage.files import at, exists, remove_tree
+from megatron.core.storage.file_layer import at, exists, remove_tree
 from megatron.core.storage.paths import is_url, path_of
 from megatron.training.settings.hf_config import DEFAULT_SHARD_SIZE, bytes_of, read_size
 from tools.errors import missing, run_tool

@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.base.dataclass_flags import FlagConfig, Positive, knob
-from megatron.core.storage.atomic import atomic_file
+from megatron.core.storage.atomic_file import atomic_file
 from tools.errors import missing, run_tool
 
 # Folders of test data, installed packages and tables.

@@ -24,7 +24,7 @@ from megatron.core.checkpoint.format import CheckpointError
 from megatron.core.current_mesh import get_mesh, model_parallel_is_initialized
 from megatron.core.device import Device
 from megatron.core.optimizer.torch_groups import shown_to_torch
-from megatron.core.storage import files
+from megatron.core.storage import file_layer
 from megatron.core.storage.paths import path_of
 from megatron.deepspeed.comm import get_local_rank
 from megatron.deepspeed.optimizer import ZeroOptimizer, make_groups
@@ -102,7 +102,7 @@ class DeepSpeedEngine(Engine):
         self.save(folder / text, client_state=dict(client_state or {}))
         with comm.together(world, self.device):
             if save_latest and world.is_first:
-                files.write_whole(folder / "latest", text)
+                file_layer.write_whole(folder / "latest", text)
         return True
 
     def load_checkpoint(
@@ -129,7 +129,7 @@ class DeepSpeedEngine(Engine):
         text = None if tag is None else _tag_text(root, tag)
         self._check_one_tag(root, text or "(none)")
         with comm.together(world, self.device):
-            if text is not None and world.is_first and not files.is_folder(root / text):
+            if text is not None and world.is_first and not file_layer.is_folder(root / text):
                 raise CheckpointError(root, f"there is no checkpoint of the tag {text!r}", "give a tag that was saved")
             if text is None and world.is_first:
                 text = _latest(root)
@@ -163,9 +163,9 @@ def _tag_text(folder: Path, tag: Any) -> str:
 def _latest(root: Path) -> str | None:
     """The tag of the newest checkpoint; None without one."""
     path = root / "latest"
-    if not files.is_file(path):
+    if not file_layer.is_file(path):
         return None
-    text = files.read_start(path, _MOST_TAG).decode().rstrip("\r\n")  # of an editor
+    text = file_layer.read_start(path, _MOST_TAG).decode().rstrip("\r\n")  # of an editor
     if not text.strip():
         raise CheckpointError(root, "its file latest is empty", "give a tag that was saved")
     return text

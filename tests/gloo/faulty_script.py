@@ -16,7 +16,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).res
 
 from failing_files import FailingFiles, FileCall, Killed  # noqa: E402
 
-from megatron.core.storage import files, objects  # noqa: E402
+from megatron.core.storage import file_layer, object_store
 
 
 class Dying(FailingFiles):
@@ -41,8 +41,10 @@ if __name__ == "__main__":
     rank, _, rest = os.environ.get("FAULT", "").partition(":")
     at, _, how = rest.partition(":")
     mine = rank == os.environ.get("RANK", "0")
-    objects.PART = int(os.environ.get("PART", objects.PART))
-    files.local = Dying(files.local, int(at) if mine and at else 0, how, only=counts)
+    object_store.PART = int(os.environ.get("PART", object_store.PART))
+    file_layer.local = Dying(file_layer.local, int(at) if mine and at else 0, how, only=counts)
     runpy.run_path(str(Path(__file__).with_name("marked_script.py")), run_name="__main__")
     if not os.environ.get("FAULT"):
-        sys.stdout.write(f"calls of rank {os.environ.get('RANK', '0')}: {' '.join(c.kind for c in files.local.made)}\n")
+        sys.stdout.write(
+            f"calls of rank {os.environ.get('RANK', '0')}: {' '.join(c.kind for c in file_layer.local.made)}\n"
+        )

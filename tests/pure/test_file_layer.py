@@ -1,4 +1,4 @@
-"""Every file call of a save and of a load goes through `core/storage/files.py`, where tests can fail it."""
+"""Every file call of a save and of a load goes through `core/storage/file_layer.py`, where tests can fail it."""
 
 import torch
 from failing_files import READS, WRITES, counted, failing

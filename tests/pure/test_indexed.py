@@ -13,7 +13,7 @@ from said import raises_telling
 
 from megatron.core.datasets.indexed import DTYPES, IndexedDataset, token_dtype
 from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
-from megatron.core.storage.atomic import atomic_file, remove_abandoned
+from megatron.core.storage.atomic_file import atomic_file, remove_abandoned
 
 # Three documents: two sequences, none, one.
 TOKENS, LENGTHS, DOCUMENTS = [7, 8, 9, 1, 2], [3, 0, 2], [0, 2, 2, 3]
@@ -253,7 +253,7 @@ def test_any_flipped_bit_of_the_index_is_refused_or_changes_no_token(tmp_path):
 KILLED_WRITER = """
 import os, signal, sys
 from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
-from megatron.core.storage.atomic import atomic_file
+from megatron.core.storage.atomic_file import atomic_file
 with IndexedDatasetWriter(sys.argv[1] + "/o", "u2"), atomic_file(sys.argv[1] + "/x-description.txt"):
     os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -11,7 +11,7 @@ from small_checkpoints import good, loaded, save_one, tried_by_ranks
 
 from megatron.core.checkpoint import CheckpointError, open_checkpoint
 from megatron.core.checkpoint import format as disk
-from megatron.core.storage import files
+from megatron.core.storage import file_layer
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +96,7 @@ def test_what_cannot_be_removed_does_not_undo_a_save(tmp_path, monkeypatch):
 
     save_one(tmp_path, 1, w=torch.zeros(3, 4))
     with monkeypatch.context() as patch, pytest.warns(UserWarning, match=r"iter_0000001\.replaced"):
-        patch.setattr(files, "remove_tree", busy)
+        patch.setattr(file_layer, "remove_tree", busy)
         save_one(tmp_path, 1, w=torch.ones(3, 4))
     assert loaded(tmp_path).eq(1).all()
     save_one(tmp_path, 2)
@@ -117,7 +117,7 @@ def test_an_iteration_is_saved_again_and_again_though_nothing_can_be_removed(tmp
         (folder / "rank_00000.bin").write_bytes(b"short")
     with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        patch.setattr(files, "remove_tree", forbidden)
+        patch.setattr(file_layer, "remove_tree", forbidden)
         for value in (1.0, 2.0, 3.0):
             save_one(tmp_path, 1, w=torch.full((3, 4), value))
             assert loaded(tmp_path).eq(value).all()

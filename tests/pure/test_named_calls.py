@@ -57,7 +57,7 @@ FOREIGN = {
         "megatron/core/device.py": "gnu_get_libc_version",
         "megatron/core/job/lines.py": "register_at_fork",
         "megatron/core/job/processes.py": "last_type",
-        "megatron/core/storage/objects.py": "EREMOTEIO",
+        "megatron/core/storage/object_store.py": "EREMOTEIO",
         "megatron/core/base/rank_status.py": "posix_fallocate",
         "megatron/report.py": "sched_getaffinity",
         "megatron/training/ending/orphans.py": "pidfd_open",
@@ -71,7 +71,9 @@ FOREIGN = {
         "megatron/core/sharding/initial_values.py": "__name__",
         "megatron/training/memory/shortage.py": "__notes__",
     },
-    "of an error of any kind, which a store's library raises": {"megatron/core/storage/objects.py": "errno strerror"},
+    "of an error of any kind, which a store's library raises": {
+        "megatron/core/storage/object_store.py": "errno strerror"
+    },
     "torch's, which differ between versions": {
         "megatron/core/comm.py": "all_gather_single reduce_scatter_single",
         "megatron/core/device.py": "memory _record_memory_history",

@@ -21,10 +21,10 @@ from megatron.core.checkpoint import CheckpointError, open_checkpoint, save_chec
 from megatron.core.checkpoint import format as disk
 from megatron.core.checkpoint.folder import find, saved_iterations
 from megatron.core.checkpoint.publishing import clear_leftovers, delete, set_aside
-from megatron.core.storage import ahead, files, objects
-from megatron.core.storage.ahead import FileSpan
-from megatron.core.storage.objects import ObjectFiles
+from megatron.core.storage import file_layer, object_store, read_ahead
+from megatron.core.storage.object_store import ObjectFiles
 from megatron.core.storage.paths import ObjectPath, is_url, path_of
+from megatron.core.storage.read_ahead import FileSpan
 
 ROOT = "memory://bucket/run"
 STORE = fsspec.filesystem("memory").store
@@ -127,7 +127,7 @@ def test_ranks_write_an_object_each_and_a_reader_takes_only_the_bytes_of_its_box
 
 
 def test_spans_that_touch_are_asked_for_together_and_long_ones_in_parts(monkeypatch):
-    monkeypatch.setattr(ahead, "REQUEST_BYTES", 10)
+    monkeypatch.setattr(read_ahead, "REQUEST_BYTES", 10)
     a, b = ObjectPath("memory://bucket/a"), ObjectPath("memory://bucket/b")
     spans = [
         FileSpan(a, 0, 3),
@@ -137,21 +137,21 @@ def test_spans_that_touch_are_asked_for_together_and_long_ones_in_parts(monkeypa
         FileSpan(b, 24, 44),
         FileSpan(b, 50, 50),
     ]
-    assert list(ahead.requests_of(spans)) == [(a, 0, 10), (a, 10, 14), (a, 20, 24), (b, 24, 34), (b, 34, 44)]
-    assert list(ahead.requests_of([])) == []
+    assert list(read_ahead.requests_of(spans)) == [(a, 0, 10), (a, 10, 14), (a, 20, 24), (b, 24, 34), (b, 34, 44)]
+    assert list(read_ahead.requests_of([])) == []
 
 
 def test_requests_are_under_way_together_and_their_bytes_come_in_order(monkeypatch):
-    monkeypatch.setattr(ahead, "REQUEST_BYTES", 3)
-    data, all_begun = bytes(range(100)), threading.Barrier(ahead.UNDER_WAY)
+    monkeypatch.setattr(read_ahead, "REQUEST_BYTES", 3)
+    data, all_begun = bytes(range(100)), threading.Barrier(read_ahead.UNDER_WAY)
 
     class Object:
         def fetch(self, start, stop):
             all_begun.wait(30.0)  # nobody comes back before so many have begun
             return data[start:stop]
 
-    a, length = ObjectPath("memory://bucket/a"), 2 * 3 * ahead.UNDER_WAY
-    with ahead.ReadAhead([FileSpan(a, 0, length)], lambda path: Object()) as read:
+    a, length = ObjectPath("memory://bucket/a"), 2 * 3 * read_ahead.UNDER_WAY
+    with read_ahead.ReadAhead([FileSpan(a, 0, length)], lambda path: Object()) as read:
         got = b""
         while more := bytes(read.take(a, len(got))):
             got += more
@@ -159,7 +159,7 @@ def test_requests_are_under_way_together_and_their_bytes_come_in_order(monkeypat
 
 
 def test_an_error_of_a_request_ahead_is_told_of_at_its_span_and_an_object_that_ends_early_is_damaged(monkeypatch):
-    monkeypatch.setattr(ahead, "REQUEST_BYTES", 64)
+    monkeypatch.setattr(read_ahead, "REQUEST_BYTES", 64)
     x = torch.arange(64.0)
     save_one(ROOT, 1, w=x, v=x + 1)
     kind = type(fsspec.filesystem("memory"))
@@ -308,10 +308,13 @@ class Broken:
 def test_an_error_of_the_network_is_told_of_and_is_no_damage(error):
     """EIO would say that a disk has lost its bytes, and a run would go back to an older checkpoint."""
     save(1, 1)
-    files.stores["memory"] = broken = ObjectFiles("memory")
+    file_layer.stores["memory"] = broken = ObjectFiles("memory")
     broken._stores[os.getpid()] = Broken(error)
     try:
-        for call in (lambda: files.exists(path_of(ROOT)), lambda: files.at(path_of(ROOT)).names(path_of(ROOT))):
+        for call in (
+            lambda: file_layer.exists(path_of(ROOT)),
+            lambda: file_layer.at(path_of(ROOT)).names(path_of(ROOT)),
+        ):
             with pytest.raises(OSError) as told:
                 call()
             assert told.value.errno not in (errno.EIO, errno.ENOENT, None) and str(told.value.filename) == ROOT
@@ -319,20 +322,20 @@ def test_an_error_of_the_network_is_told_of_and_is_no_damage(error):
             open_checkpoint(ROOT)
         assert told.value.advice != disk.DAMAGED
     finally:
-        del files.stores["memory"]
+        del file_layer.stores["memory"]
     assert value(ROOT) == 1
 
 
 def test_a_file_whose_writer_fails_does_not_appear(monkeypatch):
-    monkeypatch.setattr(objects, "PART", 10)
-    on, path = files.at(path_of(ROOT)), path_of(ROOT) / "x"
+    monkeypatch.setattr(object_store, "PART", 10)
+    on, path = file_layer.at(path_of(ROOT)), path_of(ROOT) / "x"
     with pytest.raises(Killed), on.open(path, "wb") as file:
         file.write(b"12345")
         raise Killed("here")
     assert names() == []
     with on.open(path, "wb") as file:
         assert [file.write(b"123456"), file.write(b"7890abcdef"), file.tell()] == [6, 10, 16]
-    assert files.read_start(path, 100) == b"1234567890abcdef"
+    assert file_layer.read_start(path, 100) == b"1234567890abcdef"
 
 
 def test_what_a_save_says_of_itself_is_removed_last_and_tells_all():
@@ -344,5 +347,5 @@ def test_what_a_save_says_of_itself_is_removed_last_and_tells_all():
         with pytest.raises(Killed):
             save(1, 2)
         calls.dead = set()
-        said = json.loads(files.read_start(path_of(ROOT) / "iter_0000001.partial" / "save.json", 1000))
+        said = json.loads(file_layer.read_start(path_of(ROOT) / "iter_0000001.partial" / "save.json", 1000))
         assert len(said["mark"]) == 16 and all(name.startswith("rank_00000.") for name in said["remove"])

@@ -232,7 +232,7 @@ def test_two_runs_do_not_write_one_output(tmp_path, capsys):
 # A run of the tool in a process of its own that kills itself at the COUNT-th call of NAME, before or after it.
 KILLED = """
 import os, signal, sys
-from megatron.core.storage.atomic import UnpublishedFile
+from megatron.core.storage.atomic_file import UnpublishedFile
 from tools import preprocess_data
 from tools.preprocessing import sources
 sources._CHUNK_BYTES = 1 << 10

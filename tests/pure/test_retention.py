@@ -12,7 +12,7 @@ from megatron.core.checkpoint import open_checkpoint
 from megatron.core.checkpoint.folder import latest_iteration, pointer_text, saved_iterations
 from megatron.core.checkpoint.publishing import clear_leftovers
 from megatron.core.checkpoint.retention import delete_older
-from megatron.core.storage import files
+from megatron.core.storage import file_layer
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_a_folder_that_cannot_be_removed_is_told_of(root, monkeypatch):
         raise OSError(16, "Device or resource busy")
 
     with monkeypatch.context() as patch:
-        patch.setattr(files, "remove_tree", busy)
+        patch.setattr(file_layer, "remove_tree", busy)
         deleted, problems = delete_older(root, MINE, 6)
     assert deleted == [] and "iter_0000001" in problems[0] and "busy" in problems[0]
     assert saved_iterations(root) == [2, 3, 4, 5, 6, 7, 8] and not clear_leftovers(root)

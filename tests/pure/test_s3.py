@@ -8,7 +8,7 @@ from small_checkpoints import loaded, refused, save_one
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.grid import ALONE
-from megatron.core.storage import objects
+from megatron.core.storage import object_store
 from megatron.training.resume.save_folder import prepare_folder
 from megatron.training.settings.config import CheckpointConfig
 
@@ -29,7 +29,7 @@ def test_a_save_is_read_back_and_leaves_only_its_objects():
 
 
 def test_a_long_object_goes_in_parts_and_comes_back_by_ranges(monkeypatch):
-    monkeypatch.setattr(objects, "PART", 5 << 20)
+    monkeypatch.setattr(object_store, "PART", 5 << 20)
     x = torch.arange(5 << 20, dtype=torch.float32)
     with s3_server() as store:
         save_one(ROOT, 1, w=x)

@@ -19,7 +19,7 @@ from thread_writers import thread_writers
 from whole_run import run
 
 from megatron.core.checkpoint import open_checkpoint
-from megatron.core.storage import files
+from megatron.core.storage import file_layer
 
 ALONE = "--train-iters 5 --save-interval 2 --save {root} --load {root} "
 
@@ -62,12 +62,12 @@ class Slow:
 
 @contextmanager
 def slow(iteration: int, number: int | None):
-    before = files.local
-    files.local = Slow(before, iteration, number)
+    before = file_layer.local
+    file_layer.local = Slow(before, iteration, number)
     try:
         yield
     finally:
-        files.local = before
+        file_layer.local = before
 
 
 @pytest.mark.full

@@ -19,8 +19,8 @@ import pretrain_gpt
 from megatron.core import parallel_state
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.models.rules import GPT_RULES
-from megatron.core.storage import files
-from megatron.core.storage.files import LocalFiles
+from megatron.core.storage import file_layer
+from megatron.core.storage.file_layer import LocalFiles
 from megatron.training.initialize import read_settings
 from megatron.training.resume.state import TrainState
 
@@ -337,7 +337,7 @@ def test_a_folder_that_cannot_be_removed_does_not_end_the_run_and_goes_with_the_
     flags = f"--train-iters 2 --save-interval 1 --save {tmp_path}"
     said(flags)
     with monkeypatch.context() as patch:
-        patch.setattr(files, "remove_tree", busy)
+        patch.setattr(file_layer, "remove_tree", busy)
         text = said(flags)
     assert sorted(rates(text)) == [1, 2]
     assert any(line.startswith("WARNING") and "iter_0000001.replaced" in line for line in text.splitlines())

@@ -114,7 +114,7 @@ def test_a_disk_that_does_not_take_what_was_written_ends_it(ours: dict[str, Path
     def fail(file) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("megatron.core.storage.files.local.sync", fail)
+    monkeypatch.setattr("megatron.core.storage.file_layer.local.sync", fail)
     with pytest.raises(OSError, match="No space"):
         write_hf_folder(open_checkpoint(ours["llama"].with_name("llama-ours")), tmp_path / "out", most_bytes=3000)
     assert not (tmp_path / "out").exists()

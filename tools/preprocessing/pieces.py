@@ -22,8 +22,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
-from megatron.core.storage.atomic import atomic_file
-from megatron.core.storage.locks import locked
+from megatron.core.storage.atomic_file import atomic_file
+from megatron.core.storage.file_lock import locked
 from tools.preprocessing.encode import Encoded
 from tools.preprocessing.sources import Piece
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from megatron.core.checkpoint import format
 from megatron.core.checkpoint.format import CheckpointError, Manifest
-from megatron.core.storage import files
+from megatron.core.storage import file_layer
 
 _MOST_POINTER = 64  # bytes: a number of 18 digits, and room for spaces that an editor leaves
 _CHECKED = 3  # line ends, at least, of a pointer whose line ends are a check digit; fewer are those of an editor
@@ -29,7 +29,7 @@ class Found(NamedTuple):
 
 def find(root: Path, iteration: int | None = None) -> Found:
     """The folder of `iteration` below `root`; default: the pointer's iteration, or the newest without a pointer."""
-    if not files.is_folder(root):
+    if not file_layer.is_folder(root):
         raise CheckpointError(root, "is not a folder", f"give --load the folder that holds {format.LATEST}")
     if iteration is not None:
         return Found(iteration, _folder_of(root, iteration))
@@ -53,7 +53,9 @@ def find(root: Path, iteration: int | None = None) -> Found:
 def saved_iterations(root: Path) -> list[int]:
     """The iterations with a manifest, ascending."""
     found = ((format.iteration_of(path.name.removesuffix(format.REPLACED)), path) for path in iterations_in(root))
-    return sorted({number for number, path in found if number is not None and files.is_file(path / format.MANIFEST)})
+    return sorted(
+        {number for number, path in found if number is not None and file_layer.is_file(path / format.MANIFEST)}
+    )
 
 
 def newest_iteration(root: Path) -> int | None:
@@ -64,9 +66,9 @@ def newest_iteration(root: Path) -> int | None:
 def latest_iteration(root: Path) -> int | None:
     """The iteration in the pointer file; None without the file."""
     path = root / format.LATEST
-    if not files.is_file(path):
+    if not file_layer.is_file(path):
         return None
-    text = files.read_start(path, _MOST_POINTER + 1).decode(errors="replace")
+    text = file_layer.read_start(path, _MOST_POINTER + 1).decode(errors="replace")
     match = re.fullmatch("[ \t]*([0-9]{1,18})[ \t\r]*(\n[ \t\r\n]*)?", text)
     if match is None:
         raise CheckpointError(path, f"says {text.strip()!r:.60}, not the number of an iteration", _which(root))
@@ -86,9 +88,9 @@ def pointer_text(iteration: int) -> str:
 def _folder_of(root: Path, iteration: int) -> Path:
     final = root / format.folder_name(iteration)
     for folder in (final, aside_of(final)):  # the second: killed while it was saved again
-        if files.is_file(folder / format.MANIFEST):
+        if file_layer.is_file(folder / format.MANIFEST):
             return folder
-    if files.is_folder(final):
+    if file_layer.is_folder(final):
         advice = "if it is of another format, convert it; else load another iteration"
         raise CheckpointError(final, f"has no {format.MANIFEST}", advice)
     raise CheckpointError(final, "does not exist", _which(root))
@@ -106,10 +108,10 @@ def read_manifest(folder: Path) -> str:
     """The text of a folder's manifest, unchecked."""
     path = folder / format.MANIFEST
     try:
-        if (size := files.size_of_file(path) or 0) > _MOST_MANIFEST:
+        if (size := file_layer.size_of_file(path) or 0) > _MOST_MANIFEST:
             wrong = f"has {size} bytes, and a manifest has at most {_MOST_MANIFEST}"
             raise CheckpointError(path, wrong, format.DAMAGED)
-        return files.read_start(path, size).decode()
+        return file_layer.read_start(path, size).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(path, f"cannot be read ({error})", format.advice_after(error)) from error
 
@@ -119,7 +121,7 @@ def check_files(folder: Path, manifest: Manifest) -> None:
     if format.iteration_of(folder.name.removesuffix(format.REPLACED)) != manifest.iteration:
         raise CheckpointError(folder, f"holds iteration {manifest.iteration}", "give the folder its old name back")
     try:
-        sizes = files.sizes_of(folder, manifest.files)
+        sizes = file_layer.sizes_of(folder, manifest.files)
     except OSError as error:
         raise CheckpointError(folder, f"cannot be read ({error})", format.advice_after(error)) from error
     problems = [
@@ -142,9 +144,9 @@ def is_whole(folder: Path) -> bool:
 
 def iterations_in(root: Path) -> list[Path]:
     """What is below `root` under the name of an iteration, in the order of names; none without a folder."""
-    if not files.is_folder(root):
+    if not file_layer.is_folder(root):
         return []
-    return [root / name for name in files.at(root).names(root) if name.startswith("iter_")]
+    return [root / name for name in file_layer.at(root).names(root) if name.startswith("iter_")]
 
 
 def aside_of(final: Path) -> Path:
@@ -154,8 +156,8 @@ def aside_of(final: Path) -> Path:
 
 def remove(path: Path) -> None:
     """Removes a file or folder if it exists; the manifest first, so that a half-removed folder never looks complete."""
-    if files.is_folder(path) and not files.at(path).is_link(path):
-        files.remove_if_there(path / format.MANIFEST)
-        files.remove_tree(path)
+    if file_layer.is_folder(path) and not file_layer.at(path).is_link(path):
+        file_layer.remove_if_there(path / format.MANIFEST)
+        file_layer.remove_tree(path)
     else:
-        files.remove_if_there(path)
+        file_layer.remove_if_there(path)

@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron.core.checkpoint import folder, format
 from megatron.core.checkpoint.format import CheckpointError
-from megatron.core.storage import files
+from megatron.core.storage import file_layer
 
 _SAVE = "save.json"
 _MOST_SAVE = 1 << 28  # bytes of it: it may name the objects of a million ranks
@@ -40,26 +40,26 @@ def object_for(partial: Path, rank: int) -> Path:
 
 def are_objects_of_saves(final: Path) -> bool:
     """Whether all in a folder was written by saves of ours."""
-    return all(_OBJECT.fullmatch(name) for name in files.at(final).names(final))
+    return all(_OBJECT.fullmatch(name) for name in file_layer.at(final).names(final))
 
 
 def publish_in_place(partial: Path, iteration: int) -> None:
     """Makes the manifest in `partial` that of its iteration, and the iteration the latest."""
     text = folder.read_manifest(partial)
-    files.write_synced(partial.with_suffix("") / format.MANIFEST, text)
-    files.write_synced(partial.parent / format.LATEST, folder.pointer_text(iteration))
+    file_layer.write_synced(partial.with_suffix("") / format.MANIFEST, text)
+    file_layer.write_synced(partial.parent / format.LATEST, folder.pointer_text(iteration))
 
 
 def set_aside_in_place(final: Path) -> Path:
     """Takes the manifest of a damaged checkpoint away; the folder where it is now. The objects stay where they are."""
     numbers = itertools.chain([""], (f".{i}" for i in itertools.count(1)))
     names = (final.with_name(f"{final.name}{number}{format.SPOILED}") for number in numbers)
-    free = next(path for path in names if not files.exists(path))
+    free = next(path for path in names if not file_layer.exists(path))
     manifest = final / format.MANIFEST
-    found = files.read_start(manifest, files.size_of_file(manifest) or 0)
-    with files.at(free).open(free / format.MANIFEST, "wb") as file:
-        files.write_all(file, found, free)
-    files.at(final).remove(manifest)
+    found = file_layer.read_start(manifest, file_layer.size_of_file(manifest) or 0)
+    with file_layer.at(free).open(free / format.MANIFEST, "wb") as file:
+        file_layer.write_all(file, found, free)
+    file_layer.at(final).remove(manifest)
     return free
 
 
@@ -67,19 +67,19 @@ def delete_in_place(final: Path) -> None:
     """Removes a checkpoint: first its manifest, then the objects that it lists, or all that saves wrote if it is damaged."""
     names = _listed(final)
     if names is None:
-        names = [name for name in files.at(final).names(final) if _OBJECT.fullmatch(name)]
+        names = [name for name in file_layer.at(final).names(final) if _OBJECT.fullmatch(name)]
     partial = final.with_name(final.name + format.PARTIAL)
     _say(partial, "", names)
-    files.remove_if_there(final / format.MANIFEST)
+    file_layer.remove_if_there(final / format.MANIFEST)
     _clear(partial)
 
 
 def clear_in_place(root: Path) -> list[str]:
     """Removes what killed saves and removals have left; returns problems for a warning."""
     try:
-        names = files.at(root).names(root)
+        names = file_layer.at(root).names(root)
         if format.LATEST + format.PARTIAL in names:  # by which a start has found out whether it may write
-            files.remove_if_there(root / (format.LATEST + format.PARTIAL))
+            file_layer.remove_if_there(root / (format.LATEST + format.PARTIAL))
     except OSError as error:
         return [f"{root} cannot be cleared of what killed saves left ({error})"]
     problems = []
@@ -94,24 +94,24 @@ def clear_in_place(root: Path) -> list[str]:
 def _clear(partial: Path) -> None:
     """Removes the objects that a save.json marks or names and the manifest does not list, then all in its folder."""
     final = partial.with_suffix("")
-    if files.exists(partial / _SAVE):
+    if file_layer.exists(partial / _SAVE):
         said, kept = _said(partial), _listed(final)
-        if kept is not None or not files.exists(
+        if kept is not None or not file_layer.exists(
             final / format.MANIFEST
         ):  # else: nobody knows what a damaged manifest lists
             going = set(said["remove"]).difference(kept or ())
             mark = f".{said['mark']}." if said["mark"] else None
-            there = files.at(final).names(final)
+            there = file_layer.at(final).names(final)
             going |= {name for name in there if mark and mark in name and name not in (kept or ())}
-            files.at(final).remove_all(final / name for name in there if name in going)
-    rest = [name for name in files.at(partial).names(partial) if name != _SAVE]
-    files.at(partial).remove_all(partial / name for name in rest)
-    files.remove_if_there(partial / _SAVE)
+            file_layer.at(final).remove_all(final / name for name in there if name in going)
+    rest = [name for name in file_layer.at(partial).names(partial) if name != _SAVE]
+    file_layer.at(partial).remove_all(partial / name for name in rest)
+    file_layer.remove_if_there(partial / _SAVE)
 
 
 def _listed(final: Path) -> list[str] | None:
     """The objects of a checkpoint; None without an undamaged manifest."""
-    if not files.is_file(final / format.MANIFEST):
+    if not file_layer.is_file(final / format.MANIFEST):
         return None
     try:
         return list(format.parse_manifest(folder.read_manifest(final), final / format.MANIFEST).files)
@@ -122,11 +122,11 @@ def _listed(final: Path) -> list[str] | None:
 
 
 def _say(partial: Path, mark: str, remove: list[str]) -> None:
-    files.write_synced(partial / _SAVE, json.dumps({"mark": mark, "remove": remove}))
+    file_layer.write_synced(partial / _SAVE, json.dumps({"mark": mark, "remove": remove}))
 
 
 def _said(partial: Path) -> dict[str, Any]:
-    said = json.loads(files.read_start(partial / _SAVE, _MOST_SAVE))
+    said = json.loads(file_layer.read_start(partial / _SAVE, _MOST_SAVE))
     if not isinstance(said, dict) or not isinstance(said.get("mark"), str) or not isinstance(said.get("remove"), list):
         raise CheckpointError(partial / _SAVE, "does not say which save it belongs to", "remove it by hand")
     return said

@@ -24,9 +24,9 @@ from megatron.core.checkpoint import folder, format
 from megatron.core.checkpoint.format import CheckpointError, Manifest, Piece
 from megatron.core.checkpoint.local_tensor import LocalTensor, problems_of_tensors
 from megatron.core.grid import ALONE, Axis
-from megatron.core.storage import files
-from megatron.core.storage.ahead import FileSpan
+from megatron.core.storage import file_layer
 from megatron.core.storage.paths import path_of
+from megatron.core.storage.read_ahead import FileSpan
 from megatron.core.storage.stored import Stored, StoredTensor
 
 _CHUNK = 16 << 20  # bytes read and hashed at a time, while they are in the cache
@@ -87,7 +87,7 @@ class Checkpoint:
         """
         record = self.manifest.tensors[name]
         dtype = getattr(torch, record.dtype)
-        with files.reading_ahead([self._span(piece) for piece in record.pieces]) as opened:
+        with file_layer.reading_ahead([self._span(piece) for piece in record.pieces]) as opened:
             for piece in record.pieces:
                 start, _ = run_of(piece.box, record.shape)
                 for at, data in self._read(piece, name, lambda at, left: next(rooms)[:left], opened):
@@ -124,7 +124,7 @@ class Checkpoint:
         ]
         largest = max((piece.nbytes for (piece, _, _), place in zip(wanted, direct) if place is None), default=0)
         room = torch.empty(largest, dtype=torch.uint8)
-        with files.reading_ahead([self._span(piece) for piece, _, _ in wanted]) as opened:
+        with file_layer.reading_ahead([self._span(piece) for piece, _, _ in wanted]) as opened:
             for (piece, name, parts), place in zip(wanted, direct):
                 data = room[: piece.nbytes] if place is None else place
                 for _ in self._read(piece, name, lambda at, left, data=data: data[at : at + _CHUNK], opened):
@@ -155,11 +155,11 @@ class Checkpoint:
         try:
             with opened(path, piece.offset - gap) as file:
                 zeros = bytearray(max(gap, 0))
-                is_padded = files.read_all(file, memoryview(zeros), path) == len(zeros) and not any(zeros)
+                is_padded = file_layer.read_all(file, memoryview(zeros), path) == len(zeros) and not any(zeros)
                 while at < piece.nbytes:
                     data = room(at, piece.nbytes - at)
                     buffer = memoryview(data.numpy())
-                    if (count := files.read_all(file, buffer, path)) < len(buffer):
+                    if (count := file_layer.read_all(file, buffer, path)) < len(buffer):
                         wrong = f"ends before the last {piece.nbytes - at - count} bytes of {what}"
                         raise CheckpointError(path, wrong, format.DAMAGED)
                     digest.update(buffer)

@@ -16,37 +16,37 @@ from pathlib import Path
 
 from megatron.core.checkpoint import format, in_place
 from megatron.core.checkpoint.folder import aside_of, is_whole, iterations_in, pointer_text, remove
-from megatron.core.storage import files
+from megatron.core.storage import file_layer
 
 
 def begin(partial: Path) -> None:
     """Makes the empty folder in which the ranks of a save meet."""
-    if files.is_object(partial):
+    if file_layer.is_object(partial):
         in_place.begin_in_place(partial)
         return
     make_way(partial)
-    files.at(partial).make_folder(partial)
+    file_layer.at(partial).make_folder(partial)
 
 
 def file_for(partial: Path, rank: int) -> Path:
     """Where a rank writes its pieces. Raises OSError where it does not see what `begin` has made."""
-    if files.is_object(partial):
+    if file_layer.is_object(partial):
         return in_place.object_for(partial, rank)
-    if not files.is_folder(partial):
+    if not file_layer.is_folder(partial):
         raise FileNotFoundError(errno.ENOENT, "no such folder", str(partial))
     return partial / format.file_name(rank, ".bin")
 
 
 def folder_of_pieces(partial: Path) -> Path:
     """The folder of all that `file_for` says."""
-    return partial.with_suffix("") if files.is_object(partial) else partial
+    return partial.with_suffix("") if file_layer.is_object(partial) else partial
 
 
 def is_ours(final: Path) -> bool:
     """Whether the folder of an iteration may be replaced: it holds a checkpoint, or objects of saves that have not ended."""
-    if files.is_file(final / format.MANIFEST):
+    if file_layer.is_file(final / format.MANIFEST):
         return True
-    return files.is_object(final) and in_place.are_objects_of_saves(final)
+    return file_layer.is_object(final) and in_place.are_objects_of_saves(final)
 
 
 def publish(partial: Path, iteration: int) -> None:
@@ -54,15 +54,15 @@ def publish(partial: Path, iteration: int) -> None:
 
     A previous folder of the same iteration is renamed; `clear_leftovers` removes it.
     """
-    if files.is_object(partial):
+    if file_layer.is_object(partial):
         in_place.publish_in_place(partial, iteration)
         return
     root, final = partial.parent, partial.parent / format.folder_name(iteration)
     pointer = root / (format.LATEST + format.PARTIAL)
-    files.write_synced(pointer, pointer_text(iteration))  # first: a full disk must fail before anything is renamed
-    on = files.at(root)
-    if files.exists(final):
-        if files.is_file(
+    file_layer.write_synced(pointer, pointer_text(iteration))  # first: a full disk must fail before anything is renamed
+    on = file_layer.at(root)
+    if file_layer.exists(final):
+        if file_layer.is_file(
             aside_of(final) / format.MANIFEST
         ):  # whole, and `final` damaged, or it would have been cleared
             make_way(final)
@@ -77,7 +77,7 @@ def publish(partial: Path, iteration: int) -> None:
 
 def make_way(path: Path) -> None:
     """Removes a folder that is not read any more; renames it if it cannot be removed, for example another user's."""
-    if not files.exists(path):
+    if not file_layer.exists(path):
         return
     try:
         remove(path)
@@ -89,15 +89,15 @@ def take_name_away(path: Path) -> Path:
     """Renames a folder to one that is never read and goes with the next save; returns its new path."""
     final = path.parent / path.name.partition(".")[0]
     names = (final.with_name(f"{final.name}.{number}{format.PARTIAL}") for number in itertools.count(1))
-    free = next(name for name in names if not files.exists(name))
-    files.at(path).rename(path, free)
+    free = next(name for name in names if not file_layer.exists(name))
+    file_layer.at(path).rename(path, free)
     return free
 
 
 def delete(folder: Path) -> None:
     """Removes a checkpoint that is not wanted any more. If it is killed at any point, nothing looks complete, and the next save
     removes the rest."""
-    if files.is_object(folder):
+    if file_layer.is_object(folder):
         in_place.delete_in_place(folder)
     else:
         remove(take_name_away(folder))
@@ -105,14 +105,14 @@ def delete(folder: Path) -> None:
 
 def set_aside(folder: Path) -> Path:
     """Renames a damaged folder, so that nothing takes it for a checkpoint and its iteration can be saved again; its new path."""
-    if files.is_object(folder):
+    if file_layer.is_object(folder):
         return in_place.set_aside_in_place(folder)
     names = (
         f"{folder.name}{number}{format.SPOILED}"
         for number in itertools.chain([""], (f".{i}" for i in itertools.count(1)))
     )
-    free = next(path for path in map(folder.with_name, names) if not files.exists(path))
-    files.at(folder).rename(folder, free)
+    free = next(path for path in map(folder.with_name, names) if not file_layer.exists(path))
+    file_layer.at(folder).rename(folder, free)
     return free
 
 
@@ -121,7 +121,7 @@ def clear_leftovers(root: Path) -> list[str]:
 
     Only one process may save below `root`.
     """
-    if files.is_object(root):
+    if file_layer.is_object(root):
         return in_place.clear_in_place(root)
     problems, folders = [], _named(root, format.PARTIAL) + _named(root, format.REPLACED)
     for path in [root / (format.LATEST + format.PARTIAL), *folders]:
@@ -138,10 +138,10 @@ def clear_leftovers(root: Path) -> list[str]:
 def _bring_back(left: Path) -> bool:
     """Whether `left` is the only complete folder of its iteration; renames it back unless a damaged folder has the name."""
     final = left.with_suffix("")
-    if left.suffix != format.REPLACED or not files.is_file(left / format.MANIFEST) or is_whole(final):
+    if left.suffix != format.REPLACED or not file_layer.is_file(left / format.MANIFEST) or is_whole(final):
         return False
-    if not files.exists(final):
-        files.at(left).rename(left, final)
+    if not file_layer.exists(final):
+        file_layer.at(left).rename(left, final)
     return True
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron.core.checkpoint import format
 from megatron.core.checkpoint.folder import is_whole
 from megatron.core.checkpoint.publishing import delete
-from megatron.core.storage import files
+from megatron.core.storage import file_layer
 
 
 def delete_older(
@@ -33,7 +33,7 @@ def delete_older(
             whole += [iteration] if is_whole(folder) else []
             continue
         is_retained = retain_interval is not None and iteration % retain_interval == 0
-        if is_retained or iteration in spared or files.at(folder).is_link(folder) or not files.exists(folder):
+        if is_retained or iteration in spared or file_layer.at(folder).is_link(folder) or not file_layer.exists(folder):
             continue
         try:
             delete(folder)

@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, Protocol
 from megatron.core.boxes import Box
 from megatron.core.checkpoint import folder, format, publishing
 from megatron.core.checkpoint.format import CheckpointError, Manifest, Piece, TensorRecord
-from megatron.core.storage import files
+from megatron.core.storage import file_layer
 
 ONE_WRITER = "exactly one rank must be the writer of every element"
 _NOT_SHARED = "the folder must be on a file system that all ranks share; choose another --save"
@@ -115,9 +115,9 @@ def _start(saving: Saving) -> None:
     root, partial = saving.root, saving.partial
     final = root / partial.name.removesuffix(format.PARTIAL)
     with _writing(partial):
-        files.make_folders(root)
+        file_layer.make_folders(root)
         _clear_leftovers(saving)
-        if files.exists(final) and not publishing.is_ours(final):
+        if file_layer.exists(final) and not publishing.is_ours(final):
             wrong = f"exists and has no {format.MANIFEST}, so it is not ours to replace"
             raise CheckpointError(final, wrong, "move it away or choose another --save")
         publishing.begin(partial)
@@ -162,8 +162,8 @@ def _write_part(partial: Path, iteration: int, rank: int, parts: dict[str, HeldP
     with _writing(path):
         records, nbytes = _write_pieces(path, mine)
         text = format.to_json(Manifest(iteration, {}, {path.name: nbytes} if nbytes else {}, records))
-        files.write_synced(partial / format.file_name(rank, ".json"), text)
-        files.at(partial).sync_folder(partial)
+        file_layer.write_synced(partial / format.file_name(rank, ".json"), text)
+        file_layer.at(partial).sync_folder(partial)
     return len(text)
 
 
@@ -173,22 +173,22 @@ def _write_pieces(path: Path, parts: dict[str, HeldPart]) -> tuple[dict[str, Ten
     if not any(part.pieces for part in parts.values()):
         return records, 0
     # x: a file that is there belongs to another job that saves here.
-    with files.at(path).open(path, "xb") as file:
+    with file_layer.at(path).open(path, "xb") as file:
         for name, part in parts.items():
             pieces = tuple(_write_piece(file, path, box, buffers()) for box, buffers in part.pieces)
             records[name] = TensorRecord(part.dtype, part.shape, pieces)
         nbytes = file.tell()
-        files.at(path).sync(file)
+        file_layer.at(path).sync(file)
     return records, nbytes
 
 
 def _write_piece(file: BinaryIO, path: Path, box: Box, buffers: Iterable[Any]) -> Piece:
-    files.write_all(file, bytes(-file.tell() % format.ALIGNMENT), path)
+    file_layer.write_all(file, bytes(-file.tell() % format.ALIGNMENT), path)
     offset, digest = file.tell(), hashlib.sha256()
     for data in buffers:
         # Hashed while it passes: reading it back would double the time of a save.
         digest.update(data)
-        files.write_all(file, data, path)
+        file_layer.write_all(file, data, path)
     return Piece(box, path.name, offset, file.tell() - offset, digest.hexdigest())
 
 
@@ -201,7 +201,7 @@ def _merge(partial: Path, iteration: int, state: dict[str, Any], part_bytes: lis
     names = [format.file_name(rank, ".json") for rank, nbytes in enumerate(part_bytes) if nbytes]
     _check_sizes(partial, dict(zip(names, filter(None, part_bytes))))
     for name, nbytes in zip(names, filter(None, part_bytes)):
-        part = format.parse_manifest(files.read_start(partial / name, nbytes).decode(), partial / name)
+        part = format.parse_manifest(file_layer.read_start(partial / name, nbytes).decode(), partial / name)
         merged.files.update(part.files)
         _add(merged.tensors, part.tensors, partial / name)
     _check_sizes(publishing.folder_of_pieces(partial), merged.files)
@@ -209,16 +209,16 @@ def _merge(partial: Path, iteration: int, state: dict[str, Any], part_bytes: lis
     text = format.to_json(merged)
     format.parse_manifest(text, partial / format.MANIFEST)  # what cannot be read must not become the latest
     with _writing(partial / format.MANIFEST):
-        files.write_synced(partial / format.MANIFEST, text)
+        file_layer.write_synced(partial / format.MANIFEST, text)
         for name in names:
             # The manifest lists the same pieces; two lists could disagree.
-            files.at(partial).remove(partial / name)
-        files.at(partial).sync_folder(partial)
+            file_layer.at(partial).remove(partial / name)
+        file_layer.at(partial).sync_folder(partial)
     return merged
 
 
 def _check_sizes(where: Path, expected: dict[str, int]) -> None:
-    for name, found in files.sizes_of(where, expected).items():
+    for name, found in file_layer.sizes_of(where, expected).items():
         if found != expected[name]:
             wrong = "is not there" if found is None else f"has {found} bytes"
             told = f"{wrong}, though its rank wrote {expected[name]} bytes"

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from megatron.core.datasets.indexed import IndexedDataset, mapping
-from megatron.core.storage.atomic import atomic_file
+from megatron.core.storage.atomic_file import atomic_file
 
 _FORMAT = 3  # of the cache; raise it whenever the same fields give other arrays
 

@@ -31,7 +31,7 @@ from megatron.core.datasets.found_cache import Described, Wanted, descriptions, 
 from megatron.core.datasets.index_cache import IndexCache, content_fingerprint
 from megatron.core.datasets.index_map import SPLIT_NAMES, parse_split, split_ranges
 from megatron.core.datasets.indexed import IndexedDataset
-from megatron.core.storage.atomic import remove_abandoned
+from megatron.core.storage.atomic_file import remove_abandoned
 
 Say = Callable[[str], None]
 

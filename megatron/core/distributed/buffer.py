@@ -11,7 +11,7 @@ from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.distributed.plan import BufferPlan, Slot, overlaps
 from megatron.core.main_grad import set_slot
 from megatron.core.mesh import GradAxes
-from megatron.core.storage.resize import resize
+from megatron.core.storage.resize_storage import resize
 from megatron.core.storage.stored import Stored, start_writing
 from megatron.core.tiers.tier import Tier
 

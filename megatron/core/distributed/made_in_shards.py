@@ -19,7 +19,7 @@ from torch.nn.modules.module import (
 from megatron.core import comm
 from megatron.core.distributed.released import AwayTensor
 from megatron.core.grid import Axis
-from megatron.core.storage.resize import resize
+from megatron.core.storage.resize_storage import resize
 
 
 class OwnShard:

@@ -24,7 +24,7 @@ from megatron.core.checkpoint.format import CheckpointError
 from megatron.core.interchange.families.family import START_ID
 from megatron.core.interchange.formats.hf_folder import json_of, path_inside
 from megatron.core.interchange.tokenizer_config import TOKENIZER_CONFIG, for_both_versions
-from megatron.core.storage.files import at, exists, is_file, is_folder, read_start, write_all
+from megatron.core.storage.file_layer import at, exists, is_file, is_folder, read_start, write_all
 from megatron.core.storage.paths import is_url, path_of
 
 _TEMPLATES, _GENERATION = "additional_chat_templates", "generation_config.json"

@@ -25,7 +25,7 @@ from megatron.core.interchange.formats.hf_folder import CONFIG, HFFolder, are_eq
 from megatron.core.interchange.formats.safetensors import FETCH_AGAIN, TensorInFile
 from megatron.core.interchange.strided import StridedCheckpoint, record_of
 from megatron.core.interchange.tokenizer_config import TOKENIZER_CONFIG
-from megatron.core.storage.files import is_file
+from megatron.core.storage.file_layer import is_file
 from megatron.core.transformer.model_config import ModelConfig
 
 # ---------------------------------------------------------------- tensors

@@ -20,7 +20,7 @@ from megatron.core.interchange.mapped_megatron import open_megatron, settings_of
 from megatron.core.interchange.mapped_titan import open_titan
 from megatron.core.interchange.strided import StridedCheckpoint
 from megatron.core.interchange.titan import is_titan_folder
-from megatron.core.storage.files import is_file, is_folder
+from megatron.core.storage.file_layer import is_file, is_folder
 from megatron.core.storage.paths import is_url, path_of
 
 

@@ -38,7 +38,7 @@ from megatron.core.interchange.written import (
     plan_folder,
     their_tensors,
 )
-from megatron.core.storage.files import at, exists, make_folders, remove_tree, write_all
+from megatron.core.storage.file_layer import at, exists, make_folders, remove_tree, write_all
 
 _PART = 16 << 20  # bytes read, hashed and written at a time
 _T = TypeVar("_T")

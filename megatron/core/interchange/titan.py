@@ -24,7 +24,7 @@ from megatron.core.interchange.formats.hf_folder import CONFIG, INDEX, WEIGHTS, 
 from megatron.core.interchange.formats.megatron_folder import METADATA
 from megatron.core.interchange.formats.safetensors import FETCH_AGAIN, TensorInFile
 from megatron.core.interchange.strided import StridedPiece, piece_of
-from megatron.core.storage.files import exists, is_file
+from megatron.core.storage.file_layer import exists, is_file
 
 # Whether queries and keys rotate in neighbouring pairs, where Hugging Face's form rotates halves; by model_type.
 ROTATES_PAIRS = {"llama": True, "qwen3": False}

@@ -15,7 +15,7 @@ import socket
 from pathlib import Path
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.storage.locks import locked
+from megatron.core.storage.file_lock import locked
 
 LOCK_FILE, STATE_FILE = "lock", "state"
 

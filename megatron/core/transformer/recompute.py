@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.core.grid import Axis
 from megatron.core.random import DropoutKeys
-from megatron.core.storage.resize import resize
+from megatron.core.storage.resize_storage import resize
 from megatron.core.tensor_parallel.saved import SavedActivation, keep_copy
 from megatron.core.tiers.activations import Keep
 

@@ -20,7 +20,7 @@ from megatron.core.base import memory_kind
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.split_master import SplitMaster
-from megatron.core.storage import resize
+from megatron.core.storage import resize_storage
 from megatron.core.storage.stored import Stored, StoredTensor
 
 _COUNTED = ("parameters", "gradients", "optimizer", "activations", "communication")
@@ -50,14 +50,14 @@ class MemoryTracker(TorchDispatchMode):
         self._held: dict[int, _Memory] = {}  # by the storage's id
 
     def __enter__(self) -> "MemoryTracker":
-        resize.listeners.append(self._resized)
+        resize_storage.listeners.append(self._resized)
         memory_kind.listeners.append(self._kind_is_set)
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         memory_kind.listeners.remove(self._kind_is_set)
-        resize.listeners.remove(self._resized)
+        resize_storage.listeners.remove(self._resized)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -31,7 +31,7 @@ from megatron.core.checkpoint import Checkpoint, CheckpointError, LocalTensor, o
 from megatron.core.checkpoint.folder import remove
 from megatron.core.checkpoint.format import DAMAGED, PARTIAL, show_box
 from megatron.core.grid import ALONE, Axis
-from megatron.core.storage import files
+from megatron.core.storage import file_layer
 from megatron.core.storage.paths import path_of
 from megatron.training.resume.start import loads_what_it_saves
 from megatron.training.runtime import print_rank_0
@@ -55,7 +55,7 @@ def pointed_at(config: CheckpointConfig) -> Copy | None:
     """The copy that the pointer below --save names; None without one, or where it is damaged. For one rank."""
     path = path_of(config.save) / _POINTER
     with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
-        copy = Copy(**json.loads(files.read_start(path, _MOST_POINTER)))
+        copy = Copy(**json.loads(file_layer.read_start(path, _MOST_POINTER)))
         number = type(copy.iteration) is int and copy.iteration >= 0
         if number and copy.slot in _SLOTS and re.fullmatch("[0-9a-f]{32}", copy.token):
             return copy
@@ -85,10 +85,10 @@ def check_place(config: CheckpointConfig, world: Axis, device: torch.device) -> 
     with comm.together(world, device):
         try:
             if world.is_first:
-                files.remove_if_there(path_of(config.save) / (_POINTER + PARTIAL))
+                file_layer.remove_if_there(path_of(config.save) / (_POINTER + PARTIAL))
             if kind == "local" or world.is_first:
-                files.make_folders(place)
-                files.check_writable(place / f"written{PARTIAL}")
+                file_layer.make_folders(place)
+                file_layer.check_writable(place / f"written{PARTIAL}")
         except OSError as error:
             flag = f"--non-persistent-{kind}-ckpt-dir"
             raise ConfigError(f"{flag} {place} cannot be written: {error.strerror}; choose another folder") from error
@@ -135,7 +135,7 @@ def save_copy(
 
 
 def _point_at(config: CheckpointConfig, named: dict[str, Any]) -> None:
-    files.write_whole(path_of(config.save) / _POINTER, json.dumps(named))
+    file_layer.write_whole(path_of(config.save) / _POINTER, json.dumps(named))
 
 
 def own_pieces(tensors: dict[str, LocalTensor]) -> dict[str, LocalTensor]:

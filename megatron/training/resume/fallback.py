@@ -14,7 +14,7 @@ from megatron.core.checkpoint.format import DAMAGED, MANIFEST, CheckpointError, 
 from megatron.core.checkpoint.publishing import set_aside
 from megatron.core.grid import Axis
 from megatron.core.interchange import open_any
-from megatron.core.storage import files
+from megatron.core.storage import file_layer
 from megatron.core.storage.paths import path_of
 from megatron.training.resume.start import Start
 from megatron.training.runtime import print_rank_0
@@ -87,7 +87,7 @@ def _set_aside(root: Path, iterations: list[int]) -> None:
     for folder in (root / folder_name(number) for number in iterations):
         try:
             # Objects stay where they are, so a folder of an object store is still there afterwards; its manifest is not.
-            if files.exists(folder / MANIFEST if files.is_object(folder) else folder):
+            if file_layer.exists(folder / MANIFEST if file_layer.is_object(folder) else folder):
                 print_rank_0(
                     f"WARNING: {folder} is damaged and is now {set_aside(folder).name}: look at it, then remove it"
                 )

@@ -24,7 +24,7 @@ from megatron.core.held_tensors import model_tensors
 from megatron.core.interchange.formats.hf_folder import is_hf_folder
 from megatron.core.interchange.gathered import records_of_ranks, write_gathered
 from megatron.core.interchange.written import plan_folder
-from megatron.core.storage import files
+from megatron.core.storage import file_layer
 from megatron.core.storage.paths import path_of
 from megatron.training.resume.functions import functions_of
 from megatron.training.resume.model_name import model_name
@@ -106,8 +106,8 @@ class HFExports:
 def _publish(partial: Path, final: Path) -> None:
     """Give a complete folder its name. A previous one of the same iteration goes; a kill at any point leaves one of the two.
     A link in its place goes, and not what it leads to."""
-    on, aside = files.at(final), final.with_name(final.name + REPLACED)
-    if files.exists(final):
+    on, aside = file_layer.at(final), final.with_name(final.name + REPLACED)
+    if file_layer.exists(final):
         on.rename(final, aside)
     on.rename(partial, final)
     on.sync_folder(final.parent)
@@ -120,7 +120,7 @@ def _publish(partial: Path, final: Path) -> None:
 def check_contents(root: Path) -> None:
     """Refuse a folder that holds anything but such folders: it is another's, or another thing's. For one rank."""
     others = []
-    for name in files.at(root).names(root):
+    for name in file_layer.at(root).names(root):
         is_whole = iteration_of(name) is not None and is_hf_folder(root / name)
         others += [] if is_whole or _LEFT.fullmatch(name) else [name]
     if others:
@@ -132,9 +132,9 @@ def check_contents(root: Path) -> None:
 
 def clear_partial(root: Path) -> None:
     """Remove what a killed run has left, and give the folder that it was replacing its name back. For one rank."""
-    for name in files.at(root).names(root):
+    for name in file_layer.at(root).names(root):
         final = root / name.removesuffix(PARTIAL).removesuffix(REPLACED)
-        if name.endswith(REPLACED) and not files.exists(final):
-            files.at(root).rename(root / name, final)
+        if name.endswith(REPLACED) and not file_layer.exists(final):
+            file_layer.at(root).rename(root / name, final)
         elif _LEFT.fullmatch(name):
             remove(root / name)

@@ -10,7 +10,7 @@ from megatron.core import comm
 from megatron.core.checkpoint import Checkpoint
 from megatron.core.interchange import described_by
 from megatron.core.interchange.carried import Origin
-from megatron.core.storage.files import is_file, read_start, size_of_file
+from megatron.core.storage.file_layer import is_file, read_start, size_of_file
 from megatron.training.resume.copies import OwnPart
 from megatron.training.runtime import Runtime, print_rank_0
 

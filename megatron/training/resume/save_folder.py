@@ -14,8 +14,8 @@ from megatron.core.checkpoint.folder import newest_iteration
 from megatron.core.checkpoint.format import LATEST, PARTIAL, folder_name
 from megatron.core.checkpoint.publishing import clear_leftovers
 from megatron.core.grid import Axis
-from megatron.core.storage import files
-from megatron.core.storage.locks import locked
+from megatron.core.storage import file_layer
+from megatron.core.storage.file_lock import locked
 from megatron.core.storage.paths import path_of
 from megatron.training.resume.copies import check_place
 from megatron.training.resume.hf_exports import check_contents, clear_partial
@@ -43,7 +43,7 @@ def prepare_hf_folder(given: str | None, world: Axis, device: torch.device, held
         if given is not None and world.is_first:
             root = path_of(given)
             with _naming("-hf", given):
-                if files.is_folder(root):
+                if file_layer.is_folder(root):
                     check_contents(root)
                 if _is_locked("-hf", given, root, held):
                     clear_partial(root)
@@ -59,8 +59,8 @@ def _naming(form: str, given: str) -> Iterator[None]:
 
 
 def _prepare(given: str, root: Path, held: contextlib.ExitStack) -> None:
-    if files.is_object(root):
-        files.write_synced(root / (LATEST + PARTIAL), "")  # a name that is cleared away in any case
+    if file_layer.is_object(root):
+        file_layer.write_synced(root / (LATEST + PARTIAL), "")  # a name that is cleared away in any case
         _clear(root)
     elif _is_locked("", given, root, held):
         _clear(root)
@@ -68,11 +68,11 @@ def _prepare(given: str, root: Path, held: contextlib.ExitStack) -> None:
 
 def _is_locked(form: str, given: str, root: Path, held: contextlib.ExitStack) -> bool:
     """Make the folder, see that it can be written, and lock it until `held` is closed; False where it cannot be locked."""
-    if not files.exists(root):
-        files.make_folders(root)
+    if not file_layer.exists(root):
+        file_layer.make_folders(root)
         held.callback(_remove_if_empty, root)
     # Another name that is cleared away, should this process be killed, and none of a run that may be saving there.
-    files.check_writable(root / f"{folder_name(0)}.{secrets.randbits(32)}{PARTIAL}")
+    file_layer.check_writable(root / f"{folder_name(0)}.{secrets.randbits(32)}{PARTIAL}")
     return _lock(form, given, root, held)
 
 
@@ -84,7 +84,7 @@ def _clear(root: Path) -> None:
 def _remove_if_empty(root: Path) -> None:
     """Remove the folder that a refused run, or a run without any checkpoint, has created."""
     with contextlib.suppress(OSError):
-        files.at(root).remove_folder(root)
+        file_layer.at(root).remove_folder(root)
 
 
 def _lock(form: str, given: str, root: Path, held: contextlib.ExitStack) -> bool:

@@ -8,7 +8,7 @@ from megatron.core.checkpoint.folder import find, latest_iteration, read_manifes
 from megatron.core.checkpoint.format import LATEST, MANIFEST, CheckpointError, folder_name, iteration_of, parse_manifest
 from megatron.core.checkpoint.publishing import is_ours
 from megatron.core.interchange import is_foreign, unreadable
-from megatron.core.storage.files import at, exists, is_file, is_folder
+from megatron.core.storage.file_layer import at, exists, is_file, is_folder
 from megatron.core.storage.paths import is_url, path_of, same_folder
 from megatron.training.settings.config import CheckpointConfig
 

@@ -21,7 +21,7 @@ from megatron.core.checkpoint import Checkpoint, LocalTensor
 from megatron.core.interchange.carried import Origin
 from megatron.core.interchange.families.family import OUTPUT, WORD_TABLE
 from megatron.core.interchange.folder_tokenizer import vocabulary_in
-from megatron.core.storage.files import is_file
+from megatron.core.storage.file_layer import is_file
 from megatron.core.storage.paths import is_url, path_of
 from megatron.core.tokenizers.identity import tokenizer_sha256
 from megatron.core.tokenizers.library import LibraryTokenizer

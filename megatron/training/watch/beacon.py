@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron.core.base import output_streams
-from megatron.core.storage.atomic import is_special
+from megatron.core.storage.atomic_file import is_special
 
 _EVERY = 1.0  # seconds
 _OLD = 10.0  # seconds: a younger file may be being written, on another machine too

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from megatron.core.storage.atomic import atomic_file
+from megatron.core.storage.atomic_file import atomic_file
 
 Kind = Literal["step", "interval", "validation", "inspect", "lost output"]
 

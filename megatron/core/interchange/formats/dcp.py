@@ -21,7 +21,7 @@ from megatron.core.interchange.formats.inert_pickle import MOST_BYTES, Made, Nam
 from megatron.core.interchange.formats.megatron_folder import METADATA
 from megatron.core.interchange.formats.safetensors import FETCH_AGAIN, TensorInFile
 from megatron.core.interchange.formats.torch_file import Span, TorchFile, read_torch_file
-from megatron.core.storage.files import at, read_start
+from megatron.core.storage.file_layer import at, read_start
 
 _FILE = re.compile(r"__\d{1,9}_\d{1,9}\.distcp")
 _CLASSES = "torch.distributed.checkpoint.metadata"

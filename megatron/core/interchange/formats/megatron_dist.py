@@ -27,7 +27,7 @@ from megatron.core.interchange.formats.megatron_folder import COMMON
 from megatron.core.interchange.formats.megatron_names import PartOf, are_of_bert, is_known, our_place_of
 from megatron.core.interchange.formats.safetensors import FETCH_AGAIN
 from megatron.core.interchange.formats.torch_file import read_torch_file
-from megatron.core.storage.files import is_file
+from megatron.core.storage.file_layer import is_file
 
 _COMMON_STATE = "common_state/shard_0_1"  # since 2026
 _NOT_WEIGHTS = re.compile(r"(chained_\d+\.)?optimizer\..*|(rng_state|rerun_state_machine|opt_param_scheduler)\b.*")

@@ -16,7 +16,7 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.checkpoint.format import LATEST, MANIFEST, CheckpointError, folder_name
 from megatron.core.interchange.formats.hf_folder import path_inside
 from megatron.core.interchange.formats.safetensors import FETCH_AGAIN
-from megatron.core.storage.files import at, is_file, is_folder, read_start
+from megatron.core.storage.file_layer import at, is_file, is_folder, read_start
 
 _RELEASE = "release"
 _RANK = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?")

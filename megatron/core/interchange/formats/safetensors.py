@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.core.checkpoint.format import ITEM_BYTES, CheckpointError
-from megatron.core.storage.files import at, read_start
+from megatron.core.storage.file_layer import at, read_start
 
 _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _DTYPES |= {"I64": "int64", "I32": "int32", "U8": "uint8", "BOOL": "bool"}

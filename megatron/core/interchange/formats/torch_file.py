@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 from megatron.core.checkpoint.format import ITEM_BYTES, CheckpointError
 from megatron.core.interchange.formats.inert_pickle import MOST_BYTES, Beside, Made, Named, PickleError, read_pickle
 from megatron.core.interchange.formats.safetensors import FETCH_AGAIN, TensorInFile
-from megatron.core.storage.files import at, read_all
+from megatron.core.storage.file_layer import at, read_all
 
 _HAS_AFTER = 8  # flag of a record whose checksum and sizes follow its content
 _STORAGES = {"Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64"}

@@ -15,9 +15,9 @@ from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import Any, BinaryIO
 
-from megatron.core.storage.ahead import FileSpan, ReadAhead
-from megatron.core.storage.objects import ObjectFiles
+from megatron.core.storage.object_store import ObjectFiles
 from megatron.core.storage.paths import ObjectPath, Stat
+from megatron.core.storage.read_ahead import FileSpan, ReadAhead
 
 
 class LocalFiles:

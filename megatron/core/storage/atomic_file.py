@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from megatron.core.storage.files import local
-from megatron.core.storage.locks import locked
+from megatron.core.storage.file_layer import local
+from megatron.core.storage.file_lock import locked
 
 _A_DAY = 24 * 3600  # seconds
 

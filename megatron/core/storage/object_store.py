@@ -17,8 +17,8 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from megatron.core.storage.ahead import ReadAhead
 from megatron.core.storage.paths import ObjectPath, Stat
+from megatron.core.storage.read_ahead import ReadAhead
 
 PART = 32 << 20  # bytes; S3 takes 10,000 parts of an object, so 312 GiB of a rank's state
 _REMOTE = getattr(errno, "EREMOTEIO", errno.EBUSY)
