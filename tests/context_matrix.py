@@ -26,8 +26,8 @@ from parity_cases import BUCKET, worst_of
 from tiny_run import GPT2, LLAMA, SEQ, Layout, Outcome, Texts, run
 
 from megatron.core.distributed.data_parallel import DataParallelConfig
+from megatron.core.offload.offload_config import OffloadConfig
 from megatron.core.optimizer.settings import OptimizerConfig
-from megatron.core.tiers.offload_config import OffloadConfig
 from megatron.core.transformer.context_parallel import block_kernels
 from megatron.core.transformer.model_config import ModelConfig
 

@@ -175,7 +175,7 @@ MUTATIONS = [
         ),
         (
             "a read from a file",
-            "tiers/tier.py",
+            "offload/host_and_file_store.py",
             OUTER,
             "Pending(lambda: reading.result()",
             "Pending(lambda: (reading.result() if reading.done() else torch.full((self.nbytes,), 127, dtype=torch.uint8))",
@@ -281,10 +281,10 @@ MUTATIONS = [
             "handed_on).wait()\n",
             "handed_on)\n",
         ),
-        ("a saved activation on its way out", "tiers/activations.py", LATE, "        leaving.wait()\n", ""),
+        ("a saved activation on its way out", "offload/activation_offload.py", LATE, "        leaving.wait()\n", ""),
         (
             "a saved activation on its way back",
-            "tiers/activations.py",
+            "offload/activation_offload.py",
             LATE,
             "values, self._coming = self._coming.wait(), None",
             "values, self._coming = self._coming._keep[0], None",

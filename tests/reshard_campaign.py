@@ -28,9 +28,9 @@ from tiny_run import TINY_GPT2, Layout, TinyTrainer, runtime_for
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed.data_parallel import DataParallelConfig
+from megatron.core.offload.offload_config import OffloadConfig
 from megatron.core.optimizer.loss_scale import DynamicGradScaler
 from megatron.core.optimizer.settings import OptimizerConfig
-from megatron.core.tiers.offload_config import OffloadConfig
 from megatron.training import checkpointing
 
 MASTER, MODEL = "optimizer/master/", "model/"

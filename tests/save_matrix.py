@@ -38,11 +38,11 @@ from zero_matrix import several_slices
 from megatron.core.checkpoint.background import BackgroundSaves
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.held_tensors import model_tensors, optimizer_tensors
+from megatron.core.offload.offload_config import OffloadConfig
+from megatron.core.offload.stored_tensor import start_reading
 from megatron.core.optimizer import OPTIMIZERS, UpdateRule
 from megatron.core.optimizer.loss_scale import DynamicGradScaler
 from megatron.core.optimizer.settings import OptimizerConfig
-from megatron.core.storage.stored import start_reading
-from megatron.core.tiers.offload_config import OffloadConfig
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training import checkpointing
 from megatron.training.resume import copies

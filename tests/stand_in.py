@@ -37,7 +37,7 @@ from torch.utils.backend_registration import _DummyBackendModule, _setup_private
 
 from megatron.core import comm, parallel_state
 from megatron.core.grid import ALONE
-from megatron.core.tiers import tier
+from megatron.core.offload import host_and_file_store
 from megatron.training import trainer, training
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -312,7 +312,7 @@ def stand_in() -> None:
     torch.frombuffer = lambda data, dtype: torch.empty(len(data), dtype=dtype)
     torch.Generator = lambda device=None, make=torch.Generator: make()
     torch.Event = lambda device=None: _Event()
-    tier.ThreadPoolExecutor = AtOnce
+    host_and_file_store.ThreadPoolExecutor = AtOnce
     training.failures.report = reraise
     trainer.train_step = count_steps(trainer.train_step)
 

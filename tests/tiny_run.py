@@ -21,6 +21,9 @@ from megatron.core.distributed.plan import overlaps
 from megatron.core.held_rows import of_my_rows
 from megatron.core.mesh import Mesh
 from megatron.core.models.gpt_model import GPTModel
+from megatron.core.offload.host_and_file_store import Tier
+from megatron.core.offload.offload_config import make_tier
+from megatron.core.offload.stored_tensor import start_reading
 from megatron.core.optimizer.loss_scale import DynamicGradScaler
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.param_groups import GroupRule, default_group
@@ -32,9 +35,6 @@ from megatron.core.placement import Placement, owned_pieces
 from megatron.core.products import NATIVE
 from megatron.core.random import DropoutKeys
 from megatron.core.sharding.initial_values import initialize_parameters
-from megatron.core.storage.stored import start_reading
-from megatron.core.tiers.offload_config import make_tier
-from megatron.core.tiers.tier import Tier
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.masks import Documents
 from megatron.core.transformer.model_config import ModelConfig

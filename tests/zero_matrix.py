@@ -28,8 +28,8 @@ from parity_cases import worst_of
 from tiny_run import TINY_GPT2, Layout, Outcome, run
 
 from megatron.core.distributed.data_parallel import DataParallelConfig
+from megatron.core.offload.offload_config import OffloadConfig
 from megatron.core.optimizer.sliced import SlicedUpdater
-from megatron.core.tiers.offload_config import OffloadConfig
 from megatron.core.transformer.model_config import ModelConfig
 
 BUCKET = 1500  # elements: several buckets on every rank

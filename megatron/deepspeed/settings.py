@@ -9,8 +9,8 @@ from typing import Any
 from megatron.core.base.config_keys import AnsweredKeys
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
+from megatron.core.offload.offload_config import OffloadConfig
 from megatron.core.optimizer.loss_scale import LossScaleConfig
-from megatron.core.tiers.offload_config import OffloadConfig
 from megatron.deepspeed.config_keys import NO_EFFECT, REFUSED, WORKS
 from megatron.training.engine import EngineConfig
 

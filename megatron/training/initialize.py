@@ -27,10 +27,10 @@ from megatron.core.grid import ORDER, Axis
 from megatron.core.job.launch import Launch, discover, threads_per_rank
 from megatron.core.mesh import Mesh
 from megatron.core.models.rules import NO_RULES, ModelRules
+from megatron.core.offload.offload_config import make_tier
+from megatron.core.offload.offload_folder import folder_problems, remove_left_behind
 from megatron.core.random import DropoutKeys
 from megatron.core.storage.paths import is_url, path_of
-from megatron.core.tiers.folder import folder_problems, remove_left_behind
-from megatron.core.tiers.offload_config import make_tier
 from megatron.core.tokenizers import build_tokenizer
 from megatron.core.tokenizers.identity import tokenizer_sha256
 from megatron.core.tokenizers.tokenizers import Tokenizer

@@ -13,9 +13,9 @@ from megatron.core.current_mesh import acting_on, current
 from megatron.core.datasets.known_ids import within_table
 from megatron.core.device import Device
 from megatron.core.mesh import Mesh
+from megatron.core.offload.host_and_file_store import Tier
 from megatron.core.products import NATIVE, Products
 from megatron.core.random import DropoutKeys
-from megatron.core.tiers.tier import Tier
 from megatron.core.tokenizers.tokenizer_config import NO_TOKENIZER
 from megatron.core.tokenizers.tokenizers import Tokenizer
 from megatron.core.transformer.context import LayerContext

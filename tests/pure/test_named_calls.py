@@ -17,8 +17,8 @@ from code_lines import nodes, product_files
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.slot import ParamSlot
 from megatron.core.main_grad import DataParallelBase, GradSlot
+from megatron.core.offload.activation_offload import HoldsActivations
 from megatron.core.tensor_parallel.broadcast import BatchWithoutData
-from megatron.core.tiers.activations import HoldsActivations
 from megatron.core.transformer.transformer import ParallelTransformer
 from megatron.training.memory.dry_run import AnyBatch
 

@@ -20,17 +20,17 @@ from megatron.core.base.async_handle import done
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed.bucket import Bucket
 from megatron.core.grid import ALONE
+from megatron.core.offload import block_file
+from megatron.core.offload.block_file import BlockFile, OffloadError
+from megatron.core.offload.host_and_file_store import FileTensor, FileTier, HostTier
+from megatron.core.offload.offload_config import OffloadConfig
+from megatron.core.offload.offload_folder import RankFolder, folder_problems, remove_left_behind
+from megatron.core.offload.offload_plan import cut_by_fraction, cut_in_slices
+from megatron.core.offload.stored_tensor import copy_stored, loaded, start_reading, start_writing
 from megatron.core.optimizer import sliced
 from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.optimizer.sliced import Segment, SlicedUpdater
 from megatron.core.optimizer.update import UpdateStep, adam_update
-from megatron.core.storage.stored import copy_stored, loaded, start_reading, start_writing
-from megatron.core.tiers import block_file
-from megatron.core.tiers.block_file import BlockFile, OffloadError
-from megatron.core.tiers.folder import RankFolder, folder_problems, remove_left_behind
-from megatron.core.tiers.offload_config import OffloadConfig
-from megatron.core.tiers.plan import cut_by_fraction, cut_in_slices
-from megatron.core.tiers.tier import FileTensor, FileTier, HostTier
 from megatron.training.memory.host_memory import free_on_machine, free_to_process
 from megatron.training.memory.offload import problems_of_needs
 from megatron.training.memory.tier_bytes import Element, amount, bytes_by_tier, bytes_line
@@ -89,7 +89,7 @@ def test_boxes_of_a_file_tensor_are_those_of_a_tensor(tier):
 
 
 def test_copies_between_file_and_memory_convert(tier, monkeypatch):
-    monkeypatch.setattr("megatron.core.storage.stored._CHUNK", 256)
+    monkeypatch.setattr("megatron.core.offload.stored_tensor._CHUNK", 256)
     source, there, back = torch.randn(333), tier.zeros(333, torch.bfloat16), torch.zeros(333)
     copy_stored(there, source)
     copy_stored(back, there)
@@ -214,7 +214,7 @@ def test_a_disk_that_is_really_full_is_the_same_error(tmp_path):
         import resource
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
         from pathlib import Path
-        from megatron.core.tiers.block_file import BlockFile
+        from megatron.core.offload.block_file import BlockFile
         BlockFile(Path({str(tmp_path / "state")!r})).extend(3 << 20)
     """
     done = subprocess.run(
@@ -255,8 +255,8 @@ def test_what_a_killed_process_left_is_taken_over(tmp_path):
     """Its pid may be another process's by now; its lock went with it."""
     code = f"""
         import os, signal
-        from megatron.core.tiers.folder import RankFolder
-        from megatron.core.tiers.block_file import BlockFile
+        from megatron.core.offload.offload_folder import RankFolder
+        from megatron.core.offload.block_file import BlockFile
         folder = RankFolder({str(tmp_path)!r}, 0)
         BlockFile(folder.path / "state", 64).extend(1000)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -361,7 +361,7 @@ WAITS = {
     "core/pipeline_parallel/pipeline.py share_totals: copy npu to cpu",
     "core/optimizer/optimizer.py grad_norm: number read",
 }
-OF_STATE_ON_HOST = {"core/device.py result: event", "core/storage/stored.py start_writing: copy npu to cpu"}
+OF_STATE_ON_HOST = {"core/device.py result: event", "core/offload/stored_tensor.py start_writing: copy npu to cpu"}
 OF_ORDER = {f"core/distributed/call_order.py _compare: {what}" for what in ("copy cpu to npu", "number read")}
 
 

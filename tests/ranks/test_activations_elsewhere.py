@@ -31,12 +31,12 @@ from torch.utils._pytree import tree_leaves
 from megatron.core.base.async_handle import Pending
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.mesh import Mesh
+from megatron.core.offload import activation_offload
+from megatron.core.offload.activation_offload import StageActivations, TierRoom
+from megatron.core.offload.activation_slots import SlotBuffer
+from megatron.core.offload.host_and_file_store import FileTier
+from megatron.core.offload.offload_config import OffloadConfig
 from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
-from megatron.core.tiers import activations
-from megatron.core.tiers.activations import StageActivations, TierRoom
-from megatron.core.tiers.offload_config import OffloadConfig
-from megatron.core.tiers.slots import SlotBuffer
-from megatron.core.tiers.tier import FileTier
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.transformer import ParallelTransformer
@@ -481,7 +481,7 @@ def test_an_error_leaves_nothing_behind(settings: dict, recompute: str):
 
 
 def test_evaluation_keeps_nothing(monkeypatch):
-    monkeypatch.setattr(activations, "TierRoom", None)
+    monkeypatch.setattr(activation_offload, "TierRoom", None)
     monkeypatch.setattr(SlotBuffer, "keep", None)
 
     def work(mesh: Mesh) -> float:

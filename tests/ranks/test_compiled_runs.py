@@ -17,9 +17,9 @@ from megatron.core.compiling import compiler
 from megatron.core.compiling.compiler import CompileConfig, compiles, settle_compiling, spent, why_not
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.mesh import Mesh
+from megatron.core.offload.offload_config import OffloadConfig
 from megatron.core.optimizer.loss_scale import DynamicGradScaler
 from megatron.core.optimizer.settings import OptimizerConfig
-from megatron.core.tiers.offload_config import OffloadConfig
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.train_step import StepResult
 from tools.estimating.measure import measure

@@ -14,9 +14,9 @@ from tiny_run import GPT, TINY_GPT2, TINY_LLAMA, TinyTrainer
 from megatron.core.comm import PeerError
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.mesh import Mesh
+from megatron.core.offload.offload_config import OffloadConfig
+from megatron.core.offload.stored_tensor import start_reading, start_writing
 from megatron.core.optimizer.settings import OptimizerConfig
-from megatron.core.storage.stored import start_reading, start_writing
-from megatron.core.tiers.offload_config import OffloadConfig
 from megatron.training.guard.check import WrongNumbersError
 from megatron.training.guard.guard_config import GuardConfig
 from megatron.training.guard.replicas import differences_of_copies

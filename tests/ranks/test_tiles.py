@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.mesh import Mesh
-from megatron.core.tiers.offload_config import OffloadConfig
+from megatron.core.offload.offload_config import OffloadConfig
 from megatron.core.transformer.model_config import ModelConfig
 
 TILED = {"tiled_mlp": 3, "tiled_loss": 4}  # 3 do not divide the rows

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.core.tiers.offload_config import make_tier
+from megatron.core.offload.offload_config import make_tier
 from megatron.training.memory.dry_run import alone, dry_run, mesh_of, parts_of
 from megatron.training.memory.report import amount, table
 from megatron.training.memory.timeline import IN_MEMORY, KINDS, RankMemory, predicted_of

@@ -35,8 +35,8 @@ from megatron.core.checkpoint.shares import shares
 from megatron.core.checkpoint.star import Messages
 from megatron.core.checkpoint.writing import Saving
 from megatron.core.grid import Axis
+from megatron.core.offload.stored_tensor import StoredTensor
 from megatron.core.storage.paths import path_of
-from megatron.core.storage.stored import StoredTensor
 
 _CHUNK = 16 << 20  # bytes of a tensor in a file that are read at a time
 _LOOKS_EVERY = 1.0  # seconds, what the writer does

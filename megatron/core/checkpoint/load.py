@@ -24,10 +24,10 @@ from megatron.core.checkpoint import folder, format
 from megatron.core.checkpoint.format import CheckpointError, Manifest, Piece
 from megatron.core.checkpoint.local_tensor import LocalTensor, problems_of_tensors
 from megatron.core.grid import ALONE, Axis
+from megatron.core.offload.stored_tensor import Stored, StoredTensor
 from megatron.core.storage import file_layer
 from megatron.core.storage.paths import path_of
 from megatron.core.storage.read_ahead import FileSpan
-from megatron.core.storage.stored import Stored, StoredTensor
 
 _CHUNK = 16 << 20  # bytes read and hashed at a time, while they are in the cache
 

@@ -18,8 +18,8 @@ from megatron.core.checkpoint.local_tensor import LocalTensor, problems_of_tenso
 from megatron.core.checkpoint.shares import shares
 from megatron.core.checkpoint.writing import HeldPart, Saving, saving_together, write_and_publish
 from megatron.core.grid import Axis
+from megatron.core.offload.stored_tensor import Stored, StoredTensor
 from megatron.core.storage.paths import path_of
-from megatron.core.storage.stored import Stored, StoredTensor
 
 _CHUNK = 16 << 20  # bytes copied to the host, hashed and written at a time: all the memory that saving needs
 

@@ -16,7 +16,7 @@ from megatron.core.distributed.released import (
     become,
 )
 from megatron.core.distributed.slot import ParamSlot
-from megatron.core.storage.stored import start_reading, start_writing
+from megatron.core.offload.stored_tensor import start_reading, start_writing
 
 
 class Bucket:

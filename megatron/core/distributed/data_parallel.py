@@ -47,9 +47,9 @@ from megatron.core.distributed.uses import Uses
 from megatron.core.distributed.zero import GradReduce, ParamGather, ReduceEachMicrobatch, ReduceOnce
 from megatron.core.main_grad import DataParallelBase, grad_was_added, grad_was_put_off, open_main_grad, set_slot
 from megatron.core.mesh import GradAxes, Mesh
+from megatron.core.offload.host_and_file_store import Tier
+from megatron.core.offload.stored_tensor import Stored
 from megatron.core.placement import Placement, partial_axes, partial_grads, placement_of
-from megatron.core.storage.stored import Stored
-from megatron.core.tiers.tier import Tier
 from megatron.core.weight_grads import WeightGradStore
 
 

@@ -14,8 +14,8 @@ from megatron.core.boxes import flat_run, slices
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.plan import overlaps
 from megatron.core.mesh import Mesh
+from megatron.core.offload.stored_tensor import loaded
 from megatron.core.placement import owned_pieces
-from megatron.core.storage.stored import loaded
 
 
 def my_elements(chunks: Sequence[DistributedDataParallel], mesh: Mesh, *, grads: bool) -> Iterator[tuple[str, Tensor]]:

@@ -18,9 +18,9 @@ from megatron.core.checkpoint import LocalTensor, save_checkpoint
 from megatron.core.grid import ALONE
 from megatron.core.interchange.absent import check_complete
 from megatron.core.interchange.strided import StridedCheckpoint, lies_in_order
+from megatron.core.offload.stored_tensor import StoredTensor
 from megatron.core.storage.file_layer import exists
 from megatron.core.storage.paths import path_of
-from megatron.core.storage.stored import StoredTensor
 
 
 def copy_checkpoint(

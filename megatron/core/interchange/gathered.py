@@ -25,8 +25,8 @@ from megatron.core.checkpoint.local_tensor import LocalTensor
 from megatron.core.grid import Axis
 from megatron.core.interchange.families.family import Row
 from megatron.core.interchange.written import FolderPlan, finish_folder, write_rows
+from megatron.core.offload.stored_tensor import start_reading
 from megatron.core.storage.file_layer import make_folders
-from megatron.core.storage.stored import start_reading
 
 _ROWS = 16 << 20  # bytes of a tensor that the ranks add up at a time
 _T = TypeVar("_T")

@@ -19,8 +19,8 @@ from megatron.core.checkpoint.load import Checkpoint
 from megatron.core.checkpoint.local_tensor import LocalTensor
 from megatron.core.interchange.families.operations import OPERATIONS, HeadCounts, View, shape_of
 from megatron.core.interchange.formats.safetensors import TensorInFile
+from megatron.core.offload.stored_tensor import StoredTensor
 from megatron.core.storage.file_layer import at, read_all
-from megatron.core.storage.stored import StoredTensor
 
 _MOST_AT_ONCE = 16 << 20  # bytes of a file in memory at a time
 

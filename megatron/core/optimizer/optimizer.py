@@ -21,6 +21,9 @@ from megatron.core.distributed.buffer import ParamAndGradBuffer, Shard
 from megatron.core.distributed.plan import Slot, overlaps, runs
 from megatron.core.grid import Axis
 from megatron.core.mesh import Mesh
+from megatron.core.offload.host_and_file_store import Tier
+from megatron.core.offload.offload_plan import cut_by_fraction
+from megatron.core.offload.stored_tensor import Stored, copy_stored
 from megatron.core.optimizer import settings
 from megatron.core.optimizer.loss_scale import GradScaler
 from megatron.core.optimizer.param_groups import GroupRule, ParamGroup, default_group
@@ -29,9 +32,6 @@ from megatron.core.optimizer.split_master import SplitMaster
 from megatron.core.optimizer.update import UpdateStep, make_update
 from megatron.core.optimizer.whole import whole_tensors
 from megatron.core.placement import owned_pieces
-from megatron.core.storage.stored import Stored, copy_stored
-from megatron.core.tiers.plan import cut_by_fraction
-from megatron.core.tiers.tier import Tier
 
 
 class FlatOptimizer:

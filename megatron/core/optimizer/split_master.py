@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.base.async_handle import Pending, all_of
-from megatron.core.storage.stored import Stored, StoredTensor, start_reading, start_writing
+from megatron.core.offload.stored_tensor import Stored, StoredTensor, start_reading, start_writing
 
 _NAN = 0x7FC00000  # its lower half is zero; NVIDIA's NaN, 0x7FFFFFFF, would round to minus zero
 

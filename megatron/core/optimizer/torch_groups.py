@@ -19,11 +19,11 @@ import torch
 from torch import nn
 
 from megatron.core.base.dataclass_flags import ConfigError
+from megatron.core.offload.stored_tensor import copy_stored
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.param_groups import GroupRule, ParamGroup
 from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.optimizer.update import UpdateStep
-from megatron.core.storage.stored import copy_stored
 
 Groups = list[dict[str, Any]]
 TORCHS = {  # what a group may say beside its parameters, and torch's values

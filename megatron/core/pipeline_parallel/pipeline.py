@@ -17,6 +17,7 @@ from megatron.core.current_mesh import current
 from megatron.core.grid import Axis
 from megatron.core.main_grad import DataParallelBase
 from megatron.core.mesh import Mesh
+from megatron.core.offload.activation_offload import HoldsActivations
 from megatron.core.pipeline_parallel.executor import Executor, ForwardStep
 from megatron.core.pipeline_parallel.loss import LossTotals
 from megatron.core.pipeline_parallel.lower import add_reduce, add_transfers
@@ -25,7 +26,6 @@ from megatron.core.pipeline_parallel.simulate import make_schedule, peak_inputs
 from megatron.core.pipeline_parallel.table import stage_map
 from megatron.core.pipeline_parallel.transport import TensorSpec, Transport
 from megatron.core.random import DropoutKeys, keys_of
-from megatron.core.tiers.activations import HoldsActivations
 from megatron.core.weight_grads import WeightGradStore
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megatron.core import comm
 from megatron.core.grid import Axis
-from megatron.core.tiers.activations import Keep
+from megatron.core.offload.activation_offload import Keep
 
 
 def keep_copy(x: Tensor) -> Callable[[], Tensor]:

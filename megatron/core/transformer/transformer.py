@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.held_rows import positions_of
-from megatron.core.tiers.activations import HoldsActivations, StageActivations
+from megatron.core.offload.activation_offload import HoldsActivations, StageActivations
 from megatron.core.transformer.context import LayerContext, MakePart
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.masks import Mask, tensors_of

@@ -27,7 +27,7 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.errors import write_error_file
 from megatron.core.checkpoint.format import CheckpointError
 from megatron.core.comm import PeerError
-from megatron.core.tiers.block_file import OffloadError
+from megatron.core.offload.block_file import OffloadError
 from megatron.training.ending import hangs, interrupt
 from megatron.training.guard.check import WrongNumbersError
 from megatron.training.memory.shortage import OutOfMemory

@@ -19,8 +19,8 @@ from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.plan import overlaps
 from megatron.core.grid import Axis
 from megatron.core.mesh import Mesh
+from megatron.core.offload.stored_tensor import Stored, loaded
 from megatron.core.placement import shared_rows
-from megatron.core.storage.stored import Stored, loaded
 from megatron.core.tensor_hash import tensor_hash
 from megatron.training.guard.check import Check
 

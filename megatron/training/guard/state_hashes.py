@@ -16,9 +16,9 @@ from megatron.core.distributed.buffer import ParamAndGradBuffer, Shard
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.plan import Slot
 from megatron.core.main_grad import slot_of
+from megatron.core.offload.stored_tensor import Stored, loaded
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.split_master import SplitMaster
-from megatron.core.storage.stored import Stored, loaded
 from megatron.core.tensor_hash import BLOCK_WORDS, block_hashes
 from megatron.training.guard.check import Check
 

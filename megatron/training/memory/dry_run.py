@@ -22,18 +22,18 @@ from megatron.core.base.memory_kind import memory_kind
 from megatron.core.device import Device
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.mesh import Mesh, build_mesh
+from megatron.core.offload.activation_offload import HoldsActivations, StageActivations
+from megatron.core.offload.block_file import BLOCK
+from megatron.core.offload.host_and_file_store import FileTensor
+from megatron.core.offload.offload_plan import AHEAD, SLICE
+from megatron.core.offload.stored_tensor import Stored
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.pipeline_parallel.loss import ForwardStep
 from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.schedule import Action, Op, Schedule
 from megatron.core.random import DropoutKeys
-from megatron.core.storage.stored import Stored
 from megatron.core.tensor_parallel.broadcast import BatchWithoutData
-from megatron.core.tiers.activations import HoldsActivations, StageActivations
-from megatron.core.tiers.block_file import BLOCK
-from megatron.core.tiers.plan import AHEAD, SLICE
-from megatron.core.tiers.tier import FileTensor
 from megatron.core.weight_grads import WeightGradStore
 from megatron.training.chunks import ModelProvider, build_optimizer, build_pipeline, in_buffers, make_chunks
 from megatron.training.memory.shapes import META, Done, ShapesOnly, SilentGroup

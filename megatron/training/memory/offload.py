@@ -14,9 +14,9 @@ from megatron.core import comm, parallel_state
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.boxes import size_of
 from megatron.core.mesh import Mesh
+from megatron.core.offload.host_and_file_store import FileTier
 from megatron.core.optimizer.param_groups import default_group
 from megatron.core.placement import pieces
-from megatron.core.tiers.tier import FileTier
 from megatron.training.memory.host_memory import free_on_machine, free_to_process
 from megatron.training.memory.room import less_with, warning_of_room
 from megatron.training.memory.tier_bytes import Element, amount, bytes_by_tier

@@ -21,6 +21,7 @@ from megatron.core.datasets.fim import FimConfig
 from megatron.core.datasets.masking import MaskedDataConfig
 from megatron.core.device import DeviceConfig
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
+from megatron.core.offload.offload_config import OffloadConfig
 from megatron.core.optimizer.loss_scale import LossScaleConfig
 from megatron.core.optimizer.lr_schedule import LearningRateConfig, RunLength
 from megatron.core.optimizer.settings import OptimizerConfig
@@ -29,7 +30,6 @@ from megatron.core.pipeline_parallel.stage import split_layers, split_two_stacks
 from megatron.core.pipeline_parallel.table import default_chunks, stage_map
 from megatron.core.stage_map import StageMap
 from megatron.core.storage.paths import is_url
-from megatron.core.tiers.offload_config import OffloadConfig
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.ending.hang_config import HangConfig

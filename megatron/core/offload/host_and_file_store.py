@@ -1,6 +1,6 @@
 """The tiers of offloaded state: host memory, or a file.
 
-    stored = tier.zeros(1000, torch.float32)      a Tensor, or a FileTensor with the same interface (`storage/stored.py`)
+    stored = tier.zeros(1000, torch.float32)      a Tensor, or a FileTensor with the same interface (`offload/stored_tensor.py`)
 
 Reads and writes of a file run on the tier's own thread, in the order in which they are started.
 """
@@ -17,9 +17,9 @@ from torch import Tensor
 from megatron.core.base.async_handle import Pending, done
 from megatron.core.base.memory_kind import memory_kind
 from megatron.core.device import start_to_host
-from megatron.core.storage.stored import Stored, StoredTensor
-from megatron.core.tiers.block_file import BLOCK, BlockFile, OffloadError
-from megatron.core.tiers.folder import STATE_FILE, RankFolder
+from megatron.core.offload.block_file import BLOCK, BlockFile, OffloadError
+from megatron.core.offload.offload_folder import STATE_FILE, RankFolder
+from megatron.core.offload.stored_tensor import Stored, StoredTensor
 
 
 class FileTensor(StoredTensor):

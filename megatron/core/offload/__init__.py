@@ -1,7 +1,7 @@
 """Tiers of memory beside the device's: state or activations of a rank in host memory, or in files.
 
-    tier.py, block_file.py, folder.py   the two tiers: pinned memory; a file with checksums, in a folder of this rank's own
-    activations.py, slots.py            saved activations on their way out and back; slots of one buffer on the device
+    host_and_file_store.py, block_file.py, folder.py   the two tiers: pinned memory; a file with checksums, in a folder of this rank's own
+    activations.py, activation_slots.py            saved activations on their way out and back; slots of one buffer on the device
     plan.py, offload_config.py          which elements go where; the flags
 
 May import: floor 0 (`storage`, whose `Stored` its tensors are). Layers, gradient buffers, the optimizer and training import it.

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from megatron.core.base.dataclass_flags import FlagConfig, Share, knob
-from megatron.core.tiers.block_file import BLOCK
-from megatron.core.tiers.tier import FileTier, HostTier, Tier
+from megatron.core.offload.block_file import BLOCK
+from megatron.core.offload.host_and_file_store import FileTier, HostTier, Tier
 
 
 @dataclass(frozen=True)
