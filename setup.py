@@ -6,7 +6,7 @@ from setuptools import find_namespace_packages, setup
 from setuptools.command.build_py import build_py
 
 REQUIRED = [
-    "torch>=2.11",  # tensors, autograd, and the communication behind megatron/core/comm.py
+    "torch>=2.11",  # tensors, autograd, and the communication behind megatron/core/parallel/collectives.py
     "numpy",  # memory-mapped token files and the order of samples
     "tokenizers",  # byte-level BPE: to learn a vocabulary, and to turn text into tokens and back
     "sentencepiece",  # SentencePieceTokenizer, GPTSentencePieceTokenizer, Llama2Tokenizer: the tokenizers of many published models

@@ -26,11 +26,12 @@ from pathlib import Path
 
 import torch
 
-from megatron.core import comm, parallel_state
+from megatron.core import parallel_state
 from megatron.core.boxes import whole
 from megatron.core.checkpoint import LocalTensor, open_checkpoint, save_checkpoint
 from megatron.core.checkpoint.background import BackgroundSaves
-from megatron.core.grid import Axis
+from megatron.core.parallel import collectives
+from megatron.core.parallel.grid import Axis
 
 CHUNK = 16 << 20  # bytes that pass at a time on the plain side, as on ours
 TENSORS = 8
@@ -68,10 +69,10 @@ def read_plainly(path: Path, room: memoryview) -> None:
 
 def timed(world: Axis, work: Callable[[], object]) -> float:
     """Seconds until the last process is done."""
-    comm.barrier(world)
+    collectives.barrier(world)
     began = time.perf_counter()
     work()
-    comm.barrier(world)
+    collectives.barrier(world)
     return time.perf_counter() - began
 
 
@@ -121,11 +122,11 @@ def measure(options: argparse.Namespace, world: Axis) -> dict[str, list[tuple[fl
         copied = timed(world, copy)
         results["stall"].append((timed(world, lambda: background.start(folder / "beside", 1, tensors, {})), copied))
         background.finish()
-        comm.barrier(world)
+        collectives.barrier(world)
         if world.is_first:
             for old in (root, folder / "beside"):
                 shutil.rmtree(old)
-        comm.barrier(world)
+        collectives.barrier(world)
     background.close()
     return results
 

@@ -26,14 +26,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core import comm, parallel_state
+from megatron.core import parallel_state
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.mesh import Mesh
 from megatron.core.models.gpt_model import GPTModel
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.param_groups import default_group
 from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.optimizer.whole import Owners, whole_tensors
+from megatron.core.parallel import collectives
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.random import DropoutKeys
 from megatron.core.sharding.initial_values import initialize_parameters
 from megatron.core.transformer.context import LayerContext
@@ -96,7 +97,7 @@ def run_rank(options: argparse.Namespace) -> None:
         optimizers[f"{name}, repeated"] = repeating = make_optimizer(options, mesh, SETTINGS[name])
         for whole in repeating._whole_tensors.values():
             whole.owners = alone
-    times = in_turns(optimizers, options.rounds, time.perf_counter, meet=lambda: comm.barrier(mesh["dp"]))
+    times = in_turns(optimizers, options.rounds, time.perf_counter, meet=lambda: collectives.barrier(mesh["dp"]))
     if mesh["dp"].is_first:
         show(times)
 

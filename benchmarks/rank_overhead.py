@@ -41,8 +41,8 @@ class Nothing:
 
 
 def replace_collectives() -> None:
-    """From now on the calls of `core/comm.py` fill a result of the right size from this rank's part, and do no more."""
-    from megatron.core import comm
+    """From now on the calls of `core/parallel/collectives.py` fill a result of the right size from this rank's part, and do no more."""
+    from megatron.core.parallel import collectives
 
     done = Nothing()
 
@@ -57,10 +57,10 @@ def replace_collectives() -> None:
         out.copy_(x[: len(out)])
         return done
 
-    comm.dist.all_reduce, comm.dist.all_to_all_single = reduced, scattered
-    comm._all_gather_single, comm._reduce_scatter_single = gathered, scattered
+    collectives.dist.all_reduce, collectives.dist.all_to_all_single = reduced, scattered
+    collectives._all_gather_single, collectives._reduce_scatter_single = gathered, scattered
     # Between two ranks an exchange and a sum are the reduce-scatter, whose sum is gloo's own work between more.
-    comm.TorchGroup._sum_of_two = lambda group, out, x: group._start(scattered, out, x)
+    collectives.TorchGroup._sum_of_two = lambda group, out, x: group._start(scattered, out, x)
 
 
 def run_rank(size: int, options: argparse.Namespace) -> None:
@@ -69,11 +69,11 @@ def run_rank(size: int, options: argparse.Namespace) -> None:
     import torch.distributed as dist
     from torch.testing._internal.distributed import fake_pg  # registers the backend
 
-    from megatron.core import comm
+    from megatron.core.parallel import collectives
     from tools.benchmarking.ours import Ours
 
-    read = comm.StoreGroup._get  # agreement at the start, where other ranks say what rank 0 says
-    comm.StoreGroup._get = lambda group, key, x: read(group, re.sub(r"(agreement/\d+)/\d+$", r"\1/0", key), x)
+    read = collectives.StoreGroup._get  # agreement at the start, where other ranks say what rank 0 says
+    collectives.StoreGroup._get = lambda group, key, x: read(group, re.sub(r"(agreement/\d+)/\d+$", r"\1/0", key), x)
     torch.set_num_threads(1)
     assert fake_pg
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=size)

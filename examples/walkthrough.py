@@ -27,13 +27,14 @@ import torch
 from torch import nn
 
 from megatron import deepspeed
-from megatron.core import comm, mpu
+from megatron.core import mpu
 from megatron.core.base.output_streams import keep_running, until_reader_ends
-from megatron.core.comm import Call, bytes_sent
 from megatron.core.distributed.buffer import ParamAndGradBuffer
-from megatron.core.grid import Axis
-from megatron.core.job.processes import backend_of, launched_world_size
-from megatron.core.mesh import Mesh
+from megatron.core.parallel import collectives
+from megatron.core.parallel.collectives import Call, bytes_sent
+from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.rendezvous import backend_of, launched_world_size
 from megatron.core.pipeline_parallel.plot import plot_text
 from megatron.core.pipeline_parallel.simulate import make_schedule
 from megatron.core.placement import Placement, partial_axes
@@ -208,7 +209,9 @@ def hook_of_caller() -> str:
     frame, found = sys._getframe(1), None
     while frame is not None:
         file, name = frame.f_code.co_filename, frame.f_code.co_qualname
-        if "core/distributed/" in file or (found is None and not file.endswith(("core/comm.py", "walkthrough.py"))):
+        if "core/distributed/" in file or (
+            found is None and not file.endswith(("core/parallel/collectives.py", "walkthrough.py"))
+        ):
             found = name
         elif found is not None:
             break
@@ -267,7 +270,7 @@ def start(words: Sequence[str]) -> None:
 
 def say_in_order(text: str, world: Axis | None = None) -> None:
     world = world or deepspeed.comm.cdb.world
-    texts = comm.all_gather_texts(text, world, "cpu")
+    texts = collectives.all_gather_texts(text, world, "cpu")
     if world.is_first:
         print("\n".join(texts), flush=True)
 

@@ -19,7 +19,7 @@ from package_graph import LEVELS
 from script_run import trainer_of
 
 import pretrain_gpt
-from megatron.core.mesh import Mesh
+from megatron.core.parallel.mesh import Mesh
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
@@ -38,10 +38,10 @@ BESIDE = (
     "training/runtime.py",
     "core/boxes.py",
     "core/base/dataclass_flags.py",
-    "core/current_mesh.py",
-    "core/device.py",
+    "core/parallel/global_state.py",
+    "core/parallel/device.py",
     "core/distributed/data_parallel_config.py",
-    "core/mesh.py",
+    "core/parallel/mesh.py",
     "core/parallel_state.py",
     "core/base/async_handle.py",
 )
@@ -79,7 +79,7 @@ def way() -> str:
         def note(frame: FrameType, event: str, _: object) -> None:
             stations = _stack(frame) if event == "call" and _is_station(frame.f_code) else []
             # A collective stands below each of its callers.
-            key = tuple(stations[: 2 if stations and stations[0][1] == "core/comm.py" else 1])
+            key = tuple(stations[: 2 if stations and stations[0][1] == "core/parallel/collectives.py" else 1])
             if not key or key in seen:
                 return
             seen.add(key)

@@ -31,14 +31,15 @@ from local_ranks import run_ranks
 from spoiled_folders import hostile, mutated, tree_of
 from tiny_run import TINY_GPT2, Layout, TinyTrainer, runtime_for
 
-from megatron.core import comm, parallel_state
+from megatron.core import parallel_state
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.checkpoint import CheckpointError
 from megatron.core.checkpoint import format as disk
 from megatron.core.distributed.data_parallel import DataParallelConfig
-from megatron.core.grid import AxisSizes
 from megatron.core.held_tensors import model_tensors, optimizer_tensors
-from megatron.core.mesh import build_mesh
+from megatron.core.parallel import collectives
+from megatron.core.parallel.grid import AxisSizes
+from megatron.core.parallel.mesh import build_mesh
 from megatron.core.storage import file_layer
 from megatron.training import checkpointing
 from megatron.training.resume import fallback, save_folder
@@ -189,14 +190,14 @@ def flips(root: Path, target: str, cases: list[dict[str, Any]]) -> Iterator[dict
         for only in SAVED[1:]:
             digests.append(loader.load(root.parent / f"only {only}"))
         for case in cases:
-            comm.barrier(world)
+            collectives.barrier(world)
             if world.is_first:
                 flip(case)
                 traced.reads.clear()
                 lines.clear()
-            comm.barrier(world)
+            collectives.barrier(world)
             digest = loader.load(root)
-            comm.barrier(world)
+            collectives.barrier(world)
             outcomes.append((SAVED[1 + digests.index(digest)] if digest in digests else None, [*lines]))
             if world.is_first:
                 case["read"] = traced.has_read(case["path"], case["at"])

@@ -56,7 +56,7 @@ def code_lines(text: str) -> frozenset[int]:
 
 
 def package_of(path: Path) -> str:
-    """megatron/core/comm.py -> megatron/core"""
+    """megatron/core/parallel/collectives.py -> megatron/core"""
     return str(path.relative_to(ROOT).parent)
 
 

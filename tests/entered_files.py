@@ -29,7 +29,7 @@ from script_run import trainer_of
 
 import pretrain_gpt
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.mesh import Mesh
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.transformer import transformer_layer
 from megatron.training import build, checkpointing, chunks, trainer
 

@@ -10,12 +10,12 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 
-from megatron.core.current_mesh import current
-from megatron.core.device import Device
-from megatron.core.mesh import Mesh
 from megatron.core.offload.offload_config import make_tier
 from megatron.core.optimizer import OPTIMIZERS
 from megatron.core.optimizer.param_groups import default_group
+from megatron.core.parallel.device import Device
+from megatron.core.parallel.global_state import current
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel import SCHEDULES
 from megatron.core.random import DropoutKeys
 from megatron.core.tokenizers import TOKENIZERS, build_tokenizer

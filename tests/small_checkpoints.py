@@ -6,7 +6,7 @@ from said import raises_telling
 
 from megatron.core.boxes import whole
 from megatron.core.checkpoint import CheckpointError, LocalTensor, open_checkpoint, save_checkpoint
-from megatron.core.grid import ALONE
+from megatron.core.parallel.grid import ALONE
 
 
 def tried_by_ranks(size, work):

@@ -35,9 +35,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
-from megatron.core import comm, parallel_state
-from megatron.core.grid import ALONE
+from megatron.core import parallel_state
 from megatron.core.offload import host_and_file_store
+from megatron.core.parallel import collectives
+from megatron.core.parallel.grid import ALONE
 from megatron.training import trainer, training
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -301,10 +302,10 @@ def stand_in() -> None:
     FakeTensor.numpy = lambda self: np.zeros(tuple(self.shape), str(self.dtype).removeprefix("torch."))
     FakeTensor.data_ptr = lambda self: id(self)
     for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv"):
-        setattr(comm.TorchGroup, name, strict(getattr(comm.TorchGroup, name)))
+        setattr(collectives.TorchGroup, name, strict(getattr(collectives.TorchGroup, name)))
     parallel_state.agreement_axis = lambda: ALONE
-    comm.broadcast_text = lambda text, axis, device="cpu", source=0: text or "null"
-    comm.all_gather_texts = lambda text, axis, device="cpu": [
+    collectives.broadcast_text = lambda text, axis, device="cpu", source=0: text or "null"
+    collectives.all_gather_texts = lambda text, axis, device="cpu": [
         text if axis.name != "pp" or i == axis.rank else "{}" for i in range(axis.size)
     ]
     torch.tensor = then_moved(torch.tensor)

@@ -16,7 +16,7 @@ from thread_writers import thread_writers
 
 import pretrain_gpt
 from megatron.core.checkpoint.format import LATEST
-from megatron.core.mesh import Mesh
+from megatron.core.parallel.mesh import Mesh
 
 TINY = (
     "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --make-vocab-size-divisible-by 8 --mock-data "

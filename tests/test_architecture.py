@@ -92,7 +92,7 @@ def test_no_imports_in_a_circle():
         visit(name, ())
 
 
-MEETING = [CORE / "job" / "processes.py", CORE / "model_parallel.py"]  # where processes meet and groups are made
+MEETING = [CORE / "job" / "processes.py", CORE / "initialize_groups.py"]  # where processes meet and groups are made
 
 
 def test_torch_distributed_is_known_where_processes_meet_and_communicate_only():
@@ -169,7 +169,7 @@ def test_where_a_gradient_is_summed_is_asked_of_the_mesh():
 def test_layers_never_reach_the_current_mesh():
     """A layer is handed its axes (`LayerContext`, `TensorParallel`); Megatron's signatures, in core/classic, look them up."""
     reaching = {
-        "megatron.core.current_mesh",
+        "megatron.core.parallel.global_state",
         "megatron.core.parallel_state",
         "megatron.core.mpu",
         "megatron.core.classic",
@@ -312,7 +312,7 @@ PLACES_STAGES = re.compile(
 
 
 def test_one_file_says_which_rank_runs_a_stage():
-    """core/stage_map.py: everything else asks a `StageMap`, which a schedule may lay out as it likes."""
+    """core/parallel/stage_map.py: everything else asks a `StageMap`, which a schedule may lay out as it likes."""
     for path in PRODUCT_FILES:
         if path != CORE / "stage_map.py":
             found = PLACES_STAGES.search(path.read_text())

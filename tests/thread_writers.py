@@ -12,10 +12,10 @@ from collections.abc import Iterator
 
 from local_ranks import rank_of_thread
 
-from megatron.core import comm
 from megatron.core.checkpoint import writer
 from megatron.core.checkpoint.background import BackgroundSaves, SavedInBackground
 from megatron.core.checkpoint.star import Messages
+from megatron.core.parallel import collectives
 
 
 class _Thread(threading.Thread):
@@ -54,5 +54,5 @@ _usual = BackgroundSaves.finish
 
 def _finish(saves: BackgroundSaves) -> SavedInBackground | None:
     """A rank that waits for its writer lets no other rank run: all must have told theirs what to write."""
-    comm.barrier(saves._world)
+    collectives.barrier(saves._world)
     return _usual(saves)

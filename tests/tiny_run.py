@@ -14,12 +14,10 @@ from local_ranks import run_ranks
 from torch import Tensor, nn
 
 from megatron.core.boxes import pieces_of_run, size_of, slices
-from megatron.core.device import Device
 from megatron.core.distributed.buffer import ParamAndGradBuffer
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.plan import overlaps
 from megatron.core.held_rows import of_my_rows
-from megatron.core.mesh import Mesh
 from megatron.core.models.gpt_model import GPTModel
 from megatron.core.offload.host_and_file_store import Tier
 from megatron.core.offload.offload_config import make_tier
@@ -28,6 +26,8 @@ from megatron.core.optimizer.loss_scale import DynamicGradScaler
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.optimizer.settings import OptimizerConfig
+from megatron.core.parallel.device import Device
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.stage import split_layers, split_two_stacks
 from megatron.core.pipeline_parallel.transport import TensorSpec

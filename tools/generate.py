@@ -25,7 +25,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core import comm, parallel_state
+from megatron.core import parallel_state
 from megatron.core.base.dataclass_flags import (
     ConfigError,
     Count,
@@ -40,8 +40,6 @@ from megatron.core.base.dataclass_flags import (
 from megatron.core.base.errors import is_told_to_user, write_error_file
 from megatron.core.base.output_streams import READER_ENDED, answers_failed, until_reader_ends
 from megatron.core.checkpoint import Checkpoint
-from megatron.core.device import Device, DeviceName
-from megatron.core.grid import Axis
 from megatron.core.inference import (
     SamplingConfig,
     chooser,
@@ -56,8 +54,11 @@ from megatron.core.inference.generate import generate_batch
 from megatron.core.interchange import open_any
 from megatron.core.interchange.carried import Origin
 from megatron.core.interchange.folder_tokenizer import vocabulary_in
-from megatron.core.mesh import Mesh
-from megatron.core.parallel_config import ParallelConfig
+from megatron.core.parallel import collectives
+from megatron.core.parallel.device import Device, DeviceName
+from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.parallel_config import ParallelConfig
 from megatron.core.sharding.initial_values import seed_of
 from megatron.core.storage.paths import path_of
 from megatron.core.tokenizers import Tokenizer, TokenizerConfig, build_tokenizer
@@ -235,7 +236,7 @@ class Prompts:
 
     def told(self, world: Axis, device: torch.device) -> "Prompts":
         """The first rank's prompts, on every rank. Every rank must call."""
-        return Prompts(**json.loads(comm.broadcast_text(json.dumps(vars(self)), world, device)))
+        return Prompts(**json.loads(collectives.broadcast_text(json.dumps(vars(self)), world, device)))
 
 
 def check_tokens_of_folder(state: dict[str, Any], source: str, tokenizer: Tokenizer) -> None:
@@ -335,7 +336,7 @@ def run(settings: Settings, world: Axis) -> None:
         say(f"WARNING: {checkpoint.warning}")
     prompts = Prompts([], [], 0, 0)
     tokenizer = genfile = None
-    with comm.together(world, device.torch_device):
+    with collectives.together(world, device.torch_device):
         if world.is_first:
             prompts, tokenizer = Prompts.read(settings, checkpoint.state, str(checkpoint.folder))
             if path := generation.genfile:
@@ -368,7 +369,7 @@ def main(arguments: list[str] | None = None) -> int:
         if parallel_state.launched_world_size() > 1:
             device = settings.device if settings else Device.select(local_rank=parallel_state.launched_local_rank())
             parallel_state.start_distributed(device.backend, timeout)
-        with comm.together(parallel_state.agreement_axis()):
+        with collectives.together(parallel_state.agreement_axis()):
             if problem is not None:
                 raise problem
         run(settings, parallel_state.world_axis())
@@ -379,7 +380,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print()
         return 130
-    except (ValueError, OSError, ImportError, comm.PeerError) as error:
+    except (ValueError, OSError, ImportError, collectives.PeerError) as error:
         if isinstance(error, ValueError) and not is_told_to_user(error):
             raise
         said = str(error)

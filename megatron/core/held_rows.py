@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from megatron.core.grid import Axis
-from megatron.core.sequence_rows import SequenceRows
+from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.sequence_shard import SequenceRows
 
 
 def positions_of(rows: SequenceRows, held: int, device: torch.device) -> Tensor:

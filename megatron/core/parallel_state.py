@@ -1,6 +1,6 @@
 """Megatron's `mpu`: accessors over the `Mesh` of this process, for scripts.
 
-Scripts also reach `job/processes.py` and `model_parallel.py` through this module. Library code does not use it: it receives
+Scripts also reach `parallel/rendezvous.py` and `initialize_groups.py` through this module. Library code does not use it: it receives
 `Axis` objects.
 """
 
@@ -12,8 +12,14 @@ import torch
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.lazy_imports import not_built
 from megatron.core.base.signatures import takes
-from megatron.core.current_mesh import current, get_mesh, model_parallel_is_initialized, use_mesh  # noqa: F401
-from megatron.core.job.processes import (  # noqa: F401
+from megatron.core.parallel.global_state import current, get_mesh, model_parallel_is_initialized, use_mesh  # noqa: F401
+from megatron.core.parallel.initialize_groups import (  # noqa: F401
+    destroy_model_parallel,
+    initialize_model_parallel,
+    torch_group,
+)
+from megatron.core.parallel.parallel_config import ORDER, ParallelConfig  # noqa: F401
+from megatron.core.parallel.rendezvous import (  # noqa: F401
     agreement_axis,
     available_backends,
     backend_of,
@@ -33,13 +39,7 @@ from megatron.core.job.processes import (  # noqa: F401
     will_join,
     world_axis,
 )
-from megatron.core.model_parallel import (  # noqa: F401
-    destroy_model_parallel,
-    initialize_model_parallel,
-    torch_group,
-)
-from megatron.core.parallel_config import ORDER, ParallelConfig  # noqa: F401
-from megatron.core.stage_map import loop
+from megatron.core.parallel.stage_map import loop
 
 
 def _group(axis: str) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core.boxes import Box, intersect, relative_to, whole
-from megatron.core.grid import DATA_PARALLEL, Axis
+from megatron.core.parallel.grid import DATA_PARALLEL, Axis
 
 
 @dataclass(frozen=True)

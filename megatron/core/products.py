@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron.core import comm
-from megatron.core.grid import Axis
+from megatron.core.parallel import collectives
+from megatron.core.parallel.grid import Axis
 
 Way = Literal["native", "widened"]
 WAYS: tuple[Way, ...] = ("native", "widened")
@@ -109,7 +109,7 @@ def settle(
         return before, f"products in {name} as before: {ways}"
     mine = measure(dtype)
     slowest = torch.tensor([[mine[kind][way] for way in WAYS] for kind in _KINDS], dtype=torch.float64)
-    comm.all_reduce(slowest, world, "max")
+    collectives.all_reduce(slowest, world, "max")
     found = {kind: dict(zip(WAYS, row)) for kind, row in zip(_KINDS, slowest.tolist())}
     chosen = choose(found)
     times = {kind: ", ".join(f"{way} {1000 * s:.1f} ms" for way, s in of.items()) for kind, of in found.items()}

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from megatron.core.device import to_device
 from megatron.core.dropout_masks import MaskWords, column_words, dropped, keys_at, numbered_keys, pairs_of_words
-from megatron.core.sequence_rows import SequenceRows
+from megatron.core.parallel.device import to_device
+from megatron.core.parallel.sequence_shard import SequenceRows
 from megatron.core.sharding.initial_values import seed_of
 
 

@@ -27,11 +27,11 @@ from torch import Tensor
 
 from megatron.core.base import output_streams, rank_status
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.current_mesh import get_mesh, model_parallel_is_initialized
-from megatron.core.device import Device
-from megatron.core.grid import Axis
-from megatron.core.job import processes
-from megatron.core.job.launch import discover
+from megatron.core.parallel import rendezvous
+from megatron.core.parallel.device import Device
+from megatron.core.parallel.global_state import get_mesh, model_parallel_is_initialized
+from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.launcher_environment import discover
 
 ReduceOp = dist.ReduceOp
 ProcessGroup = dist.ProcessGroup
@@ -53,10 +53,10 @@ class Backend:
     @property
     def world(self) -> Axis:
         """The axis of all ranks."""
-        return get_mesh()["world"] if model_parallel_is_initialized() else processes.world_axis()
+        return get_mesh()["world"] if model_parallel_is_initialized() else rendezvous.world_axis()
 
     def is_initialized(self) -> bool:
-        return processes.has_joined()
+        return rendezvous.has_joined()
 
     def __repr__(self) -> str:
         way = "adopted" if self.was_adopted else "initialised here"
@@ -90,7 +90,7 @@ def init_distributed(
     """
     global cdb
     dist_backend = dist_backend and dist_backend.lower()  # as torch
-    was_up = processes.has_joined()
+    was_up = rendezvous.has_joined()
     if was_up:
         _check_backend_up(dist_backend)
     if cdb is not None and was_up:
@@ -104,12 +104,12 @@ def init_distributed(
     if not was_up:
         _check_backend_there(dist_backend, own)
         _follow_launcher(auto_mpi_discovery, distributed_port)
-    output_streams.keep_running(processes.launched_rank())
-    atexit.register(processes.stop_distributed)
-    if not was_up and not processes.will_join():
-        processes.join_alone(dist_backend or "gloo")
-    processes.start_distributed(dist_backend or own, timeout.total_seconds() / 60)
-    cdb = Backend(processes.backend_of(None), was_up)
+    output_streams.keep_running(rendezvous.launched_rank())
+    atexit.register(rendezvous.stop_distributed)
+    if not was_up and not rendezvous.will_join():
+        rendezvous.join_alone(dist_backend or "gloo")
+    rendezvous.start_distributed(dist_backend or own, timeout.total_seconds() / 60)
+    cdb = Backend(rendezvous.backend_of(None), was_up)
     if verbose and cdb.world.is_first:
         print(f"deepspeed: {cdb}", flush=True)
 
@@ -130,7 +130,7 @@ def _check_backend_there(asked: str | None, own: str) -> None:
 
 
 def _check_backend_up(asked: str | None) -> None:
-    up = processes.backend_of(None)
+    up = rendezvous.backend_of(None)
     if asked is not None and asked != up and asked not in str(dist.get_backend_config()).replace(",", ":").split(":"):
         raise ConfigError(
             f"init_distributed(dist_backend={asked!r}): torch.distributed is initialised already, with {up}; leave dist_backend "
@@ -215,7 +215,7 @@ def get_world_size(group: ProcessGroup | Axis | None = None) -> int:
 
 
 def get_local_rank() -> int:
-    return processes.launched_local_rank()
+    return rendezvous.launched_local_rank()
 
 
 def get_global_rank(group: ProcessGroup | Axis | None = None, group_rank: int = 0) -> int:

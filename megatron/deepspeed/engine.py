@@ -18,12 +18,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from megatron.core import comm
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.checkpoint.format import CheckpointError
-from megatron.core.current_mesh import get_mesh, model_parallel_is_initialized
-from megatron.core.device import Device
 from megatron.core.optimizer.torch_groups import shown_to_torch
+from megatron.core.parallel import collectives
+from megatron.core.parallel.device import Device
+from megatron.core.parallel.global_state import get_mesh, model_parallel_is_initialized
 from megatron.core.storage import file_layer
 from megatron.core.storage.paths import path_of
 from megatron.deepspeed.comm import get_local_rank
@@ -100,7 +100,7 @@ class DeepSpeedEngine(Engine):
         text = f"global_step{self.global_steps}" if tag is None else _tag_text(folder, tag)
         self._check_one_tag(folder, text)
         self.save(folder / text, client_state=dict(client_state or {}))
-        with comm.together(world, self.device):
+        with collectives.together(world, self.device):
             if save_latest and world.is_first:
                 file_layer.write_whole(folder / "latest", text)
         return True
@@ -128,12 +128,12 @@ class DeepSpeedEngine(Engine):
         root, world = path_of(load_dir), self.mesh["world"]
         text = None if tag is None else _tag_text(root, tag)
         self._check_one_tag(root, text or "(none)")
-        with comm.together(world, self.device):
+        with collectives.together(world, self.device):
             if text is not None and world.is_first and not file_layer.is_folder(root / text):
                 raise CheckpointError(root, f"there is no checkpoint of the tag {text!r}", "give a tag that was saved")
             if text is None and world.is_first:
                 text = _latest(root)
-        if not (text := comm.broadcast_text(text, world, self.device)):
+        if not (text := collectives.broadcast_text(text, world, self.device)):
             if world.is_first:
                 print(f"deepspeed: WARNING: {root} has no file latest: nothing is loaded; give a tag", flush=True)
             return None, {}
@@ -147,7 +147,7 @@ class DeepSpeedEngine(Engine):
         return str(folder), state["client_state"]
 
     def _check_one_tag(self, folder: Path, text: str) -> None:
-        tags = set(comm.all_gather_texts(text, self.mesh["world"], self.device))
+        tags = set(collectives.all_gather_texts(text, self.mesh["world"], self.device))
         if len(tags) > 1:
             raise CheckpointError(folder, f"ranks give different tags: {', '.join(sorted(tags))}", "give one tag")
 

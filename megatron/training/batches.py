@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core import comm, parallel_state
+from megatron.core import parallel_state
 from megatron.core.base.signatures import takes
 from megatron.core.held_rows import of_my_rows
+from megatron.core.parallel import collectives
 from megatron.core.tensor_parallel.broadcast import broadcast_batch
 from megatron.core.tensor_parallel.cross_entropy import cross_entropy_of
 from megatron.core.transformer.masks import Documents
@@ -52,7 +53,7 @@ def mean_over_shared_samples(total: Tensor, count: Tensor) -> Tensor:
     of them must call."""
     sequence = parallel_state.get_mesh().sequence
     if sequence.size > 1:
-        total, count = total * sequence.size, comm.all_reduce(count.clone(), sequence)
+        total, count = total * sequence.size, collectives.all_reduce(count.clone(), sequence)
     return total / count.clamp(min=1)
 
 
@@ -74,7 +75,7 @@ def average_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tenso
     """Mean of each loss over the data-parallel ranks: [len(losses)], detached. Every rank of the stage must call."""
     tokens = parallel_state.get_mesh().tokens
     mine = torch.cat([loss.detach().clone().view(1) for loss in losses])
-    return comm.all_reduce(mine, tokens) / tokens.size
+    return collectives.all_reduce(mine, tokens) / tokens.size
 
 
 def get_ltor_masks_and_position_ids(

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.core import comm
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.signatures import takes
 from megatron.core.datasets.batches import batches
 from megatron.core.datasets.index_map import requested_samples
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.enums import ModelType
-from megatron.core.grid import Axis
 from megatron.core.optimizer.lr_schedule import AnySchedule, learning_rate_schedule
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.param_groups import GroupRule, default_group
+from megatron.core.parallel import collectives
+from megatron.core.parallel.grid import Axis
 from megatron.core.sharding.initial_values import initialize_parameters
 from megatron.training.chunks import ModelProvider, build_optimizer, in_buffers, make_chunks
 from megatron.training.initialize import as_settings_problem
@@ -64,7 +64,7 @@ def refused_alike(runtime: Runtime) -> Iterator[None]:
         yield
     except ConfigError as error:
         problem = error
-    with comm.together(runtime.mesh["world"], runtime.device.torch_device):
+    with collectives.together(runtime.mesh["world"], runtime.device.torch_device):
         if problem is not None:
             raise problem
 
@@ -76,7 +76,7 @@ def name_problems(chunks: dict[int, nn.Module], pp: Axis, device: torch.device |
     for stage, chunk in chunks.items():  # tied tables are left out: they belong to two stages
         mine[stage] += [name for name, p in chunk.named_parameters() if "embd" not in p.placement.partial_grad]
     stages_of = defaultdict(list)
-    for text in comm.all_gather_texts(json.dumps(mine), pp, device):
+    for text in collectives.all_gather_texts(json.dumps(mine), pp, device):
         for stage, names in json.loads(text).items():
             for name in names:
                 stages_of[name].append(int(stage))
@@ -121,7 +121,7 @@ def build_train_valid_test_data_iterators(
     data, where = runtime.config.data, (training.micro_batch_size, samples.rank, samples.size)
     if data.full_validation:
         sizes[1] = whole_set(data, training.eval_iters * runtime.batch_sizes.last)
-    with comm.together(runtime.mesh["world"], runtime.device.torch_device), as_settings_problem():
+    with collectives.together(runtime.mesh["world"], runtime.device.torch_device), as_settings_problem():
         datasets = build_train_valid_test_datasets_provider(sizes)
         found = [of.samples for of in sets_of("valid", datasets[1], data, runtime.samples_at_once)]
     if not runtime.mesh["tp"].is_first:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from megatron.core import comm, dropout_masks, products
+from megatron.core import dropout_masks, products
 from megatron.core.base.registry import FUNCTIONS
 from megatron.core.boxes import size_of
 from megatron.core.checkpoint import Checkpoint, LocalTensor
@@ -26,10 +26,11 @@ from megatron.core.checkpoint.folder import saved_iterations
 from megatron.core.checkpoint.lost import BUFFERS_AT_START, LOST_BUFFERS, lost_buffers
 from megatron.core.checkpoint.retention import delete_older
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.grid import Axis
 from megatron.core.held_tensors import model_tensors, optimizer_tensors
-from megatron.core.mesh import Mesh
 from megatron.core.optimizer.optimizer import FlatOptimizer
+from megatron.core.parallel import collectives
+from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.storage.paths import path_of
 from megatron.training.resume import checks, copies, vocabulary
 from megatron.training.resume.copies import OwnPart
@@ -52,7 +53,7 @@ def count_parameters(chunks: Chunks, mesh: Mesh, device: torch.device | str) -> 
     """Parameters of the whole model, each counted once. One all-reduce of a scalar; every rank must call."""
     written = (tensor for tensor in model_tensors(chunks, mesh).values() if tensor.is_writer)
     mine = sum(math.prod(size_of(box)) for tensor in written for box, _ in tensor.pieces)
-    return int(comm.all_reduce(torch.tensor([mine], dtype=torch.int64, device=device), mesh["world"]).item())
+    return int(collectives.all_reduce(torch.tensor([mine], dtype=torch.int64, device=device), mesh["world"]).item())
 
 
 def save(
@@ -81,7 +82,7 @@ def to_save(
         chunk.finish_param_gather()
     world = mesh["world"]
     name = model_name([chunk.module for chunk in chunks], mesh["pp"], device)
-    log_text = comm.broadcast_text(json.dumps(log_state), world, device, source=mesh.reporter())
+    log_text = collectives.broadcast_text(json.dumps(log_state), world, device, source=mesh.reporter())
     lost = changed_buffers(chunks, world, device)
     begun = first_buffers(chunks, world, device)
     return (
@@ -145,14 +146,14 @@ def saved_products(config: CheckpointConfig, world: Axis, device: torch.device) 
                 found = newest_readable(start).state.get("products")
             if (state := copies.state_of_copy(config, _newest(start))) is not None:
                 found = state.get("products")
-    return json.loads(comm.broadcast_text(json.dumps(found), world, device))
+    return json.loads(collectives.broadcast_text(json.dumps(found), world, device))
 
 
 def choose_start(config: CheckpointConfig, world: Axis, device: torch.device) -> Start | None:
     """`where_to_start`, decided by the first rank for all. Every rank must call."""
-    with comm.together(world, device):
+    with collectives.together(world, device):
         chosen = json.dumps(where_to_start(config)) if world.is_first else None
-    chosen = json.loads(comm.broadcast_text(chosen, world, device))
+    chosen = json.loads(collectives.broadcast_text(chosen, world, device))
     return None if chosen is None else Start(*chosen)
 
 
@@ -283,7 +284,7 @@ def read_tensors(
     # Asked of all ranks: a rank's part of a local copy has no master if the rank owns no element, and the ranks must read alike.
     has_masters = any(name.startswith(_MASTER) for name in checkpoint.names)
     saves_masters = bool(
-        comm.all_reduce(torch.tensor([has_masters], dtype=torch.int32, device=device), world, "max").item()
+        collectives.all_reduce(torch.tensor([has_masters], dtype=torch.int32, device=device), world, "max").item()
     )
     if goes_on and saves_masters and not masters:  # resumed in full precision: the masters become the weights
         names = {name: name.replace("model/", _MASTER, 1) for name in model}

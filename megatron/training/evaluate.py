@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from megatron.core import comm
 from megatron.core.base import rank_status
 from megatron.core.base.dataclass_flags import ConfigError
+from megatron.core.parallel import collectives
 from megatron.core.pipeline_parallel.loss import LossTotals, keep_reports
 from megatron.core.pipeline_parallel.pipeline import Pipeline
 from megatron.training.settings.config import TrainingConfig
@@ -67,7 +67,7 @@ def evaluate(
             options = {"training": False, "num_microbatches": some, "forward_step": step}
             totals.add(pipeline.run(data_iterators, first_sample + done * full, **options))
     if has_empty_rows:
-        with comm.together(pipeline.mesh["world"], pipeline.device):
+        with collectives.together(pipeline.mesh["world"], pipeline.device):
             _check_counts(reports)
     shared = pipeline.share_totals(totals)
     return shared.report | dict.fromkeys(shared.uncounted)

@@ -12,23 +12,24 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import torch
 
-from megatron.core import comm, parallel_state, products
+from megatron.core import parallel_state, products
 from megatron.core.base import output_streams, rank_status
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.errors import is_told_to_user, write_error_file
 from megatron.core.base.signatures import takes
 from megatron.core.compiling.compiler import settle_compiling
-from megatron.core.current_mesh import current
 from megatron.core.datasets.fim import FillInTheMiddle
 from megatron.core.datasets.identity import data_sha256
 from megatron.core.datasets.known_ids import table_note, table_problem, within_table
-from megatron.core.device import Device, DeviceConfig
-from megatron.core.grid import ORDER, Axis
-from megatron.core.job.launch import Launch, discover, threads_per_rank
-from megatron.core.mesh import Mesh
 from megatron.core.models.rules import NO_RULES, ModelRules
 from megatron.core.offload.offload_config import make_tier
 from megatron.core.offload.offload_folder import folder_problems, remove_left_behind
+from megatron.core.parallel import collectives
+from megatron.core.parallel.device import Device, DeviceConfig
+from megatron.core.parallel.global_state import current
+from megatron.core.parallel.grid import ORDER, Axis
+from megatron.core.parallel.launcher_environment import Launch, discover, threads_per_rank
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.random import DropoutKeys
 from megatron.core.storage.paths import is_url, path_of
 from megatron.core.tokenizers import build_tokenizer
@@ -132,7 +133,7 @@ def build_runtime(settings: Settings, mesh: Mesh) -> Runtime:
     level, option = log.timing_log_level, log.timing_log_option
     barrier = log.barrier_with_L1_time
     timers = Timers(level, option, device=device, world=world, barrier=barrier, say=print_rank_last)
-    with comm.together(world, device.torch_device):
+    with collectives.together(world, device.torch_device):
         tier = make_tier(config.offload, world.rank, device.torch_device)
         settings.notes.extend(_remove_left_behind(config, world.size))
     current().products = ways = settle_products(config, world, device, settings.notes)
@@ -361,14 +362,14 @@ def as_settings_problem() -> Iterator[None]:
 def agree_on_settings(settings: Settings | None, problem: ConfigError | None) -> None:
     """Raise on every rank if a rank has a `problem` or other settings: the run would hang, or train a wrong model."""
     world = parallel_state.agreement_axis()
-    with comm.together(world):
+    with collectives.together(world):
         if problem is not None:
             raise problem
     # A script's own flags may differ between ranks, unless the meaning of the parameters depends on them ("own_model").
     shared = {name: part for name, part in settings.config.as_json().items() if name not in ("device", "own")}
-    mine = comm.fingerprint(f"{shared} {settings.tokenizer_sha256}")
+    mine = collectives.fingerprint(f"{shared} {settings.tokenizer_sha256}")
     ends = torch.tensor([mine, -mine], dtype=torch.int64)
-    comm.all_reduce(ends, world, "max")
+    collectives.all_reduce(ends, world, "max")
     if ends[0].item() != -ends[1].item():
         raise ConfigError("the ranks were started with different settings or tokenizers; start all with the same ones")
 
@@ -427,7 +428,7 @@ def announce(runtime: Runtime, notes: Sequence[str]) -> None:
         print_rank_0(note)
 
 
-def stop_with(error: ConfigError | comm.PeerError) -> NoReturn:
+def stop_with(error: ConfigError | collectives.PeerError) -> NoReturn:
     """Print the problems once, leave the job in order and exit with code 2. Every rank calls it, with its own error."""
     problems = error.problems if isinstance(error, ConfigError) else [str(error)]
     lines = "\n".join(f"  - {problem}" for problem in problems)

@@ -6,14 +6,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.core import comm, parallel_state
+from megatron.core import parallel_state
 from megatron.core.base import output_streams
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.current_mesh import acting_on, current
 from megatron.core.datasets.known_ids import within_table
-from megatron.core.device import Device
-from megatron.core.mesh import Mesh
 from megatron.core.offload.host_and_file_store import Tier
+from megatron.core.parallel import collectives
+from megatron.core.parallel.device import Device
+from megatron.core.parallel.global_state import acting_on, current
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.products import NATIVE, Products
 from megatron.core.random import DropoutKeys
 from megatron.core.tokenizers.tokenizer_config import NO_TOKENIZER
@@ -120,7 +121,7 @@ class Runtime:
         """How the ranks share the building of data sets, as functions that build them take it: the first builds indices, the
         others wait."""
         world, device = self.mesh["world"], self.device.torch_device
-        wait = {"is_builder": world.is_first, "wait": lambda: comm.barrier(world, device)}
+        wait = {"is_builder": world.is_first, "wait": lambda: collectives.barrier(world, device)}
         return wait | {"say": print_rank_0, "progress": print_rank_0}
 
 

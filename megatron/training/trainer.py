@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.core import comm, parallel_state
+from megatron.core import parallel_state
 from megatron.core.base import rank_status
 from megatron.core.compiling.compiler import news_of_compiling, news_of_layers
 from megatron.core.datasets.batches import loader
@@ -27,6 +27,7 @@ from megatron.core.optimizer.lr_schedule import (
     schedule_in_force,
 )
 from megatron.core.optimizer.param_groups import GroupRule, default_group
+from megatron.core.parallel import collectives
 from megatron.core.pipeline_parallel.loss import ForwardStep, keep_reports
 from megatron.training import checkpointing
 from megatron.training.build import DatasetsProvider, built_chunks, refused_alike
@@ -112,7 +113,7 @@ class Trainer:
             self.guard = Guard(runtime, self.pipeline, self.model, self.optimizer, self.state)
             self.log = self._build_log(log_state)
         self.datasets = self._build_datasets(datasets_provider)
-        with comm.together(self.mesh["world"], self.device), as_settings_problem():
+        with collectives.together(self.mesh["world"], self.device), as_settings_problem():
             self.watch = Watch(runtime, self.pipeline, self.model, self.state)
         rank_status.enter("getting ready")
         self.saves = Saves(runtime, self.model, self.optimizer, self.state, self.watch.note_progress)
@@ -188,7 +189,7 @@ class Trainer:
         steps = self._steps_left
         needed = self.batch_sizes.consumed_after(state.consumed_train_samples, steps)
         building = heartbeat("building the data sets", print_rank_0)
-        with comm.together(self.mesh["world"], self.device), as_settings_problem(), building:
+        with collectives.together(self.mesh["world"], self.device), as_settings_problem(), building:
             datasets = check_datasets(provider(sizes), steps, needed, state)
             at_once = self.runtime.samples_at_once
             sets = {split: sets_of(split, datasets[split], self.config.data, at_once) for split in ("valid", "test")}

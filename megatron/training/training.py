@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from megatron.core import comm, parallel_state
+from megatron.core import parallel_state
 from megatron.core.base import output_streams, rank_status
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.errors import write_error_file
@@ -24,6 +24,7 @@ from megatron.core.base.signatures import takes
 from megatron.core.enums import ModelType
 from megatron.core.models.rules import NO_RULES, ModelRules
 from megatron.core.optimizer.param_groups import GroupRule, default_group
+from megatron.core.parallel import collectives
 from megatron.core.pipeline_parallel.loss import ForwardStep
 from megatron.training.build import DatasetsProvider, build_train_valid_test_data_iterators, setup_model_and_optimizer
 from megatron.training.chunks import ModelProvider
@@ -149,7 +150,9 @@ def _run(
         farewell = last_words(runtime, trainer) if ctrl_c.is_reason_of(error) else None
         error = shortage.in_words(error, runtime, None if trainer is None else trainer.memory.predicted)
         set_runtime(None)
-        is_refusal = isinstance(error, ConfigError | comm.PeerError) and not isinstance(error, comm.LostPeerError)
+        is_refusal = isinstance(error, ConfigError | collectives.PeerError) and not isinstance(
+            error, collectives.LostPeerError
+        )
         if trainer is None and is_refusal and farewell is None:
             stop_with(error)
         if parallel_state.launched_world_size() == 1:

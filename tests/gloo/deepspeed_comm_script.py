@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import mpu
-from megatron.core.current_mesh import get_mesh
+from megatron.core.parallel.global_state import get_mesh
 from megatron.deepspeed import comm
 
 comm.init_distributed("GLOO", verbose=False)

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import pretrain_gpt
 from megatron.core.enums import ModelType
-from megatron.core.job import processes as job
+from megatron.core.parallel import rendezvous as job
 from megatron.core.parallel_state import launched_rank
 from megatron.training import get_args, pretrain
 from megatron.training.runtime import is_dry_run

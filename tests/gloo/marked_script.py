@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch.distributed as dist  # noqa: E402
 
 import pretrain_gpt  # noqa: E402
-from megatron.core import model_parallel  # noqa: E402
 from megatron.core.enums import ModelType  # noqa: E402
-from megatron.core.job import processes as job  # noqa: E402
+from megatron.core.parallel import initialize_groups  # noqa: E402
+from megatron.core.parallel import rendezvous as job  # noqa: E402
 from megatron.training import checkpointing, pretrain, trainer, training  # noqa: E402
 from megatron.training.resume import copies  # noqa: E402
 
@@ -53,7 +53,7 @@ if __name__ == "__main__":
     mark("settings")
     marked(job, "_open_line", "opening its line", after="meeting")
     marked(dist, "init_process_group", "connecting", after="agreeing")
-    marked(model_parallel, "build_mesh", "making groups", after="initialising")
+    marked(initialize_groups, "build_mesh", "making groups", after="initialising")
     marked(training, "Trainer", "building")
     marked(checkpointing, "load", "loading", after="making ready")
     marked(trainer, "train_step", "training")

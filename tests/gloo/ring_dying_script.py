@@ -10,9 +10,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
-from megatron.core import comm  # noqa: E402
+from megatron.core.parallel import collectives  # noqa: E402
 
-_hops, _start = count(1), comm.start_shift
+_hops, _start = count(1), collectives.start_shift
 
 
 def start_shift(*given: object, **more: object) -> object:
@@ -23,5 +23,5 @@ def start_shift(*given: object, **more: object) -> object:
 
 
 if __name__ == "__main__":
-    comm.start_shift = start_shift
+    collectives.start_shift = start_shift
     runpy.run_path(str(ROOT / "pretrain_gpt.py"), run_name="__main__")

@@ -17,9 +17,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.context_speed import of_torch
 
-from megatron.core import comm, parallel_state
-from megatron.core.grid import Axis
+from megatron.core import parallel_state
 from megatron.core.held_rows import of_my_rows
+from megatron.core.parallel import collectives
+from megatron.core.parallel.grid import Axis
 from megatron.core.random import AttentionDropout, DropoutKeys
 from megatron.core.transformer.context_parallel.method import METHODS, ContextParallel, SharedAttention
 
@@ -64,7 +65,7 @@ def of_one_process(axis: Axis) -> list[Tensor]:
 
 def through_host(kind: str, cp: ContextParallel) -> list[Tensor]:
     """Transfers as those of a device over gloo: from a copy and into another tensor."""
-    with patch.object(comm, "sends_from_host", lambda group, x: True):
+    with patch.object(collectives, "sends_from_host", lambda group, x: True):
         return ours(kind, cp)
 
 

@@ -19,10 +19,10 @@ import torch
 from local_ranks import run_ranks
 from sentence_files import write_sentences
 
-from megatron.core.grid import ALONE, Axis
 from megatron.core.held_rows import of_my_rows
-from megatron.core.mesh import Mesh
 from megatron.core.optimizer.update import UpdateStep, adam_update
+from megatron.core.parallel.grid import ALONE, Axis
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.random import AttentionDropout, DropoutKeys
 from megatron.core.tensor_parallel import linear
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy

@@ -19,7 +19,7 @@ from local_ranks import run_ranks
 from script_run import leaving_nothing_of, settings_of, trainer_of
 from tiny_run import Outcome, assert_equal, pieces_of_chunks, put_together
 
-from megatron.core.mesh import Mesh
+from megatron.core.parallel.mesh import Mesh
 from tools.script import script_at
 
 HERE = Path(__file__).parent

@@ -11,13 +11,13 @@ from said import raises_telling, tells
 from small_checkpoints import good, loaded, one, refused, save_one, tried_by_ranks
 
 from megatron.core import checkpoint as package
-from megatron.core import comm
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.boxes import slices, whole
 from megatron.core.checkpoint import CheckpointError, LocalTensor, open_checkpoint, save_checkpoint, writing
 from megatron.core.checkpoint import format as disk
 from megatron.core.checkpoint import save as saving
-from megatron.core.grid import ALONE, Axis, Grid
+from megatron.core.parallel import collectives
+from megatron.core.parallel.grid import ALONE, Axis, Grid
 from megatron.core.placement import Constant, Placement, is_counted, pieces
 from megatron.training.command_line import parse_args
 from megatron.training.resume.checks import check_same_positions
@@ -255,7 +255,7 @@ def test_overlaps_and_gaps_between_ranks_are_refused(tmp_path, work, said):
     work.root = tmp_path
     save_one(tmp_path, 0)
     first, second = tried_by_ranks(2, work)
-    for error, kind in ((first, CheckpointError), (second, comm.PeerError)):
+    for error, kind in ((first, CheckpointError), (second, collectives.PeerError)):
         assert isinstance(error, kind)
         with raises_telling(kind, f"{said} 0"):
             raise error
@@ -272,7 +272,7 @@ def test_a_tensor_that_no_rank_writes_is_noticed(tmp_path):
         return save_checkpoint(tmp_path, 1, mine, {}, world)
 
     first, second = tried_by_ranks(2, work)
-    assert isinstance(first, comm.PeerError) and isinstance(second, CheckpointError)
+    assert isinstance(first, collectives.PeerError) and isinstance(second, CheckpointError)
     assert tells(second, "lost float32 2")
     assert tells(first, "a int32 2 float32")
     assert not any(tmp_path.iterdir())
@@ -283,7 +283,7 @@ def test_a_folder_that_ranks_do_not_share_is_noticed(tmp_path):
         return save_checkpoint(tmp_path / str(world.rank), 1, {"w": one(torch.ones(2))}, {}, world)
 
     first, second = tried_by_ranks(2, work)
-    assert isinstance(first, comm.PeerError)
+    assert isinstance(first, collectives.PeerError)
     assert "rank 1" in str(second)
     assert tells(first, "--save")
 
@@ -320,7 +320,12 @@ def test_a_failing_rank_stops_all_with_its_message(tmp_path, monkeypatch):
 
     monkeypatch.setattr(writing, "_write_pieces", fail)
     results = save_layout(tmp_path, {"dp": 2, "tp": 2}, 2)
-    assert [type(result) for result in results] == [comm.PeerError, comm.PeerError, CheckpointError, comm.PeerError]
+    assert [type(result) for result in results] == [
+        collectives.PeerError,
+        collectives.PeerError,
+        CheckpointError,
+        collectives.PeerError,
+    ]
     for result in results:
         assert tells(result, "rank_00002.bin 28")
     assert "rank 2: " in str(results[0])
@@ -409,7 +414,7 @@ def test_a_damaged_piece_on_one_rank_stops_all(tmp_path):
     data[0] ^= 1
     (folder / "rank_00001.bin").write_bytes(data)
     first, second = load_layout(tmp_path, {"dp": 1, "tp": 2})
-    assert isinstance(first, comm.PeerError) and isinstance(second, CheckpointError)
+    assert isinstance(first, collectives.PeerError) and isinstance(second, CheckpointError)
     assert tells(first, "rank_00001.bin sha256 square.float64")
 
 

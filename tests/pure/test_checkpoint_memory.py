@@ -11,7 +11,7 @@ import torch
 from small_checkpoints import one
 
 from megatron.core.checkpoint import open_checkpoint, save
-from megatron.core.grid import ALONE
+from megatron.core.parallel.grid import ALONE
 
 MIB = 1 << 20
 BOX, BOXES, CHUNK = 8 * MIB, 4, MIB

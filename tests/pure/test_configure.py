@@ -11,7 +11,7 @@ import pytest
 from documents import ROOT, commands_of
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.comm import bytes_sent
+from megatron.core.parallel.collectives import bytes_sent
 from megatron.training.command_line import parse_args
 from megatron.training.memory.dry_run import alone, batches_of, mesh_of, parts_of
 from megatron.training.settings.rules import check

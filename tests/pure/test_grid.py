@@ -6,9 +6,9 @@ import pytest
 from said import tells, tells_each
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.grid import Axis, AxisSizes, Grid
-from megatron.core.mesh import build_mesh
-from megatron.core.parallel_config import ORDER, ParallelConfig
+from megatron.core.parallel.grid import Axis, AxisSizes, Grid
+from megatron.core.parallel.mesh import build_mesh
+from megatron.core.parallel.parallel_config import ORDER, ParallelConfig
 
 PP_BEFORE_DP = "tp-cp-ep-pp-dp"
 

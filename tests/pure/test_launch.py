@@ -5,7 +5,7 @@ import pytest
 from said import tells
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.job.launch import Launch, discover, first_node, threads_per_rank
+from megatron.core.parallel.launcher_environment import Launch, discover, first_node, threads_per_rank
 
 TORCHRUN = dict(RANK="5", WORLD_SIZE="8", LOCAL_RANK="1", LOCAL_WORLD_SIZE="4", MASTER_ADDR="node0", MASTER_PORT="1234")
 OPEN_MPI = dict(

@@ -54,9 +54,9 @@ KEPT_IN_ONE_FILE = ("knob", "made_again", "shard", "slot")
 FOREIGN = {
     "Python's and the system's, which differ between versions": {
         "megatron/core/checkpoint/background.py": "MAP_POPULATE memfd_create",
-        "megatron/core/device.py": "gnu_get_libc_version",
-        "megatron/core/job/lines.py": "register_at_fork",
-        "megatron/core/job/processes.py": "last_type",
+        "megatron/core/parallel/device.py": "gnu_get_libc_version",
+        "megatron/core/parallel/liveness.py": "register_at_fork",
+        "megatron/core/parallel/rendezvous.py": "last_type",
         "megatron/core/storage/object_store.py": "EREMOTEIO",
         "megatron/core/base/rank_status.py": "posix_fallocate",
         "megatron/report.py": "sched_getaffinity",
@@ -75,8 +75,8 @@ FOREIGN = {
         "megatron/core/storage/object_store.py": "errno strerror"
     },
     "torch's, which differ between versions": {
-        "megatron/core/comm.py": "all_gather_single reduce_scatter_single",
-        "megatron/core/device.py": "memory _record_memory_history",
+        "megatron/core/parallel/collectives.py": "all_gather_single reduce_scatter_single",
+        "megatron/core/parallel/device.py": "memory _record_memory_history",
         "megatron/deepspeed/comm.py": "all_gather_single reduce_scatter_single",
     },
     "a scheduler's, of torch or a script: else it is a function that makes one": {

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.core.boxes import intersect, relative_to, size_of, slices, whole
-from megatron.core.grid import Axis
+from megatron.core.parallel.grid import Axis
 from megatron.core.placement import Constant, Placement, is_counted, pieces
 
 

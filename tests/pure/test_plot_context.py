@@ -44,7 +44,7 @@ def test_a_ring_of_two_as_text(capsys):
 def test_the_drawing_sends_what_the_ring_sends(monkeypatch):
     """The ring itself, each rank alone: the chunks that it visits, and how often it sends."""
     from megatron.core.base.async_handle import done
-    from megatron.core.grid import Axis
+    from megatron.core.parallel.grid import Axis
     from megatron.core.transformer.context_parallel import merged
 
     sent = []
@@ -81,7 +81,7 @@ def test_in_half_precision_the_ring_sends_the_bytes_of_the_page(monkeypatch):
     import torch
 
     from megatron.core.base.async_handle import done
-    from megatron.core.grid import Axis
+    from megatron.core.parallel.grid import Axis
     from megatron.core.transformer.context_parallel import merged
 
     sent = []

@@ -12,6 +12,7 @@ from said import tells
 from schedules import CHUNKED, COSTS, FLAT, assert_lists, parse, refusal, sizes_of, training_schedules
 
 from megatron.core import pipeline_parallel
+from megatron.core.parallel.stage_map import fold, loop
 from megatron.core.pipeline_parallel import schedule as schedule_module
 from megatron.core.pipeline_parallel.plot import plot_text
 from megatron.core.pipeline_parallel.schedule import (
@@ -34,7 +35,6 @@ from megatron.core.pipeline_parallel.simulate import (
 )
 from megatron.core.pipeline_parallel.table import SCHEDULES, default_chunks
 from megatron.core.pipeline_parallel.zero_bubble_v import zb_v
-from megatron.core.stage_map import fold, loop
 
 # ---- generators: exact lists
 

@@ -15,7 +15,7 @@ from said import tells
 
 from megatron.core.base import output_streams
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.device import Device, peak_flops_of
+from megatron.core.parallel.device import Device, peak_flops_of
 from megatron.training.watch import sinks, watch_config
 from megatron.training.watch.profiling import MemoryHistory, StepProfiler
 from megatron.training.watch.sinks import MetricsFile, Record, TensorBoardSink, WandbSink, json_line, lines_until

@@ -19,7 +19,6 @@ from said import tells
 from megatron.core.base.async_handle import done
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed.bucket import Bucket
-from megatron.core.grid import ALONE
 from megatron.core.offload import block_file
 from megatron.core.offload.block_file import BlockFile, OffloadError
 from megatron.core.offload.host_and_file_store import FileTensor, FileTier, HostTier
@@ -31,6 +30,7 @@ from megatron.core.optimizer import sliced
 from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.optimizer.sliced import Segment, SlicedUpdater
 from megatron.core.optimizer.update import UpdateStep, adam_update
+from megatron.core.parallel.grid import ALONE
 from megatron.training.memory.host_memory import free_on_machine, free_to_process
 from megatron.training.memory.offload import problems_of_needs
 from megatron.training.memory.tier_bytes import Element, amount, bytes_by_tier, bytes_line

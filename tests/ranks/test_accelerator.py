@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.core import comm, device
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.grid import ALONE, Axis
 from megatron.core.optimizer import optimizer
+from megatron.core.parallel import collectives, device
+from megatron.core.parallel.grid import ALONE, Axis
+from megatron.core.parallel.stage_map import StageMap, loop
 from megatron.core.pipeline_parallel.transport import Transport
-from megatron.core.stage_map import StageMap, loop
 from megatron.core.tensor_parallel import linear
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.tensor_parallel.random import RngTracker, recomputed_with_states
@@ -47,7 +47,7 @@ class StreamGroup:
 def test_a_barrier_holds_up_the_host_and_not_only_the_device(monkeypatch):
     seen: list[str] = []
     monkeypatch.setattr(Tensor, "item", lambda x: seen.append("read"))
-    comm.barrier(Axis("world", (0, 1), 0, StreamGroup(seen), comm.Ledger()))
+    collectives.barrier(Axis("world", (0, 1), 0, StreamGroup(seen), collectives.Ledger()))
     assert seen == ["wait", "read"]
 
 
@@ -74,9 +74,9 @@ GONE = "NCCL error in: NCCLUtils.cpp:94, remote process exited\nncclRemoteError:
     ],
 )
 def test_an_error_of_the_own_device_is_not_taken_for_a_lost_rank(error: Exception, is_own: bool):
-    with pytest.raises(type(error) if is_own else comm.LostPeerError) as caught:
-        comm.TorchGroup(None)._start(lambda group: Failing(error)).wait()
-    assert isinstance(caught.value, comm.LostPeerError) is not is_own
+    with pytest.raises(type(error) if is_own else collectives.LostPeerError) as caught:
+        collectives.TorchGroup(None)._start(lambda group: Failing(error)).wait()
+    assert isinstance(caught.value, collectives.LostPeerError) is not is_own
 
 
 @pytest.mark.parametrize(
@@ -134,15 +134,15 @@ def test_ranks_agree_through_the_store_before_they_have_devices(text: str, monke
     store, said = torch.distributed.HashStore(), {}
 
     def work(rank: int) -> None:
-        axis = Axis("world", (0, 1, 2), rank, comm.StoreGroup(store, rank, 3), comm.Ledger())
+        axis = Axis("world", (0, 1, 2), rank, collectives.StoreGroup(store, rank, 3), collectives.Ledger())
         try:
-            with comm.together(axis):
+            with collectives.together(axis):
                 if rank == 1:
                     raise ConfigError(text)
         except Exception as error:
             said[rank] = f"{type(error).__name__}: {error}"
 
-    monkeypatch.setattr(comm.StoreGroup, "_calls", repeat_for_each_thread())
+    monkeypatch.setattr(collectives.StoreGroup, "_calls", repeat_for_each_thread())
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(3)]
     for thread in threads:
         thread.start()
@@ -208,7 +208,7 @@ def test_pairs_of_stages_connect_in_an_order_that_ends(ranks: int, chunks: int, 
     pairs = {frozenset((rank, (rank + 1) % ranks)) for rank in range(ranks - (chunks < 2))}
 
     def work(rank: int) -> None:
-        axis = Axis("pp", tuple(range(ranks)), rank, Rendezvous(rank), comm.Ledger())
+        axis = Axis("pp", tuple(range(ranks)), rank, Rendezvous(rank), collectives.Ledger())
         Transport({"pp_forward": axis, "pp_backward": axis}, ()).connect(stages.neighbours)
 
     with ThreadPoolExecutor(ranks) as pool:
@@ -361,7 +361,10 @@ WAITS = {
     "core/pipeline_parallel/pipeline.py share_totals: copy npu to cpu",
     "core/optimizer/optimizer.py grad_norm: number read",
 }
-OF_STATE_ON_HOST = {"core/device.py result: event", "core/offload/stored_tensor.py start_writing: copy npu to cpu"}
+OF_STATE_ON_HOST = {
+    "core/parallel/device.py result: event",
+    "core/offload/stored_tensor.py start_writing: copy npu to cpu",
+}
 OF_ORDER = {f"core/distributed/call_order.py _compare: {what}" for what in ("copy cpu to npu", "number read")}
 
 

@@ -30,12 +30,12 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.core.base.async_handle import Pending
 from megatron.core.distributed.data_parallel import DataParallelConfig
-from megatron.core.mesh import Mesh
 from megatron.core.offload import activation_offload
 from megatron.core.offload.activation_offload import StageActivations, TierRoom
 from megatron.core.offload.activation_slots import SlotBuffer
 from megatron.core.offload.host_and_file_store import FileTier
 from megatron.core.offload.offload_config import OffloadConfig
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig

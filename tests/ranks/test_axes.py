@@ -9,13 +9,13 @@ import torch
 from local_ranks import run_ranks
 from torch import Tensor, nn
 
-from megatron.core import comm
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
-from megatron.core.grid import EXPERT_DATA_PARALLEL
-from megatron.core.mesh import Mesh
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.settings import OptimizerConfig
+from megatron.core.parallel import collectives
+from megatron.core.parallel.grid import EXPERT_DATA_PARALLEL
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.placement import Placement
 
 SAMPLES, TOKENS, WIDTH, EXPERTS = 4, 4, 6, 4
@@ -38,7 +38,7 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: this rank's tokens [n, WIDTH]. The sum of their losses, and of those that its experts have of the tokens of all of ep."""
         ep = self.mesh["ep"]
-        rows = comm.all_gather(x, ep)
+        rows = collectives.all_gather(x, ep)
         mine = torch.arange(self.experts.shape[0]) + ep.rank * self.experts.shape[0]
         weights = torch.stack([(rows.sum(dim=1) * (e + 1)).sin() for e in mine.tolist()], dim=1)
         return (x @ self.dense).square().sum() + ((rows @ self.experts.T).square() * weights).sum()
@@ -57,7 +57,7 @@ def steps(mesh: Mesh, config: DataParallelConfig) -> tuple[list[float], float, d
         chunk.begin_microbatch(0, backward=True)
         chunk(x).backward()
         chunk.finish_grad_reduce()
-        tokens = comm.all_reduce(torch.tensor(float(len(x)), dtype=torch.float64), mesh.tokens).item()
+        tokens = collectives.all_reduce(torch.tensor(float(len(x)), dtype=torch.float64), mesh.tokens).item()
         norm, factor = optimizer.clip_factor(tokens)
         norms.append(norm)
         optimizer.step(0.1, factor=factor)

@@ -16,11 +16,11 @@ from small_checkpoints import one
 from thread_writers import thread_writers
 from whole_run import run
 
-from megatron.core import comm
 from megatron.core.boxes import whole
 from megatron.core.checkpoint import CheckpointError, LocalTensor, open_checkpoint, save_checkpoint
 from megatron.core.checkpoint.background import BackgroundSaves
-from megatron.core.grid import ALONE
+from megatron.core.parallel import collectives
+from megatron.core.parallel.grid import ALONE
 
 STATE = {"step": 3}
 
@@ -50,7 +50,7 @@ def saved_beside(world, root, *values):
             tensors = parts_of(world, value)
             saves.start(root, iteration, tensors, STATE)
             tensors["rows"].tensor.zero_()  # training goes on
-            comm.barrier(world)
+            collectives.barrier(world)
             assert saves.finish().iteration == iteration and saves.poll() is None
     finally:
         saves.close()
@@ -81,14 +81,14 @@ def test_a_failed_save_is_told_on_every_rank_and_loses_nothing(tmp_path, how, sa
         world = mesh["world"]
         saves = BackgroundSaves(world)
         saves.start(tmp_path, 1, parts_of(world), STATE)
-        comm.barrier(world)
+        collectives.barrier(world)
         saves.finish()
         saves.start(tmp_path, 2, parts_of(world, 1.0), STATE)
-        comm.barrier(world)
+        collectives.barrier(world)
         while True:
             try:
                 assert saves.poll() is None
-            except (CheckpointError, comm.PeerError) as error:
+            except (CheckpointError, collectives.PeerError) as error:
                 saves.close()
                 return str(error)
 

@@ -11,7 +11,7 @@ from tiny_run import GPT2, LLAMA, SEQ, VOCAB, Layout, build, build_chunks
 
 from megatron.core.inference.generate import generate_batch
 from megatron.core.inference.load import lone_mesh
-from megatron.core.mesh import Mesh
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.transformer.kv_cache import KeyValueCache
 
 MODELS = {

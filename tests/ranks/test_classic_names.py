@@ -12,8 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.core import tensor_parallel as mt
 from megatron.core.boxes import slices
-from megatron.core.current_mesh import filling_by_name
 from megatron.core.models.gpt_model import GPTModel
+from megatron.core.parallel.global_state import filling_by_name
 from megatron.core.placement import Constant, pieces
 from megatron.core.sharding.initial_values import initialize_parameters, normal_box
 from megatron.core.tensor_parallel.utils import VocabUtility

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron.core.compiling import compiler
 from megatron.core.compiling.compiler import CompileConfig, compiles, spent
 from megatron.core.dropout_masks import column_words, numbered_keys, pairs_of_words
-from megatron.core.grid import ALONE
+from megatron.core.parallel.grid import ALONE
 from megatron.core.random import AttentionDropout, DropoutKeys
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.transformer.activations import OTHER_ACTIVATIONS, gated_region

@@ -17,8 +17,8 @@ from tiny_run import GPT, Layout, Subject, assert_equal, build_chunks, run
 from torch import nn
 
 from megatron.core.compiling.compiler import news_of_layers
-from megatron.core.grid import Axis
-from megatron.core.mesh import Mesh
+from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.products import Products
 from megatron.core.random import DropoutKeys
 from megatron.core.tensor_parallel.linear_layers import TensorParallel

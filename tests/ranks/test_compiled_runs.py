@@ -16,10 +16,10 @@ from tiny_run import GPT, TINY_GPT2, TINY_LLAMA, Layout, Subject, TinyTrainer, a
 from megatron.core.compiling import compiler
 from megatron.core.compiling.compiler import CompileConfig, compiles, settle_compiling, spent, why_not
 from megatron.core.distributed.data_parallel import DataParallelConfig
-from megatron.core.mesh import Mesh
 from megatron.core.offload.offload_config import OffloadConfig
 from megatron.core.optimizer.loss_scale import DynamicGradScaler
 from megatron.core.optimizer.settings import OptimizerConfig
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.train_step import StepResult
 from tools.estimating.measure import measure

@@ -8,7 +8,7 @@ from local_ranks import run_ranks
 from script_run import trainer_of
 
 import pretrain_gpt
-from megatron.core.mesh import Mesh
+from megatron.core.parallel.mesh import Mesh
 
 TINY = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 32 --mock-data --tokenizer-type NullTokenizer "

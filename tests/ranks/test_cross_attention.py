@@ -8,7 +8,7 @@ from torch.nn import functional
 from megatron.core.classic.cross_attention import get_t5_decoder_with_local_block_spec
 from megatron.core.classic.layers import TransformerBlock
 from megatron.core.classic.transformer_config import TransformerConfig
-from megatron.core.current_mesh import current, filling_by_name
+from megatron.core.parallel.global_state import current, filling_by_name
 from megatron.core.sharding.initial_values import initialize_parameter
 
 S, M, B, H, N = 6, 9, 2, 8, 4

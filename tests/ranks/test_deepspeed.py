@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from megatron import deepspeed
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.checkpoint.format import CheckpointError
-from megatron.core.comm import PeerError
-from megatron.core.mesh import Mesh
 from megatron.core.optimizer.step_schedules import WarmupLR
+from megatron.core.parallel.collectives import PeerError
+from megatron.core.parallel.mesh import Mesh
 from megatron.deepspeed import comm, zero
 
 STEPS = 4

@@ -16,8 +16,8 @@ from megatron import deepspeed
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.checkpoint.format import CheckpointError
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
-from megatron.core.mesh import Mesh
 from megatron.core.optimizer.step_schedules import OneCycle
+from megatron.core.parallel.mesh import Mesh
 from megatron.training.engine import Engine, EngineConfig
 
 X = torch.randn(3, 12, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -10,10 +10,11 @@ from said import tells
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron.core import comm
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.settings import OptimizerConfig
+from megatron.core.parallel import collectives
+from megatron.core.parallel.stage_map import loop
 from megatron.core.pipeline_parallel.executor import Executor
 from megatron.core.pipeline_parallel.loss import read_loss
 from megatron.core.pipeline_parallel.lower import add_transfers
@@ -30,7 +31,6 @@ from megatron.core.pipeline_parallel.schedule import (
 from megatron.core.pipeline_parallel.simulate import show
 from megatron.core.pipeline_parallel.transport import TensorSpec, Transport
 from megatron.core.random import DropoutKeys
-from megatron.core.stage_map import loop
 from megatron.training.train_step import train_step
 
 ROWS, WIDTH = 2, 4  # of a microbatch
@@ -206,7 +206,7 @@ def test_what_is_to_be_received_is_poisoned_where_that_is_asked_for(poison: bool
 
     def work(mesh):
         given = []
-        monkeypatch.setattr(comm, "start_recv", lambda x, axis, source: given.append(x.clone()))
+        monkeypatch.setattr(collectives, "start_recv", lambda x, axis, source: given.append(x.clone()))
         monkeypatch.setattr(torch, "empty", torch.ones)  # what memory holds by chance
         Transport(mesh, boundary, poison=poison).post("forward", 0)
         return given

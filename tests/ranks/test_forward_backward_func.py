@@ -22,12 +22,12 @@ from tiny_run import (
     run,
 )
 
-from megatron.core.current_mesh import current
 from megatron.core.distributed.data_parallel import DataParallelConfig, DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.optimizer.loss_scale import ConstantGradScaler
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.settings import OptimizerConfig
+from megatron.core.parallel.global_state import current
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.pipeline import BatchShape
 from megatron.training.arguments import core_transformer_config_from_args

@@ -13,8 +13,8 @@ from torch import Tensor
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.checkpoint import format, open_checkpoint
 from megatron.core.inference import load_gpt, read_saved_settings
-from megatron.core.mesh import Mesh
 from megatron.core.optimizer import OPTIMIZERS, UpdateRule
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.random import AttentionDropout, DropoutKeys
 from megatron.core.tokenizers.tokenizers import TOKENIZERS, NullTokenizer, TokenizerType
 from megatron.core.transformer.attention import CoreAttention

@@ -22,7 +22,7 @@ from megatron.core.checkpoint import open_checkpoint
 from megatron.core.inference import load_t5, read_saved_settings
 from megatron.core.inference.answer import answer_batch
 from megatron.core.inference.load import lone_mesh
-from megatron.core.mesh import Mesh
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.tokenizers import build_tokenizer
 from tools import checkpoint_convert
 from tools.generate import main

@@ -11,12 +11,12 @@ from layouts import Layout
 from local_ranks import run_ranks
 from tiny_run import GPT, TINY_GPT2, TINY_LLAMA, TinyTrainer
 
-from megatron.core.comm import PeerError
 from megatron.core.distributed.data_parallel import DataParallelConfig
-from megatron.core.mesh import Mesh
 from megatron.core.offload.offload_config import OffloadConfig
 from megatron.core.offload.stored_tensor import start_reading, start_writing
 from megatron.core.optimizer.settings import OptimizerConfig
+from megatron.core.parallel.collectives import PeerError
+from megatron.core.parallel.mesh import Mesh
 from megatron.training.guard.check import WrongNumbersError
 from megatron.training.guard.guard_config import GuardConfig
 from megatron.training.guard.replicas import differences_of_copies

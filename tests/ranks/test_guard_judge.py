@@ -18,7 +18,7 @@ from script_run import trainer_of
 from torch import Tensor
 
 import pretrain_gpt
-from megatron.core.mesh import Mesh
+from megatron.core.parallel.mesh import Mesh
 from megatron.training.guard import large_values
 from megatron.training.guard.check import WrongNumbersError
 from megatron.training.guard.kept_batches import KeptBatches

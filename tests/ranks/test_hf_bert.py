@@ -11,7 +11,6 @@ from adamw_steps import assert_losses
 from local_ranks import run_ranks
 from torch import Tensor
 
-from megatron.core import comm
 from megatron.core.boxes import slices
 from megatron.core.checkpoint import CheckpointError, placed_tensor
 from megatron.core.inference.load import lone_mesh
@@ -21,8 +20,9 @@ from megatron.core.interchange.formats.hf_folder import read_json
 from megatron.core.interchange.mapped import heads_of, rows_of
 from megatron.core.interchange.streamed import write_hf_folder
 from megatron.core.interchange.written import their_tensors
-from megatron.core.mesh import Mesh
 from megatron.core.models.bert_model import BertModel
+from megatron.core.parallel import collectives
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.placement import pieces
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
@@ -111,7 +111,7 @@ def test_tp_2_and_pp_2_read_their_boxes_and_give_the_scores(folder: Path):
 
     def scores(mesh: Mesh) -> Tensor:
         words, _ = said_by(model_of(folder, mesh))
-        return comm.all_gather(words, mesh["tp"], dim=-1)[..., :31]
+        return collectives.all_gather(words, mesh["tp"], dim=-1)[..., :31]
 
     for words in run_ranks({"tp": 2}, scores):
         assert (words - torch.tensor(RECORD["scores"], dtype=torch.float64)).abs().max() < 1e-10

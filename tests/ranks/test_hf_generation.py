@@ -14,7 +14,7 @@ from megatron.core.inference.answer import answer_batch
 from megatron.core.inference.generate import generate_batch
 from megatron.core.inference.load import load_gpt, load_t5, lone_mesh
 from megatron.core.interchange import open_foreign
-from megatron.core.mesh import Mesh
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.transformer.model_config import ModelConfig
 
 sys.path.append(str(Path(__file__).parent.parent / "exchange"))

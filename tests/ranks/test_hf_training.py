@@ -18,11 +18,11 @@ from megatron.core.interchange.families.config_json import family_of
 from megatron.core.interchange.formats.hf_folder import read_json
 from megatron.core.interchange.mapped import rows_of
 from megatron.core.interchange.streamed import write_hf_folder
-from megatron.core.mesh import Mesh
 from megatron.core.models.gpt_model import GPTModel
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.optimizer.settings import OptimizerConfig
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.pipeline import BatchShape
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.train_step import train_step

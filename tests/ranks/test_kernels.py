@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.grid import ALONE
+from megatron.core.parallel.grid import ALONE
 from megatron.core.random import AttentionDropout, DropoutKeys
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.attention import CoreAttention

@@ -15,7 +15,7 @@ from megatron.core.classic.models import GPTModel
 from megatron.core.classic.modules import IdentityOp
 from megatron.core.classic.specs import ModuleSpec, build_module
 from megatron.core.classic.transformer_config import TransformerConfig
-from megatron.core.current_mesh import current, filling_by_name
+from megatron.core.parallel.global_state import current, filling_by_name
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.placement import Constant, Placement
 from megatron.core.sharding.initial_values import initialize_parameter

@@ -14,8 +14,8 @@ from said import tells
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatron.core import comm
 from megatron.core.base.dataclass_flags import ConfigError
+from megatron.core.parallel import collectives as comm
 from megatron.core.placement import Normal
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.broadcast import broadcast_batch

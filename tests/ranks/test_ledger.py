@@ -22,8 +22,8 @@ from local_ranks import run_ranks
 from tiny_run import GPT2, LLAMA, SEQ, Layout, OptimizerConfig, build, sample, train_rank
 from torch import nn
 
-from megatron.core.comm import Call, bytes_sent
 from megatron.core.distributed.data_parallel import DistributedDataParallel
+from megatron.core.parallel.collectives import Call, bytes_sent
 
 BATCH, FLOAT64 = 6, 8
 PLAIN = replace(GPT2, hidden_dropout=0.0, attention_dropout=0.0)

@@ -16,7 +16,7 @@ from whole_run import run
 import pretrain_gpt
 from megatron.core.inference.load import load_gpt
 from megatron.core.interchange import open_any, open_foreign
-from megatron.core.mesh import Mesh
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.transformer.model_config import ModelConfig
 from tools import checkpoint_convert, generate
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.compiling import compiler
-from megatron.core.grid import ALONE
 from megatron.core.made_again import kept_for
+from megatron.core.parallel.grid import ALONE
 from megatron.core.random import DropoutKeys
 from megatron.core.tensor_parallel.linear import linear
 from megatron.core.tensor_parallel.linear_layers import TensorParallel

@@ -17,7 +17,7 @@ from script_run import trainer_of
 import pretrain_bert
 import pretrain_gpt
 from megatron.core.enums import ModelType
-from megatron.core.mesh import Mesh
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.tensor_parallel import library_sums, linear
 from megatron.training.memory import offload
 from megatron.training.memory.dry_run import dry_run, mesh_of

@@ -18,16 +18,16 @@ from torch import Tensor
 from zero_matrix import cover
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.device import float32_products
 from megatron.core.distributed import DataParallelConfig
-from megatron.core.grid import ALONE
-from megatron.core.mesh import Mesh
 from megatron.core.optimizer import ParamGroup
 from megatron.core.optimizer.muon import SMALLEST_NORM, muon_update, orthogonalized, scale_factor
 from megatron.core.optimizer.muon_config import NS_COEFFICIENTS, MuonConfig, ns_coefficients
 from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.optimizer.update import UpdateStep
 from megatron.core.optimizer.whole import Owners, WholeTensor
+from megatron.core.parallel.device import float32_products
+from megatron.core.parallel.grid import ALONE
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.placement import Placement
 
 MUON = OptimizerConfig(optimizer="muon", clip_grad=0.5, weight_decay=0.1, muon_extra_scale_factor=0.2)

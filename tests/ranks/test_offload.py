@@ -12,13 +12,13 @@ from torch import Tensor
 
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.distributed.elements import params_norm
-from megatron.core.mesh import Mesh
 from megatron.core.offload.host_and_file_store import FileTensor, FileTier
 from megatron.core.offload.offload_config import OffloadConfig
 from megatron.core.offload.stored_tensor import start_reading, start_writing
 from megatron.core.optimizer.loss_scale import DynamicGradScaler
 from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.optimizer.sliced import SlicedUpdater
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training import checkpointing
 from megatron.training.memory.tier_bytes import Element, bytes_by_tier

@@ -16,8 +16,8 @@ from whole_run import run
 import pretrain_gpt
 from megatron.core.checkpoint import format as disk
 from megatron.core.checkpoint import open_checkpoint
-from megatron.core.device import Device
 from megatron.core.interchange import open_foreign
+from megatron.core.parallel.device import Device
 from megatron.training.resume.origin import origin_of_run
 from tools import checkpoint_convert
 

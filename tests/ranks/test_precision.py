@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed.data_parallel import DataParallelConfig, DistributedDataParallel
-from megatron.core.mesh import Mesh
 from megatron.core.models.gpt_model import GPTModel
 from megatron.core.optimizer import FlatOptimizer
 from megatron.core.optimizer.loss_scale import LossScaleConfig, make_grad_scaler
 from megatron.core.optimizer.param_groups import GroupRule, ParamGroup, default_group
 from megatron.core.optimizer.settings import OptimizerConfig
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.loss import read_loss
 from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.stage import split_layers

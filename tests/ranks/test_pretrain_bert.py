@@ -15,7 +15,7 @@ from script_run import trainer_of
 from sentence_files import write_sentences
 
 import pretrain_bert
-from megatron.core.mesh import Mesh
+from megatron.core.parallel.mesh import Mesh
 from megatron.training.evaluate import evaluate
 
 MODEL = (

@@ -20,11 +20,11 @@ from script_run import trainer_of
 from sentence_files import write_sentences
 from torch import nn
 
-from megatron.core.mesh import Mesh
 from megatron.core.models.rules import T5_RULES
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.stage_map import loop
 from megatron.core.pipeline_parallel.stage import split_two_stacks
 from megatron.core.pipeline_parallel.table import stage_map
-from megatron.core.stage_map import loop
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.command_line import parse_args
 from megatron.training.evaluate import evaluate

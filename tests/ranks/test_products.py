@@ -13,8 +13,8 @@ from said import tells
 from torch import Tensor
 
 from megatron.core import products
-from megatron.core.grid import ALONE
-from megatron.core.mesh import Mesh
+from megatron.core.parallel.grid import ALONE
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.products import NATIVE, Products, choose, from_json, settle, times, times_transposed
 from megatron.core.random import DropoutKeys
 from megatron.core.tensor_parallel import library_sums, linear

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import pretrain_gpt
 from megatron.core.boxes import slices
+from megatron.core.parallel.sequence_shard import SequenceRows
 from megatron.core.placement import Constant, Normal, Placement
 from megatron.core.random import AttentionDropout, DropoutKeys, HiddenDropout
-from megatron.core.sequence_rows import SequenceRows
 from megatron.core.sharding import initial_values as draws
 from megatron.core.sharding.initial_values import TILE, initialize_parameters, normal_box, seed_of
 

@@ -22,7 +22,7 @@ from tiny_run import (
     run,
 )
 
-from megatron.core.mesh import Mesh
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.pipeline import BatchShape
 from megatron.core.random import DropoutKeys
 from megatron.core.transformer.model_config import ModelConfig

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 import pretrain_bert
 import pretrain_gpt
-from megatron.core.mesh import Mesh
 from megatron.core.models import language_model
+from megatron.core.parallel.mesh import Mesh
 from megatron.training.evaluate import evaluate
 from megatron.training.watch.log import Interval, StepNumbers, TrainingLog, training_line
 

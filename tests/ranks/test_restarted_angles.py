@@ -13,7 +13,7 @@ from script_run import settings_of, trainer_of
 import pretrain_gpt
 from megatron.core.checkpoint import format
 from megatron.core.datasets.gpt import TokenRules, training_item
-from megatron.core.mesh import Mesh
+from megatron.core.parallel.mesh import Mesh
 
 END = 5  # the token that ends a document
 FLAGS = (

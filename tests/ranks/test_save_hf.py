@@ -21,10 +21,11 @@ from whole_run import run
 
 import pretrain_bert
 import pretrain_gpt
-from megatron.core import comm, parallel_state
+from megatron.core import parallel_state
 from megatron.core.checkpoint import CheckpointError, open_checkpoint
 from megatron.core.inference.load import load_gpt
 from megatron.core.interchange import gathered, is_foreign, open_foreign
+from megatron.core.parallel import collectives
 from megatron.core.transformer.model_config import ModelConfig
 from tools import checkpoint_convert
 
@@ -213,7 +214,7 @@ def test_a_full_disk_fails_on_all_ranks_and_the_checkpoint_is_there(tmp_path: Pa
     flags = f"{SMALL} --zero-stage 1 --save {tmp_path}/own --save-hf {tmp_path}/hf"
 
     def work(mesh) -> str:
-        with pytest.raises((CheckpointError, comm.PeerError)) as error:
+        with pytest.raises((CheckpointError, collectives.PeerError)) as error:
             train(mesh, flags)
         return str(error.value)
 
@@ -228,7 +229,7 @@ def test_numbers_that_the_dtype_cannot_hold_are_refused_by_the_run_and_by_the_to
     flags = f"{SMALL} --train-iters 1 --init-method-std 1e5{TP} --save {tmp_path}/own --save-hf {tmp_path}/hf --save-hf-dtype float16"
 
     def work(mesh) -> str:
-        with pytest.raises((CheckpointError, comm.PeerError)) as error:
+        with pytest.raises((CheckpointError, collectives.PeerError)) as error:
             train(mesh, flags)
         return str(error.value)
 

@@ -16,7 +16,7 @@ from said import tells
 from script_run import trainer_of
 
 import pretrain_gpt
-from megatron.core.mesh import Mesh
+from megatron.core.parallel.mesh import Mesh
 from megatron.training.evaluate import window
 from megatron.training.trainer import Trainer
 from megatron.training.watch.log import StepNumbers

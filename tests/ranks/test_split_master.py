@@ -13,13 +13,13 @@ from torch import Tensor
 
 from megatron.core.checkpoint import open_checkpoint
 from megatron.core.distributed.data_parallel import DataParallelConfig
-from megatron.core.mesh import Mesh
 from megatron.core.offload.host_and_file_store import FileTensor
 from megatron.core.offload.stored_tensor import start_reading, start_writing
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.optimizer.sliced import SlicedUpdater
 from megatron.core.optimizer.split_master import SplitMaster, join_master, split_master
+from megatron.core.parallel.mesh import Mesh
 from megatron.training import checkpointing
 from megatron.training.memory.tier_bytes import Element, bytes_by_tier
 

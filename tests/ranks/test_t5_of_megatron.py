@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from megatron.core.classic.models import BertModel
 from megatron.core.enums import ModelType
-from megatron.core.mesh import Mesh
 from megatron.core.models.T5.t5_model import T5Model
 from megatron.core.models.T5.t5_spec import get_t5_decoder_with_local_block_spec, get_t5_encoder_with_local_block_spec
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.training import get_args, pretrain
 from megatron.training.arguments import core_transformer_config_from_args

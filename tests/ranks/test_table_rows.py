@@ -17,8 +17,8 @@ from whole_run import run
 import pretrain_gpt
 from megatron.core.datasets.fim import FillInTheMiddle, FimConfig
 from megatron.core.datasets.known_ids import table_problem, within_table
-from megatron.core.mesh import Mesh
 from megatron.core.models.rules import GPT_RULES
+from megatron.core.parallel.mesh import Mesh
 
 sys.path.append(str(Path(__file__).parent.parent / "exchange"))
 from cases import read_record, read_tensors, write_folder

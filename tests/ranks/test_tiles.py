@@ -12,8 +12,8 @@ from tiny_run import GPT2, LLAMA, SEQ, VOCAB, Layout, assert_equal, build, run, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
-from megatron.core.mesh import Mesh
 from megatron.core.offload.offload_config import OffloadConfig
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.transformer.model_config import ModelConfig
 
 TILED = {"tiled_mlp": 3, "tiled_loss": 4}  # 3 do not divide the rows

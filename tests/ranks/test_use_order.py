@@ -9,11 +9,11 @@ from local_ranks import run_ranks
 from said import tells
 from torch import Tensor, nn
 
-from megatron.core import comm
 from megatron.core.distributed.call_order import difference
 from megatron.core.distributed.data_parallel import DataParallelConfig, DistributedDataParallel
-from megatron.core.grid import Axis
-from megatron.core.mesh import Mesh
+from megatron.core.parallel import collectives
+from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.mesh import Mesh
 
 
 class Branching(nn.Module):
@@ -72,14 +72,14 @@ def test_a_branch_that_all_take_or_that_stage_1_takes_is_none(paths: list[str], 
 def test_a_step_compares_as_often_as_the_pages_say(stage: int, at_once: bool, times: int, monkeypatch):
     """16 bytes once at the end; with poison, of three layers before each sum too, in stage 3 before both gathers of each. In no ledger of the
     mesh."""
-    compared, plain = [], comm.all_reduce
+    compared, plain = [], collectives.all_reduce
 
     def counting(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
         if axis.name.endswith("(order)"):
             compared.append((axis.rank, x.nbytes))
         return plain(x, axis, op)
 
-    monkeypatch.setattr(comm, "all_reduce", counting)
+    monkeypatch.setattr(collectives, "all_reduce", counting)
     config = DataParallelConfig(zero_stage=stage, ddp_bucket_size=10, poison_released_buffers=at_once)
 
     def noted(mesh: Mesh) -> list[int]:

@@ -22,7 +22,7 @@ import pretrain_bert
 import pretrain_gpt
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.datasets import DataConfig
-from megatron.core.mesh import Mesh
+from megatron.core.parallel.mesh import Mesh
 from megatron.training.resume.state import TrainState
 from megatron.training.samples import samples_to_request
 from megatron.training.settings.config import TrainingConfig

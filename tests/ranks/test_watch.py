@@ -7,10 +7,10 @@ import torch
 from local_ranks import run_ranks
 from tiny_run import GPT2, LLAMA, Layout, TinyTrainer, my_pieces, put_together
 
-from megatron.core import comm
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.distributed.elements import num_zeros_in_grad, params_norm
 from megatron.core.optimizer.settings import OptimizerConfig
+from megatron.core.parallel import collectives
 from megatron.training.watch.profiling import StepProfiler
 from megatron.training.watch.statistics import Inspector, Statistics, statistics_of
 from megatron.training.watch.timers import Timers
@@ -111,7 +111,7 @@ def test_statistics_add_up_and_keep_what_is_not_finite_apart():
 
 def test_texts_of_all_ranks_arrive_whole():
     texts = ["", "a longer one, with ü", '{"json": [1, 2]}']
-    got = run_ranks({"dp": 3}, lambda mesh: comm.all_gather_texts(texts[mesh["dp"].rank], mesh["dp"]))
+    got = run_ranks({"dp": 3}, lambda mesh: collectives.all_gather_texts(texts[mesh["dp"].rank], mesh["dp"]))
     assert got == [texts] * 3
 
 
@@ -139,7 +139,7 @@ def test_a_profile_names_collectives_and_writes_the_steps_asked_for(tmp_path):
         profiler = StepProfiler(config, str(tmp_path), mesh)
         for iteration in (1, 2, 3):
             with profiler.step(iteration):
-                comm.all_reduce(torch.ones(iteration), mesh["dp"])
+                collectives.all_reduce(torch.ones(iteration), mesh["dp"])
             profiler.write_if_done(iteration)
         assert not mesh.ledger.profiled
 

@@ -24,11 +24,11 @@ from tiny_run import (
 )
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.comm import bytes_sent
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.distributed.traffic import step_traffic
-from megatron.core.mesh import Mesh
 from megatron.core.optimizer.settings import OptimizerConfig
+from megatron.core.parallel.collectives import bytes_sent
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.pipeline import BatchShape
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.train_step import train_step

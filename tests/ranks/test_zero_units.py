@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from megatron.core.distributed.buffer import Transient
 from megatron.core.distributed.data_parallel import DataParallelConfig, DistributedDataParallel
-from megatron.core.mesh import Mesh
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.settings import OptimizerConfig
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.tensor_parallel.linear import linear
 
 WIDTH = 8

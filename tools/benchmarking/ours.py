@@ -7,9 +7,9 @@ from typing import Any
 
 import pretrain_bert
 import pretrain_gpt
-from megatron.core import comm
 from megatron.core.base.dataclass_flags import flag_of
 from megatron.core.compiling.compiler import CompileConfig, Region, news_of_layers, spent, why_not
+from megatron.core.parallel import collectives
 from megatron.training.evaluate import evaluate
 from megatron.training.initialize import initialize_megatron
 from megatron.training.train_step import train_step
@@ -105,7 +105,7 @@ class Ours:
 
     def meet(self) -> None:
         """Wait for all ranks."""
-        comm.barrier(self.trainer.mesh["world"], self.trainer.device)
+        collectives.barrier(self.trainer.mesh["world"], self.trainer.device)
 
     def take_phases(self) -> dict[str, float]:
         seconds = self.phases.take()

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from megatron.core.base.dataclass_flags import ConfigError, FlagParser
-from megatron.core.device import Device
 from megatron.core.models.rules import text_problems
+from megatron.core.parallel.device import Device
 from megatron.core.products import NATIVE, WAYS, Products
 from megatron.core.random import DropoutKeys
 from megatron.core.tokenizers import build_tokenizer

@@ -23,8 +23,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.core import comm
-from megatron.core import device as devices
 from megatron.core.base import rank_status
 from megatron.core.boxes import size_of
 from megatron.core.checkpoint import format, writer
@@ -34,8 +32,10 @@ from megatron.core.checkpoint.save import check_savable
 from megatron.core.checkpoint.shares import shares
 from megatron.core.checkpoint.star import Messages
 from megatron.core.checkpoint.writing import Saving
-from megatron.core.grid import Axis
 from megatron.core.offload.stored_tensor import StoredTensor
+from megatron.core.parallel import collectives
+from megatron.core.parallel import device as devices
+from megatron.core.parallel.grid import Axis
 from megatron.core.storage.paths import path_of
 
 _CHUNK = 16 << 20  # bytes of a tensor in a file that are read at a time
@@ -148,17 +148,17 @@ class BackgroundSaves:
         self._world, self._device = world, device
         self._memory: SharedMemory | None = None
         self._flying: _Flying | None = None
-        with comm.together(world, device):
+        with collectives.together(world, device):
             self._start_process()
             hello = {"rank": world.rank, "ranks": world.size, "address": None}
             if world.is_first:
                 self._writer.send(hello)
                 hello |= self._answer()
-        text = comm.broadcast_text(json.dumps(hello), world, device)
-        with comm.together(world, device):
+        text = collectives.broadcast_text(json.dumps(hello), world, device)
+        with collectives.together(world, device):
             if not world.is_first:
                 self._writer.send(json.loads(text) | {"rank": world.rank})
-        with comm.together(world, device):
+        with collectives.together(world, device):
             self._answer()
 
     def _start_process(self) -> None:
@@ -187,7 +187,7 @@ class BackgroundSaves:
         that of the first rank."""
         assert self._flying is None, "one save at a time"
         began, saving = time.monotonic(), Saving(path_of(root), iteration, state, print)
-        with comm.together(self._world, self._device):
+        with collectives.together(self._world, self._device):
             check_savable(saving, tensors, is_first=self._world.is_first)
             self.reserve(tensors)
         parts = snapshot(shares(tensors), self._memory.data)
@@ -210,7 +210,7 @@ class BackgroundSaves:
 
     def finish(self) -> SavedInBackground | None:
         """Waits for the save in flight on every rank, and raises its error if it failed. Every rank must call."""
-        with comm.together(self._world, self._device):
+        with collectives.together(self._world, self._device):
             return self.land()
 
     def land(self) -> SavedInBackground | None:
@@ -235,7 +235,7 @@ class BackgroundSaves:
             wrong, advice = f"lost the process that writes (exit code {code})", "see what the system says of it"
             raise CheckpointError("--async-save", wrong, advice) from error
         if "elsewhere" in answer:
-            raise comm.PeerError(answer["elsewhere"])
+            raise collectives.PeerError(answer["elsewhere"])
         if "failed" in answer:
             raise CheckpointError(*answer["failed"])
         return answer

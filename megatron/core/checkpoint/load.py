@@ -18,13 +18,13 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from megatron.core import comm
 from megatron.core.boxes import Box, intersect, relative_to, run_of, size_of, slices, whole
 from megatron.core.checkpoint import folder, format
 from megatron.core.checkpoint.format import CheckpointError, Manifest, Piece
 from megatron.core.checkpoint.local_tensor import LocalTensor, problems_of_tensors
-from megatron.core.grid import ALONE, Axis
 from megatron.core.offload.stored_tensor import Stored, StoredTensor
+from megatron.core.parallel import collectives
+from megatron.core.parallel.grid import ALONE, Axis
 from megatron.core.storage import file_layer
 from megatron.core.storage.paths import path_of
 from megatron.core.storage.read_ahead import FileSpan
@@ -69,7 +69,7 @@ class Checkpoint:
         `names`. Takes host memory for the largest piece. in_place: reads a piece that lies in a tensor as in its file into the
         tensor, without this memory; what is damaged is then in the tensor when this raises.
         """
-        with comm.together(world, device):
+        with collectives.together(world, device):
             self._check(tensors, convert)
             with torch.no_grad():
                 self._fill(tensors, in_place)
@@ -217,7 +217,7 @@ def open_checkpoint(
     Every rank of `world` must call. The first rank reads the manifest for all, so that they agree on the iteration.
     """
     found = None
-    with comm.together(world, device):
+    with collectives.together(world, device):
         if world.is_first:
             try:
                 choice = folder.find(path_of(root), iteration)
@@ -225,10 +225,10 @@ def open_checkpoint(
                 advice = "check the path and who may read it"
                 raise CheckpointError(root, f"cannot be read ({error})", advice) from error
             found = f"{json.dumps([choice.folder.name, choice.warning])}\n{folder.read_manifest(choice.folder)}"
-    head, text = comm.broadcast_text(found, world, device).split("\n", 1)
+    head, text = collectives.broadcast_text(found, world, device).split("\n", 1)
     name, warning = json.loads(head)
     path = path_of(root) / name
-    with comm.together(world, device):
+    with collectives.together(world, device):
         manifest = format.parse_manifest(text, path / format.MANIFEST)
         format.check_whole(manifest, path / format.MANIFEST)
         if world.is_first:

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core import comm
 from megatron.core.boxes import Box
 from megatron.core.checkpoint import format
 from megatron.core.checkpoint.format import CheckpointError
 from megatron.core.checkpoint.local_tensor import LocalTensor, problems_of_tensors
 from megatron.core.checkpoint.shares import shares
 from megatron.core.checkpoint.writing import HeldPart, Saving, saving_together, write_and_publish
-from megatron.core.grid import Axis
 from megatron.core.offload.stored_tensor import Stored, StoredTensor
+from megatron.core.parallel import collectives
+from megatron.core.parallel.grid import Axis
 from megatron.core.storage.paths import path_of
 
 _CHUNK = 16 << 20  # bytes copied to the host, hashed and written at a time: all the memory that saving needs
@@ -32,13 +32,13 @@ class _Collectives:
         self._world, self._device = world, device
 
     def together(self) -> contextlib.AbstractContextManager[None]:
-        return comm.together(self._world, self._device)
+        return collectives.together(self._world, self._device)
 
     def gather(self, number: int) -> list[int]:
-        return comm.all_gather(torch.tensor([number], device=self._device), self._world).tolist()
+        return collectives.all_gather(torch.tensor([number], device=self._device), self._world).tolist()
 
     def first_says(self, text: str | None) -> str:
-        return comm.broadcast_text(text, self._world, self._device)
+        return collectives.broadcast_text(text, self._world, self._device)
 
 
 def save_checkpoint(

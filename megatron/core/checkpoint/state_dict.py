@@ -17,7 +17,7 @@ from megatron.core.boxes import whole
 from megatron.core.checkpoint.load import open_checkpoint
 from megatron.core.checkpoint.local_tensor import LocalTensor, placed_tensor
 from megatron.core.checkpoint.save import save_checkpoint
-from megatron.core.mesh import Mesh
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.placement import Placement, placement_of
 
 State = dict[str, Any]

@@ -5,11 +5,11 @@ from typing import Any
 
 from torch import nn
 
-from megatron.core import comm
 from megatron.core.base.config_fields import settings_from
-from megatron.core.current_mesh import current
 from megatron.core.distributed import data_parallel
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
+from megatron.core.parallel import collectives
+from megatron.core.parallel.global_state import current
 
 NOT_BUILT = ("check_for_large_grads", "delay_wgrad_compute", "fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag")
 
@@ -94,7 +94,7 @@ class DistributedDataParallel(data_parallel.DistributedDataParallel):
     def broadcast_params(self) -> None:
         """Every data-parallel rank gets the first one's parameters; before the optimizer is made, and not in ZeRO stage 3."""
         for parameter in self.module.parameters():
-            comm.broadcast(parameter.data, self.mesh.samples)
+            collectives.broadcast(parameter.data, self.mesh.samples)
 
     def state_dict(self, prefix: str = "", keep_vars: bool = False, destination: Any = None) -> dict[str, Any]:
         """That of the module, by its own names."""

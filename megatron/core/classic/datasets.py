@@ -11,11 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.core import comm
 from megatron.core.base.config_fields import problems_of_not_built
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.signatures import takes
-from megatron.core.current_mesh import current, model_parallel_is_initialized
 from megatron.core.datasets import blend, gpt, indexed
 from megatron.core.datasets.bert import build_bert_datasets
 from megatron.core.datasets.data_config import DataConfig
@@ -23,6 +21,8 @@ from megatron.core.datasets.index_map import build_indices, parse_split, split_r
 from megatron.core.datasets.masking import MaskedDataConfig
 from megatron.core.datasets.padding import pad_is_text
 from megatron.core.datasets.split_plan import samples_of_files
+from megatron.core.parallel import collectives
+from megatron.core.parallel.global_state import current, model_parallel_is_initialized
 from megatron.core.parallel_state import launched_rank
 
 # A prefix, or weights and prefixes in turn (core 0.5); or (prefixes, weights or None) since.
@@ -314,7 +314,7 @@ class BlendedMegatronDatasetBuilder:
         building: dict[str, Any] = {}
         if model_parallel_is_initialized():
             world, device = current().mesh["world"], current().device
-            building = {"is_builder": world.is_first, "wait": lambda: comm.barrier(world, device)}
+            building = {"is_builder": world.is_first, "wait": lambda: collectives.barrier(world, device)}
             building |= {"say": _say, "progress": _say}
         return _KINDS[self.cls](self.config, self.sizes, building)
 

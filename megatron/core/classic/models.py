@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from megatron.core.base.signatures import takes
 from megatron.core.classic.layers import layers_of_stage, make_layer_of
 from megatron.core.classic.modules import MegatronModule, context_of, settings_of
-from megatron.core.current_mesh import current
-from megatron.core.job.processes import join_alone
 from megatron.core.models import bert_model, gpt_model
+from megatron.core.parallel.global_state import current
+from megatron.core.parallel.rendezvous import join_alone
 
 
 class ModelOfMegatron(MegatronModule):

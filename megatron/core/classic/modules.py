@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from megatron.core.base.signatures import takes
 from megatron.core.classic.transformer_config import model_config
-from megatron.core.current_mesh import current
 from megatron.core.models.embedding import Embedding
+from megatron.core.parallel.global_state import current
 from megatron.core.products import NATIVE
 from megatron.core.random import DropoutKeys
 from megatron.core.transformer.context import LayerContext

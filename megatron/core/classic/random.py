@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.base.signatures import takes
-from megatron.core.current_mesh import current, get_mesh, model_parallel_is_initialized
+from megatron.core.parallel.global_state import current, get_mesh, model_parallel_is_initialized
 from megatron.core.tensor_parallel.random import RngTracker, recomputed_with_states
 
 MODEL_PARALLEL, DATA_PARALLEL = "model-parallel-rng", "data-parallel-rng"

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.core import comm
 from megatron.core.base.signatures import takes
-from megatron.core.current_mesh import get_mesh
-from megatron.core.grid import Axis
-from megatron.core.model_parallel import torch_group
+from megatron.core.parallel import collectives
+from megatron.core.parallel.global_state import get_mesh
+from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.initialize_groups import torch_group
 from megatron.core.tensor_parallel import mappings
 
 
@@ -84,11 +84,11 @@ class _GatherFromSequenceParallelRegion(_directions(mappings.gather_sequence, ga
 @takes(tp_group=None)
 def split_tensor_into_1d_equal_chunks(tensor: Tensor, new_buffer: bool = False) -> Tensor:
     """This tensor-parallel rank's part of the numbers of a tensor that all ranks hold: a view, or a copy."""
-    part = tensor.reshape(-1)[comm.my_part(tensor.numel(), axis_of())]
+    part = tensor.reshape(-1)[collectives.my_part(tensor.numel(), axis_of())]
     return part.clone() if new_buffer else part
 
 
 @takes(tp_group=None)
 def gather_split_1d_tensor(tensor: Tensor) -> Tensor:
     """The ranks' parts, one after the other. Every rank of the axis must call."""
-    return comm.all_gather(tensor.reshape(-1), axis_of())
+    return collectives.all_gather(tensor.reshape(-1), axis_of())

@@ -15,8 +15,8 @@ from torch import nn
 
 from megatron.core.base.signatures import takes
 from megatron.core.classic.utils import get_model_config, unwrap_model
-from megatron.core.current_mesh import current
-from megatron.core.mesh import Mesh
+from megatron.core.parallel.global_state import current
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.loss import ForwardStep
 from megatron.core.pipeline_parallel.own_loop import run_step
 from megatron.core.pipeline_parallel.pipeline import BatchShape

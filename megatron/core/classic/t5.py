@@ -12,8 +12,8 @@ from megatron.core.classic.cross_attention import (
 )
 from megatron.core.classic.layers import layers_of_stage
 from megatron.core.classic.models import ModelOfMegatron
-from megatron.core.current_mesh import current
 from megatron.core.models import t5_model
+from megatron.core.parallel.global_state import current
 
 _OURS = {
     "encoder": get_t5_encoder_with_local_block_spec(1).layer_specs[0],

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.init import xavier_normal_
 
 from megatron.core.base.signatures import takes
-from megatron.core.current_mesh import current, get_mesh
+from megatron.core.parallel.global_state import current, get_mesh
 from megatron.core.placement import Constant, InitialValue, Normal
 from megatron.core.products import NATIVE
 from megatron.core.tensor_parallel import linear_layers, mappings

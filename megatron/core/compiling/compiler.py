@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 from torch.utils._triton import has_triton
 
-from megatron.core import comm
 from megatron.core.base.dataclass_flags import FlagConfig, knob
 from megatron.core.compiling.replayed import Replay, call_kind, programs_called, replay_of, watched_backend
-from megatron.core.grid import Axis
 from megatron.core.made_again import mark_made
+from megatron.core.parallel import collectives
+from megatron.core.parallel.grid import Axis
 
 Formula = Callable[..., tuple[Tensor | None, ...]]
 
@@ -81,7 +81,7 @@ def settle_compiling(config: CompileConfig, device: torch.device | str, world: A
     kind = torch.device(device).type
     reason = why_not(kind)
     lacks = torch.tensor(float(reason is not None), device=device)
-    if not comm.all_reduce(lacks, world, "max").item():
+    if not collectives.all_reduce(lacks, world, "max").item():
         return [f"--compile {config.compile}: compiled code is kept in {cache_folder()}"]
     _lacking.add(kind)
     return [f"--compile {config.compile} is off: {reason or 'another rank lacks what it needs'}"]

@@ -2,10 +2,8 @@
 
 from torch import Tensor, nn
 
-from megatron.core import comm
 from megatron.core.base.async_handle import Pending
 from megatron.core.base.memory_kind import memory_kind
-from megatron.core.device import to_device
 from megatron.core.distributed.buffer import ParamAndGradBuffer
 from megatron.core.distributed.call_order import UseOrder
 from megatron.core.distributed.released import (
@@ -17,6 +15,8 @@ from megatron.core.distributed.released import (
 )
 from megatron.core.distributed.slot import ParamSlot
 from megatron.core.offload.stored_tensor import start_reading, start_writing
+from megatron.core.parallel import collectives
+from megatron.core.parallel.device import to_device
 
 
 class Bucket:
@@ -35,7 +35,7 @@ class Bucket:
         self._span, self._order = slice(start, stop), order
         self.missing = 0  # parameters that have fewer gradients in this step than expected
         self.is_written = False  # gradients were added since the last reduction
-        part = comm.my_part(stop - start, buffer.axes.shard)
+        part = collectives.my_part(stop - start, buffer.axes.shard)
         mine = (start + part.start, start + part.stop)
         self.sum, self.held_params = buffer.held_sums.at(*mine), buffer.held_params.at(*mine)
         self._rounds = buffer.config.grad_reduce_in_bf16 and buffer.axes.reduce.size > 1
@@ -134,11 +134,11 @@ class Bucket:
         self.complete()
         gradients = self.gradients.bfloat16() if self._rounds else self.gradients
         if not self.buffer.zero.shards_state:
-            self._reducing = comm.start_all_reduce(gradients, self.buffer.axes.reduce)
+            self._reducing = collectives.start_all_reduce(gradients, self.buffer.axes.reduce)
         elif self.buffer.config.reduce_scatter_with_fp32_accumulation:
-            self._reducing = comm.start_reduce_scatter_in(self.sum.dtype, gradients, self.buffer.axes.shard)
+            self._reducing = collectives.start_reduce_scatter_in(self.sum.dtype, gradients, self.buffer.axes.shard)
         else:
-            self._reducing = comm.start_reduce_scatter(gradients, self.buffer.axes.shard)
+            self._reducing = collectives.start_reduce_scatter(gradients, self.buffer.axes.shard)
 
     @memory_kind("communication")
     def finish_reduce(self) -> None:
@@ -156,7 +156,7 @@ class Bucket:
             self._release_grads()
             return
         if self.buffer.zero.shards_state:
-            comm.all_reduce(total, self.buffer.axes.replica)  # hybrid sharding: over the copies of the shard
+            collectives.all_reduce(total, self.buffer.axes.replica)  # hybrid sharding: over the copies of the shard
         if self._rounds or self.buffer.zero.shards_state:
             self.sum.copy_(total)
 
@@ -167,9 +167,9 @@ class Bucket:
         outer = self.buffer.axes.outer
         if outer.size > 1:
             # Once a step and not once a microbatch: sums over copies can wait until all are added.
-            self.sum[comm.my_part(self.sum.numel(), outer)].copy_(comm.reduce_scatter(self.sum, outer))
+            self.sum[collectives.my_part(self.sum.numel(), outer)].copy_(collectives.reduce_scatter(self.sum, outer))
         else:
-            comm.all_reduce(self.sum, self.buffer.axes.replica)
+            collectives.all_reduce(self.sum, self.buffer.axes.replica)
 
     def _comes(self, verb: str) -> None:
         """Announce a collective that a branch on data could keep other ranks from making."""
@@ -188,13 +188,13 @@ class Bucket:
     def gather_updated(self) -> None:
         """After an update: all-gather, over `axes.outer`, the shard that this rank holds."""
         outer = self.buffer.axes.outer
-        mine = start_reading(self.held_params[comm.my_part(self.held_params.numel(), outer)]).wait()
+        mine = start_reading(self.held_params[collectives.my_part(self.held_params.numel(), outer)]).wait()
         mine = to_device(mine, self.buffer.device)
         if isinstance(self.held_params, Tensor) and self.held_params.device == self.buffer.device:
             # Cloned: the input of an all-gather may not overlap its output.
-            comm.start_all_gather(mine.clone(), outer, out=self.held_params).wait()
+            collectives.start_all_gather(mine.clone(), outer, out=self.held_params).wait()
         else:
-            start_writing(self.held_params, comm.all_gather(mine, outer)).wait()
+            start_writing(self.held_params, collectives.all_gather(mine, outer)).wait()
 
     @memory_kind("communication")
     def start_gather(self) -> None:
@@ -208,10 +208,10 @@ class Bucket:
             # Communication over one rank does nothing, not even a copy.
             if self.buffer.axes.shard.size == 1:
                 out.copy_(mine)
-            self._gathering = comm.start_all_gather(mine, self.buffer.axes.shard, out=out)
+            self._gathering = collectives.start_all_gather(mine, self.buffer.axes.shard, out=out)
         elif self.buffer.axes.shard.size > 1:
             mine = self.held_params.clone()  # the input of an all-gather may not overlap its output
-            self._gathering = comm.start_all_gather(
+            self._gathering = collectives.start_all_gather(
                 mine, self.buffer.axes.shard, out=self.buffer.params.data[self._span]
             )
             # A forward that uses one outside its module, where no hook waits, waits by its class.
@@ -229,7 +229,7 @@ class Bucket:
     def keep_values(self) -> None:
         """Stage 3: the resident parameters, which a script has changed, take the place of this rank's shard."""
         if self._params is not None and self._params.is_open:
-            mine = self._params.data[comm.my_part(self._params.data.numel(), self.buffer.axes.shard)].clone()
+            mine = self._params.data[collectives.my_part(self._params.data.numel(), self.buffer.axes.shard)].clone()
             start_writing(self.held_params, mine).wait()
 
     def release_params(self) -> None:

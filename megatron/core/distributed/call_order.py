@@ -12,10 +12,10 @@ from dataclasses import replace
 
 import torch
 
-from megatron.core import comm
 from megatron.core.base.memory_kind import memory_kind
-from megatron.core.comm import Ledger
-from megatron.core.grid import Axis
+from megatron.core.parallel import collectives
+from megatron.core.parallel.collectives import Ledger
+from megatron.core.parallel.grid import Axis
 
 _END = "is at the end of the step"
 
@@ -56,12 +56,12 @@ class UseOrder:
 
     @memory_kind("communication")
     def _compare(self, calls: list[str]) -> None:
-        mine = comm.fingerprint("\0".join(calls))
+        mine = collectives.fingerprint("\0".join(calls))
         ends = torch.tensor([mine, -mine], dtype=torch.int64, device=self._device)
-        most, least = comm.all_reduce(ends, self._axis, "max").tolist()
+        most, least = collectives.all_reduce(ends, self._axis, "max").tolist()
         if most == -least:
             return
-        texts = comm.all_gather_texts("\0".join(calls), self._axis, self._device)
+        texts = collectives.all_gather_texts("\0".join(calls), self._axis, self._device)
         raise DifferentOrderError(difference([text.split("\0") for text in texts], self._axis.ranks))
 
 

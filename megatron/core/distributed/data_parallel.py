@@ -30,7 +30,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core import comm
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.memory_kind import memory_kind
 from megatron.core.boxes import flat_run
@@ -46,9 +45,10 @@ from megatron.core.distributed.traffic import Flat
 from megatron.core.distributed.uses import Uses
 from megatron.core.distributed.zero import GradReduce, ParamGather, ReduceEachMicrobatch, ReduceOnce
 from megatron.core.main_grad import DataParallelBase, grad_was_added, grad_was_put_off, open_main_grad, set_slot
-from megatron.core.mesh import GradAxes, Mesh
 from megatron.core.offload.host_and_file_store import Tier
 from megatron.core.offload.stored_tensor import Stored
+from megatron.core.parallel import collectives
+from megatron.core.parallel.mesh import GradAxes, Mesh
 from megatron.core.placement import Placement, partial_axes, partial_grads, placement_of
 from megatron.core.weight_grads import WeightGradStore
 
@@ -248,7 +248,7 @@ class DistributedDataParallel(DataParallelBase):
             self._sum_partial(name)
         for buffer in self.buffers if not self._grads.sums_ends else ():
             for tensor in buffer.sums.tensors if buffer.is_tied else ():
-                comm.all_reduce(tensor, self.mesh[ACROSS_STAGES])
+                collectives.all_reduce(tensor, self.mesh[ACROSS_STAGES])
         self._grads.is_complete = True
         self._fill()
 
@@ -314,7 +314,7 @@ class DistributedDataParallel(DataParallelBase):
             if not parts:
                 continue
             # Norms and biases are small: one message costs less than the latency of many.
-            flat = comm.all_reduce(torch.cat(parts), self.mesh[axis_name])
+            flat = collectives.all_reduce(torch.cat(parts), self.mesh[axis_name])
             for part, total in zip(parts, flat.split([part.numel() for part in parts])):
                 part.copy_(total)
 

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from megatron.core import comm
 from megatron.core.boxes import flat_run, slices
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.plan import overlaps
-from megatron.core.mesh import Mesh
 from megatron.core.offload.stored_tensor import loaded
+from megatron.core.parallel import collectives
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.placement import owned_pieces
 
 
@@ -52,7 +52,7 @@ def params_norm(chunks: Sequence[DistributedDataParallel], mesh: Mesh, device: t
     for _, part in my_elements(chunks, mesh, grads=False):
         for piece in part.reshape(-1).split(_WIDENED_AT_ONCE):
             total += piece.double().square().sum()
-    return comm.all_reduce(total, mesh["world"]).sqrt().item()
+    return collectives.all_reduce(total, mesh["world"]).sqrt().item()
 
 
 @torch.no_grad()
@@ -61,4 +61,4 @@ def num_zeros_in_grad(chunks: Sequence[DistributedDataParallel], mesh: Mesh, dev
     total = torch.zeros((), dtype=torch.int64, device=device)
     for _, part in my_elements(chunks, mesh, grads=True):
         total += (part == 0).sum()
-    return int(comm.all_reduce(total, mesh["world"]).item())
+    return int(collectives.all_reduce(total, mesh["world"]).item())

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core import comm
 from megatron.core.base.lazy_imports import make_callable
-from megatron.core.current_mesh import current
 from megatron.core.distributed.data_parallel import DistributedDataParallel
+from megatron.core.parallel import collectives
+from megatron.core.parallel.global_state import current
 
 
 def finalize_model_grads(
@@ -34,7 +34,7 @@ def finalize_model_grads(
     counted = num_tokens if mesh.has_last_stage else 0.0
     total = torch.as_tensor(counted, dtype=torch.float64).detach().reshape(1).clone().to(current().device)
     for axis in (mesh.tokens, mesh["pp"]):
-        comm.all_reduce(total, axis)
+        collectives.all_reduce(total, axis)
     for chunk in chunks:
         chunk.scale_gradients(1.0 / (total.item() or 1.0))
 

@@ -7,13 +7,13 @@ all of them and one all-gather each: a tool to find where two runs diverge.
 
 from collections.abc import Sequence
 
-from megatron.core import comm
 from megatron.core.base.memory_kind import memory_kind
 from megatron.core.distributed.bucket import Bucket
 from megatron.core.distributed.buffer import MemoryBuffer, ParamAndGradBuffer
 from megatron.core.distributed.slot import ParamSlot
 from megatron.core.distributed.zero import GradReduce
-from megatron.core.grid import Axis
+from megatron.core.parallel import collectives
+from megatron.core.parallel.grid import Axis
 
 
 class ReduceInFixedOrder(GradReduce):
@@ -49,8 +49,8 @@ class ReduceInFixedOrder(GradReduce):
             for microbatch in sorted(kept):
                 mine = kept[microbatch].data
                 if buffer.is_tied:  # first the two stages' parts of one microbatch
-                    comm.all_reduce(mine, self._ends)
-                for part in comm.all_gather(mine, buffer.axes.reduce).split(mine.numel()):
+                    collectives.all_reduce(mine, self._ends)
+                for part in collectives.all_gather(mine, buffer.axes.reduce).split(mine.numel()):
                     buffer.grads.data.add_(part)
         self._forget()
 

@@ -16,9 +16,9 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from megatron.core import comm
 from megatron.core.distributed.released import AwayTensor
-from megatron.core.grid import Axis
+from megatron.core.parallel import collectives
+from megatron.core.parallel.grid import Axis
 from megatron.core.storage.resize_storage import resize
 
 
@@ -39,7 +39,7 @@ class OwnShard:
         """Keep a part of the first rank's values. Every rank of the axis must call."""
         if not self.is_whole or type(self.parameter) is not nn.Parameter or not self.parameter.is_contiguous():
             return
-        flat = comm.broadcast(self.parameter.data, self.axis).view(-1)
+        flat = collectives.broadcast(self.parameter.data, self.axis).view(-1)
         length = -(-flat.numel() // self.axis.size)
         start = self.axis.rank * length
         self.mine = flat.new_zeros(length)
@@ -55,7 +55,7 @@ class OwnShard:
         self.parameter.__class__ = nn.Parameter
         data = self.parameter.data
         resize(data.untyped_storage(), (data.storage_offset() + data.numel()) * data.element_size())
-        data.view(-1).copy_(comm.all_gather(self.mine, self.axis)[: data.numel()])
+        data.view(-1).copy_(collectives.all_gather(self.mine, self.axis)[: data.numel()])
         self.mine = None
 
 

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core import comm
 from megatron.core.distributed.made_in_shards import shard_of
-from megatron.core.grid import Axis
 from megatron.core.main_grad import GradSlot, slot_of
-from megatron.core.mesh import Mesh
+from megatron.core.parallel import collectives
+from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.placement import Placement, placement_of
 
 
@@ -37,7 +37,7 @@ def start_alike(module: nn.Module, mesh: Mesh, device: torch.device | str, dtype
             if was_sharded:
                 shard.release()
             else:
-                comm.broadcast(tensor.data, mesh.samples)
+                collectives.broadcast(tensor.data, mesh.samples)
         if isinstance(tensor, nn.Parameter) and placement_of(tensor) is None:
             tensor.placement = Placement(tuple(tensor.shape), init=None, replicated_over=("tp",))
 
@@ -46,10 +46,10 @@ def _check_alike(module: nn.Module, samples: Axis, device: torch.device | str) -
     """Raise RuntimeError on every rank if one has other parameters or buffers than the first."""
     named = (*module.named_parameters(), *module.named_buffers())
     mine = [f"{name} {list(x.shape)} {'trained' if x.requires_grad else 'fixed'}" for name, x in named]
-    marks = comm.all_gather(torch.tensor([comm.fingerprint(str(mine))], device=device), samples).tolist()
+    marks = collectives.all_gather(torch.tensor([collectives.fingerprint(str(mine))], device=device), samples).tolist()
     if len(set(marks)) == 1:
         return
-    all_named = [json.loads(text) for text in comm.all_gather_texts(json.dumps(mine), samples, device)]
+    all_named = [json.loads(text) for text in collectives.all_gather_texts(json.dumps(mine), samples, device)]
     rank = next(rank for rank, mark in enumerate(marks) if mark != marks[0])
     pairs = zip_longest(all_named[rank], all_named[0], fillvalue="nothing")
     one, other = next((one, other) for one, other in pairs if one != other)
@@ -89,7 +89,7 @@ class WholeParameters:
     def __exit__(self, kind: Any, *_: Any) -> None:
         keeps = self._source is not None and kind is None
         for parameter in self._parameters if keeps else ():
-            comm.broadcast(parameter.data, *self._source)
+            collectives.broadcast(parameter.data, *self._source)
         for bucket in self._buckets:
             if keeps:
                 bucket.keep_values()

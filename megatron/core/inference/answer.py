@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megatron.core.inference.generate import Stage, continued, prompt_problems
 from megatron.core.inference.load import lone_mesh
 from megatron.core.inference.sampling import Choose
-from megatron.core.mesh import Mesh
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.transformer.kv_cache import DecoderCache
 

@@ -17,10 +17,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from megatron.core import comm
 from megatron.core.inference.load import lone_mesh
 from megatron.core.inference.sampling import Choose
-from megatron.core.mesh import Mesh
+from megatron.core.parallel import collectives
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.transport import TensorSpec, Transport
 from megatron.core.tokenizers.tokenizers import Tokenizer
 from megatron.core.transformer.kv_cache import KeyValueCache
@@ -172,7 +172,7 @@ class Stage:
             handed_on = out if isinstance(out, tuple) else (out,)
             transport.send("forward", stages.ranks[self.stage + 1], handed_on).wait()
             return None
-        return comm.all_gather(out[:, -1], self.mesh["tp"], dim=-1)[:, : self.model.vocab_size]
+        return collectives.all_gather(out[:, -1], self.mesh["tp"], dim=-1)[:, : self.model.vocab_size]
 
     def choose_next(self, tokens: Tensor, cache: KeyValueCache, going: Sequence[bool]) -> list[int]:
         """The next id of each text, on every rank; 0 for a finished text. All ranks of the last stage draw the same ids."""
@@ -185,9 +185,9 @@ class Stage:
             except Exception as caught:
                 error, chosen = caught, [_FAILED] * len(going)
         ids = torch.tensor(chosen, device=self.device)
-        chosen = comm.broadcast(ids, model_ranks, source=self.mesh.reporter("mp")).tolist()
+        chosen = collectives.broadcast(ids, model_ranks, source=self.mesh.reporter("mp")).tolist()
         if _FAILED in chosen:
-            with comm.together(model_ranks, self.device):
+            with collectives.together(model_ranks, self.device):
                 if error is not None:
                     raise error
         return chosen

@@ -7,11 +7,11 @@ import torch
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.registry import FUNCTIONS
 from megatron.core.checkpoint import Checkpoint, LocalTensor
-from megatron.core.grid import AxisSizes
-from megatron.core.mesh import Mesh, build_mesh
 from megatron.core.models.gpt_model import GPTModel
 from megatron.core.models.language_model import LanguageModelStage
 from megatron.core.models.t5_model import T5Model
+from megatron.core.parallel.grid import AxisSizes
+from megatron.core.parallel.mesh import Mesh, build_mesh
 from megatron.core.placement import pieces
 from megatron.core.products import Products, settle
 from megatron.core.transformer.context import LayerContext

@@ -18,14 +18,14 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from megatron.core import comm
 from megatron.core.boxes import Box, intersect, relative_to, size_of, slices, whole
 from megatron.core.checkpoint.format import TensorRecord
 from megatron.core.checkpoint.local_tensor import LocalTensor
-from megatron.core.grid import Axis
 from megatron.core.interchange.families.family import Row
 from megatron.core.interchange.written import FolderPlan, finish_folder, write_rows
 from megatron.core.offload.stored_tensor import start_reading
+from megatron.core.parallel import collectives
+from megatron.core.parallel.grid import Axis
 from megatron.core.storage.file_layer import make_folders
 
 _ROWS = 16 << 20  # bytes of a tensor that the ranks add up at a time
@@ -46,7 +46,7 @@ def records_of_ranks(
     ]
     found: dict[str, TensorRecord] = {}
     counts: dict[str, int] = {}
-    for text in comm.all_gather_texts(json.dumps(mine), world, device):
+    for text in collectives.all_gather_texts(json.dumps(mine), world, device):
         for name, dtype, shape, count in json.loads(text):
             found[name] = TensorRecord(dtype, tuple(shape), ())
             counts[name] = counts.get(name, 0) + count
@@ -68,7 +68,7 @@ def write_gathered(
 
     If one rank fails, all raise, and the folder is incomplete. note: told, on the first rank, of files that are not written.
     """
-    with comm.together(world, device):
+    with collectives.together(world, device):
         if world.is_first:
             make_folders(out)
     for name, file in plan.files.items():
@@ -78,9 +78,9 @@ def write_gathered(
             first.attempt(partial(write_rows, out / name, plan, file, rows))
         for _ in rows:  # all that are left, also where the disk is full: the other ranks are in the same calls
             pass
-        with comm.together(world, device):
+        with collectives.together(world, device):
             first.raise_it()
-    with comm.together(world, device):
+    with collectives.together(world, device):
         if world.is_first:
             finish_folder(plan, out, None, note)
 
@@ -95,7 +95,7 @@ class _FirstError:
         """What `work` returns; None, and the error is kept, if it fails."""
         try:
             return work()
-        except comm.LostPeerError:
+        except collectives.LostPeerError:
             raise
         except Exception as error:
             self.error = self.error or error
@@ -122,7 +122,7 @@ def _gathered(
         part = torch.zeros(size_of(box), dtype=dtype, device=device)
         if local is not None and local.is_writer:
             first.attempt(partial(_put_mine, local, box, part))
-        comm.all_reduce(part.view(-1).view(torch.uint8), world)
+        collectives.all_reduce(part.view(-1).view(torch.uint8), world)
         if world.is_first:
             ours[slices(box)] = part
     return ours

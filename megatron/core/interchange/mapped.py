@@ -12,9 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron.core import comm
 from megatron.core.checkpoint.format import CheckpointError, Manifest, TensorRecord
-from megatron.core.grid import ALONE, Axis
 from megatron.core.interchange.absent import ABSENT_HEADS, absent_heads_of
 from megatron.core.interchange.carried import Origin
 from megatron.core.interchange.families.config_json import family_of, settings_of
@@ -25,6 +23,8 @@ from megatron.core.interchange.formats.hf_folder import CONFIG, HFFolder, are_eq
 from megatron.core.interchange.formats.safetensors import FETCH_AGAIN, TensorInFile
 from megatron.core.interchange.strided import StridedCheckpoint, record_of
 from megatron.core.interchange.tokenizer_config import TOKENIZER_CONFIG
+from megatron.core.parallel import collectives
+from megatron.core.parallel.grid import ALONE, Axis
 from megatron.core.storage.file_layer import is_file
 from megatron.core.transformer.model_config import ModelConfig
 
@@ -186,17 +186,17 @@ def open_hf_folder(root: Path, world: Axis = ALONE, device: torch.device | str =
     Every rank of `world` must call. The first rank reads config and headers for all.
     """
     text = None
-    with comm.together(world, device):
+    with collectives.together(world, device):
         if world.is_first:
             folder = _read(root)
             settings, _ = settings_of(folder.config, str(root / CONFIG))
             check_tied(folder, family_of(folder.config, CONFIG), ModelConfig(**settings), root)
             text = json.dumps(asdict(folder))
-    raw = json.loads(comm.broadcast_text(text, world, device))
+    raw = json.loads(collectives.broadcast_text(text, world, device))
     tensors = {
         name: TensorInFile(file, dtype, tuple(shape), start)
         for name, (file, dtype, shape, start) in raw["tensors"].items()
     }
-    with comm.together(world, device):
+    with collectives.together(world, device):
         manifest = manifest_of(HFFolder(raw["config"], tensors, tuple(raw["notes"])), root)
     return StridedCheckpoint(root, manifest, "; ".join(raw["notes"]))

@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron.core import comm
 from megatron.core.checkpoint.format import CheckpointError, Manifest, TensorRecord
-from megatron.core.grid import ALONE, Axis
 from megatron.core.interchange.absent import ABSENT_HEADS, without_order_of_sentences
 from megatron.core.interchange.families.family import WORD_TABLE
 from megatron.core.interchange.families.operations import shape_of
@@ -19,6 +17,8 @@ from megatron.core.interchange.formats.megatron_dist import args_of_dist, read_d
 from megatron.core.interchange.formats.megatron_folder import find_megatron
 from megatron.core.interchange.formats.safetensors import FETCH_AGAIN
 from megatron.core.interchange.strided import StridedCheckpoint, StridedPiece, piece_of
+from megatron.core.parallel import collectives
+from megatron.core.parallel.grid import ALONE, Axis
 from megatron.core.transformer.model_config import ModelConfig
 
 _NOTE = "is a checkpoint of Megatron-LM: its weights are read, and not its optimizer's state"
@@ -32,7 +32,7 @@ def open_megatron(
     Every rank of `world` must call. The first rank reads the files' indices for all.
     """
     text = None
-    with comm.together(world, device):
+    with collectives.together(world, device):
         if world.is_first:
             folder = find_megatron(root, iteration)
             read = {"classic": read_classic, "torch_dist": read_dist}[folder.kind]
@@ -51,7 +51,7 @@ def manifest_as_text(path: Path, note: str, manifest: Manifest) -> str:
 
 def opened_by_first(text: str | None, world: Axis, device: torch.device | str) -> StridedCheckpoint:
     """The checkpoint of the first rank's `manifest_as_text`, on every rank. Every rank of `world` must call."""
-    raw = json.loads(comm.broadcast_text(text, world, device))
+    raw = json.loads(collectives.broadcast_text(text, world, device))
     path, note = raw.pop("path"), raw.pop("note")
     tensors = {name: _record(**record) for name, record in raw.pop("tensors").items()}
     return StridedCheckpoint(Path(path), Manifest(**raw, tensors=tensors), note)

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import torch
 
-from megatron.core import comm
-from megatron.core.grid import ALONE, Axis
 from megatron.core.interchange.families.config_json import family_of, settings_of
 from megatron.core.interchange.formats.hf_folder import CONFIG, HFFolder, read_json
 from megatron.core.interchange.mapped import manifest_with, records_of
 from megatron.core.interchange.mapped_megatron import manifest_as_text, opened_by_first
 from megatron.core.interchange.strided import StridedCheckpoint
 from megatron.core.interchange.titan import as_whole, check_tied_chunks, chunks_of_titan, divided, family_of_titan
+from megatron.core.parallel import collectives
+from megatron.core.parallel.grid import ALONE, Axis
 from megatron.core.transformer.model_config import ModelConfig
 
 _NOTE = "is a checkpoint of torchtitan: its weights are read, and not its optimizer's state"
@@ -23,7 +23,7 @@ def open_titan(root: Path, world: Axis = ALONE, device: torch.device | str = "cp
     Every rank of `world` must call. The first rank reads what describes the tensors for all.
     """
     text = None
-    with comm.together(world, device):
+    with collectives.together(world, device):
         if world.is_first:
             raw = read_json(root / CONFIG)
             config, kind = ModelConfig(**settings_of(raw, str(root / CONFIG))[0]), str(raw["model_type"])

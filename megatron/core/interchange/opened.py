@@ -7,10 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.core import comm
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.checkpoint import Checkpoint, CheckpointError, open_checkpoint
-from megatron.core.grid import ALONE, Axis
 from megatron.core.interchange.carried import Origin
 from megatron.core.interchange.families.config_json import family_of
 from megatron.core.interchange.formats.hf_folder import CONFIG, is_hf_folder, read_json
@@ -20,6 +18,8 @@ from megatron.core.interchange.mapped_megatron import open_megatron, settings_of
 from megatron.core.interchange.mapped_titan import open_titan
 from megatron.core.interchange.strided import StridedCheckpoint
 from megatron.core.interchange.titan import is_titan_folder
+from megatron.core.parallel import collectives
+from megatron.core.parallel.grid import ALONE, Axis
 from megatron.core.storage.file_layer import is_file, is_folder
 from megatron.core.storage.paths import is_url, path_of
 
@@ -67,12 +67,12 @@ def open_any(
 ) -> Checkpoint:
     """`open_checkpoint`, also of a folder of another project. Every rank of `world` must call."""
     foreign = None
-    with comm.together(world, device):
+    with collectives.together(world, device):
         if world.is_first:
             if not (is_it := is_foreign(root, iteration)) and not is_url(root):
                 check_readable(path_of(root))
             foreign = json.dumps(is_it)
-    if json.loads(comm.broadcast_text(foreign, world, device)):
+    if json.loads(collectives.broadcast_text(foreign, world, device)):
         return open_foreign(root, world, device, iteration=iteration)
     return open_checkpoint(root, iteration, world, device)
 
@@ -85,9 +85,9 @@ def open_foreign(
     Every rank of `world` must call. The first rank reads what describes the tensors for all.
     """
     root = path_of(root)
-    with comm.together(world, device):
+    with collectives.together(world, device):
         kinds = json.dumps([is_hf_folder(root), is_titan_folder(root)]) if world.is_first else None
-    is_hf, is_titan = json.loads(comm.broadcast_text(kinds, world, device))
+    is_hf, is_titan = json.loads(collectives.broadcast_text(kinds, world, device))
     if not is_hf:
         return open_megatron(root, iteration, world, device)
     if iteration is not None:

@@ -19,13 +19,11 @@ from typing import BinaryIO, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from megatron.core import comm
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.boxes import whole
 from megatron.core.checkpoint.format import PARTIAL
 from megatron.core.checkpoint.load import Checkpoint
 from megatron.core.checkpoint.local_tensor import LocalTensor
-from megatron.core.grid import ALONE, Axis
 from megatron.core.interchange.carried import check_chosen
 from megatron.core.interchange.families.family import Row
 from megatron.core.interchange.families.operations import Stretch, stretches_of
@@ -38,6 +36,8 @@ from megatron.core.interchange.written import (
     plan_folder,
     their_tensors,
 )
+from megatron.core.parallel import collectives
+from megatron.core.parallel.grid import ALONE, Axis
 from megatron.core.storage.file_layer import at, exists, make_folders, remove_tree, write_all
 
 _PART = 16 << 20  # bytes read, hashed and written at a time
@@ -74,7 +74,7 @@ def write_hf_folder(
     and of tensors that are not written. Raises ConfigError, CheckpointError.
     """
     partial = out.with_name(out.name + PARTIAL)
-    with comm.together(world, device):
+    with collectives.together(world, device):
         options = {"kind": kind, "dtype": dtype, "most_bytes": most_bytes, "allow_missing": allow_missing}
         options["note"] = note if world.is_first else lambda line: None
         plan = plan_folder(checkpoint.state, checkpoint.manifest.tensors, str(checkpoint.folder), **options)
@@ -86,9 +86,9 @@ def write_hf_folder(
             if exists(partial):
                 remove_tree(partial)
             make_folders(partial)
-    with comm.together(world, device):
+    with collectives.together(world, device):
         write_files(checkpoint, plan, partial, list(plan.files)[world.rank :: world.size])
-    with comm.together(world, device):
+    with collectives.together(world, device):
         if world.is_first:
             finish_folder(plan, partial, along, note)
             at(partial).rename(partial, out)

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from megatron.core.base.async_handle import Pending, done
 from megatron.core.base.memory_kind import memory_kind
-from megatron.core.device import start_to_host
 from megatron.core.offload.block_file import BLOCK, BlockFile, OffloadError
 from megatron.core.offload.offload_folder import STATE_FILE, RankFolder
 from megatron.core.offload.stored_tensor import Stored, StoredTensor
+from megatron.core.parallel.device import start_to_host
 
 
 class FileTensor(StoredTensor):

@@ -13,14 +13,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from megatron.core import comm
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.memory_kind import memory_kind
 from megatron.core.boxes import flat_run
 from megatron.core.distributed.buffer import ParamAndGradBuffer, Shard
 from megatron.core.distributed.plan import Slot, overlaps, runs
-from megatron.core.grid import Axis
-from megatron.core.mesh import Mesh
 from megatron.core.offload.host_and_file_store import Tier
 from megatron.core.offload.offload_plan import cut_by_fraction
 from megatron.core.offload.stored_tensor import Stored, copy_stored
@@ -31,6 +28,9 @@ from megatron.core.optimizer.sliced import Segment, SlicedUpdater
 from megatron.core.optimizer.split_master import SplitMaster
 from megatron.core.optimizer.update import UpdateStep, make_update
 from megatron.core.optimizer.whole import whole_tensors
+from megatron.core.parallel import collectives
+from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.placement import owned_pieces
 
 
@@ -190,8 +190,8 @@ class FlatOptimizer:
                     squares = _sum_of_squares(part)
                     total += squares if weight == 1 else weight * squares  # 0 x infinity is NaN
         for axis in shard_axes:
-            comm.all_reduce(total, axis)
-        return comm.all_reduce(total, model)
+            collectives.all_reduce(total, axis)
+        return collectives.all_reduce(total, model)
 
     def _squares_of_all_parameters(self) -> list[float]:
         """The sums of squares of each piece of a parameter, from all ranks of mp, padded with zeros, in no certain
@@ -201,11 +201,11 @@ class FlatOptimizer:
         begins.
         """
         mine = [weight * part.double().square().sum() for weighted in self._weighted for weight, part in weighted]
-        length = comm.all_reduce(torch.tensor([len(mine)], device=self.device), self.mesh["mp"], "max").item()
+        length = collectives.all_reduce(torch.tensor([len(mine)], device=self.device), self.mesh["mp"], "max").item()
         padded = torch.zeros(int(length), dtype=torch.float64, device=self.device)
         if mine:
             padded[: len(mine)] = torch.stack(mine)
-        return comm.all_gather(padded, self.mesh["mp"]).tolist()
+        return collectives.all_gather(padded, self.mesh["mp"]).tolist()
 
     def clip_factor(self, divisor: float = 1.0) -> tuple[float, float]:
         """(norm of gradient / `divisor`, factor for `step` that divides and clips to `clip_grad`). Every rank must

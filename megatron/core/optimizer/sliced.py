@@ -17,7 +17,6 @@ from torch import Tensor
 
 from megatron.core.base.async_handle import Pending, all_of, done
 from megatron.core.base.memory_kind import ACTIVATIONS, memory_kind
-from megatron.core.device import start_to_host
 from megatron.core.distributed.plan import ALIGN
 from megatron.core.offload.offload_plan import SLICE, cut_in_slices
 from megatron.core.offload.stored_tensor import Stored, start_reading, start_writing
@@ -25,6 +24,7 @@ from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.optimizer.split_master import SplitMaster
 from megatron.core.optimizer.update import Update, UpdateStep
 from megatron.core.optimizer.whole import WholeTensor
+from megatron.core.parallel.device import start_to_host
 
 
 @dataclass(frozen=True)

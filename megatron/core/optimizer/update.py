@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from megatron.core.device import has_fused_adam
 from megatron.core.optimizer.settings import OptimizerConfig
+from megatron.core.parallel.device import has_fused_adam
 
 
 class UpdateStep(NamedTuple):

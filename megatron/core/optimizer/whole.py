@@ -16,13 +16,13 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from megatron.core import comm
 from megatron.core.base.async_handle import Pending
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.boxes import Box, slices
-from megatron.core.grid import ALONE, Axis
-from megatron.core.mesh import Mesh
 from megatron.core.optimizer.owners import turns_of
+from megatron.core.parallel import collectives
+from megatron.core.parallel.grid import ALONE, Axis
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.placement import Placement, pieces
 
 Pieces = list[tuple[Box, Box]]  # (box in the whole tensor, box in the local one)
@@ -55,7 +55,7 @@ class Owners:
             found = {i: find(i) for i, rank in turn if rank == self.axis.rank}
             for i, rank in turn:
                 result = found.pop(i) if i in found else empty(i)
-                sent.append((i, comm.start_broadcast(result, self.axis, rank)))
+                sent.append((i, collectives.start_broadcast(result, self.axis, rank)))
                 while len(sent) > min(_IN_FLIGHT, self.axis.size - 1):
                     first, sending = sent.popleft()
                     use(first, sending.wait())
@@ -65,7 +65,7 @@ class Owners:
     def all_say(self, yes: bool, device: torch.device | str) -> bool:
         """Whether all ranks of the axis say yes, when they are asked first. Every rank must call."""
         if self._all_say is None:
-            noes = comm.all_reduce(torch.tensor([not yes], dtype=torch.int64, device=device), self.axis)
+            noes = collectives.all_reduce(torch.tensor([not yes], dtype=torch.int64, device=device), self.axis)
             self._all_say = not noes.item()
         return self._all_say
 
@@ -92,7 +92,9 @@ class WholeTensor:
         if self._axis.size == 1:
             return mine
         whole = mine.new_zeros(self.shape)
-        for part, held in zip(comm.all_gather(mine.contiguous(), self._axis).chunk(self._axis.size), self._pieces()):
+        for part, held in zip(
+            collectives.all_gather(mine.contiguous(), self._axis).chunk(self._axis.size), self._pieces()
+        ):
             for box, local in held:
                 whole[slices(box)] = part[slices(local)]
         return whole
@@ -144,7 +146,7 @@ def whole_tensors(
 
     @cache
     def held() -> list[dict[str, Pieces]]:
-        return [json.loads(text) for text in comm.all_gather_texts(json.dumps(divided), tp, device)]
+        return [json.loads(text) for text in collectives.all_gather_texts(json.dumps(divided), tp, device)]
 
     def tensor(name: str, parameter: nn.Parameter) -> WholeTensor:
         axis = tp if name in divided else ALONE

@@ -15,7 +15,7 @@ from megatron.core.base.lazy_imports import lazy_names
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "megatron.core.stage_map": "StageMap loop",
+        "megatron.core.parallel.stage_map": "StageMap loop",
         ".stage": "split_layers",
         ".table": "SCHEDULES stage_map default_chunks",
         ".schedule": "stages_in Op Action Schedule gpipe one_f_one_b interleaved zb_h1 zb_interleaved "

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from megatron.core.main_grad import DataParallelBase
-from megatron.core.mesh import Mesh
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.stage_map import loop
 from megatron.core.pipeline_parallel.loss import ForwardStep, keep_reports
 from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.transport import TensorSpec
-from megatron.core.stage_map import loop
 
 
 def run_step(

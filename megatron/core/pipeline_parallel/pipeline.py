@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from megatron.core import comm
 from megatron.core.base.memory_kind import memory_kind
-from megatron.core.current_mesh import current
-from megatron.core.grid import Axis
 from megatron.core.main_grad import DataParallelBase
-from megatron.core.mesh import Mesh
 from megatron.core.offload.activation_offload import HoldsActivations
+from megatron.core.parallel import collectives
+from megatron.core.parallel.global_state import current
+from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.executor import Executor, ForwardStep
 from megatron.core.pipeline_parallel.loss import LossTotals
 from megatron.core.pipeline_parallel.lower import add_reduce, add_transfers
@@ -167,8 +167,8 @@ class Pipeline:
         for i, name in enumerate(names):
             packed[2 + 2 * i : 4 + 2 * i] = totals.report[name]
         if self.mesh["pp"].rank == self.stages.rank_of_last:
-            comm.all_reduce(packed, self.mesh.tokens)
-        shared = comm.all_reduce(packed[:2].clone(), self.mesh["pp"])
+            collectives.all_reduce(packed, self.mesh.tokens)
+        shared = collectives.all_reduce(packed[:2].clone(), self.mesh["pp"])
         numbers = torch.cat((shared, packed[2:])).cpu().tolist()  # read at once: each read waits for the device
         pairs = list(zip(names, numbers[2::2], numbers[3::2]))
         means = {name: total / count for name, total, count in pairs if count}

@@ -2,7 +2,7 @@
 
 from itertools import accumulate
 
-from megatron.core.stage_map import StageMap, loop
+from megatron.core.parallel.stage_map import StageMap, loop
 
 _FIRST, _LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
 

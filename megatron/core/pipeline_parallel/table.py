@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any
 
 from megatron.core.base.registry import Table
+from megatron.core.parallel.stage_map import StageMap
 from megatron.core.pipeline_parallel.schedule import (
     Action,
     Op,
@@ -20,7 +21,6 @@ from megatron.core.pipeline_parallel.schedule import (
     zb_interleaved,
 )
 from megatron.core.pipeline_parallel.zero_bubble_v import zb_v
-from megatron.core.stage_map import StageMap
 
 # Name -> (p, m, v) -> Schedule, ValueError if the sizes do not fit. Scripts may add entries. The stage map is read from the
 # lists for m = 2 p, before the number of microbatches is known, so it must be equal for all m. A schedule for one number of

@@ -11,11 +11,11 @@ from math import prod
 import torch
 from torch import Tensor
 
-from megatron.core import comm
 from megatron.core.base.async_handle import Pending, all_of
 from megatron.core.base.errors import sequence_parallel_hint
 from megatron.core.base.memory_kind import memory_kind, set_memory_kind
-from megatron.core.grid import Axis
+from megatron.core.parallel import collectives
+from megatron.core.parallel.grid import Axis
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ class Transport:
             for one, other in sorted(neighbours, key=lambda pair: pair[0] % 2):
                 x = torch.zeros(1, device=self.device)
                 if axis.rank == one:
-                    comm.start_send(x, axis, other).wait()
+                    collectives.start_send(x, axis, other).wait()
                 elif axis.rank == other:
-                    comm.start_recv(x, axis, one).wait()
+                    collectives.start_recv(x, axis, one).wait()
 
     @memory_kind("communication")
     def send(self, direction: str, to: int, tensors: tuple[Tensor, ...]) -> Transfer:
@@ -81,8 +81,8 @@ class Transport:
         axis, over = self.axes[direction], self._copies_over
         if over is not None:
             # Each rank sends one part of what all hold: between nodes that is 1/t of the traffic.
-            tensors = tuple(x.reshape(-1)[comm.my_part(x.numel(), over)] for x in tensors)
-        return all_of(comm.start_send(x, axis, to) for x in tensors)
+            tensors = tuple(x.reshape(-1)[collectives.my_part(x.numel(), over)] for x in tensors)
+        return all_of(collectives.start_send(x, axis, to) for x in tensors)
 
     @memory_kind("communication")
     def post(self, direction: str, source: int) -> Transfer:
@@ -93,13 +93,13 @@ class Transport:
         for x in made if self._poison else ():
             if x.is_floating_point():
                 x.fill_(float("nan"))
-        coming = all_of(comm.start_recv(x, axis, source) for x in made)
+        coming = all_of(collectives.start_recv(x, axis, source) for x in made)
         return coming if over is None else Pending(lambda: _whole(coming.wait(), self.boundary, over))
 
 
 @memory_kind("communication")
 def _whole(parts: tuple[Tensor, ...], specs: tuple[TensorSpec, ...], axis: Axis) -> tuple[Tensor, ...]:
-    return tuple(comm.all_gather(part, axis).view(spec.shape) for part, spec in zip(parts, specs))
+    return tuple(collectives.all_gather(part, axis).view(spec.shape) for part, spec in zip(parts, specs))
 
 
 def _length_hint(given: tuple[TensorSpec, ...], agreed: tuple[TensorSpec, ...]) -> str:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core import comm
 from megatron.core.boxes import Box, intersect, relative_to, size_of, slices, whole
-from megatron.core.grid import Axis
+from megatron.core.parallel import collectives
+from megatron.core.parallel.grid import Axis
 from megatron.core.placement import Constant, Normal, XavierUniform, pieces
 
 TILE = 256  # rows and columns; 65,536 draws take about 0.2 ms, their seeding 2 us
@@ -17,7 +17,7 @@ TILE = 256  # rows and columns; 65,536 draws take about 0.2 ms, their seeding 2 
 
 def seed_of(*key: int | str) -> int:
     """A 63-bit generator seed: a hash of the key."""
-    return comm.fingerprint("\0".join(str(part) for part in key))
+    return collectives.fingerprint("\0".join(str(part) for part in key))
 
 
 # ---------------------------------------------------------------- initial weights

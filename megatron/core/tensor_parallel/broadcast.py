@@ -7,9 +7,9 @@ broadcast_tensors     tensors of any shapes, which the first rank knows
 import torch
 from torch import Tensor
 
-from megatron.core import comm
-from megatron.core.device import to_device
-from megatron.core.grid import Axis
+from megatron.core.parallel import collectives
+from megatron.core.parallel.device import to_device
+from megatron.core.parallel.grid import Axis
 
 
 class BatchWithoutData(dict):
@@ -48,7 +48,7 @@ def broadcast_batch(
         packed = to_device(torch.stack(parts), device)
     else:
         packed = torch.empty((len(keys), *shape), dtype=dtype, device=device)
-    return comm.broadcast(packed, axis).unbind()
+    return collectives.broadcast(packed, axis).unbind()
 
 
 _MOST_DIMENSIONS = 5
@@ -67,7 +67,7 @@ def broadcast_tensors(
         for row, key in zip(shapes, keys):
             row[: data[key].dim()] = torch.tensor(data[key].shape)
     if axis.size > 1:
-        shapes = comm.broadcast(shapes.to(device), axis)
+        shapes = collectives.broadcast(shapes.to(device), axis)
     sizes = [tuple(n for n in row if n >= 0) for row in shapes.tolist()]
     numels = [torch.Size(size).numel() for size in sizes]
     flat = None

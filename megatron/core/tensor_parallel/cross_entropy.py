@@ -19,10 +19,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.core import comm
 from megatron.core.base.errors import sequence_parallel_hint
 from megatron.core.base.lazy_imports import lazy_names
-from megatron.core.grid import Axis
+from megatron.core.parallel import collectives
+from megatron.core.parallel.grid import Axis
 from megatron.core.tensor_parallel.score_rows import Factors, grad_of_rows, sums_of_rows
 from megatron.core.tensor_parallel.word_ids import check_word_ids
 
@@ -51,8 +51,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         sums = sums_of_rows(rows, words, smoothing=bool(smoothing), compiled=how.compiled)
         mine, word_sum = sums.largest, sums.of_scores
         # The sums of exp were taken with each rank's own maximum; rescale them to the largest over all ranks.
-        largest = comm.all_reduce(mine.clone(), axis, "max")
-        total = comm.all_reduce(sums.of_exp * (mine - largest).exp(), axis)
+        largest = collectives.all_reduce(mine.clone(), axis, "max")
+        total = collectives.all_reduce(sums.of_exp * (mine - largest).exp(), axis)
 
         # Each target's score lies on one rank; the other ranks add zero.
         elsewhere = (target < first) | (target >= first + columns)
@@ -61,9 +61,9 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         at_target = (rows.gather(-1, local_target).squeeze(-1).to(total.dtype) - largest).masked_fill(elsewhere, 0.0)
         wanted = extra * at_target + everywhere * (word_sum - words * largest) if smoothing else at_target
         if smoothing and how.plain:
-            wanted, at_target = comm.all_reduce(torch.stack((wanted, at_target)), axis)
+            wanted, at_target = collectives.all_reduce(torch.stack((wanted, at_target)), axis)
         else:
-            comm.all_reduce(wanted, axis)  # without smoothing also at_target, which is the same tensor
+            collectives.all_reduce(wanted, axis)  # without smoothing also at_target, which is the same tensor
 
         loss, log_sum = total.log() - wanted, total.log() + largest
         # d loss / d l: the softmax is the gradient of l.

@@ -15,10 +15,10 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from megatron.core import comm
-from megatron.core.grid import ALONE, Axis
 from megatron.core.made_again import ask_maker, kept_for, maker_of
 from megatron.core.main_grad import grad_was_added, grad_was_put_off, main_grad_and_beta, main_grad_of
+from megatron.core.parallel import collectives
+from megatron.core.parallel.grid import ALONE, Axis
 from megatron.core.products import FEATURES_AT_ONCE, NATIVE, Products, Way, times, times_transposed
 from megatron.core.tensor_parallel.library_sums import add_in_library
 from megatron.core.weight_grads import WeightGradStore
@@ -151,7 +151,7 @@ class LinearFunction(torch.autograd.Function):
         ctx.weight, ctx.store = weight, store
         ctx.axis, ctx.sequence_parallel = axis, sequence_parallel
         ctx.way = products.backward
-        full = comm.all_gather(x, axis) if sequence_parallel else x
+        full = collectives.all_gather(x, axis) if sequence_parallel else x
         return times_transposed(full, weight, products.forward)
 
     @staticmethod
@@ -164,9 +164,9 @@ class LinearFunction(torch.autograd.Function):
         x = ctx.again(*kept) if needs_weight and not waits else None
         grad_weight = None
         if ctx.sequence_parallel and needs_weight and not defers:
-            gathering = comm.start_all_gather(x, ctx.axis)
+            gathering = collectives.start_all_gather(x, ctx.axis)
         if needs_x:
-            start = comm.start_reduce_scatter if ctx.sequence_parallel else comm.start_all_reduce
+            start = collectives.start_reduce_scatter if ctx.sequence_parallel else collectives.start_all_reduce
             summing = start(times(grad, weight, ctx.way), ctx.axis)
         if defers:
             # x is detached, since its graph would keep the stage's input alive
@@ -193,7 +193,7 @@ def _asks(ctx, grad: Tensor) -> bool:
 
 @torch.no_grad()
 def _write(weight: Tensor, grad: Tensor, x: Tensor, gather_over: Axis, way: Way) -> None:
-    weight_gradient(weight, grad, comm.all_gather(x, gather_over), way)
+    weight_gradient(weight, grad, collectives.all_gather(x, gather_over), way)
 
 
 def linear(x: Tensor, weight: Tensor, *, store: WeightGradStore | None = None, products: Products = NATIVE) -> Tensor:

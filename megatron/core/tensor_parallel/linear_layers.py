@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from megatron.core import comm
-from megatron.core.grid import Axis
+from megatron.core.parallel import collectives
+from megatron.core.parallel.grid import Axis
 from megatron.core.placement import Constant, InitialValue, Placement, Rows
 from megatron.core.products import NATIVE, Products
 from megatron.core.sharding.initial_values import initialize_parameter, seed_of_next_parameter
@@ -206,7 +206,7 @@ class VocabParallelEmbedding(nn.Module):
         )
         self.weight.shared_embedding = ends is not None  # Megatron's name
         if tied and tp.fills and not self.weight.is_meta:
-            comm.broadcast(self.weight.data, ends)  # stages with different seeds draw different values
+            collectives.broadcast(self.weight.data, ends)  # stages with different seeds draw different values
 
     def forward(self, ids: Tensor) -> Tensor:
         check_word_ids(ids, self.num_embeddings, "the tokens")
@@ -221,4 +221,4 @@ class VocabParallelEmbedding(nn.Module):
 
 def my_sequence_part(length: int, tp: TensorParallel) -> slice:
     """The positions of the sequence that this rank holds between layers."""
-    return comm.my_part(length, tp.axis) if tp.sequence_parallel else slice(0, length)
+    return collectives.my_part(length, tp.axis) if tp.sequence_parallel else slice(0, length)

@@ -21,9 +21,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron.core import comm
 from megatron.core.base.lazy_imports import all_names
-from megatron.core.grid import Axis
+from megatron.core.parallel import collectives
+from megatron.core.parallel.grid import Axis
 
 Direction = Callable[[Tensor, Axis], Tensor]
 
@@ -53,26 +53,26 @@ def _identity(x: Tensor, axis: Axis) -> Tensor:
 
 
 def _all_reduce(x: Tensor, axis: Axis) -> Tensor:
-    return comm.all_reduce(x.clone(memory_format=torch.contiguous_format), axis)
+    return collectives.all_reduce(x.clone(memory_format=torch.contiguous_format), axis)
 
 
-_all_gather_last = partial(comm.all_gather, dim=-1)
+_all_gather_last = partial(collectives.all_gather, dim=-1)
 
 
 def _part(x: Tensor, axis: Axis) -> Tensor:
-    return x[comm.my_part(x.shape[0], axis)].contiguous()
+    return x[collectives.my_part(x.shape[0], axis)].contiguous()
 
 
 def _part_last(x: Tensor, axis: Axis) -> Tensor:
-    return x[..., comm.my_part(x.shape[-1], axis)].contiguous()
+    return x[..., collectives.my_part(x.shape[-1], axis)].contiguous()
 
 
 copy = Move("copy", _identity, _all_reduce)
 reduce = Move("reduce", _all_reduce, _identity)
-gather_sequence = Move("gather_sequence", comm.all_gather, comm.reduce_scatter)
-whole_sequence = Move("whole_sequence", comm.all_gather, _part)
-reduce_scatter_sequence = Move("reduce_scatter_sequence", comm.reduce_scatter, comm.all_gather)
-scatter_sequence = Move("scatter_sequence", _part, comm.all_gather)
+gather_sequence = Move("gather_sequence", collectives.all_gather, collectives.reduce_scatter)
+whole_sequence = Move("whole_sequence", collectives.all_gather, _part)
+reduce_scatter_sequence = Move("reduce_scatter_sequence", collectives.reduce_scatter, collectives.all_gather)
+scatter_sequence = Move("scatter_sequence", _part, collectives.all_gather)
 scatter_last = Move("scatter_last", _part_last, _all_gather_last)
 gather_last = Move("gather_last", _all_gather_last, _part_last)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import checkpoint as torch_checkpoint
 
 from megatron.core.base.lazy_imports import all_names
-from megatron.core.grid import Axis
+from megatron.core.parallel.grid import Axis
 from megatron.core.tensor_parallel.saved import SavedActivation
 
 

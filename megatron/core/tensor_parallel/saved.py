@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from megatron.core import comm
-from megatron.core.grid import Axis
 from megatron.core.offload.activation_offload import Keep
+from megatron.core.parallel import collectives
+from megatron.core.parallel.grid import Axis
 
 
 def keep_copy(x: Tensor) -> Callable[[], Tensor]:
@@ -27,12 +27,12 @@ class SavedActivation:
         self._axis = axis
         self._shape, self._requires_grad = x.shape, x.requires_grad
         mine = x.detach()
-        self._kept = keep(mine if axis is None else mine.flatten()[comm.my_part(x.numel(), axis)])
+        self._kept = keep(mine if axis is None else mine.flatten()[collectives.my_part(x.numel(), axis)])
 
     def take(self) -> Tensor:
         if self._whole is not None:
             whole, self._whole = self._whole, None
             return whole
         kept = self._kept()
-        whole = kept if self._axis is None else comm.all_gather(kept, self._axis).view(self._shape)
+        whole = kept if self._axis is None else collectives.all_gather(kept, self._axis).view(self._shape)
         return whole.detach().requires_grad_(self._requires_grad)

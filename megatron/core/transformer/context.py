@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.grid import ALONE, Axis
 from megatron.core.held_rows import positions_of
 from megatron.core.offload.host_and_file_store import Tier
+from megatron.core.parallel.grid import ALONE, Axis
+from megatron.core.parallel.sequence_shard import SequenceRows
 from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.random import DropoutKeys, HiddenDropout
-from megatron.core.sequence_rows import SequenceRows
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.context_parallel.method import ContextParallel

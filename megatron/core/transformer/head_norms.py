@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from megatron.core.grid import Axis
+from megatron.core.parallel.grid import Axis
 from megatron.core.placement import Constant, Placement, Rows
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.linear_layers import TensorParallel

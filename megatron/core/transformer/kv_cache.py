@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron.core.grid import ALONE, Axis
+from megatron.core.parallel.grid import ALONE, Axis
 
 
 class KeyValueCache:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatron.core.grid import Axis
+from megatron.core.parallel.grid import Axis
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from megatron.core import parallel_state
 from megatron.core.classic import modules
 from megatron.core.classic.transformer_config import model_config
-from megatron.core.job.processes import join_alone
 from megatron.core.models import bert_model, gpt_model
+from megatron.core.parallel.rendezvous import join_alone
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.runtime import get_runtime
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from megatron.core import comm
 from megatron.core.base import output_streams
-from megatron.core.grid import Axis
+from megatron.core.parallel import collectives
+from megatron.core.parallel.grid import Axis
 from megatron.training.settings.config import TrainingConfig
 
 WARNING = signal.SIGUSR1  # of SLURM's --signal and other schedulers, minutes before they end the job
@@ -75,7 +75,7 @@ class Exits:
         most = self.config.exit_duration_in_mins
         late = None not in (minutes, most) and minutes > most
         mine = torch.tensor([self.signalled, late], dtype=torch.int64, device=self.device)
-        number, late = comm.all_reduce(mine, self.world, "max").tolist()
+        number, late = collectives.all_reduce(mine, self.world, "max").tolist()
         if number:
             return f"after {signal.Signals(number).name}"
         return f"after {minutes:.1f} minutes, as --exit-duration-in-mins asks" if late else None

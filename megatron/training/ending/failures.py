@@ -4,7 +4,7 @@
     other ranks     their collectives fail, since a peer is gone; they read its rank from the store, print one line, leave
 
 A killed process leaves nothing in the store: the others know its rank, host and process from their line to it
-(`core/job/lines.py`). Ctrl-C is a failure too; it usually reaches several ranks, and one of them reports it. Messages also go to
+(`core/parallel/liveness.py`). Ctrl-C is a failure too; it usually reaches several ranks, and one of them reports it. Messages also go to
 torchrun's error file. torchrun shows the file of the rank that ended first, so the other ranks repeat the first error there.
 
 Under NCCL a collective does not fail when a peer is gone: its kernel waits until the timeout. There each rank has a thread that
@@ -26,8 +26,8 @@ from megatron.core.base import output_streams
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.errors import write_error_file
 from megatron.core.checkpoint.format import CheckpointError
-from megatron.core.comm import PeerError
 from megatron.core.offload.block_file import OffloadError
+from megatron.core.parallel.collectives import PeerError
 from megatron.training.ending import hangs, interrupt
 from megatron.training.guard.check import WrongNumbersError
 from megatron.training.memory.shortage import OutOfMemory

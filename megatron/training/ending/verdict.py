@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron.core.base.rank_status import PHASES, Calls, Place, ranks_of
-from megatron.core.job.lines import listed
+from megatron.core.parallel.liveness import listed
 from megatron.training.ending.outside import ProcessState
 
 _FIRST_STEPS = 3  # of which nobody knows how long they take: they compile, and connect

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron.core.comm import together
+from megatron.core.parallel.collectives import together
 from megatron.training.runtime import Runtime
 
 

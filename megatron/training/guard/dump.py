@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core import comm
 from megatron.core.boxes import whole
 from megatron.core.checkpoint import CheckpointError, LocalTensor, save_checkpoint
 from megatron.core.checkpoint.format import ITEM_BYTES
 from megatron.core.distributed.data_parallel import DistributedDataParallel
+from megatron.core.parallel import collectives
 from megatron.core.pipeline_parallel.pipeline import Pipeline
 from megatron.core.storage.paths import path_of
 from megatron.training import checkpointing
@@ -45,7 +45,7 @@ def dump_step(runtime: Runtime, state: TrainState, work: StepWork, figures: Step
     }
     try:
         folder = save_checkpoint(root, state.iteration, tensors | batches, saved, *_where(runtime), warn=lambda _: None)
-    except (OSError, CheckpointError, comm.PeerError) as error:
+    except (OSError, CheckpointError, collectives.PeerError) as error:
         return f"The step could not be written to --bad-step-dir {root}: {error}."
     return f"The step is in {folder}; tools/replay_step.py {root} computes it again."
 

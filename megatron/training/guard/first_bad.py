@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core import comm
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.elements import my_elements
+from megatron.core.parallel import collectives
 from megatron.core.pipeline_parallel.loss import ForwardStep
 from megatron.core.pipeline_parallel.pipeline import Pipeline
 from megatron.core.pipeline_parallel.schedule import Action, Op
@@ -35,7 +35,7 @@ def first_bad_tensor(work: StepWork, device: torch.device | str = "cpu") -> str:
     with look.watching(chunks):
         work.compute(look.at_loss(pipeline.forward_step))
     look.at_elements((_LAST,), "the gradient of {}, summed over the step", my_elements(chunks, mesh, grads=True))
-    found = [json.loads(text) for text in comm.all_gather_texts(json.dumps(look.first), mesh["world"], device)]
+    found = [json.loads(text) for text in collectives.all_gather_texts(json.dumps(look.first), mesh["world"], device)]
     first = min((pair for pair in found if pair is not None), default=None)
     return (
         "No tensor was found that is not finite."

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.core import comm
+from megatron.core.parallel import collectives
 from megatron.core.pipeline_parallel.loss import ForwardStep
 from megatron.training.guard.check import WrongNumbersError
 from megatron.training.guard.dump import dump_step
@@ -78,7 +78,7 @@ class StepJudge:
         found = []
         if self.losses is not None:
             mine = torch.stack(means).abs().nan_to_num(0.0) if means else torch.zeros(1, device=self.device)
-            largest = comm.all_reduce(mine.max().double()[None], self.mesh["world"], "max").item()
+            largest = collectives.all_reduce(mine.max().double()[None], self.mesh["world"], "max").item()
             if self.losses.is_too_large(largest, work.num_microbatches * self.mesh.samples.size):
                 found.append(
                     f"{self._microbatch_of(mine, largest, work)} has a loss of {largest:.6g}, {self.losses.than}"
@@ -93,7 +93,7 @@ class StepJudge:
         at = mine.double().argmax().item()
         has_it = mine[at].double().item() == largest and self.mesh.has_last_stage
         number = int(at) * samples.size + samples.rank if has_it else 2**62
-        first = -comm.all_reduce(torch.tensor([-number], device=self.device), self.mesh["world"], "max").item()
+        first = -collectives.all_reduce(torch.tensor([-number], device=self.device), self.mesh["world"], "max").item()
         start = work.first_sample + first * (size := work.pipeline.batch.micro_batch_size)
         microbatch, rank = divmod(first, samples.size)
         return f"microbatch {microbatch} of data-parallel rank {rank} (samples {start} to {start + size - 1})"
@@ -126,7 +126,7 @@ def compared(first: StepFigures, again: StepFigures, world: Any, device: torch.d
     """
     mine = not _is_same(first.mine.value, again.mine.value) or not _is_same(first.mine.tokens, again.mine.tokens)
     differs = torch.tensor([mine], dtype=torch.int32, device=device)
-    ranks = [rank for rank, one in zip(world.ranks, comm.all_gather(differs, world).tolist()) if one]
+    ranks = [rank for rank, one in zip(world.ranks, collectives.all_gather(differs, world).tolist()) if one]
     same_norm = _is_same(first.norm, again.norm) or abs(first.norm - again.norm) <= _NORM_TOLERANCE * abs(first.norm)
     if not ranks and same_norm and _is_same(first.shared.loss, again.shared.loss):
         return True, (

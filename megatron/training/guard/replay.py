@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron.core import comm
-from megatron.core.comm import Call
+from megatron.core.parallel import collectives
+from megatron.core.parallel.collectives import Call
 from megatron.core.pipeline_parallel.pipeline import Pipeline
 from megatron.core.tensor_hash import tensor_hash
 from megatron.training.guard.check import Check
@@ -111,7 +111,7 @@ class ReplayCheck(Check):
         self._injects.victim = self._draw.randrange(ranks)
 
     def _of_all_ranks(self, mine: FirstDifference | None) -> list[FirstDifference | None]:
-        texts = comm.all_gather_texts(json.dumps(mine), self.mesh["world"], self.device)
+        texts = collectives.all_gather_texts(json.dumps(mine), self.mesh["world"], self.device)
         return [None if found is None else FirstDifference(*found) for found in map(json.loads, texts)]
 
     def _tell(self, iteration: int, found: list[FirstDifference | None], comes_again: bool) -> None:

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.core import comm
 from megatron.core.boxes import flat_run
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.plan import overlaps
-from megatron.core.grid import Axis
-from megatron.core.mesh import Mesh
 from megatron.core.offload.stored_tensor import Stored, loaded
+from megatron.core.parallel import collectives
+from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.placement import shared_rows
 from megatron.core.tensor_hash import tensor_hash
 from megatron.training.guard.check import Check
@@ -70,7 +70,7 @@ def differences_of_copies(chunks: list[DistributedDataParallel], mesh: Mesh) -> 
     found = _compare({}, [(copy, copy.replica) for copy in copies])
     for axis in {copy.shards.ranks: copy.shards for copy in copies}.values():
         divided = [copy.hash for copy in copies if copy.shards.ranks == axis.ranks]
-        total = comm.all_reduce(torch.stack(divided), axis)
+        total = collectives.all_reduce(torch.stack(divided), axis)
         for mine, whole in zip(divided, total):
             mine.copy_(whole)
     alike = [(copy, axis) for copy in copies for axis in copy.alike]
@@ -120,11 +120,11 @@ def _compare(known: dict[str, Difference], copies: list[tuple[_Copy, Axis]]) -> 
     for ranks, axis in axes.items():
         some = [copy for copy, over in copies if over.ranks == ranks]
         mine = torch.stack([copy.hash for copy in some])
-        largest, smallest = comm.all_reduce(torch.stack((mine, ~mine)), axis, "max")  # ~ turns the order round
+        largest, smallest = collectives.all_reduce(torch.stack((mine, ~mine)), axis, "max")  # ~ turns the order round
         differ = (largest != ~smallest).nonzero().view(-1).tolist()
         if not differ:
             continue
-        theirs = comm.all_gather(mine[differ], axis).view(axis.size, -1).T.tolist()
+        theirs = collectives.all_gather(mine[differ], axis).view(axis.size, -1).T.tolist()
         for at, hashes in zip(differ, theirs):
             groups: dict[int, list[int]] = {}
             for rank, value in zip(axis.ranks, hashes):

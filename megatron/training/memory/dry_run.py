@@ -19,9 +19,7 @@ from torch import Tensor
 from megatron.core.base import rank_status
 from megatron.core.base.async_handle import Pending
 from megatron.core.base.memory_kind import memory_kind
-from megatron.core.device import Device
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.mesh import Mesh, build_mesh
 from megatron.core.offload.activation_offload import HoldsActivations, StageActivations
 from megatron.core.offload.block_file import BLOCK
 from megatron.core.offload.host_and_file_store import FileTensor
@@ -29,6 +27,8 @@ from megatron.core.offload.offload_plan import AHEAD, SLICE
 from megatron.core.offload.stored_tensor import Stored
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.param_groups import GroupRule, default_group
+from megatron.core.parallel.device import Device
+from megatron.core.parallel.mesh import Mesh, build_mesh
 from megatron.core.pipeline_parallel.loss import ForwardStep
 from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.schedule import Action, Op, Schedule

@@ -10,12 +10,13 @@ from typing import Any
 
 from torch import nn
 
-from megatron.core import comm, parallel_state
+from megatron.core import parallel_state
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.boxes import size_of
-from megatron.core.mesh import Mesh
 from megatron.core.offload.host_and_file_store import FileTier
 from megatron.core.optimizer.param_groups import default_group
+from megatron.core.parallel import collectives
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.placement import pieces
 from megatron.training.memory.host_memory import free_on_machine, free_to_process
 from megatron.training.memory.room import less_with, warning_of_room
@@ -95,7 +96,7 @@ def check_room(runtime: Runtime, modules: Iterable[nn.Module], room: Room, forec
         for tier in ("host", "file"):
             needs[tier] = needs.get(tier, 0) + on.get(tier, {}).get(ACTIVATIONS, 0)
     need = json.dumps(_need_of(runtime, needs, room))
-    texts = comm.all_gather_texts(need, runtime.mesh["world"], runtime.device.torch_device)
+    texts = collectives.all_gather_texts(need, runtime.mesh["world"], runtime.device.torch_device)
     disks, memory = problems_of_needs([json.loads(text) for text in texts])
     if disks or (memory and runtime.config.device.check_memory):
         raise ConfigError(disks + memory)

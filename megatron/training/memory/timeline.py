@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
-from megatron.core import comm
 from megatron.core.base.dataclass_flags import ConfigError
+from megatron.core.parallel import collectives
 from megatron.core.pipeline_parallel.schedule import Op
 from megatron.training.memory.dry_run import COMPUTES, PASSING, Job, Profile, dry_run, mesh_of
 from megatron.training.settings.config import Config
@@ -101,7 +101,7 @@ class Forecast:
                     # shapes is not the run's accelerator, so what is refused for it says nothing.
                     if isinstance(error, ConfigError) and not self.job.accelerator:
                         found["refused"] = error.problems
-            text = comm.broadcast_text(json.dumps(found), world, self.job.runtime.device.torch_device)
+            text = collectives.broadcast_text(json.dumps(found), world, self.job.runtime.device.torch_device)
             found = json.loads(text)
             if "refused" in found:
                 raise ConfigError(found["refused"])

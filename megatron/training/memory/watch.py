@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from megatron.core import comm
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.optimizer.optimizer import FlatOptimizer
+from megatron.core.parallel import collectives
 from megatron.training.memory.offload import room_left, state_bytes
 from megatron.training.memory.report import short_report, table
 from megatron.training.memory.tier_bytes import amount, bytes_line
@@ -63,7 +63,7 @@ class MemoryWatch:
         pp, world = self.runtime.mesh["pp"], self.runtime.mesh["world"]
         numbers, n = [pp.rank, *measured.values(), *map(self._expected, measured)], len(measured)
         mine = torch.tensor([numbers], dtype=torch.int64, device=self.runtime.device.torch_device)
-        rows = comm.all_gather(mine, world).tolist()
+        rows = collectives.all_gather(mine, world).tolist()
         lines = [["stage", *measured]]
         for rank in range(pp.size):
             most = [max(column) for column in zip(*(row[1:] for row in rows if row[0] == rank))]

@@ -17,7 +17,7 @@ from megatron.core.base.dataclass_flags import ConfigError, FlagParser, build, d
 from megatron.core.checkpoint.folder import find, read_manifest
 from megatron.core.checkpoint.format import MANIFEST, CheckpointError, parse_manifest
 from megatron.core.interchange import is_foreign, settings_in
-from megatron.core.parallel_config import ParallelConfig
+from megatron.core.parallel.parallel_config import ParallelConfig
 from megatron.core.storage.paths import path_of
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.model_config import ModelConfig

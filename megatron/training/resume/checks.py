@@ -8,16 +8,17 @@ from typing import Any
 
 import torch
 
-from megatron.core import comm, dropout_masks
+from megatron.core import dropout_masks
 from megatron.core.base.dataclass_flags import ConfigError, build, flags_of, knobs, misfits
 from megatron.core.base.registry import FUNCTIONS
 from megatron.core.checkpoint import Checkpoint, CheckpointError, LocalTensor
 from megatron.core.checkpoint.lost import BUFFERS_AT_START, LOST_BUFFERS
-from megatron.core.grid import Axis
 from megatron.core.interchange.absent import ABSENT_HEADS, ALLOW, advice_of, both_names, heads_in_state, shown_heads
 from megatron.core.interchange.carried import origin_problems
 from megatron.core.optimizer.loss_scale import problems_of_scaler
 from megatron.core.optimizer.settings import OptimizerConfig
+from megatron.core.parallel import collectives
+from megatron.core.parallel.grid import Axis
 from megatron.training.resume.compared import BY_DATA, BY_TOKENIZER, OF_WIDTHS, Change, Changes, compare, precision_of
 from megatron.training.resume.functions import attention_problem, began_to_restart, optimizer_problem, tokenizer_problem
 from megatron.training.resume.state import TrainState
@@ -33,7 +34,7 @@ def check_same_parameters(
     """Refuse a checkpoint with parameters that this run's model lacks on all ranks. One all-reduce; every rank must call."""
     names = sorted(name for name in checkpoint.names if name.startswith("model/"))
     holders = torch.tensor([name in mine for name in names], dtype=torch.int32, device=device)
-    comm.all_reduce(holders, world)
+    collectives.all_reduce(holders, world)
     lacking = [name.removeprefix("model/") for name, count in zip(names, holders.tolist()) if not count]
     if lacking:
         more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
@@ -59,7 +60,7 @@ def absent_parameters(
     given, which names each. Names are those of a checkpoint. goes_on: with the optimizer's state, which nobody could make up.
     """
     state, there = checkpoint.state, {*checkpoint.names}
-    texts = comm.all_gather_texts(json.dumps([name for name in mine if name not in there]), world, device)
+    texts = collectives.all_gather_texts(json.dumps([name for name in mine if name not in there]), world, device)
     lacking = list(dict.fromkeys(name.removeprefix("model/") for text in texts for name in json.loads(text)))
     if not lacking:
         return set()
@@ -271,7 +272,7 @@ def check_same_positions(
     config: Config, mine: dict[str, LocalTensor], checkpoint: Checkpoint, world: Axis, device: torch.device
 ) -> None:
     """Refuse a learned position table with another number of rows. One all-reduce; every rank must call."""
-    with comm.together(world, device):
+    with collectives.together(world, device):
         for name in (name for name in mine if name.endswith(_POSITIONS) and name in checkpoint.names):
             saved, rows = checkpoint.manifest.tensors[name].shape[0], mine[name].shape[0]
             if saved != rows and rows == config.positions:

@@ -7,13 +7,13 @@ from typing import TypeVar
 
 import torch
 
-from megatron.core import comm
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.checkpoint import Checkpoint, open_checkpoint
 from megatron.core.checkpoint.format import DAMAGED, MANIFEST, CheckpointError, folder_name
 from megatron.core.checkpoint.publishing import set_aside
-from megatron.core.grid import Axis
 from megatron.core.interchange import open_any
+from megatron.core.parallel import collectives
+from megatron.core.parallel.grid import Axis
 from megatron.core.storage import file_layer
 from megatron.core.storage.paths import path_of
 from megatron.training.resume.start import Start
@@ -38,7 +38,7 @@ def load_undamaged(
         try:
             checkpoint = open_any(root, iteration, world, device)
             loaded = load(checkpoint)
-        except (CheckpointError, ConfigError, comm.PeerError) as error:
+        except (CheckpointError, ConfigError, collectives.PeerError) as error:
             damage = _damage_on_any_rank(error, world, device)
             if damage is None or len(start.iterations) <= 1:
                 raise
@@ -47,7 +47,7 @@ def load_undamaged(
             instead = f"iteration {left[0]} is used instead" if left else "there is no older one of its run"
             print_rank_0(f"WARNING: iteration {iteration} of {root} is damaged: {damage}; {instead}")
             continue
-        with comm.together(world, device):
+        with collectives.together(world, device):
             if owns_root and world.is_first:
                 _set_aside(root, [*start.spoiled, *(number for number, _ in damages)])
         return loaded
@@ -67,14 +67,14 @@ def newest_readable(start: Start) -> Checkpoint:
 
 def _damage_on_any_rank(error: Exception, world: Axis, device: torch.device | str) -> str | None:
     """The damage that a rank has found; None if all ranks fail for another reason. Every rank must call, with its own error."""
-    if isinstance(error, comm.LostPeerError):
+    if isinstance(error, collectives.LostPeerError):
         return None
     mine = ""
     if isinstance(error, CheckpointError) and error.advice == DAMAGED:
         problems = [error.wrong] if isinstance(error.wrong, str) else error.wrong
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         mine = f"{error.file}: {'; '.join(problems[:3])}{more}"
-    return next(filter(None, comm.all_gather_texts(mine, world, device)), None)
+    return next(filter(None, collectives.all_gather_texts(mine, world, device)), None)
 
 
 def _is_ancestor(iteration: int, checkpoint: Checkpoint | None) -> bool:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-from megatron.core import comm
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.registry import FUNCTIONS
 from megatron.core.checkpoint.folder import remove
@@ -24,6 +23,7 @@ from megatron.core.held_tensors import model_tensors
 from megatron.core.interchange.formats.hf_folder import is_hf_folder
 from megatron.core.interchange.gathered import records_of_ranks, write_gathered
 from megatron.core.interchange.written import plan_folder
+from megatron.core.parallel import collectives
 from megatron.core.storage import file_layer
 from megatron.core.storage.paths import path_of
 from megatron.training.resume.functions import functions_of
@@ -50,7 +50,7 @@ class HFExports:
         origin = {} if state.origin is None else {"origin": state.origin.as_json()}
         records = records_of_ranks(model_tensors(chunks, runtime.mesh), world, device)
         options = {"dtype": config.save_hf_dtype, "most_bytes": config.most_bytes}
-        with comm.together(world, device):
+        with collectives.together(world, device):
             try:
                 self._plan = plan_folder(settings | origin, records, "this run", **options)
             except ConfigError as error:
@@ -67,7 +67,7 @@ class HFExports:
     def _is_there(self) -> bool:
         world, device = self._runtime.mesh["world"], self._runtime.device.torch_device
         found = int(world.is_first and is_hf_folder(self._folder))
-        return bool(comm.broadcast(torch.tensor([found], device=device), world).item())
+        return bool(collectives.broadcast(torch.tensor([found], device=device), world).item())
 
     @property
     def _folder(self) -> Path:
@@ -82,11 +82,11 @@ class HFExports:
         for chunk in self._chunks:
             chunk.finish_param_gather()
         try:
-            with comm.together(world, device):
+            with collectives.together(world, device):
                 if world.is_first:
                     remove(partial)
             write_gathered(self._plan, model_tensors(self._chunks, mesh), partial, world, device, note=self._tell)
-            with comm.together(world, device):
+            with collectives.together(world, device):
                 if world.is_first:
                     _publish(partial, final)
         except OSError as error:

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from megatron.core import comm
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.checkpoint.lost import first_names
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.grid import Axis
+from megatron.core.parallel import collectives
+from megatron.core.parallel.grid import Axis
 from megatron.core.tensor_hash import tensor_hash
 from megatron.training.runtime import print_rank_0
 
@@ -34,7 +34,7 @@ Digests = dict[str, str]
 
 def note_buffers(chunks: Collection[DistributedDataParallel], world: Axis, device: torch.device | str) -> None:
     """Remember the values with which the model begins; warn of those that a checkpoint will lack. Every rank must call."""
-    with comm.together(world, device):
+    with collectives.together(world, device):
         for chunk in chunks:
             chunk.buffers_at_start = digests_of(chunk.module)
     names = _names_on_any_rank((name for chunk in chunks for name in chunk.buffers_at_start), world, device)
@@ -51,7 +51,7 @@ def changed_buffers(chunks: Collection[DistributedDataParallel], world: Axis, de
 
     A chunk whose beginning was not noted may have changed in all."""
     mine: list[str] = []
-    with comm.together(world, device):
+    with collectives.together(world, device):
         for chunk in chunks:
             before, now = chunk.buffers_at_start or {}, digests_of(chunk.module)
             mine += [name for name in before | now if before.get(name) != now.get(name)]
@@ -69,7 +69,7 @@ def first_buffers(chunks: Collection[DistributedDataParallel], world: Axis, devi
     call."""
     mine = [(name, text) for chunk in chunks for name, text in (chunk.buffers_at_start or {}).items()]
     mine = [(name, text) for name, text in mine if not name.endswith(_EXTRA_STATE)]
-    texts = comm.all_gather_texts(json.dumps(mine), world, device)
+    texts = collectives.all_gather_texts(json.dumps(mine), world, device)
     found: dict[str, set[str]] = {}
     for name, text in (pair for gathered in texts for pair in json.loads(gathered)):
         found.setdefault(name, set()).add(text)
@@ -138,5 +138,5 @@ def _digest_of_leaf(leaf: Any) -> str:
 
 
 def _names_on_any_rank(mine: Iterable[str], world: Axis, device: torch.device | str) -> list[str]:
-    texts = comm.all_gather_texts(json.dumps(sorted(set(mine))), world, device)
+    texts = collectives.all_gather_texts(json.dumps(sorted(set(mine))), world, device)
     return sorted({name for text in texts for name in json.loads(text)})

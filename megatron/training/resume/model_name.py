@@ -6,8 +6,9 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from megatron.core import comm, models
-from megatron.core.grid import Axis
+from megatron.core import models
+from megatron.core.parallel import collectives
+from megatron.core.parallel.grid import Axis
 
 
 def model_name(chunks: Iterable[nn.Module], pp: Axis, device: torch.device | str) -> str:
@@ -23,7 +24,7 @@ def model_name(chunks: Iterable[nn.Module], pp: Axis, device: torch.device | str
         "models": sorted({_name_of(type(chunk)) for chunk in chunks}),
         "parts": sorted({name for chunk in chunks for name in _names_of_parts(chunk)}),
     }
-    stages = [json.loads(text) for text in comm.all_gather_texts(json.dumps(mine), pp, device)]
+    stages = [json.loads(text) for text in collectives.all_gather_texts(json.dumps(mine), pp, device)]
     found = {kind: sorted({name for stage in stages for name in stage[kind]}) for kind in mine}
     if found["said"]:
         return " + ".join(found["said"])

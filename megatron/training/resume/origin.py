@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.core import comm
 from megatron.core.checkpoint import Checkpoint
 from megatron.core.interchange import described_by
 from megatron.core.interchange.carried import Origin
+from megatron.core.parallel import collectives
 from megatron.core.storage.file_layer import is_file, read_start, size_of_file
 from megatron.training.resume.copies import OwnPart
 from megatron.training.runtime import Runtime, print_rank_0
@@ -44,11 +44,11 @@ def origin_of_new_run(runtime: Runtime) -> Origin | None:
 def _agreed(runtime: Runtime, read: Callable[[], Origin | None]) -> Origin | None:
     world, device = runtime.mesh["world"], runtime.device.torch_device
     text = None
-    with comm.together(world, device):
+    with collectives.together(world, device):
         if world.is_first:
             origin = read()
             text = json.dumps(None if origin is None else origin.as_json())
-    found = json.loads(comm.broadcast_text(text, world, device))
+    found = json.loads(collectives.broadcast_text(text, world, device))
     return None if found is None else Origin(**found)
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from megatron.core import comm
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.checkpoint.folder import newest_iteration
 from megatron.core.checkpoint.format import LATEST, PARTIAL, folder_name
 from megatron.core.checkpoint.publishing import clear_leftovers
-from megatron.core.grid import Axis
+from megatron.core.parallel import collectives
+from megatron.core.parallel.grid import Axis
 from megatron.core.storage import file_layer
 from megatron.core.storage.file_lock import locked
 from megatron.core.storage.paths import path_of
@@ -30,7 +30,7 @@ def prepare_folder(config: CheckpointConfig, world: Axis, device: torch.device, 
     Locks the folder until `held` is closed, and removes incomplete checkpoints of earlier runs. An object store has no locks.
     """
     root = config.save
-    with comm.together(world, device):
+    with collectives.together(world, device):
         if root is not None and world.is_first:
             with _naming("", root):
                 _prepare(root, path_of(root), held)
@@ -39,7 +39,7 @@ def prepare_folder(config: CheckpointConfig, world: Axis, device: torch.device, 
 
 def prepare_hf_folder(given: str | None, world: Axis, device: torch.device, held: contextlib.ExitStack) -> None:
     """`prepare_folder` of --save-hf, which must hold nothing else. Every rank must call."""
-    with comm.together(world, device):
+    with collectives.together(world, device):
         if given is not None and world.is_first:
             root = path_of(given)
             with _naming("-hf", given):

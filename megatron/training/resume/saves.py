@@ -4,11 +4,11 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from megatron.core import comm
 from megatron.core.base import rank_status
 from megatron.core.checkpoint.background import BackgroundSaves, SavedInBackground
 from megatron.core.checkpoint.format import CheckpointError
 from megatron.core.optimizer.optimizer import FlatOptimizer
+from megatron.core.parallel import collectives
 from megatron.training import checkpointing
 from megatron.training.resume import copies
 from megatron.training.resume.hf_exports import HFExports
@@ -42,7 +42,7 @@ class Saves:
         world, device = runtime.mesh["world"], runtime.device.torch_device
         self._background = BackgroundSaves(world, device)
         runtime.held.callback(self.close)
-        with comm.together(world, device):  # now, not after hours, and no save waits for it
+        with collectives.together(world, device):  # now, not after hours, and no save waits for it
             self._background.reserve(checkpointing.tensors_to_save(runtime, chunks, optimizer))
 
     def are_due(self, *, last: bool) -> list[Callable[[dict], None]]:
@@ -95,9 +95,9 @@ class Saves:
         began, iteration = time.monotonic(), self._state.iteration
         try:
             copies.save_copy(config, iteration, *saving, world, self._runtime.device.torch_device)
-        except comm.LostPeerError:
+        except collectives.LostPeerError:
             raise
-        except (CheckpointError, comm.PeerError, OSError) as error:
+        except (CheckpointError, collectives.PeerError, OSError) as error:
             print_rank_0(f"WARNING: no copy of iteration {iteration}: {error}")
         else:
             kind = config.non_persistent_ckpt_type
@@ -133,7 +133,7 @@ class Saves:
             return
         try:
             self._report(self._background.land())
-        except (CheckpointError, comm.PeerError) as error:
+        except (CheckpointError, collectives.PeerError) as error:
             print_rank_0(f"WARNING: {error}")
         self._background.close()
         self._background = None

@@ -14,13 +14,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from megatron.core import comm
 from megatron.core.base.dataclass_flags import ConfigError, build
 from megatron.core.boxes import Box, size_of
 from megatron.core.checkpoint import Checkpoint, LocalTensor
 from megatron.core.interchange.carried import Origin
 from megatron.core.interchange.families.family import OUTPUT, WORD_TABLE
 from megatron.core.interchange.folder_tokenizer import vocabulary_in
+from megatron.core.parallel import collectives
 from megatron.core.storage.file_layer import is_file
 from megatron.core.storage.paths import is_url, path_of
 from megatron.core.tokenizers.identity import tokenizer_sha256
@@ -71,10 +71,10 @@ def _on_first(runtime: Runtime, work: Any) -> Any:
     """What `work` returns on the first rank, as JSON has it. Every rank must call; its errors are raised on all."""
     world, device = runtime.mesh["world"], runtime.device.torch_device
     text = None
-    with comm.together(world, device):
+    with collectives.together(world, device):
         if world.is_first:
             text = json.dumps(work())
-    return json.loads(comm.broadcast_text(text, world, device))
+    return json.loads(collectives.broadcast_text(text, world, device))
 
 
 def _compared(runtime: Runtime, state: Mapping[str, Any], given: str, mine: Vocabulary) -> tuple[str, str]:

@@ -19,16 +19,16 @@ from megatron.core.base.dataclass_flags import (
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.fim import FimConfig
 from megatron.core.datasets.masking import MaskedDataConfig
-from megatron.core.device import DeviceConfig
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.offload.offload_config import OffloadConfig
 from megatron.core.optimizer.loss_scale import LossScaleConfig
 from megatron.core.optimizer.lr_schedule import LearningRateConfig, RunLength
 from megatron.core.optimizer.settings import OptimizerConfig
-from megatron.core.parallel_config import ParallelConfig
+from megatron.core.parallel.device import DeviceConfig
+from megatron.core.parallel.parallel_config import ParallelConfig
+from megatron.core.parallel.stage_map import StageMap
 from megatron.core.pipeline_parallel.stage import split_layers, split_two_stacks
 from megatron.core.pipeline_parallel.table import default_chunks, stage_map
-from megatron.core.stage_map import StageMap
 from megatron.core.storage.paths import is_url
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.model_config import ModelConfig

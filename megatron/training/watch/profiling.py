@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from megatron.core.base import output_streams
-from megatron.core.device import Device
-from megatron.core.mesh import Mesh
+from megatron.core.parallel.device import Device
+from megatron.core.parallel.mesh import Mesh
 from megatron.training.watch.watch_config import ProfileConfig
 
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from megatron.core import comm
 from megatron.core.base.memory_kind import memory_kind
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.elements import my_elements
-from megatron.core.mesh import Mesh
+from megatron.core.parallel import collectives
+from megatron.core.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Inspector:
                 self._add((what, name), part)
         mine = [[*key, asdict(statistics)] for key, statistics in self._found.items()]
         whole: dict[TensorKey, Statistics] = {}
-        for text in comm.all_gather_texts(json.dumps(mine), self._mesh["world"], device):
+        for text in collectives.all_gather_texts(json.dumps(mine), self._mesh["world"], device):
             for what, name, numbers in json.loads(text):
                 whole[what, name] = whole.get((what, name), Statistics()) + Statistics(**numbers)
         return whole

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron.core import comm
 from megatron.core.base import rank_status
-from megatron.core.grid import Axis
+from megatron.core.parallel import collectives
+from megatron.core.parallel.grid import Axis
 
 
 class Stragglers:
@@ -36,7 +36,7 @@ class Stragglers:
         """The report on the steps since the last one. Every rank must call; one all-gather of a number."""
         mine = torch.tensor([1000 * self._busy / max(self._steps, 1)], dtype=torch.float32, device=self._device)
         self._busy, self._steps = 0.0, 0
-        return straggler_line(comm.all_gather(mine, self._world).tolist(), self._shown)
+        return straggler_line(collectives.all_gather(mine, self._world).tolist(), self._shown)
 
 
 def straggler_line(busy: Sequence[float], shown: int) -> str:

@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from megatron.core import comm
-from megatron.core.device import Device
-from megatron.core.grid import Axis
+from megatron.core.parallel import collectives
+from megatron.core.parallel.device import Device
+from megatron.core.parallel.grid import Axis
 
 Option = Literal["max", "minmax", "all"]
 
@@ -110,7 +110,7 @@ class Timers:
 
     def wait_for_all(self) -> None:
         if self._world is not None:
-            comm.barrier(self._world, self._torch_device)
+            collectives.barrier(self._world, self._torch_device)
 
     def seconds_of_ranks(
         self, names: Iterable[str] | None = None, *, reset: bool = True
@@ -120,7 +120,7 @@ class Timers:
         mine = {name: self._timers[name].elapsed(reset) for name in wanted if name in self._timers}
         if self._world is None:
             return {name: {0: seconds} for name, seconds in mine.items()}
-        texts = comm.all_gather_texts(json.dumps(mine), self._world, self._torch_device)
+        texts = collectives.all_gather_texts(json.dumps(mine), self._world, self._torch_device)
         table: dict[str, dict[int, float]] = {}
         for rank, text in enumerate(texts):
             for name, seconds in json.loads(text).items():

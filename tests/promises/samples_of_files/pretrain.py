@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core import comm
 from megatron.core.datasets import IndexedDataset, IndexedDatasetWriter
 from megatron.core.datasets.split_plan import Building, Part, SampleKind, Say, build_datasets
 from megatron.core.enums import ModelType
+from megatron.core.parallel import collectives
 from megatron.training import get_runtime, pretrain, print_rank_0
 from pretrain_gpt import forward_step, model_provider
 
@@ -73,7 +73,7 @@ def datasets_provider(num_samples: list[int]) -> tuple[Any, ...]:
     world, device = runtime.mesh["world"], runtime.device.torch_device
     blend = ["0.7", str(HERE / "low"), "0.3", str(HERE / "high")]
     config = replace(runtime.config.data, data_path=blend, split="8,1,1")
-    building = Building(world.is_first, lambda: comm.barrier(world, device), print_rank_0, print_rank_0)
+    building = Building(world.is_first, lambda: collectives.barrier(world, device), print_rank_0, print_rank_0)
     kind = Documents(config.seq_length, runtime.config.training.seed)
     return build_datasets(config, kind, num_samples, building)
 

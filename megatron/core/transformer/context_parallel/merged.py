@@ -10,10 +10,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron.core import comm
 from megatron.core.base.async_handle import Pending, done
-from megatron.core.grid import Axis
-from megatron.core.sequence_rows import chunks_of
+from megatron.core.parallel import collectives
+from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.sequence_shard import chunks_of
 from megatron.core.transformer.attention_kernels.tiles import wide_empty
 from megatron.core.transformer.context_parallel.block_kernels import (
     FlashBlocks,
@@ -65,12 +65,12 @@ class Ring:
             sums = visit(self.chunks(step), here, leaving)
             if step + 1 == self.axis.size:  # complete: rounded before it travels, as it would be after
                 sums = sums.to(saved.dtype)
-            leaving = comm.start_shift(sums, self.axis)
+            leaving = collectives.start_shift(sums, self.axis)
             here = coming.wait()
         return leaving.wait()
 
     def _shift(self, here: Tensor, step: int) -> Pending[Tensor]:
-        return comm.start_shift(here, self.axis) if step + 1 < self.axis.size else done(here)
+        return collectives.start_shift(here, self.axis) if step + 1 < self.axis.size else done(here)
 
 
 class Gathered:
@@ -84,15 +84,15 @@ class Gathered:
         return tuple(range(2 * self.axis.size))
 
     def forward(self, mine: Tensor, visit: Visit) -> Tensor:
-        whole = in_order(comm.all_gather(mine, self.axis).chunk(self.axis.size), dim=-2)
+        whole = in_order(collectives.all_gather(mine, self.axis).chunk(self.axis.size), dim=-2)
         visit(self.chunks, whole)
         return whole
 
     def backward(self, saved: Tensor, visit: VisitBack) -> Tensor:
         grad = by_rank(visit(self.chunks, saved, None), self.axis.size, dim=-3).flatten(0, 1)
         if saved.dtype == grad.dtype:
-            return comm.reduce_scatter(grad, self.axis)
-        return comm.start_reduce_scatter_in(grad.dtype, grad.to(saved.dtype), self.axis).wait()  # half precision
+            return collectives.reduce_scatter(grad, self.axis)
+        return collectives.start_reduce_scatter_in(grad.dtype, grad.to(saved.dtype), self.axis).wait()  # half precision
 
 
 def in_order(parts: Sequence[Tensor], dim: int = 0) -> Tensor:

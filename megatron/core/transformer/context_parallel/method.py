@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron.core import comm
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.registry import Table
-from megatron.core.grid import ALONE, Axis
+from megatron.core.parallel import collectives
+from megatron.core.parallel.grid import ALONE, Axis
+from megatron.core.parallel.sequence_shard import chunks_of
 from megatron.core.random import AttentionDropout
-from megatron.core.sequence_rows import chunks_of
 from megatron.core.transformer.context_parallel.block_kernels import FlashBlocks, TiledBlocks, flash_refuses
 from megatron.core.transformer.context_parallel.merged import Gathered, Ring, Travel, attention_over_blocks, in_order
 from megatron.core.transformer.context_parallel.ulysses import my_rows, whole_sequences
@@ -145,7 +145,7 @@ def _with_all_rows(mask: Mask, axis: Axis) -> Mask:
         return Biased(per_row.squeeze(-1).permute(2, 0, 1), _with_all_rows(mask.within, axis))
     if not isinstance(mask, Tensor) or mask.shape[-2] == 1:
         return mask
-    rows = comm.all_gather(mask.movedim(-2, 0).to(torch.uint8), axis)
+    rows = collectives.all_gather(mask.movedim(-2, 0).to(torch.uint8), axis)
     return in_order(rows.chunk(axis.size)).movedim(0, -2).bool()
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from megatron.core.parallel_config import ParallelConfig
+from megatron.core.parallel.parallel_config import ParallelConfig
 from megatron.core.transformer.context_parallel.method import METHODS
 from megatron.core.transformer.model_config import ModelConfig
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron.core import comm
-from megatron.core.grid import Axis
 from megatron.core.held_rows import of_my_rows, positions_of
-from megatron.core.sequence_rows import SequenceRows
+from megatron.core.parallel import collectives
+from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.sequence_shard import SequenceRows
 from megatron.core.transformer.context_parallel.merged import in_order
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.masks import Documents
@@ -51,7 +51,7 @@ class SharedCache(KeyValueCache):
         """In the first forward the result is k and v, of my columns."""
         if not self.shares:
             return super().append(layer, k, v)
-        pairs = in_order(comm.all_gather(torch.stack((k, v), dim=1), self.sharing).chunk(self.sharing.size))
+        pairs = in_order(collectives.all_gather(torch.stack((k, v), dim=1), self.sharing).chunk(self.sharing.size))
         super().append(layer, *pairs[self._added :].unbind(1))
         return k, v
 
@@ -59,7 +59,7 @@ class SharedCache(KeyValueCache):
         super().advance(new * self.sharing.size - self._added if self.shares else new)
 
     def of_last_column(self, x: Tensor) -> Tensor:
-        return comm.broadcast(x.contiguous(), self.sharing, source=0)  # which has the last chunk
+        return collectives.broadcast(x.contiguous(), self.sharing, source=0)  # which has the last chunk
 
     def _columns(self, new: int) -> Tensor:
         if not self.shares:

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core import comm
-from megatron.core.grid import Axis
+from megatron.core.parallel import collectives
+from megatron.core.parallel.grid import Axis
 from megatron.core.transformer.context_parallel.merged import by_rank, in_order
 
 
@@ -33,8 +33,8 @@ class _Exchange(torch.autograd.Function):
 
 def _to_whole(x: Tensor, axis: Axis) -> Tensor:
     shares = torch.stack(x.chunk(axis.size, dim=2))  # [c, s / c, b, n / c, d]
-    return in_order(comm.all_to_all(shares, axis))
+    return in_order(collectives.all_to_all(shares, axis))
 
 
 def _to_rows(x: Tensor, axis: Axis) -> Tensor:
-    return torch.cat(comm.all_to_all(by_rank(x, axis.size), axis).unbind(0), dim=2)
+    return torch.cat(collectives.all_to_all(by_rank(x, axis.size), axis).unbind(0), dim=2)

@@ -1,6 +1,6 @@
 """A hostfile, as DeepSpeed's launcher and mpirun read it, as the torchrun line of each node. Pure.
 
-    python -m megatron.core.job.hostfile hosts --include worker-1:0,2@worker-2 -- train.py --deepspeed_config ds.json
+    python -m megatron.core.parallel.hostfile hosts --include worker-1:0,2@worker-2 -- train.py --deepspeed_config ds.json
 
 A hostfile has lines such as `worker-1 slots=4`. A filter names nodes, each alone or with slots; nodes are separated by `@`.
 torchrun starts equally many processes on every node, so the slots that are left must be equally many.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.output_streams import until_reader_ends
-from megatron.core.job.launch import DEFAULT_PORT
+from megatron.core.parallel.launcher_environment import DEFAULT_PORT
 
 Slots = dict[str, list[int]]
 
@@ -76,7 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print a line for each node: its name, and what to run there."""
     words = list(sys.argv[1:] if argv is None else argv)
     at = words.index("--") if "--" in words else len(words)
-    parser = argparse.ArgumentParser(prog="python -m megatron.core.job.hostfile", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron.core.parallel.hostfile", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("hostfile", type=Path, help="lines of `name slots=N`")
     for name, use in (("include", "use no others"), ("exclude", "do not use these")):
         parser.add_argument(f"--{name}", default="", metavar="NODE[:SLOT,...][@...]", help=use)

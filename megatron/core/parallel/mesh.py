@@ -21,7 +21,7 @@
     pos_embd      the first stage, or a script's choice     a position table that stages share
     world         everything                                agreement
 
-`model_parallel.py` makes the communicators of a job, a test makes its own. Lower layers receive single `Axis` objects.
+`initialize_groups.py` makes the communicators of a job, a test makes its own. Lower layers receive single `Axis` objects.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -29,9 +29,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.comm import Group, Ledger
-from megatron.core.grid import ALONE, DATA_PARALLEL, EXPERT_DATA_PARALLEL, Axis, AxisSizes
-from megatron.core.stage_map import StageMap, loop
+from megatron.core.parallel.collectives import Group, Ledger
+from megatron.core.parallel.grid import ALONE, DATA_PARALLEL, EXPERT_DATA_PARALLEL, Axis, AxisSizes
+from megatron.core.parallel.stage_map import StageMap, loop
 
 
 @dataclass(frozen=True)

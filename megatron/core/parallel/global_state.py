@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.mesh import Mesh
+from megatron.core.parallel.mesh import Mesh
 
 
 @dataclass(eq=False)

@@ -8,13 +8,13 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.comm import Group, TorchGroup, as_peer_error
-from megatron.core.current_mesh import current, get_mesh, mesh_of_process, set_mesh_of_process
-from megatron.core.grid import AxisSizes
-from megatron.core.job.processes import all_have_met, launched, launched_rank, launched_world_size, leave_at_exit
-from megatron.core.mesh import MakeGroup, Mesh, StageRanks, build_mesh
-from megatron.core.parallel_config import ORDER, ParallelConfig
-from megatron.core.stage_map import StageMap, loop
+from megatron.core.parallel.collectives import Group, TorchGroup, as_peer_error
+from megatron.core.parallel.global_state import current, get_mesh, mesh_of_process, set_mesh_of_process
+from megatron.core.parallel.grid import AxisSizes
+from megatron.core.parallel.mesh import MakeGroup, Mesh, StageRanks, build_mesh
+from megatron.core.parallel.parallel_config import ORDER, ParallelConfig
+from megatron.core.parallel.rendezvous import all_have_met, launched, launched_rank, launched_world_size, leave_at_exit
+from megatron.core.parallel.stage_map import StageMap, loop
 
 
 def initialize_model_parallel(

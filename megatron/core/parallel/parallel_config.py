@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import prod
 
 from megatron.core.base.dataclass_flags import ConfigError, Count, FlagConfig, flag_of, knob
-from megatron.core.grid import ORDER, AxisSizes
+from megatron.core.parallel.grid import ORDER, AxisSizes
 
 _UNEVEN = (  # stages
     "decoder_first_pipeline_num_layers",

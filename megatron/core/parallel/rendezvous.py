@@ -18,11 +18,11 @@ import torch.distributed as dist
 # which keeps its threads alive after destroy_process_group. Seen in torch 2.13.
 from megatron.core.base import output_streams, rank_status
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.comm import Ledger, LostPeerError, StoreGroup, TorchGroup, broadcast_text
-from megatron.core.current_mesh import mesh_of_process, set_mesh_of_process
-from megatron.core.grid import Axis
-from megatron.core.job.launch import Launch, discover
-from megatron.core.job.lines import SAYS_EVERY, Exchange, Line, RefusedError, answers, listed, refuses, waiting
+from megatron.core.parallel.collectives import Ledger, LostPeerError, StoreGroup, TorchGroup, broadcast_text
+from megatron.core.parallel.global_state import mesh_of_process, set_mesh_of_process
+from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.launcher_environment import Launch, discover
+from megatron.core.parallel.liveness import SAYS_EVERY, Exchange, Line, RefusedError, answers, listed, refuses, waiting
 
 _joined = False  # whether start_distributed, not the caller, initialised torch.distributed
 _line: Line | None = None  # to rank 0, while this process is in the job
@@ -43,7 +43,7 @@ def _has_others_to_meet(launch: Launch) -> bool:
 
 
 def start_distributed(backend: str, timeout_minutes: float) -> None:
-    """Joins the job: adopts torch.distributed if the caller has initialised it, else follows the launcher (`launch.py`).
+    """Joins the job: adopts torch.distributed if the caller has initialised it, else follows the launcher (`launcher_environment.py`).
 
     Every rank must call. A process without a launcher is a job of one rank, without torch.distributed. Ranks may come minutes
     apart; waiting ranks report the missing ranks every half minute. Raises ConfigError if ranks are missing after

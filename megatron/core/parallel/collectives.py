@@ -1,6 +1,6 @@
 """All collectives and point-to-point transfers, each over an `Axis` and recorded in a ledger.
 
-This is the only file that calls torch.distributed communication (`model_parallel.py` creates the groups). On an axis of one
+This is the only file that calls torch.distributed communication (`initialize_groups.py` creates the groups). On an axis of one
 rank a function returns at once, so callers need no special case. `start_*` returns a `Pending` whose `wait()` gives the
 result; the tensors of a call must not be read or written before `wait()`.
 
@@ -25,7 +25,7 @@ from torch.profiler import record_function
 
 from megatron.core.base import rank_status
 from megatron.core.base.async_handle import Pending, done
-from megatron.core.grid import Axis
+from megatron.core.parallel.grid import Axis
 
 # ---------------------------------------------------------------- the ledger
 

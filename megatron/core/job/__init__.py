@@ -1,9 +1,0 @@
-"""The processes of a job.
-
-    launch.py      rank, world size and meeting place, as the launcher gives them (no torch)
-    processes.py   how the processes meet, and leave
-    lines.py       which rank is missing, and which has died (sockets, no torch)
-
-May import: `comm`, `config`, `errors`, `grid`, `current_mesh`. Only `parallel_state`, `model_parallel` and training import it.
-To add a launcher: a line of the table in `launch.py`.
-"""
