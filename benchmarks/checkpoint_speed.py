@@ -27,11 +27,11 @@ from pathlib import Path
 import torch
 
 from megatron.core import parallel_state
-from megatron.core.boxes import whole
 from megatron.core.checkpoint import LocalTensor, open_checkpoint, save_checkpoint
 from megatron.core.checkpoint.background import BackgroundSaves
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
+from megatron.core.sharding.boxes import whole
 
 CHUNK = 16 << 20  # bytes that pass at a time on the plain side, as on ours
 TENSORS = 8

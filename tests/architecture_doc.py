@@ -36,7 +36,7 @@ BESIDE = (
     "training/ending",
     "training/memory",
     "training/runtime.py",
-    "core/boxes.py",
+    "core/sharding/boxes.py",
     "core/base/dataclass_flags.py",
     "core/parallel/global_state.py",
     "core/parallel/device.py",

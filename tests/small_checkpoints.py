@@ -4,9 +4,9 @@ import torch
 from local_ranks import run_ranks
 from said import raises_telling
 
-from megatron.core.boxes import whole
 from megatron.core.checkpoint import CheckpointError, LocalTensor, open_checkpoint, save_checkpoint
 from megatron.core.parallel.grid import ALONE
+from megatron.core.sharding.boxes import whole
 
 
 def tried_by_ranks(size, work):

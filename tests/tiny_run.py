@@ -13,7 +13,6 @@ from layouts import Layout
 from local_ranks import run_ranks
 from torch import Tensor, nn
 
-from megatron.core.boxes import pieces_of_run, size_of, slices
 from megatron.core.distributed.buffer import ParamAndGradBuffer
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.plan import overlaps
@@ -31,10 +30,11 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.stage import split_layers, split_two_stacks
 from megatron.core.pipeline_parallel.transport import TensorSpec
-from megatron.core.placement import Placement, owned_pieces
 from megatron.core.products import NATIVE
 from megatron.core.random import DropoutKeys
+from megatron.core.sharding.boxes import pieces_of_run, size_of, slices
 from megatron.core.sharding.initial_values import initialize_parameters
+from megatron.core.sharding.placement import Placement, owned_pieces
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.masks import Documents
 from megatron.core.transformer.model_config import ModelConfig

@@ -21,13 +21,13 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 from megatron.core.base.dataclass_flags import ConfigError, FlagConfig, knob
-from megatron.core.boxes import whole
 from megatron.core.checkpoint import Checkpoint
 from megatron.core.checkpoint.local_tensor import LocalTensor
 from megatron.core.checkpoint.lost import note_of_lost_buffers
 from megatron.core.interchange import copy_checkpoint, open_any, write_hf_folder
 from megatron.core.interchange.absent import check_complete
 from megatron.core.interchange.strided import StridedCheckpoint
+from megatron.core.sharding.boxes import whole
 from megatron.core.storage.file_layer import at, exists, remove_tree
 from megatron.core.storage.paths import is_url, path_of
 from megatron.training.settings.hf_config import DEFAULT_SHARD_SIZE, bytes_of, read_size

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from megatron.core.base.dataclass_flags import ConfigError, knob
 from megatron.core.models.gpt_model import GPTModel
-from megatron.core.placement import Normal
+from megatron.core.sharding.placement import Normal
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.transformer.attention import ParallelAttention

@@ -22,7 +22,7 @@ from megatron.core.base.dataclass_flags import add_flags, build
 from megatron.core.enums import ModelType
 from megatron.core.optimizer.param_groups import ParamGroup, default_group
 from megatron.core.pipeline_parallel import SCHEDULES
-from megatron.core.placement import Placement
+from megatron.core.sharding.placement import Placement
 from megatron.core.tensor_parallel.broadcast import broadcast_batch
 from megatron.training import get_args, get_runtime, pretrain
 

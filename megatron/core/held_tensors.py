@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from megatron.core.boxes import pieces_of_run
 from megatron.core.checkpoint.local_tensor import LocalTensor, placed_tensor
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
+from megatron.core.sharding.boxes import pieces_of_run
 
 
 def model_tensors(chunks: Sequence[DistributedDataParallel], mesh: Mesh) -> dict[str, LocalTensor]:

@@ -19,7 +19,6 @@ import torch
 
 from megatron.core import dropout_masks, products
 from megatron.core.base.registry import FUNCTIONS
-from megatron.core.boxes import size_of
 from megatron.core.checkpoint import Checkpoint, LocalTensor
 from megatron.core.checkpoint import save_checkpoint as write_checkpoint
 from megatron.core.checkpoint.folder import saved_iterations
@@ -31,6 +30,7 @@ from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
+from megatron.core.sharding.boxes import size_of
 from megatron.core.storage.paths import path_of
 from megatron.training.resume import checks, copies, vocabulary
 from megatron.training.resume.copies import OwnPart

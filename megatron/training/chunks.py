@@ -16,7 +16,7 @@ from megatron.core.parallel.global_state import current, filling_by_name
 from megatron.core.pipeline_parallel.loss import ForwardStep
 from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.transport import TensorSpec
-from megatron.core.placement import Constant, Placement, placement_of
+from megatron.core.sharding.placement import Constant, Placement, placement_of
 from megatron.training.runtime import Runtime
 from megatron.training.settings.config import Config
 

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.boxes import whole
 from megatron.core.checkpoint import LocalTensor, open_checkpoint, save_checkpoint
 from megatron.core.checkpoint.format import CheckpointError
 from megatron.core.distributed.data_parallel import DistributedDataParallel
@@ -33,6 +32,7 @@ from megatron.core.optimizer import FlatOptimizer, torch_groups
 from megatron.core.optimizer.loss_scale import LossScaleConfig, make_grad_scaler
 from megatron.core.optimizer.torch_groups import GroupedOptimizer
 from megatron.core.parallel.mesh import Mesh
+from megatron.core.sharding.boxes import whole
 from megatron.training.checkpointing import model_tensors, optimizer_tensors, read_tensors
 
 

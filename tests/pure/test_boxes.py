@@ -5,7 +5,7 @@ from math import prod
 
 import pytest
 
-from megatron.core.boxes import boxes_of_run, pieces_of_run, start_in_run
+from megatron.core.sharding.boxes import boxes_of_run, pieces_of_run, start_in_run
 
 
 def numbers(box, shape) -> list[int]:

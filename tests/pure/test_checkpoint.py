@@ -12,13 +12,13 @@ from small_checkpoints import good, loaded, one, refused, save_one, tried_by_ran
 
 from megatron.core import checkpoint as package
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.boxes import slices, whole
 from megatron.core.checkpoint import CheckpointError, LocalTensor, open_checkpoint, save_checkpoint, writing
 from megatron.core.checkpoint import format as disk
 from megatron.core.checkpoint import save as saving
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import ALONE, Axis, Grid
-from megatron.core.placement import Constant, Placement, is_counted, pieces
+from megatron.core.sharding.boxes import slices, whole
+from megatron.core.sharding.placement import Constant, Placement, is_counted, pieces
 from megatron.training.command_line import parse_args
 from megatron.training.resume.checks import check_same_positions
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from small_checkpoints import refused, save_one
 
-from megatron.core.boxes import intersect, slices
 from megatron.core.checkpoint import format as disk
 from megatron.core.checkpoint import open_checkpoint
+from megatron.core.sharding.boxes import intersect, slices
 
 
 def sealed(raw):

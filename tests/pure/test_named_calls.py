@@ -38,7 +38,7 @@ OURS = {
     "megatron/core/main_grad.py main_grad_of": "main_grad",  # Megatron's name
     "megatron/core/main_grad.py slot_of": "slot",
     "megatron/core/base/registry.py function_of": "computes",  # a script's entry of a table
-    "megatron/core/placement.py placement_of": "placement",  # a script's layer
+    "megatron/core/sharding/placement.py placement_of": "placement",  # a script's layer
     "megatron/core/random.py keys_of": "keys",  # a script's layer
     "megatron/core/tensor_parallel/cross_entropy.py cross_entropy_of": "cross_entropy",
     "megatron/core/tokenizers/identity.py tokenizer_sha256": "beside",

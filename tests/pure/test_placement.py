@@ -6,9 +6,9 @@ from itertools import product
 import pytest
 import torch
 
-from megatron.core.boxes import intersect, relative_to, size_of, slices, whole
 from megatron.core.parallel.grid import Axis
-from megatron.core.placement import Constant, Placement, is_counted, pieces
+from megatron.core.sharding.boxes import intersect, relative_to, size_of, slices, whole
+from megatron.core.sharding.placement import Constant, Placement, is_counted, pieces
 
 
 def axis(name: str, size: int, rank: int) -> Axis:

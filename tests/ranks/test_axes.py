@@ -16,7 +16,7 @@ from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import EXPERT_DATA_PARALLEL
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.placement import Placement
+from megatron.core.sharding.placement import Placement
 
 SAMPLES, TOKENS, WIDTH, EXPERTS = 4, 4, 6, 4
 

@@ -16,11 +16,11 @@ from small_checkpoints import one
 from thread_writers import thread_writers
 from whole_run import run
 
-from megatron.core.boxes import whole
 from megatron.core.checkpoint import CheckpointError, LocalTensor, open_checkpoint, save_checkpoint
 from megatron.core.checkpoint.background import BackgroundSaves
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import ALONE
+from megatron.core.sharding.boxes import whole
 
 STATE = {"step": 3}
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.core.boxes import whole
 from megatron.core.checkpoint import LocalTensor
 from megatron.core.interchange import open_foreign, settings_in
+from megatron.core.sharding.boxes import whole
 
 sys.path.append(str(Path(__file__).parent.parent / "exchange"))
 from cases import read_record, read_tensors, write_folder

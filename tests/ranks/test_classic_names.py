@@ -11,11 +11,11 @@ from tiny_run import SEQ, TINY_GPT2, VOCAB, my_pieces, put_together
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.core import tensor_parallel as mt
-from megatron.core.boxes import slices
 from megatron.core.models.gpt_model import GPTModel
 from megatron.core.parallel.global_state import filling_by_name
-from megatron.core.placement import Constant, pieces
+from megatron.core.sharding.boxes import slices
 from megatron.core.sharding.initial_values import initialize_parameters, normal_box
+from megatron.core.sharding.placement import Constant, pieces
 from megatron.core.tensor_parallel.utils import VocabUtility
 from megatron.core.transformer.context import LayerContext
 from megatron.core.utils import init_method_normal, scaled_init_method_normal

@@ -11,7 +11,6 @@ from adamw_steps import assert_losses
 from local_ranks import run_ranks
 from torch import Tensor
 
-from megatron.core.boxes import slices
 from megatron.core.checkpoint import CheckpointError, placed_tensor
 from megatron.core.inference.load import lone_mesh
 from megatron.core.interchange import open_foreign
@@ -23,7 +22,8 @@ from megatron.core.interchange.written import their_tensors
 from megatron.core.models.bert_model import BertModel
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.placement import pieces
+from megatron.core.sharding.boxes import slices
+from megatron.core.sharding.placement import pieces
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 

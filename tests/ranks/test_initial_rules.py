@@ -9,7 +9,7 @@ from tiny_run import GPT2, Layout, build_chunks, my_pieces, put_together
 
 from megatron.core.optimizer.param_groups import default_group, without_decay_of_tables
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.placement import Constant, Placement
+from megatron.core.sharding.placement import Constant, Placement
 
 CONFIG = replace(GPT2, hidden_size=64, init_method_xavier_uniform=True, embedding_init_method_std=1.5)
 

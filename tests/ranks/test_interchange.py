@@ -11,7 +11,6 @@ from local_ranks import run_ranks
 from whole_run import run
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.boxes import slices
 from megatron.core.checkpoint import CheckpointError, placed_tensor, save_checkpoint
 from megatron.core.inference.load import load_gpt, lone_mesh
 from megatron.core.interchange import open_foreign
@@ -20,7 +19,8 @@ from megatron.core.interchange.mapped import heads_of, rows_of
 from megatron.core.interchange.streamed import write_hf_folder
 from megatron.core.interchange.written import their_tensors
 from megatron.core.parallel.grid import ALONE
-from megatron.core.placement import pieces
+from megatron.core.sharding.boxes import slices
+from megatron.core.sharding.placement import pieces
 from megatron.core.transformer.model_config import ModelConfig
 from tools import checkpoint_convert
 

@@ -17,8 +17,8 @@ from megatron.core.classic.specs import ModuleSpec, build_module
 from megatron.core.classic.transformer_config import TransformerConfig
 from megatron.core.parallel.global_state import current, filling_by_name
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.placement import Constant, Placement
 from megatron.core.sharding.initial_values import initialize_parameter
+from megatron.core.sharding.placement import Constant, Placement
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 SEQ, BATCH, VOCAB = 6, 2, 16

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.parallel import collectives as comm
-from megatron.core.placement import Normal
+from megatron.core.sharding.placement import Normal
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.broadcast import broadcast_batch
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy

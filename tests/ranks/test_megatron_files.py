@@ -9,10 +9,10 @@ import torch
 from local_ranks import run_ranks
 from whole_run import run
 
-from megatron.core.boxes import slices
 from megatron.core.inference.load import load_gpt
 from megatron.core.interchange import open_any
-from megatron.core.placement import pieces
+from megatron.core.sharding.boxes import slices
+from megatron.core.sharding.placement import pieces
 from megatron.core.transformer.model_config import ModelConfig
 from tools import checkpoint_convert
 

@@ -15,12 +15,12 @@ from tiny_run import GPT2, LLAMA, VOCAB, Layout, Outcome, Texts, assert_equal, b
 from torch.nn import functional as F
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.boxes import slices
 from megatron.core.checkpoint import open_checkpoint, save_checkpoint
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.settings import OptimizerConfig
-from megatron.core.placement import pieces
 from megatron.core.random import DropoutKeys
+from megatron.core.sharding.boxes import slices
+from megatron.core.sharding.placement import pieces
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.attention import ParallelAttention

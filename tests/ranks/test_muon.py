@@ -28,7 +28,7 @@ from megatron.core.optimizer.whole import Owners, WholeTensor
 from megatron.core.parallel.device import float32_products
 from megatron.core.parallel.grid import ALONE
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.placement import Placement
+from megatron.core.sharding.placement import Placement
 
 MUON = OptimizerConfig(optimizer="muon", clip_grad=0.5, weight_decay=0.1, muon_extra_scale_factor=0.2)
 _LAYOUTS, _SHARDS = ("tp2", "pp2", "tp2sp-pp2-v2"), ("0 overlapped", "1", "1 hybrid")

@@ -13,14 +13,14 @@ from said import tells
 from tiny_run import GPT2, LLAMA, SEQ, Layout, assert_equal, build, forward_step, microbatches, my_pieces, put_together
 from torch import Tensor, nn
 
-from megatron.core.boxes import slices
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.param_groups import default_group
 from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.transport import TensorSpec
-from megatron.core.placement import is_counted, pieces
+from megatron.core.sharding.boxes import slices
+from megatron.core.sharding.placement import is_counted, pieces
 from megatron.training.train_step import train_step
 
 SHAPES = {"matrix": (7, 5), "bias": (7,), "table": (3, 4, 2), "gain": (9,), "scalar": ()}

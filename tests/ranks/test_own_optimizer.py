@@ -15,7 +15,7 @@ from megatron.core.optimizer import OPTIMIZERS, ParamGroup, UpdateRule
 from megatron.core.optimizer.param_groups import default_group
 from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.placement import Placement
+from megatron.core.sharding.placement import Placement
 from megatron.core.transformer.model_config import ModelConfig
 
 ALL_AXES = Layout(tp=2, sp=True, pp=2, dp=2, m=2)

@@ -30,10 +30,10 @@ from megatron.core.pipeline_parallel.loss import read_loss
 from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.stage import split_layers
 from megatron.core.pipeline_parallel.transport import TensorSpec
-from megatron.core.placement import Placement
 from megatron.core.products import NATIVE, Products, Way
 from megatron.core.random import DropoutKeys
 from megatron.core.sharding.initial_values import initialize_parameters
+from megatron.core.sharding.placement import Placement
 from megatron.core.tensor_parallel.linear import weight_gradient
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig

@@ -13,12 +13,12 @@ from tiny_run import GPT2, LLAMA, SEED, VOCAB, Layout, build, my_pieces, put_tog
 from torch import Tensor, nn
 
 import pretrain_gpt
-from megatron.core.boxes import slices
 from megatron.core.parallel.sequence_shard import SequenceRows
-from megatron.core.placement import Constant, Normal, Placement
 from megatron.core.random import AttentionDropout, DropoutKeys, HiddenDropout
 from megatron.core.sharding import initial_values as draws
+from megatron.core.sharding.boxes import slices
 from megatron.core.sharding.initial_values import TILE, initialize_parameters, normal_box, seed_of
+from megatron.core.sharding.placement import Constant, Normal, Placement
 
 SIGMAS = 5  # a bound that a right implementation misses once in two million draws; the seeds are fixed besides
 

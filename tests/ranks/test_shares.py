@@ -5,10 +5,10 @@ import torch
 from local_ranks import run_ranks
 from small_checkpoints import one
 
-from megatron.core.boxes import pieces_of_run, whole
 from megatron.core.checkpoint import LocalTensor, load_whole_tensors, open_checkpoint, placed_tensor, save_checkpoint
 from megatron.core.checkpoint.shares import shares
-from megatron.core.placement import Constant, Placement
+from megatron.core.sharding.boxes import pieces_of_run, whole
+from megatron.core.sharding.placement import Constant, Placement
 
 SHAPES = {"table": (50, 3), "bias": (7,), "scalar": (), "cube": (4, 5, 6), "row": (1, 40), "gate_up": (12, 2)}
 LONGEST_ROW = 40 * 4  # bytes

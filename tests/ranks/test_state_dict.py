@@ -8,12 +8,12 @@ from said import raises_telling
 from tiny_run import LLAMA, TINY_GPT2, Layout, build_chunks
 
 from megatron.core import dist_checkpointing
-from megatron.core.boxes import slices
 from megatron.core.checkpoint import load_state_dict, load_whole_tensors, save_state_dict
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.distributed.data_parallel import DataParallelConfig
-from megatron.core.placement import pieces
+from megatron.core.sharding.boxes import slices
+from megatron.core.sharding.placement import pieces
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 ONE, VPP = Layout(), Layout(pp=2, v=2, schedule="interleaved")

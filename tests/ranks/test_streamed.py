@@ -9,11 +9,11 @@ import pytest
 import torch
 from local_ranks import run_ranks
 
-from megatron.core.boxes import whole
 from megatron.core.checkpoint import CheckpointError, LocalTensor, open_checkpoint, save_checkpoint
 from megatron.core.interchange import copy_checkpoint, open_any, streamed, write_hf_folder
 from megatron.core.interchange.families.operations import OPERATIONS, HeadCounts, stretches_of
 from megatron.core.interchange.written import their_tensors
+from megatron.core.sharding.boxes import whole
 
 sys.path.append(str(Path(__file__).parent.parent / "exchange"))
 from cases import read_tensors, write_folders

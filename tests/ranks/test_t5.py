@@ -17,7 +17,6 @@ from tiny_t5 import CONFIGS, T5
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.core.boxes import slices
 from megatron.core.checkpoint import placed_tensor
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.inference.load import lone_mesh
@@ -32,7 +31,8 @@ from megatron.core.models.t5_model import T5Model
 from megatron.core.optimizer.param_groups import default_group, others_to, without_decay_of_tables
 from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.pipeline_parallel.stage import split_layers
-from megatron.core.placement import Normal, Placement, pieces
+from megatron.core.sharding.boxes import slices
+from megatron.core.sharding.placement import Normal, Placement, pieces
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.relative_positions import bucket_of

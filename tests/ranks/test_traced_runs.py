@@ -9,9 +9,9 @@ import torch
 from stopped_runs import ended, job, lines
 from traced_files import traced
 
-from megatron.core.boxes import whole
 from megatron.core.checkpoint import LocalTensor
 from megatron.core.interchange import open_any
+from megatron.core.sharding.boxes import whole
 
 sys.path.append(str(Path(__file__).parent.parent / "exchange"))
 from cases import CASES, write_folders

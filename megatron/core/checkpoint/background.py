@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from megatron.core.base import rank_status
-from megatron.core.boxes import size_of
 from megatron.core.checkpoint import format, writer
 from megatron.core.checkpoint.format import CheckpointError
 from megatron.core.checkpoint.local_tensor import LocalTensor
@@ -36,6 +35,7 @@ from megatron.core.offload.stored_tensor import StoredTensor
 from megatron.core.parallel import collectives
 from megatron.core.parallel import device as devices
 from megatron.core.parallel.grid import Axis
+from megatron.core.sharding.boxes import size_of
 from megatron.core.storage.paths import path_of
 
 _CHUNK = 16 << 20  # bytes of a tensor in a file that are read at a time

@@ -25,7 +25,7 @@ from operator import getitem
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from megatron.core.boxes import Box, intersect, is_within, size_of
+from megatron.core.sharding.boxes import Box, intersect, is_within, size_of
 
 FORMAT, FORMAT_VERSION = "megatron-boxes", 1
 MANIFEST = "manifest.json"

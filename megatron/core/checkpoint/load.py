@@ -18,13 +18,13 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from megatron.core.boxes import Box, intersect, relative_to, run_of, size_of, slices, whole
 from megatron.core.checkpoint import folder, format
 from megatron.core.checkpoint.format import CheckpointError, Manifest, Piece
 from megatron.core.checkpoint.local_tensor import LocalTensor, problems_of_tensors
 from megatron.core.offload.stored_tensor import Stored, StoredTensor
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import ALONE, Axis
+from megatron.core.sharding.boxes import Box, intersect, relative_to, run_of, size_of, slices, whole
 from megatron.core.storage import file_layer
 from megatron.core.storage.paths import path_of
 from megatron.core.storage.read_ahead import FileSpan

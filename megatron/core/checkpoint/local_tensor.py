@@ -8,12 +8,12 @@ from operator import mul
 import torch
 from torch import Tensor
 
-from megatron.core.boxes import Box, is_within, size_of, slices, whole
 from megatron.core.checkpoint.format import ITEM_BYTES, show_box
 from megatron.core.offload.stored_tensor import Stored, StoredTensor
 from megatron.core.parallel.grid import ALONE, Axis
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.placement import Placement, owned_pieces, pieces
+from megatron.core.sharding.boxes import Box, is_within, size_of, slices, whole
+from megatron.core.sharding.placement import Placement, owned_pieces, pieces
 
 
 @dataclass(frozen=True, eq=False)

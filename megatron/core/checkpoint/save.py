@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.boxes import Box
 from megatron.core.checkpoint import format
 from megatron.core.checkpoint.format import CheckpointError
 from megatron.core.checkpoint.local_tensor import LocalTensor, problems_of_tensors
@@ -19,6 +18,7 @@ from megatron.core.checkpoint.writing import HeldPart, Saving, saving_together, 
 from megatron.core.offload.stored_tensor import Stored, StoredTensor
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
+from megatron.core.sharding.boxes import Box
 from megatron.core.storage.paths import path_of
 
 _CHUNK = 16 << 20  # bytes copied to the host, hashed and written at a time: all the memory that saving needs

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 
-from megatron.core.boxes import Box, size_of
 from megatron.core.checkpoint.local_tensor import LocalTensor
+from megatron.core.sharding.boxes import Box, size_of
 
 
 def shares(tensors: dict[str, LocalTensor]) -> dict[str, LocalTensor]:

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.boxes import whole
 from megatron.core.checkpoint.load import open_checkpoint
 from megatron.core.checkpoint.local_tensor import LocalTensor, placed_tensor
 from megatron.core.checkpoint.save import save_checkpoint
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.placement import Placement, placement_of
+from megatron.core.sharding.boxes import whole
+from megatron.core.sharding.placement import Placement, placement_of
 
 State = dict[str, Any]
 

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from megatron.core.boxes import Box
 from megatron.core.checkpoint import folder, format, publishing
 from megatron.core.checkpoint.format import CheckpointError, Manifest, Piece, TensorRecord
+from megatron.core.sharding.boxes import Box
 from megatron.core.storage import file_layer
 
 ONE_WRITER = "exactly one rank must be the writer of every element"

@@ -15,8 +15,8 @@ from torch.nn.init import xavier_normal_
 
 from megatron.core.base.signatures import takes
 from megatron.core.parallel.global_state import current, get_mesh
-from megatron.core.placement import Constant, InitialValue, Normal
 from megatron.core.products import NATIVE
+from megatron.core.sharding.placement import Constant, InitialValue, Normal
 from megatron.core.tensor_parallel import linear_layers, mappings
 from megatron.core.tensor_parallel.broadcast import BatchWithoutData, broadcast_tensors
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.base.signatures import takes
-from megatron.core.placement import Normal
+from megatron.core.sharding.placement import Normal
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:

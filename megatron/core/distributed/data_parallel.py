@@ -32,7 +32,6 @@ from torch import Tensor, nn
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.memory_kind import memory_kind
-from megatron.core.boxes import flat_run
 from megatron.core.distributed.bucket import Bucket
 from megatron.core.distributed.buffer import ACROSS_STAGES, ParamAndGradBuffer, grads_come_late
 from megatron.core.distributed.call_order import UseOrder
@@ -49,7 +48,8 @@ from megatron.core.offload.host_and_file_store import Tier
 from megatron.core.offload.stored_tensor import Stored
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import GradAxes, Mesh
-from megatron.core.placement import Placement, partial_axes, partial_grads, placement_of
+from megatron.core.sharding.boxes import flat_run
+from megatron.core.sharding.placement import Placement, partial_axes, partial_grads, placement_of
 from megatron.core.weight_grads import WeightGradStore
 
 

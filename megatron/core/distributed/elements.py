@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from megatron.core.boxes import flat_run, slices
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.plan import overlaps
 from megatron.core.offload.stored_tensor import loaded
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.placement import owned_pieces
+from megatron.core.sharding.boxes import flat_run, slices
+from megatron.core.sharding.placement import owned_pieces
 
 
 def my_elements(chunks: Sequence[DistributedDataParallel], mesh: Mesh, *, grads: bool) -> Iterator[tuple[str, Tensor]]:

@@ -18,7 +18,7 @@ from megatron.core.main_grad import GradSlot, slot_of
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.placement import Placement, placement_of
+from megatron.core.sharding.placement import Placement, placement_of
 
 
 @torch.no_grad()

@@ -12,8 +12,8 @@ from megatron.core.models.language_model import LanguageModelStage
 from megatron.core.models.t5_model import T5Model
 from megatron.core.parallel.grid import AxisSizes
 from megatron.core.parallel.mesh import Mesh, build_mesh
-from megatron.core.placement import pieces
 from megatron.core.products import Products, settle
+from megatron.core.sharding.placement import pieces
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.kernels import attention_function
 from megatron.core.transformer.model_config import ModelConfig, tensor_parallel_problems

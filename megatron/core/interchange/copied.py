@@ -13,12 +13,12 @@ from torch import Tensor
 
 from megatron.core.base.async_handle import Pending, done
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.boxes import Box, boxes_of_run, size_of, whole
 from megatron.core.checkpoint import LocalTensor, save_checkpoint
 from megatron.core.interchange.absent import check_complete
 from megatron.core.interchange.strided import StridedCheckpoint, lies_in_order
 from megatron.core.offload.stored_tensor import StoredTensor
 from megatron.core.parallel.grid import ALONE
+from megatron.core.sharding.boxes import Box, boxes_of_run, size_of, whole
 from megatron.core.storage.file_layer import exists
 from megatron.core.storage.paths import path_of
 

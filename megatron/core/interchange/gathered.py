@@ -18,7 +18,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from megatron.core.boxes import Box, intersect, relative_to, size_of, slices, whole
 from megatron.core.checkpoint.format import TensorRecord
 from megatron.core.checkpoint.local_tensor import LocalTensor
 from megatron.core.interchange.families.family import Row
@@ -26,6 +25,7 @@ from megatron.core.interchange.written import FolderPlan, finish_folder, write_r
 from megatron.core.offload.stored_tensor import start_reading
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
+from megatron.core.sharding.boxes import Box, intersect, relative_to, size_of, slices, whole
 from megatron.core.storage.file_layer import make_folders
 
 _ROWS = 16 << 20  # bytes of a tensor that the ranks add up at a time

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.boxes import whole
 from megatron.core.checkpoint.format import PARTIAL
 from megatron.core.checkpoint.load import Checkpoint
 from megatron.core.checkpoint.local_tensor import LocalTensor
@@ -38,6 +37,7 @@ from megatron.core.interchange.written import (
 )
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import ALONE, Axis
+from megatron.core.sharding.boxes import whole
 from megatron.core.storage.file_layer import at, exists, make_folders, remove_tree, write_all
 
 _PART = 16 << 20  # bytes read, hashed and written at a time

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.core.boxes import Box, intersect, relative_to, run_of, size_of, slices, whole
 from megatron.core.checkpoint import format
 from megatron.core.checkpoint.format import ITEM_BYTES, CheckpointError, Piece, TensorRecord
 from megatron.core.checkpoint.load import Checkpoint
@@ -20,6 +19,7 @@ from megatron.core.checkpoint.local_tensor import LocalTensor
 from megatron.core.interchange.families.operations import OPERATIONS, HeadCounts, View, shape_of
 from megatron.core.interchange.formats.safetensors import TensorInFile
 from megatron.core.offload.stored_tensor import StoredTensor
+from megatron.core.sharding.boxes import Box, intersect, relative_to, run_of, size_of, slices, whole
 from megatron.core.storage.file_layer import at, read_all
 
 _MOST_AT_ONCE = 16 << 20  # bytes of a file in memory at a time

@@ -15,7 +15,6 @@ from math import prod
 from pathlib import Path
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.boxes import size_of
 from megatron.core.checkpoint.format import ITEM_BYTES, CheckpointError, TensorRecord
 from megatron.core.interchange.families.family import Family
 from megatron.core.interchange.families.operations import View
@@ -24,6 +23,7 @@ from megatron.core.interchange.formats.hf_folder import CONFIG, INDEX, WEIGHTS, 
 from megatron.core.interchange.formats.megatron_folder import METADATA
 from megatron.core.interchange.formats.safetensors import FETCH_AGAIN, TensorInFile
 from megatron.core.interchange.strided import StridedPiece, piece_of
+from megatron.core.sharding.boxes import size_of
 from megatron.core.storage.file_layer import exists, is_file
 
 # Whether queries and keys rotate in neighbouring pairs, where Hugging Face's form rotates halves; by model_type.

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from megatron.core.base.dataclass_flags import ConfigError, build
 from megatron.core.base.registry import FUNCTIONS
-from megatron.core.boxes import slices
 from megatron.core.checkpoint.format import ITEM_BYTES, CheckpointError, TensorRecord
 from megatron.core.interchange.absent import check_complete, names_of
 from megatron.core.interchange.carried import Origin, carry
@@ -31,6 +30,7 @@ from megatron.core.interchange.families.operations import OPERATIONS, HeadCounts
 from megatron.core.interchange.formats.hf_folder import CONFIG, INDEX, WEIGHTS
 from megatron.core.interchange.formats.safetensors import header_of
 from megatron.core.interchange.mapped import heads_of, rows_of
+from megatron.core.sharding.boxes import slices
 from megatron.core.storage.file_layer import at, write_all, write_synced
 from megatron.core.transformer.kernels import SOFTMAX
 from megatron.core.transformer.model_config import ModelConfig

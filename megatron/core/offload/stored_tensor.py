@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.base.async_handle import Pending, done
-from megatron.core.boxes import Box, flat_run, size_of, slices, whole
+from megatron.core.sharding.boxes import Box, flat_run, size_of, slices, whole
 
 _CHUNK = 4 << 20  # bytes in memory at a time while a whole tensor is copied
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.memory_kind import memory_kind
-from megatron.core.boxes import flat_run
 from megatron.core.distributed.buffer import ParamAndGradBuffer, Shard
 from megatron.core.distributed.plan import Slot, overlaps, runs
 from megatron.core.offload.host_and_file_store import Tier
@@ -31,7 +30,8 @@ from megatron.core.optimizer.whole import whole_tensors
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.placement import owned_pieces
+from megatron.core.sharding.boxes import flat_run
+from megatron.core.sharding.placement import owned_pieces
 
 
 class FlatOptimizer:

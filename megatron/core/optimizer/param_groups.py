@@ -7,7 +7,7 @@ group_of(name, placement) -> ParamGroup        a fork passes its own to pretrain
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from megatron.core.placement import Placement
+from megatron.core.sharding.placement import Placement
 
 
 @dataclass(frozen=True)

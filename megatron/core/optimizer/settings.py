@@ -12,7 +12,7 @@ from megatron.core.base.registry import Table
 from megatron.core.optimizer.lr_schedule import IncreaseStyle, WeightDecaySchedule
 from megatron.core.optimizer.muon_config import MuonConfig
 from megatron.core.optimizer.param_groups import GroupRule, others_to
-from megatron.core.placement import Placement
+from megatron.core.sharding.placement import Placement
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from megatron.core.base.async_handle import Pending
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.boxes import Box, slices
 from megatron.core.optimizer.owners import turns_of
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import ALONE, Axis
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.placement import Placement, pieces
+from megatron.core.sharding.boxes import Box, slices
+from megatron.core.sharding.placement import Placement, pieces
 
 Pieces = list[tuple[Box, Box]]  # (box in the whole tensor, box in the local one)
 

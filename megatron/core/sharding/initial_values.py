@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.boxes import Box, intersect, relative_to, size_of, slices, whole
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
-from megatron.core.placement import Constant, Normal, XavierUniform, pieces
+from megatron.core.sharding.boxes import Box, intersect, relative_to, size_of, slices, whole
+from megatron.core.sharding.placement import Constant, Normal, XavierUniform, pieces
 
 TILE = 256  # rows and columns; 65,536 draws take about 0.2 ms, their seeding 2 us
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
-from megatron.core.placement import Constant, InitialValue, Placement, Rows
 from megatron.core.products import NATIVE, Products
 from megatron.core.sharding.initial_values import initialize_parameter, seed_of_next_parameter
+from megatron.core.sharding.placement import Constant, InitialValue, Placement, Rows
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.linear import LinearFunction, linear
 from megatron.core.tensor_parallel.lookup import lookup

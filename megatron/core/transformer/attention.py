@@ -9,8 +9,8 @@ from megatron.core.base.lazy_imports import lazy_names
 from megatron.core.compiling.compiler import compiles
 from megatron.core.ops.rotary_formulas import apply_rotary, cosines_and_sines, rotated, rotated_interleaved
 from megatron.core.parallel.grid import ALONE
-from megatron.core.placement import Normal, Placement, Rows
 from megatron.core.random import AttentionDropout
+from megatron.core.sharding.placement import Normal, Placement, Rows
 from megatron.core.tensor_parallel.linear_layers import (
     ColumnParallelLinear,
     RowParallelLinear,

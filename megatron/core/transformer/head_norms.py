@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.parallel.grid import Axis
-from megatron.core.placement import Constant, Placement, Rows
+from megatron.core.sharding.placement import Constant, Placement, Rows
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.context import LayerContext

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megatron.core.compiling.compiler import compiles
 from megatron.core.made_again import unmarked
-from megatron.core.placement import Constant
+from megatron.core.sharding.placement import Constant
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.regions import REGIONS

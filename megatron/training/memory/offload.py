@@ -12,12 +12,12 @@ from torch import nn
 
 from megatron.core import parallel_state
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.boxes import size_of
 from megatron.core.offload.host_and_file_store import FileTier
 from megatron.core.optimizer.param_groups import default_group
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.placement import pieces
+from megatron.core.sharding.boxes import size_of
+from megatron.core.sharding.placement import pieces
 from megatron.training.memory.host_memory import free_on_machine, free_to_process
 from megatron.training.memory.room import less_with, warning_of_room
 from megatron.training.memory.tier_bytes import Element, amount, bytes_by_tier

@@ -25,12 +25,12 @@ from typing import Any
 import torch
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.boxes import size_of, whole
 from megatron.core.checkpoint import Checkpoint, CheckpointError, LocalTensor, open_checkpoint, save_checkpoint
 from megatron.core.checkpoint.folder import remove
 from megatron.core.checkpoint.format import DAMAGED, PARTIAL, show_box
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import ALONE, Axis
+from megatron.core.sharding.boxes import size_of, whole
 from megatron.core.storage import file_layer
 from megatron.core.storage.paths import path_of
 from megatron.training.resume.start import loads_what_it_saves

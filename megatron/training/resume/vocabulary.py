@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.base.dataclass_flags import ConfigError, build
-from megatron.core.boxes import Box, size_of
 from megatron.core.checkpoint import Checkpoint, LocalTensor
 from megatron.core.interchange.carried import Origin
 from megatron.core.interchange.families.family import OUTPUT, WORD_TABLE
 from megatron.core.interchange.folder_tokenizer import vocabulary_in
 from megatron.core.parallel import collectives
+from megatron.core.sharding.boxes import Box, size_of
 from megatron.core.storage.file_layer import is_file
 from megatron.core.storage.paths import is_url, path_of
 from megatron.core.tokenizers.identity import tokenizer_sha256

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt_model import GPTModel
-from megatron.core.placement import Constant, Normal
+from megatron.core.sharding.placement import Constant, Normal
 from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig

@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple
 
-from megatron.core.boxes import Box, run_of, whole
+from megatron.core.sharding.boxes import Box, run_of, whole
 
 Shape = tuple[int, ...]
 

@@ -14,13 +14,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.core.boxes import Box, is_within, size_of
 from megatron.core.checkpoint.format import ITEM_BYTES, CheckpointError, Piece, TensorRecord, is_filled
 from megatron.core.interchange.formats.hf_folder import path_inside
 from megatron.core.interchange.formats.inert_pickle import MOST_BYTES, Made, Named, PickleError, read_pickle
 from megatron.core.interchange.formats.megatron_folder import METADATA
 from megatron.core.interchange.formats.safetensors import FETCH_AGAIN, TensorInFile
 from megatron.core.interchange.formats.torch_file import Span, TorchFile, read_torch_file
+from megatron.core.sharding.boxes import Box, is_within, size_of
 from megatron.core.storage.file_layer import at, read_start
 
 _FILE = re.compile(r"__\d{1,9}_\d{1,9}\.distcp")

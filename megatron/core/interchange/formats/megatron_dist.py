@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.boxes import Box, size_of
 from megatron.core.checkpoint.format import CheckpointError
 from megatron.core.interchange.families.family import OUTPUT, WORD_TABLE
 from megatron.core.interchange.families.fields import ModelSettings
@@ -27,6 +26,7 @@ from megatron.core.interchange.formats.megatron_folder import COMMON
 from megatron.core.interchange.formats.megatron_names import PartOf, are_of_bert, is_known, our_place_of
 from megatron.core.interchange.formats.safetensors import FETCH_AGAIN
 from megatron.core.interchange.formats.torch_file import read_torch_file
+from megatron.core.sharding.boxes import Box, size_of
 from megatron.core.storage.file_layer import is_file
 
 _COMMON_STATE = "common_state/shard_0_1"  # since 2026

@@ -9,10 +9,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from megatron.core.boxes import Box, whole
 from megatron.core.interchange.families.family import LAYER, OUTPUT, STAGE, WORD_TABLE
 from megatron.core.interchange.families.operations import HeadCounts, View
 from megatron.core.interchange.formats.safetensors import TensorInFile
+from megatron.core.sharding.boxes import Box, whole
 
 # Copies of the word table on the last stage of a tied model, and what is nothing to learn.
 TIED_COPY = "word_embeddings_for_head.weight"

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.core.boxes import Box, intersect, relative_to, whole
 from megatron.core.parallel.grid import DATA_PARALLEL, Axis
+from megatron.core.sharding.boxes import Box, intersect, relative_to, whole
 
 
 @dataclass(frozen=True)
