@@ -53,9 +53,9 @@ def ways_of(shape: tuple[int, int, int, str], length: int) -> dict[str, Way]:
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
-    from megatron.core.held_rows import of_my_rows
+    from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
+    from megatron.core.ops.shard_sequence import of_my_rows
     from megatron.core.parallel.global_state import get_mesh
-    from megatron.core.random import AttentionDropout, DropoutKeys
     from megatron.core.transformer.context_parallel.method import METHODS, ContextParallel, SharedAttention
 
     heads, groups, width, dtype = shape

@@ -32,11 +32,11 @@ from torch.distributed.fsdp import fully_shard
 from megatron.core import parallel_state
 from megatron.core.distributed.data_parallel import DataParallelConfig, DistributedDataParallel
 from megatron.core.models.gpt_model import GPTModel
+from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
-from megatron.core.random import DropoutKeys
 from megatron.core.sharding.initial_values import initialize_parameters
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig

@@ -29,13 +29,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron.core import parallel_state
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.models.gpt_model import GPTModel
+from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.param_groups import default_group
 from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.optimizer.whole import Owners, whole_tensors
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.random import DropoutKeys
 from megatron.core.sharding.initial_values import initialize_parameters
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig

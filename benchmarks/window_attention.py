@@ -19,9 +19,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.random import AttentionDropout, DropoutKeys
-from megatron.core.transformer.kernels import AttentionCase, kernel_for
-from megatron.core.transformer.masks import windowed
+from megatron.core.ops.attention.kernels import AttentionCase, kernel_for
+from megatron.core.ops.attention.masks import windowed
+from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
 
 DEFAULT = [512, 2048]
 

@@ -31,8 +31,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.dropout_masks import MaskWords, column_words, kept, numbered_keys, pairs_of_words
-from megatron.core.random import AttentionDropout, DropoutKeys
+from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
+from megatron.core.ops.dropout_masks import MaskWords, column_words, kept, numbered_keys, pairs_of_words
 
 CPU = torch.device("cpu")
 LAGS = (1, 2, 3, 4, 8, 16, 32, 64)

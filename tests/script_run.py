@@ -11,16 +11,16 @@ from types import ModuleType, SimpleNamespace
 import torch
 
 from megatron.core.offload.offload_config import make_tier
+from megatron.core.ops.attention.kernels import KERNELS
+from megatron.core.ops.deferred_wgrad import WeightGradStore
+from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.optimizer import OPTIMIZERS
 from megatron.core.optimizer.param_groups import default_group
 from megatron.core.parallel.device import Device
 from megatron.core.parallel.global_state import current
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel import SCHEDULES
-from megatron.core.random import DropoutKeys
 from megatron.core.tokenizers import TOKENIZERS, build_tokenizer
-from megatron.core.transformer.kernels import KERNELS
-from megatron.core.weight_grads import WeightGradStore
 from megatron.training import trainer as trainer_module
 from megatron.training.command_line import Arguments, parse_args
 from megatron.training.memory.timeline import Forecast, RankMemory

@@ -186,7 +186,7 @@ def test_training_knows_no_model():
         "megatron.core.models.rules",
         "megatron.core.transformer.context",
         "megatron.core.transformer.context_parallel.problems",
-        "megatron.core.transformer.masks",  # what a batch hides from its queries
+        "megatron.core.ops.attention.masks",  # what a batch hides from its queries
         "megatron.core.transformer.model_config",
     }
     for path in sorted((ROOT / "megatron" / "training").rglob("*.py")):

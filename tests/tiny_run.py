@@ -16,11 +16,15 @@ from torch import Tensor, nn
 from megatron.core.distributed.buffer import ParamAndGradBuffer
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.plan import overlaps
-from megatron.core.held_rows import of_my_rows
 from megatron.core.models.gpt_model import GPTModel
 from megatron.core.offload.host_and_file_store import Tier
 from megatron.core.offload.offload_config import make_tier
 from megatron.core.offload.stored_tensor import start_reading
+from megatron.core.ops.attention.masks import Documents
+from megatron.core.ops.deferred_wgrad import WeightGradStore
+from megatron.core.ops.dropout import DropoutKeys
+from megatron.core.ops.matmul import NATIVE
+from megatron.core.ops.shard_sequence import of_my_rows
 from megatron.core.optimizer.loss_scale import DynamicGradScaler
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.param_groups import GroupRule, default_group
@@ -30,15 +34,11 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.stage import split_layers, split_two_stacks
 from megatron.core.pipeline_parallel.transport import TensorSpec
-from megatron.core.products import NATIVE
-from megatron.core.random import DropoutKeys
 from megatron.core.sharding.boxes import pieces_of_run, size_of, slices
 from megatron.core.sharding.initial_values import initialize_parameters
 from megatron.core.sharding.placement import Placement, owned_pieces
 from megatron.core.transformer.context import LayerContext
-from megatron.core.transformer.masks import Documents
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.core.weight_grads import WeightGradStore
 from megatron.training import checkpointing
 from megatron.training.chunks import share_tables
 from megatron.training.command_line import parse_args

@@ -15,12 +15,12 @@ from torch.nn import functional
 
 from megatron.core.base.dataclass_flags import ConfigError, knob
 from megatron.core.models.gpt_model import GPTModel
+from megatron.core.ops.attention.kv_cache import KeyValueCache
 from megatron.core.sharding.placement import Normal
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.transformer.attention import ParallelAttention
 from megatron.core.transformer.context import LayerContext
-from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.norm import make_norm

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from megatron.core import parallel_state
 from megatron.core.base.signatures import takes
-from megatron.core.held_rows import of_my_rows
+from megatron.core.ops.attention.masks import Documents
+from megatron.core.ops.shard_sequence import of_my_rows
 from megatron.core.parallel import collectives
 from megatron.core.tensor_parallel.broadcast import broadcast_batch
 from megatron.core.tensor_parallel.cross_entropy import cross_entropy_of
-from megatron.core.transformer.masks import Documents
 from megatron.training.runtime import get_runtime
 
 NAMES = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")  # in the order in which scripts unpack them

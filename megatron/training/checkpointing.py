@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from megatron.core import dropout_masks, products
 from megatron.core.base.registry import FUNCTIONS
 from megatron.core.checkpoint import Checkpoint, LocalTensor
 from megatron.core.checkpoint import save_checkpoint as write_checkpoint
@@ -26,6 +25,7 @@ from megatron.core.checkpoint.lost import BUFFERS_AT_START, LOST_BUFFERS, lost_b
 from megatron.core.checkpoint.retention import delete_older
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.held_tensors import model_tensors, optimizer_tensors
+from megatron.core.ops import dropout_masks, matmul
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
@@ -131,8 +131,8 @@ def _delete_older(config: CheckpointConfig, state: TrainState) -> None:
 
 def _products_of(runtime: Runtime) -> dict[str, Any]:
     dtype = runtime.config.transformer.params_dtype
-    has_two = products.has_two_ways(dtype, runtime.device.torch_device)
-    return {"products": products.ways_as_json(runtime.products, dtype)} if has_two else {}
+    has_two = matmul.has_two_ways(dtype, runtime.device.torch_device)
+    return {"products": matmul.ways_as_json(runtime.products, dtype)} if has_two else {}
 
 
 def saved_products(config: CheckpointConfig, world: Axis, device: torch.device) -> dict[str, Any] | None:

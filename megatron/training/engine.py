@@ -26,8 +26,8 @@ from megatron.core.checkpoint.format import CheckpointError
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.distributed.whole_parameters import start_alike, whole_state_dict
-from megatron.core.main_grad import slot_of
 from megatron.core.offload.offload_config import OffloadConfig, make_tier
+from megatron.core.ops.main_grad import slot_of
 from megatron.core.optimizer import FlatOptimizer, torch_groups
 from megatron.core.optimizer.loss_scale import LossScaleConfig, make_grad_scaler
 from megatron.core.optimizer.torch_groups import GroupedOptimizer

@@ -12,30 +12,31 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import torch
 
-from megatron.core import parallel_state, products
+from megatron.core import parallel_state
 from megatron.core.base import output_streams, rank_status
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.errors import is_told_to_user, write_error_file
 from megatron.core.base.signatures import takes
-from megatron.core.compiling.compiler import settle_compiling
 from megatron.core.datasets.fim import FillInTheMiddle
 from megatron.core.datasets.identity import data_sha256
 from megatron.core.datasets.known_ids import table_note, table_problem, within_table
 from megatron.core.models.rules import NO_RULES, ModelRules
 from megatron.core.offload.offload_config import make_tier
 from megatron.core.offload.offload_folder import folder_problems, remove_left_behind
+from megatron.core.ops import matmul
+from megatron.core.ops.compile.compiled_region import settle_compiling
+from megatron.core.ops.deferred_wgrad import WeightGradStore
+from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import Device, DeviceConfig
 from megatron.core.parallel.global_state import current
 from megatron.core.parallel.grid import ORDER, Axis
 from megatron.core.parallel.launcher_environment import Launch, discover, threads_per_rank
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.random import DropoutKeys
 from megatron.core.storage.paths import is_url, path_of
 from megatron.core.tokenizers import build_tokenizer
 from megatron.core.tokenizers.identity import tokenizer_sha256
 from megatron.core.tokenizers.tokenizers import Tokenizer
-from megatron.core.weight_grads import WeightGradStore
 from megatron.training.checkpointing import saved_products
 from megatron.training.command_line import Arguments, ArgumentsError, ExtraArgs
 from megatron.training.command_line import parse_args as parse_words
@@ -159,12 +160,12 @@ def build_runtime(settings: Settings, mesh: Mesh) -> Runtime:
     return runtime
 
 
-def settle_products(config: Config, world: Axis, device: Device, notes: list[str]) -> products.Products:
+def settle_products(config: Config, world: Axis, device: Device, notes: list[str]) -> matmul.Products:
     """How to compute half-precision products: as in the checkpoint, or as measured, with a note. Every rank must call."""
     dtype, asked = config.transformer.params_dtype, config.transformer.cpu_half_products
-    measures = asked == "auto" and products.has_two_ways(dtype, device.torch_device)
+    measures = asked == "auto" and matmul.has_two_ways(dtype, device.torch_device)
     kept = saved_products(config.checkpoint, world, device.torch_device) if measures else None
-    found, note = products.settle(dtype, device.torch_device, world, asked=asked, kept=kept)
+    found, note = matmul.settle(dtype, device.torch_device, world, asked=asked, kept=kept)
     notes += [note] if note else []
     return found
 

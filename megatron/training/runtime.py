@@ -11,16 +11,16 @@ from megatron.core.base import output_streams
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.datasets.known_ids import within_table
 from megatron.core.offload.host_and_file_store import Tier
+from megatron.core.ops.deferred_wgrad import WeightGradStore
+from megatron.core.ops.dropout import DropoutKeys
+from megatron.core.ops.matmul import NATIVE, Products
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import Device
 from megatron.core.parallel.global_state import acting_on, current
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.products import NATIVE, Products
-from megatron.core.random import DropoutKeys
 from megatron.core.tokenizers.tokenizer_config import NO_TOKENIZER
 from megatron.core.tokenizers.tokenizers import Tokenizer
 from megatron.core.transformer.context import LayerContext
-from megatron.core.weight_grads import WeightGradStore
 from megatron.training.command_line import Arguments
 from megatron.training.settings.config import Config
 from megatron.training.watch.flops import ModelShape, TwoStackShape

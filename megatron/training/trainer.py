@@ -16,9 +16,9 @@ from torch import nn
 
 from megatron.core import parallel_state
 from megatron.core.base import rank_status
-from megatron.core.compiling.compiler import news_of_compiling, news_of_layers
 from megatron.core.datasets.batches import loader
 from megatron.core.distributed.traffic import traffic_line
+from megatron.core.ops.compile.compiled_region import news_of_compiling, news_of_layers
 from megatron.core.optimizer.lr_schedule import (
     AnySchedule,
     differences,

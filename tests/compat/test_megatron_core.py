@@ -33,7 +33,7 @@ from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
 from megatron.core.datasets.masked import BertDataset, T5Dataset, attention_masks
 from megatron.core.datasets.masking import MaskingRules, WordPieces
 from megatron.core.datasets.sample_map import SampleRequest, build_sample_map
-from megatron.core.transformer.masks import Documents
+from megatron.core.ops.attention.masks import Documents
 
 CORE_PATH = os.environ.get("MEGATRON_CORE_PATH")
 pytestmark = pytest.mark.skipif(

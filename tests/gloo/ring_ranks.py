@@ -18,10 +18,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.context_speed import of_torch
 
 from megatron.core import parallel_state
-from megatron.core.held_rows import of_my_rows
+from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
+from megatron.core.ops.shard_sequence import of_my_rows
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
-from megatron.core.random import AttentionDropout, DropoutKeys
 from megatron.core.transformer.context_parallel.method import METHODS, ContextParallel, SharedAttention
 
 SAMPLES, HEADS, LENGTH, WIDTH = 2, 4, 96, 8

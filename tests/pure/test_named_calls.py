@@ -16,8 +16,8 @@ from code_lines import nodes, product_files
 
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.slot import ParamSlot
-from megatron.core.main_grad import DataParallelBase, GradSlot
 from megatron.core.offload.activation_offload import HoldsActivations
+from megatron.core.ops.main_grad import DataParallelBase, GradSlot
 from megatron.core.tensor_parallel.broadcast import BatchWithoutData
 from megatron.core.transformer.transformer import ParallelTransformer
 from megatron.training.memory.dry_run import AnyBatch
@@ -26,20 +26,20 @@ ROOT = Path(__file__).parents[2]
 
 # Attributes of ours that an object may lack, and the one function that reads each. Scripts set those with a note too.
 OURS = {
-    "megatron/core/compiling/compiler.py _whole_of": "compiled_whole",
+    "megatron/core/ops/compile/compiled_region.py _whole_of": "compiled_whole",
     "megatron/core/base/dataclass_flags.py knob_of": "knob",
     "megatron/core/datasets/known_ids.py table_problem": "never",
     "megatron/core/datasets/padding.py pad_is_text": "pad_is_text",  # a script's tokenizer may say it
     "megatron/core/distributed/made_in_shards.py shard_of": "shard",
     "megatron/core/distributed/slot.py is_lent": "is_lent",  # a script's model
     "megatron/core/distributed/slot.py uses_of": "uses",  # a script's model
-    "megatron/core/made_again.py _mark_of": "made_again",
-    "megatron/core/made_again.py maker_of": "asked",
-    "megatron/core/main_grad.py main_grad_of": "main_grad",  # Megatron's name
-    "megatron/core/main_grad.py slot_of": "slot",
+    "megatron/core/ops/rematerialize.py _mark_of": "made_again",
+    "megatron/core/ops/rematerialize.py maker_of": "asked",
+    "megatron/core/ops/main_grad.py main_grad_of": "main_grad",  # Megatron's name
+    "megatron/core/ops/main_grad.py slot_of": "slot",
     "megatron/core/base/registry.py function_of": "computes",  # a script's entry of a table
     "megatron/core/sharding/placement.py placement_of": "placement",  # a script's layer
-    "megatron/core/random.py keys_of": "keys",  # a script's layer
+    "megatron/core/ops/dropout.py keys_of": "keys",  # a script's layer
     "megatron/core/tensor_parallel/cross_entropy.py cross_entropy_of": "cross_entropy",
     "megatron/core/tokenizers/identity.py tokenizer_sha256": "beside",
     "megatron/core/transformer/whole_layer.py _may_be_left_out": "may_be_left_out",

@@ -4,11 +4,11 @@ import pytest
 from said import raises_telling
 
 from megatron.core.base.dataclass_flags import ConfigError
+from megatron.core.ops.attention.kernels import KERNELS, Kernel
 from megatron.core.optimizer import OPTIMIZERS, UpdateRule
 from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.pipeline_parallel import SCHEDULES
 from megatron.core.tokenizers import TOKENIZERS, TokenizerType
-from megatron.core.transformer.kernels import KERNELS, Kernel
 
 
 def window(*tensors):

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from megatron.core.tensor_hash import BLOCK_WORDS, _weights, block_hashes, tensor_hash
+from megatron.core.ops.tensor_hash import BLOCK_WORDS, _weights, block_hashes, tensor_hash
 
 WIDTH = BLOCK_WORDS * 4  # bytes of a block
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.base.dataclass_flags import ConfigError
+from megatron.core.ops.attention.kernels import fused_attention
 from megatron.core.optimizer import optimizer
 from megatron.core.parallel import collectives, device
 from megatron.core.parallel.grid import ALONE, Axis
@@ -26,7 +27,6 @@ from megatron.core.pipeline_parallel.transport import Transport
 from megatron.core.tensor_parallel import linear
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.tensor_parallel.random import RngTracker, recomputed_with_states
-from megatron.core.transformer.kernels import fused_attention
 from megatron.training.ending import failures
 from megatron.training.memory.offload import notes_of
 

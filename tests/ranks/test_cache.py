@@ -11,8 +11,8 @@ from tiny_run import GPT2, LLAMA, SEQ, VOCAB, Layout, build, build_chunks
 
 from megatron.core.inference.generate import generate_batch
 from megatron.core.inference.load import lone_mesh
+from megatron.core.ops.attention.kv_cache import KeyValueCache
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.transformer.kv_cache import KeyValueCache
 
 MODELS = {
     "gpt2": replace(GPT2, init_method_std=0.3),  # large weights: what attention sees matters

@@ -12,16 +12,16 @@ from parity_cases import assert_as_one_process
 from tiny_run import TINY_GPT2, TINY_LLAMA, Layout, assert_equal, run
 from torch import Tensor
 
-from megatron.core.compiling import compiler
-from megatron.core.compiling.compiler import CompileConfig, compiles, spent
-from megatron.core.dropout_masks import column_words, numbered_keys, pairs_of_words
+from megatron.core.ops.activations import OTHER_ACTIVATIONS, gated_region
+from megatron.core.ops.attention.kernels import plain_attention
+from megatron.core.ops.attention.tiled_compiled import tiled_attention
+from megatron.core.ops.compile import compiled_region
+from megatron.core.ops.compile.compiled_region import CompileConfig, compiles, spent
+from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
+from megatron.core.ops.dropout_masks import column_words, numbered_keys, pairs_of_words
+from megatron.core.ops.fused_layer_ops import REGIONS
 from megatron.core.parallel.grid import ALONE
-from megatron.core.random import AttentionDropout, DropoutKeys
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
-from megatron.core.transformer.activations import OTHER_ACTIVATIONS, gated_region
-from megatron.core.transformer.attention_kernels.tiled_attention import tiled_attention
-from megatron.core.transformer.kernels import plain_attention
-from megatron.core.transformer.regions import REGIONS
 
 CASES = [case for case in covering_cases(2) if case.corner != "5 words"][::13]
 
@@ -29,7 +29,7 @@ CASES = [case for case in covering_cases(2) if case.corner != "5 words"][::13]
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Formulas are traced as for a compiler, and run eagerly."""
-    monkeypatch.setattr(compiler, "BACKEND", "eager")
+    monkeypatch.setattr(compiled_region, "BACKEND", "eager")
 
 
 def values(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
@@ -110,8 +110,8 @@ def test_bounded_and_shifted_gates_are_their_eager_form(traced: None):
 @pytest.mark.full
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_attention_in_tiles_is_the_plain_one(dropout: float, traced: None, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("megatron.core.transformer.attention_kernels.tiled_attention._QUERIES", 4)
-    monkeypatch.setattr("megatron.core.transformer.attention_kernels.tiled_attention._ELEMENTS", 40)
+    monkeypatch.setattr("megatron.core.ops.attention.tiled_compiled._QUERIES", 4)
+    monkeypatch.setattr("megatron.core.ops.attention.tiled_compiled._ELEMENTS", 40)
     keys = DropoutKeys(5)
     keys.samples = (11, 4)
     masks = AttentionDropout(dropout, keys, 1, 0)

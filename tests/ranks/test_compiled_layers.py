@@ -16,11 +16,11 @@ from test_memory_measured import SMALL, check
 from tiny_run import GPT, Layout, Subject, assert_equal, build_chunks, run
 from torch import nn
 
-from megatron.core.compiling.compiler import news_of_layers
+from megatron.core.ops.compile.compiled_region import news_of_layers
+from megatron.core.ops.dropout import DropoutKeys
+from megatron.core.ops.matmul import Products
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.products import Products
-from megatron.core.random import DropoutKeys
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.mlp import ParallelMLP

@@ -13,10 +13,10 @@ from test_bert import BERT
 from test_memory_measured import SMALL, check
 from tiny_run import GPT, TINY_GPT2, TINY_LLAMA, Layout, Subject, TinyTrainer, assert_equal, run
 
-from megatron.core.compiling import compiler
-from megatron.core.compiling.compiler import CompileConfig, compiles, settle_compiling, spent, why_not
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.offload.offload_config import OffloadConfig
+from megatron.core.ops.compile import compiled_region
+from megatron.core.ops.compile.compiled_region import CompileConfig, compiles, settle_compiling, spent, why_not
 from megatron.core.optimizer.loss_scale import DynamicGradScaler
 from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.parallel.mesh import Mesh
@@ -28,8 +28,8 @@ from tools.estimating.measure import measure
 @pytest.fixture
 def as_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Formulas run where compiled ones would, as Python."""
-    monkeypatch.setattr(compiler, "BACKEND", "as written")
-    monkeypatch.setattr(compiler, "_compile", lambda formula: formula)
+    monkeypatch.setattr(compiled_region, "BACKEND", "as written")
+    monkeypatch.setattr(compiled_region, "_compile", lambda formula: formula)
 
 
 def zero(stage: int) -> DataParallelConfig:
@@ -130,7 +130,7 @@ def test_memory_with_regions_is_predicted(flags: str, as_written: None):
 @pytest.fixture
 def none_decided(monkeypatch: pytest.MonkeyPatch):
     """Nothing is known of compilers, before and after."""
-    monkeypatch.setattr(compiler, "_lacking", set())
+    monkeypatch.setattr(compiled_region, "_lacking", set())
     why_not.cache_clear()
     yield
     why_not.cache_clear()
@@ -154,11 +154,11 @@ def test_without_a_compiler_a_run_says_so_and_goes_on_eager(
 def test_what_one_rank_lacks_keeps_all_eager(none_decided, monkeypatch):
     config = CompileConfig("regions")
     asked = iter(["Python's headers are not installed (python3-dev)", None, None])
-    monkeypatch.setattr(compiler, "why_not", lambda kind: next(asked))
+    monkeypatch.setattr(compiled_region, "why_not", lambda kind: next(asked))
     said = run_ranks({"dp": 3}, lambda mesh: settle_compiling(config, "cpu", mesh["world"]))
     assert sorted(line.partition(": ")[2] for (line,) in said) == [
         "Python's headers are not installed (python3-dev)",
         *["another rank lacks what it needs"] * 2,
     ]
-    monkeypatch.setattr(compiler, "why_not", lambda kind: None)
+    monkeypatch.setattr(compiled_region, "why_not", lambda kind: None)
     assert not compiles(config, "cpu")

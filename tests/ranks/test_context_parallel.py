@@ -14,12 +14,12 @@ from parity_cases import TOLERANCE
 from tiny_run import LLAMA, SEQ, assert_equal, run
 
 from megatron.core.base.async_handle import Pending
-from megatron.core.held_rows import of_my_rows
+from megatron.core.ops.attention.kernels import plain_attention
+from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
+from megatron.core.ops.shard_sequence import of_my_rows
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.random import AttentionDropout, DropoutKeys
 from megatron.core.transformer.context_parallel.method import METHODS, ContextParallel, SharedAttention
-from megatron.core.transformer.kernels import plain_attention
 
 
 @pytest.mark.parametrize("case", covering_cases(2, NEW), ids=str)

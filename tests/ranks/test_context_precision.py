@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny_run import GPT2, LLAMA, Layout, Outcome, assert_equal, run
 
-from megatron.core.compiling import compiler
+from megatron.core.ops.compile import compiled_region
 from megatron.core.transformer.context_parallel.block_kernels import Total
 from megatron.core.transformer.model_config import ModelConfig
 
@@ -52,7 +52,7 @@ def test_compiled_regions_give_one_eager_process_in_float64(
     model: ModelConfig, kind: str, ranks: int, monkeypatch: pytest.MonkeyPatch
 ):
     """Dropout, learned positions and biases, or grouped heads and rotary positions, traced as for a compiler."""
-    monkeypatch.setattr(compiler, "BACKEND", "eager")
+    monkeypatch.setattr(compiled_region, "BACKEND", "eager")
     model, layout = replace(model, num_layers=2), Layout(cp=ranks, cp_types=(kind,), cp_heads=2)
     assert_equal(one_step(replace(model, compile="regions"), layout), one_step(model), 1e-10)
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.dropout_masks import MaskWords, dropped, kept, mixed, pairs_of_words, threshold_of
+from megatron.core.ops.dropout import AttentionDropout, DropoutKeys, HiddenDropout
+from megatron.core.ops.dropout_masks import MaskWords, dropped, kept, mixed, pairs_of_words, threshold_of
 from megatron.core.parallel.sequence_shard import SequenceRows
-from megatron.core.random import AttentionDropout, DropoutKeys, HiddenDropout
 from megatron.core.sharding.initial_values import seed_of
 
 WORD = 2**32 - 1

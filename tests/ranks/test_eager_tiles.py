@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.random import AttentionDropout, DropoutKeys
-from megatron.core.transformer.attention_kernels import eager_tiles
-from megatron.core.transformer.attention_kernels.eager_tiles import eager_tiled_attention
-from megatron.core.transformer.attention_kernels.tiles import tiles_of
-from megatron.core.transformer.kernels import plain_attention
-from megatron.core.transformer.masks import Documents, Mask, Window
+from megatron.core.ops.attention import tiled_eager
+from megatron.core.ops.attention.kernels import plain_attention
+from megatron.core.ops.attention.masks import Documents, Mask, Window
+from megatron.core.ops.attention.tiled_eager import eager_tiled_attention
+from megatron.core.ops.attention.tiles import tiles_of
+from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
 
 PADDING = torch.arange(10).view(1, 1, 1, 10) >= torch.tensor([7, 10]).view(2, 1, 1, 1)
 OF_HEADS = torch.ones(2, 4, 10, 10).tril(3).roll((1, 2), (2, 3)) == 0
@@ -53,8 +53,8 @@ def values(*shape: int, seed: int = 0, **kwargs: Any) -> Tensor:
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 4 queries, the last of 2; of one head or of several, some of one sample and some of the next."""
-    monkeypatch.setattr(eager_tiles, "_QUERIES", 4)
-    monkeypatch.setattr(eager_tiles, "_ELEMENTS_PER_THREAD", 120 // torch.get_num_threads())
+    monkeypatch.setattr(tiled_eager, "_QUERIES", 4)
+    monkeypatch.setattr(tiled_eager, "_ELEMENTS_PER_THREAD", 120 // torch.get_num_threads())
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])

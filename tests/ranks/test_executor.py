@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.core.distributed.data_parallel import DistributedDataParallel
+from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.parallel import collectives
@@ -30,7 +31,6 @@ from megatron.core.pipeline_parallel.schedule import (
 )
 from megatron.core.pipeline_parallel.simulate import show
 from megatron.core.pipeline_parallel.transport import TensorSpec, Transport
-from megatron.core.random import DropoutKeys
 from megatron.training.train_step import train_step
 
 ROWS, WIDTH = 2, 4  # of a microbatch

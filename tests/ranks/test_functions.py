@@ -13,13 +13,7 @@ from torch import Tensor
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.checkpoint import format, open_checkpoint
 from megatron.core.inference import load_gpt, read_saved_settings
-from megatron.core.optimizer import OPTIMIZERS, UpdateRule
-from megatron.core.parallel.mesh import Mesh
-from megatron.core.random import AttentionDropout, DropoutKeys
-from megatron.core.tokenizers.tokenizers import TOKENIZERS, NullTokenizer, TokenizerType
-from megatron.core.transformer.attention import CoreAttention
-from megatron.core.transformer.context import LayerContext
-from megatron.core.transformer.kernels import (
+from megatron.core.ops.attention.kernels import (
     KERNELS,
     SOFTMAX,
     AttentionCase,
@@ -28,6 +22,12 @@ from megatron.core.transformer.kernels import (
     kernel_for,
     plain_attention,
 )
+from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
+from megatron.core.optimizer import OPTIMIZERS, UpdateRule
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.tokenizers.tokenizers import TOKENIZERS, NullTokenizer, TokenizerType
+from megatron.core.transformer.attention import CoreAttention
+from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from tools import checkpoint_convert
 

@@ -5,13 +5,13 @@ import torch
 from torch import Tensor
 
 from megatron.core.base.dataclass_flags import ConfigError
+from megatron.core.ops.attention.kernels import KERNELS, AttentionCase, Kernel, kernel_for
+from megatron.core.ops.attention.masks import Documents
+from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
 from megatron.core.parallel.grid import ALONE
-from megatron.core.random import AttentionDropout, DropoutKeys
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.attention import CoreAttention
 from megatron.core.transformer.context import LayerContext
-from megatron.core.transformer.kernels import KERNELS, AttentionCase, Kernel, kernel_for
-from megatron.core.transformer.masks import Documents
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.command_line import parse_args
 

@@ -7,16 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.compiling import compiler
-from megatron.core.made_again import kept_for
+from megatron.core.ops.compile import compiled_region
+from megatron.core.ops.dropout import DropoutKeys
+from megatron.core.ops.fused_layer_ops import REGIONS, activation_of
+from megatron.core.ops.rematerialize import kept_for
 from megatron.core.parallel.grid import ALONE
-from megatron.core.random import DropoutKeys
 from megatron.core.tensor_parallel.linear import linear
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.norm import make_norm
-from megatron.core.transformer.regions import REGIONS, activation_of
 
 ROWS, WIDTH, INNER = (6, 2), 16, 24
 
@@ -24,7 +24,7 @@ ROWS, WIDTH, INNER = (6, 2), 16, 24
 @pytest.fixture(autouse=True)
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Formulas are traced as for a compiler, and run eagerly."""
-    monkeypatch.setattr(compiler, "BACKEND", "eager")
+    monkeypatch.setattr(compiled_region, "BACKEND", "eager")
 
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -109,9 +109,9 @@ def test_gradients_are_those_of_inputs_that_are_kept(activation: str, bias: bool
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_compiled_program_makes_the_same_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
-    if compiler.why_not("cpu"):
+    if compiled_region.why_not("cpu"):
         pytest.skip("no C++ compiler")
-    monkeypatch.setattr(compiler, "BACKEND", "inductor")
+    monkeypatch.setattr(compiled_region, "BACKEND", "inductor")
     test_gradients_are_those_of_inputs_that_are_kept("gelu-tanh", True, "LayerNorm", dtype)
 
 
@@ -139,7 +139,7 @@ def test_a_gradient_in_a_buffer_is_made_in_the_backward_of_its_inputs_maker(
     def refused(*_: object) -> None:
         raise AssertionError("a pass of its own")
 
-    monkeypatch.setattr("megatron.core.made_again._make", refused)
+    monkeypatch.setattr("megatron.core.ops.rematerialize._make", refused)
     asked, twice = (gradients_in_buffers(block, lambda x: x, backwards) for backwards in (1, 2))
     assert all(map(torch.equal, asked, plain))
     torch.testing.assert_close(twice[-2:], [2 * x for x in plain[-2:]])
@@ -164,7 +164,7 @@ def test_a_tensor_changed_in_place_is_kept():
 
 def test_a_norm_by_itself_is_kept_by_its_readers():
     """They may run where ZeRO stage 3 has released its weight, as the output layer after the final norm."""
-    if compiler.why_not("cpu"):
+    if compiled_region.why_not("cpu"):
         pytest.skip("no C++ compiler")  # without, norms run eager
     config = ModelConfig(hidden_size=8, num_layers=1, num_attention_heads=1, compile="regions")
     norm, x = make_norm(config, LayerContext(TensorParallel(ALONE), DropoutKeys(0))), drawn(4, 2, 8)

@@ -27,13 +27,13 @@ from megatron.core import dist_checkpointing
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
+from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, settings
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parallel.global_state import current
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.pipeline import BatchShape
 from megatron.core.pipeline_parallel.stage import split_layers
-from megatron.core.random import DropoutKeys
 from megatron.core.sharding.initial_values import initialize_parameters
 from megatron.core.transformer.context import LayerContext
 from megatron.training.chunks import share_tables

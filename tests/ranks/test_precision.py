@@ -21,6 +21,9 @@ from torch import Tensor, nn
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed.data_parallel import DataParallelConfig, DistributedDataParallel
 from megatron.core.models.gpt_model import GPTModel
+from megatron.core.ops.deferred_wgrad import WeightGradStore
+from megatron.core.ops.dropout import DropoutKeys
+from megatron.core.ops.matmul import NATIVE, Products, Way
 from megatron.core.optimizer import FlatOptimizer
 from megatron.core.optimizer.loss_scale import LossScaleConfig, make_grad_scaler
 from megatron.core.optimizer.param_groups import GroupRule, ParamGroup, default_group
@@ -30,14 +33,11 @@ from megatron.core.pipeline_parallel.loss import read_loss
 from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.stage import split_layers
 from megatron.core.pipeline_parallel.transport import TensorSpec
-from megatron.core.products import NATIVE, Products, Way
-from megatron.core.random import DropoutKeys
 from megatron.core.sharding.initial_values import initialize_parameters
 from megatron.core.sharding.placement import Placement
 from megatron.core.tensor_parallel.linear import weight_gradient
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.core.weight_grads import WeightGradStore
 from megatron.training import checkpointing
 from megatron.training.command_line import parse_args
 from megatron.training.resume.checks import check_same_optimizer

@@ -12,16 +12,16 @@ from local_ranks import run_ranks
 from said import tells
 from torch import Tensor
 
-from megatron.core import products
+from megatron.core.ops import blas_bf16_accumulate, matmul
+from megatron.core.ops.attention.masks import Documents
+from megatron.core.ops.dropout import DropoutKeys
+from megatron.core.ops.matmul import NATIVE, Products, choose, from_json, settle, times, times_transposed
 from megatron.core.parallel.grid import ALONE
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.products import NATIVE, Products, choose, from_json, settle, times, times_transposed
-from megatron.core.random import DropoutKeys
-from megatron.core.tensor_parallel import library_sums, linear
+from megatron.core.tensor_parallel import linear
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.attention import CoreAttention
 from megatron.core.transformer.context import LayerContext
-from megatron.core.transformer.masks import Documents
 from megatron.core.transformer.model_config import ModelConfig
 
 HALF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # half of the distance of two neighbours, relative
@@ -50,7 +50,7 @@ def assert_rounded_once(got: Tensor, exact: Tensor) -> None:
 @pytest.mark.parametrize("at_once", [4096, 7])
 def test_widened_products_are_rounded_once(dtype: torch.dtype, at_once: int, monkeypatch):
     """Whole, and in blocks of features with a rest."""
-    for module in (products, linear):
+    for module in (matmul, linear):
         monkeypatch.setattr(module, "FEATURES_AT_ONCE", at_once)
     x, weight, grad = drawn(6, 2, 40, dtype=dtype), drawn(24, 40, dtype=dtype), drawn(6, 2, 24, dtype=dtype)
     assert_rounded_once(times_transposed(x, weight, "widened"), x.double() @ weight.double().t())
@@ -67,7 +67,7 @@ def test_widened_products_are_rounded_once(dtype: torch.dtype, at_once: int, mon
     assert_rounded_once(total, before.double() + exact)
 
 
-BF16_IN_LIBRARY = library_sums._gemm_of_bfloat16() is not None  # a CPU with AMX, and a torch with MKL
+BF16_IN_LIBRARY = blas_bf16_accumulate._gemm_of_bfloat16() is not None  # a CPU with AMX, and a torch with MKL
 
 
 @pytest.mark.skipif(not BF16_IN_LIBRARY, reason="no product of bfloat16 matrices with a float32 sum here")
@@ -77,7 +77,7 @@ BF16_IN_LIBRARY = library_sums._gemm_of_bfloat16() is not None  # a CPU with AMX
 def test_a_weight_gradient_of_bfloat16_is_exact_without_wide_factors(tokens: int, features: int, width: int):
     """Written over what was there, NaN or not, and added; also of factors that do not lie row by row."""
     add = linear._accumulate_for(torch.device("cpu"), torch.float32, torch.bfloat16)
-    assert add is library_sums.add_in_library
+    assert add is blas_bf16_accumulate.add_in_library
     grad, x = drawn(tokens, features, dtype=torch.bfloat16), drawn(tokens, width, dtype=torch.bfloat16)
     exact = grad.double().t() @ x.double()
     total = torch.full((features, width), float("nan"))
@@ -131,7 +131,7 @@ def test_the_slowest_rank_decides_for_all(monkeypatch):
         with lock:
             return next(turn)
 
-    monkeypatch.setattr(products, "measure", measure)
+    monkeypatch.setattr(matmul, "measure", measure)
 
     def choice(mesh: Mesh) -> tuple[Products, str | None]:
         return settle(torch.bfloat16, "cpu", mesh["world"])
@@ -142,7 +142,7 @@ def test_the_slowest_rank_decides_for_all(monkeypatch):
 
 
 def test_what_a_device_does_by_itself_is_not_measured(monkeypatch):
-    monkeypatch.setattr(products, "measure", None)
+    monkeypatch.setattr(matmul, "measure", None)
     (mesh,) = run_ranks({}, lambda mesh: mesh)
     ask = partial(settle, world=mesh["world"])
     assert ask(torch.float32, "cpu") == ask(torch.float64, "cpu") == ask(torch.bfloat16, "cuda:0") == (NATIVE, None)
@@ -157,9 +157,9 @@ def test_a_choice_that_cannot_be_kept_is_made_anew(kept: object):
 
 
 def test_both_ways_are_measured():
-    found = products.measure(torch.bfloat16)
+    found = matmul.measure(torch.bfloat16)
     assert found.keys() == timed({}, {}, {}).keys()
-    assert all(0 < found[kind][way] < 60 for kind in found for way in products.WAYS)
+    assert all(0 < found[kind][way] < 60 for kind in found for way in matmul.WAYS)
 
 
 # ---------------------------------------------------------------- a run
@@ -170,11 +170,11 @@ def test_ways_are_measured_in_one_thread_whose_own_time_counts(monkeypatch):
     threads, seen = torch.get_num_threads(), []
     torch.set_num_threads(2)
     try:
-        monkeypatch.setattr(products, "_best_of", lambda run: seen.append(torch.get_num_threads()))
-        products.measure(torch.bfloat16)
+        monkeypatch.setattr(matmul, "_best_of", lambda run: seen.append(torch.get_num_threads()))
+        matmul.measure(torch.bfloat16)
         assert seen == [1, 1, 1] and torch.get_num_threads() == 2
         monkeypatch.undo()
-        spinning, stop = products._best_of, threading.Event()
+        spinning, stop = matmul._best_of, threading.Event()
         others = [threading.Thread(target=lambda: [None for _ in iter(stop.is_set, True)]) for _ in range(2)]
         for other in others:
             other.start()
@@ -193,7 +193,7 @@ def test_a_run_goes_on_as_it_multiplied_before(tmp_path, capsys, monkeypatch):
     """Stopped and started on a CPU where the other way is faster, to the bit; chosen anew where that is asked for."""
 
     def train(way: str, flags: str = "") -> bytes:
-        monkeypatch.setattr(products, "measure", lambda dtype: timed(*[SLOW if way == "widened" else FAST] * 3))
+        monkeypatch.setattr(matmul, "measure", lambda dtype: timed(*[SLOW if way == "widened" else FAST] * 3))
         argv = (
             "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 --vocab-size 60 "
             "--mock-data --tokenizer-type NullTokenizer --train-iters 4 --lr 0.01 --eval-iters 0 --device cpu --bf16 "

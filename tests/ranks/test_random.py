@@ -13,8 +13,8 @@ from tiny_run import GPT2, LLAMA, SEED, VOCAB, Layout, build, my_pieces, put_tog
 from torch import Tensor, nn
 
 import pretrain_gpt
+from megatron.core.ops.dropout import AttentionDropout, DropoutKeys, HiddenDropout
 from megatron.core.parallel.sequence_shard import SequenceRows
-from megatron.core.random import AttentionDropout, DropoutKeys, HiddenDropout
 from megatron.core.sharding import initial_values as draws
 from megatron.core.sharding.boxes import slices
 from megatron.core.sharding.initial_values import TILE, initialize_parameters, normal_box, seed_of

@@ -10,9 +10,9 @@ from script_run import settings_of, trainer_of
 
 import pretrain_gpt
 from megatron.core.base.dataclass_flags import ConfigError
+from megatron.core.ops.attention.kernels import KERNELS, Kernel
 from megatron.core.optimizer import OPTIMIZERS, UpdateRule
 from megatron.core.optimizer.param_groups import default_group
-from megatron.core.transformer.kernels import KERNELS, Kernel
 from megatron.training.memory import timeline
 
 RUN = (

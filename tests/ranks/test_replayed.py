@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.compiling import compiler
-from megatron.core.compiling.compiler import Compiled
-from megatron.core.compiling.replayed import call_kind
+from megatron.core.ops.compile import compiled_region
+from megatron.core.ops.compile.compiled_region import Compiled
+from megatron.core.ops.compile.skip_guards import call_kind
 
 
 @pytest.fixture(autouse=True)
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "BACKEND", "eager")
+    monkeypatch.setattr(compiled_region, "BACKEND", "eager")
 
 
 def formula(x: Tensor, factor: float, bias: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -18,12 +18,12 @@ from megatron.core.classic.transformer_config import model_config
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.inference.load import lone_mesh
 from megatron.core.models.rules import BERT_RULES, GPT_RULES
-from megatron.core.transformer.attention_kernels import band
-from megatron.core.transformer.attention_kernels.band import blocks_of
-from megatron.core.transformer.kernels import KERNELS, AttentionCase, fused_attention, kernel_for, plain_attention
-from megatron.core.transformer.kv_cache import KeyValueCache
+from megatron.core.ops.attention import sliding_window
+from megatron.core.ops.attention.kernels import KERNELS, AttentionCase, fused_attention, kernel_for, plain_attention
+from megatron.core.ops.attention.kv_cache import KeyValueCache
+from megatron.core.ops.attention.masks import Documents, Mask, Window, hidden_keys, windowed
+from megatron.core.ops.attention.sliding_window import blocks_of
 from megatron.core.transformer.layer_pattern import read_pattern
-from megatron.core.transformer.masks import Documents, Mask, Window, hidden_keys, windowed
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.window import read_window
 from megatron.training.arguments import core_transformer_config_from_args
@@ -148,7 +148,7 @@ def test_the_fused_kernel_equals_the_plain_one_forward_and_backward(within: str,
         (3, 16, 2, 7),
         (2, 2, 2, 9),
     ]:
-        monkeypatch.setattr(band, "_ROWS_ON_CPU", rows)
+        monkeypatch.setattr(sliding_window, "_ROWS_ON_CPU", rows)
         mask, results = windowed(masks(2, s)[within], before, s), []
         generator = torch.Generator().manual_seed(before)
         shapes = [(2, 4, s, 8), (2, groups, s, 8), (2, groups, s, 8), (2, 4, s, 8)]
@@ -162,7 +162,7 @@ def test_the_fused_kernel_equals_the_plain_one_forward_and_backward(within: str,
 
 def test_later_tokens_of_a_cache_see_their_window(monkeypatch):
     """Queries that are the last of the keys, causal and with a mask, in one block and in several."""
-    monkeypatch.setattr(band, "_ROWS_ON_CPU", 2)
+    monkeypatch.setattr(sliding_window, "_ROWS_ON_CPU", 2)
     q, k, v = (torch.randn(2, heads, 9, 8, dtype=torch.float64) for heads in (4, 2, 2))
     whole = plain_attention(q, k, v, Window(3, None), lambda probabilities: probabilities)
     hidden = torch.ones(9, 9, dtype=torch.bool).triu(1)
@@ -271,7 +271,7 @@ def test_nothing_of_s_times_s_is_made_or_kept(within: str):
         with saved_tensors_hooks(keep, lambda x: x):
             out = fused_attention(q, k, v, mask, lambda probabilities: probabilities)
         out.sum().backward()
-    block = band._ROWS_ON_CPU * (before + band._ROWS_ON_CPU + 15)
+    block = sliding_window._ROWS_ON_CPU * (before + sliding_window._ROWS_ON_CPU + 15)
     assert largest.elements <= max(block, heads * s * width) < s * s / 16
     shared = block * (1 if within == "causal" else 3)  # of each document
     assert sum(kept.values()) <= 4 * (4 * heads * s * width + heads * s + shared), "q, k, v, out, and a number a row"

@@ -8,7 +8,7 @@ from typing import Any
 import pretrain_bert
 import pretrain_gpt
 from megatron.core.base.dataclass_flags import flag_of
-from megatron.core.compiling.compiler import CompileConfig, Region, news_of_layers, spent, why_not
+from megatron.core.ops.compile.compiled_region import CompileConfig, Region, news_of_layers, spent, why_not
 from megatron.core.parallel import collectives
 from megatron.training.evaluate import evaluate
 from megatron.training.initialize import initialize_megatron

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 from megatron.core.base.dataclass_flags import ConfigError, FlagParser
 from megatron.core.models.rules import text_problems
+from megatron.core.ops.deferred_wgrad import WeightGradStore
+from megatron.core.ops.dropout import DropoutKeys
+from megatron.core.ops.matmul import NATIVE, WAYS, Products
 from megatron.core.parallel.device import Device
-from megatron.core.products import NATIVE, WAYS, Products
-from megatron.core.random import DropoutKeys
 from megatron.core.tokenizers import build_tokenizer
 from megatron.core.tokenizers.tokenizer_config import NO_TOKENIZER
-from megatron.core.weight_grads import WeightGradStore
 from megatron.training.command_line import ArgumentsError, parse_args
 from megatron.training.initialize import as_settings_problem, collected
 from megatron.training.memory.dry_run import Job, mesh_of

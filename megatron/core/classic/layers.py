@@ -27,11 +27,11 @@ from megatron.core.classic.modules import (
 )
 from megatron.core.classic.specs import ModuleSpec, build_module, get_module
 from megatron.core.classic.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.ops.attention.masks import Documents
 from megatron.core.parallel.global_state import current
 from megatron.core.pipeline_parallel.stage import split_layers
 from megatron.core.transformer.attention import CoreAttention, ParallelAttention
 from megatron.core.transformer.context import LayerContext, MakePart
-from megatron.core.transformer.masks import Documents
 from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.transformer import ParallelTransformer

@@ -12,9 +12,9 @@ from torch.nn import functional
 from megatron.core.base.signatures import takes
 from megatron.core.classic.transformer_config import model_config
 from megatron.core.models.embedding import Embedding
+from megatron.core.ops.dropout import DropoutKeys
+from megatron.core.ops.matmul import NATIVE
 from megatron.core.parallel.global_state import current
-from megatron.core.products import NATIVE
-from megatron.core.random import DropoutKeys
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.norm import Norm

@@ -17,7 +17,7 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.checkpoint.local_tensor import LocalTensor
 from megatron.core.distributed.elements import num_zeros_in_grad
 from megatron.core.held_tensors import optimizer_tensors
-from megatron.core.main_grad import slot_of
+from megatron.core.ops.main_grad import slot_of
 from megatron.core.optimizer import settings
 from megatron.core.optimizer.group_schedule import SampleSchedule
 from megatron.core.optimizer.loss_scale import LossScaleConfig, make_grad_scaler

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.init import xavier_normal_
 
 from megatron.core.base.signatures import takes
+from megatron.core.ops.matmul import NATIVE
 from megatron.core.parallel.global_state import current, get_mesh
-from megatron.core.products import NATIVE
 from megatron.core.sharding.placement import Constant, InitialValue, Normal
 from megatron.core.tensor_parallel import linear_layers, mappings
 from megatron.core.tensor_parallel.broadcast import BatchWithoutData, broadcast_tensors

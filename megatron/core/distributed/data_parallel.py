@@ -43,14 +43,14 @@ from megatron.core.distributed.slot import ParamSlot, is_lent, uses_of
 from megatron.core.distributed.traffic import Flat
 from megatron.core.distributed.uses import Uses
 from megatron.core.distributed.zero import GradReduce, ParamGather, ReduceEachMicrobatch, ReduceOnce
-from megatron.core.main_grad import DataParallelBase, grad_was_added, grad_was_put_off, open_main_grad, set_slot
 from megatron.core.offload.host_and_file_store import Tier
 from megatron.core.offload.stored_tensor import Stored
+from megatron.core.ops.deferred_wgrad import WeightGradStore
+from megatron.core.ops.main_grad import DataParallelBase, grad_was_added, grad_was_put_off, open_main_grad, set_slot
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import GradAxes, Mesh
 from megatron.core.sharding.boxes import flat_run
 from megatron.core.sharding.placement import Placement, partial_axes, partial_grads, placement_of
-from megatron.core.weight_grads import WeightGradStore
 
 
 class DistributedDataParallel(DataParallelBase):

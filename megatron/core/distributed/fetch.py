@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megatron.core.distributed.bucket import Bucket
 from megatron.core.distributed.uses import Uses
 from megatron.core.distributed.zero import ParamGather
-from megatron.core.main_grad import slot_of
+from megatron.core.ops.main_grad import slot_of
 
 _USES_ITS_CHILDREN = nn.MultiheadAttention  # passes their parameters to a function
 _HAVE_NO_FORWARD = (

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.main_grad import slot_of
+from megatron.core.ops.main_grad import slot_of
 
 _SHARES_MEMORY = {"data", "T", "mT", "H", "mH", "real", "imag"}  # properties that are the values
 _MAY_BE_SET = {"grad", "requires_grad"}
@@ -74,7 +74,7 @@ class ReleasedGradient(AwayTensor, Tensor):
         raise RuntimeError(
             f"main_grad of {_name_of(held)} is used while ZeRO stage 2 or 3 has released it: it is resident from the first "
             "gradient of a microbatch until its reduction. To add to it, call "
-            "megatron.core.main_grad.open_main_grad(parameter) first; to read gradients, use --zero-stage 1"
+            "megatron.core.ops.main_grad.open_main_grad(parameter) first; to read gradients, use --zero-stage 1"
         )
 
 

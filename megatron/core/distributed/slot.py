@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import nn
 
-from megatron.core.main_grad import GradSlot
+from megatron.core.ops.main_grad import GradSlot
 
 
 class ParamSlot(GradSlot):
     """A parameter's place in a bucket, elements start .. stop, and the progress of its gradient in this step.
 
-    A layer that accumulates gradients itself reports to `reduce` (`zero.py`) through `core/main_grad.py`.
+    A layer that accumulates gradients itself reports to `reduce` (`zero.py`) through `core/ops/main_grad.py`.
     """
 
     def __init__(self, name: str, parameter: nn.Parameter):
@@ -44,7 +44,7 @@ class ParamSlot(GradSlot):
         if self.is_unset and self.parameter.main_grad._version != self._version:
             raise RuntimeError(
                 f"main_grad of {self.name} was changed without being opened, so the first gradient of the step would overwrite "
-                "the change; call megatron.core.main_grad.open_main_grad(parameter) before changing it, and "
+                "the change; call megatron.core.ops.main_grad.open_main_grad(parameter) before changing it, and "
                 "grad_was_added(parameter) after it"
             )
         if self.is_opened:

@@ -18,8 +18,8 @@ from megatron.core.distributed.bucket import Bucket
 from megatron.core.distributed.call_order import UseOrder
 from megatron.core.distributed.slot import ParamSlot
 from megatron.core.distributed.uses import Uses
-from megatron.core.main_grad import slot_of
-from megatron.core.weight_grads import WeightGradStore
+from megatron.core.ops.deferred_wgrad import WeightGradStore
+from megatron.core.ops.main_grad import slot_of
 
 
 class GradReduce:

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from megatron.core.inference.generate import Stage, continued, prompt_problems
 from megatron.core.inference.load import lone_mesh
 from megatron.core.inference.sampling import Choose
+from megatron.core.ops.attention.kv_cache import DecoderCache
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.transport import TensorSpec
-from megatron.core.transformer.kv_cache import DecoderCache
 
 
 def answer_batch(

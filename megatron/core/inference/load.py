@@ -10,12 +10,12 @@ from megatron.core.checkpoint import Checkpoint, LocalTensor
 from megatron.core.models.gpt_model import GPTModel
 from megatron.core.models.language_model import LanguageModelStage
 from megatron.core.models.t5_model import T5Model
+from megatron.core.ops.attention.kernels import attention_function
+from megatron.core.ops.matmul import Products, settle
 from megatron.core.parallel.grid import AxisSizes
 from megatron.core.parallel.mesh import Mesh, build_mesh
-from megatron.core.products import Products, settle
 from megatron.core.sharding.placement import pieces
 from megatron.core.transformer.context import LayerContext
-from megatron.core.transformer.kernels import attention_function
 from megatron.core.transformer.model_config import ModelConfig, tensor_parallel_problems
 
 _PARAMETERS = "model/"  # what precedes a parameter's name in a checkpoint

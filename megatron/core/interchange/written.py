@@ -30,9 +30,9 @@ from megatron.core.interchange.families.operations import OPERATIONS, HeadCounts
 from megatron.core.interchange.formats.hf_folder import CONFIG, INDEX, WEIGHTS
 from megatron.core.interchange.formats.safetensors import header_of
 from megatron.core.interchange.mapped import heads_of, rows_of
+from megatron.core.ops.attention.kernels import SOFTMAX
 from megatron.core.sharding.boxes import slices
 from megatron.core.storage.file_layer import at, write_all, write_synced
-from megatron.core.transformer.kernels import SOFTMAX
 from megatron.core.transformer.model_config import ModelConfig
 
 _PREFIX = "model/"

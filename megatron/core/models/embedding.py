@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from megatron.core.random import HiddenDropout
+from megatron.core.ops.dropout import HiddenDropout
 from megatron.core.tensor_parallel.linear_layers import VocabParallelEmbedding, my_sequence_part
 from megatron.core.tensor_parallel.lookup import lookup
 from megatron.core.transformer.context import LayerContext

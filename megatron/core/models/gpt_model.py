@@ -4,7 +4,7 @@ from torch import Tensor
 
 from megatron.core.models.language_model import LanguageModelStage
 from megatron.core.models.rules import GPT_RULES
-from megatron.core.transformer.kv_cache import KeyValueCache
+from megatron.core.ops.attention.kv_cache import KeyValueCache
 
 
 class GPTModel(LanguageModelStage):

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
+from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.sharding.placement import Constant, Placement
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.sequence_tiles import declare_tiles, in_tiles
-from megatron.core.weight_grads import WeightGradStore
 
 
 class LanguageModelHead(nn.Module):

@@ -6,15 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.compiling.compiler import compiles
 from megatron.core.models.embedding import Embedding
 from megatron.core.models.head import LanguageModelHead
 from megatron.core.models.rules import NO_RULES
+from megatron.core.ops.attention.kv_cache import KeyValueCache
+from megatron.core.ops.compile.compiled_region import compiles
 from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.cross_entropy import sharded_losses
 from megatron.core.transformer.context import LayerContext, MakePart
-from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.sequence_tiles import declare_tiles
 from megatron.core.transformer.transformer import ParallelTransformer

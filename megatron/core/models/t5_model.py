@@ -22,11 +22,11 @@ from megatron.core.models.embedding import Embedding
 from megatron.core.models.head import LanguageModelHead
 from megatron.core.models.language_model import LanguageModelStage, scores_of
 from megatron.core.models.rules import T5_RULES
+from megatron.core.ops.attention.kv_cache import DecoderCache
+from megatron.core.ops.attention.masks import Biased, Mask
 from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.transformer.context import LayerContext, MakePart
 from megatron.core.transformer.cross_attention import BesideEncoder, ParallelCrossAttention
-from megatron.core.transformer.kv_cache import DecoderCache
-from megatron.core.transformer.masks import Biased, Mask
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.norm import make_norm
 from megatron.core.transformer.recompute import recomputed

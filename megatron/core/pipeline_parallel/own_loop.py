@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.core.main_grad import DataParallelBase
+from megatron.core.ops.main_grad import DataParallelBase
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.stage_map import loop
 from megatron.core.pipeline_parallel.loss import ForwardStep, keep_reports

@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from megatron.core.base.memory_kind import memory_kind
-from megatron.core.main_grad import DataParallelBase
 from megatron.core.offload.activation_offload import HoldsActivations
+from megatron.core.ops.deferred_wgrad import WeightGradStore
+from megatron.core.ops.dropout import DropoutKeys, keys_of
+from megatron.core.ops.main_grad import DataParallelBase
 from megatron.core.parallel import collectives
 from megatron.core.parallel.global_state import current
 from megatron.core.parallel.grid import Axis
@@ -25,8 +27,6 @@ from megatron.core.pipeline_parallel.schedule import Action, Op, Schedule, forwa
 from megatron.core.pipeline_parallel.simulate import make_schedule, peak_inputs
 from megatron.core.pipeline_parallel.table import stage_map
 from megatron.core.pipeline_parallel.transport import TensorSpec, Transport
-from megatron.core.random import DropoutKeys, keys_of
-from megatron.core.weight_grads import WeightGradStore
 
 
 @dataclass(frozen=True)

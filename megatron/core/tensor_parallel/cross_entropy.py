@@ -21,9 +21,9 @@ from torch import Tensor
 
 from megatron.core.base.errors import sequence_parallel_hint
 from megatron.core.base.lazy_imports import lazy_names
+from megatron.core.ops.cross_entropy_kernels import Factors, grad_of_rows, sums_of_rows
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
-from megatron.core.tensor_parallel.score_rows import Factors, grad_of_rows, sums_of_rows
 from megatron.core.tensor_parallel.word_ids import check_word_ids
 
 
@@ -154,7 +154,7 @@ def sharded_losses(
     logits: [s, b, v/t], this rank's shard of the vocabulary; target: [s, b] global ids; -> [s, b] each. Columns beyond
     `vocab_size` are padding, with probability 0. Every rank of the axis must call.
 
-    compiled: run the work on rows compiled (`megatron/core/compiling/compiler.py`). overwrite: the backward writes the gradient
+    compiled: run the work on rows compiled (`megatron/core/ops/compile/compiled_region.py`). overwrite: the backward writes the gradient
     into the memory of `logits`, which nobody may read after that.
     """
     has_terms = bool(label_smoothing or z_loss)

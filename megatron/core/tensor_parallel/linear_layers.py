@@ -15,16 +15,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from megatron.core.ops.deferred_wgrad import WeightGradStore
+from megatron.core.ops.matmul import NATIVE, Products
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
-from megatron.core.products import NATIVE, Products
 from megatron.core.sharding.initial_values import initialize_parameter, seed_of_next_parameter
 from megatron.core.sharding.placement import Constant, InitialValue, Placement, Rows
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.linear import LinearFunction, linear
 from megatron.core.tensor_parallel.lookup import lookup
 from megatron.core.tensor_parallel.word_ids import check_word_ids
-from megatron.core.weight_grads import WeightGradStore
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron.core.main_grad import grad_was_added, open_main_grad
+from megatron.core.ops.main_grad import grad_was_added, open_main_grad
 
 
 class _Lookup(torch.autograd.Function):

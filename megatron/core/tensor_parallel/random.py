@@ -1,6 +1,6 @@
 """Named states of a device's random generator, for layers that draw their own numbers and differ between ranks.
 
-Our layers need none: their masks follow from names and positions (`megatron.core.random`). A layer that draws from torch's
+Our layers need none: their masks follow from names and positions (`megatron.core.ops.dropout`). A layer that draws from torch's
 generator inside `tracker.fork(name)` draws from a state of its own, which a recomputation restores
 (`recomputed_with_states`). Megatron's functions, which ask the current mesh for tracker and ranks, are found here too.
 """

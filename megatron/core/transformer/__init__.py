@@ -15,7 +15,7 @@ __getattr__, __dir__ = lazy_names(
     {
         ".attention": "ParallelAttention",
         ".context": "LayerContext",
-        ".kernels": "KERNELS Kernel",
+        "megatron.core.ops.attention.kernels": "KERNELS Kernel",
         ".mlp": "ParallelMLP",
         ".transformer": "ParallelTransformer",
         ".transformer_layer": "ParallelTransformerLayer",

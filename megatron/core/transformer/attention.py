@@ -6,10 +6,14 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from megatron.core.base.lazy_imports import lazy_names
-from megatron.core.compiling.compiler import compiles
+from megatron.core.ops.attention.kernels import AttentionCase, Scoring, kernel_for
+from megatron.core.ops.attention.kv_cache import KeyValueCache
+from megatron.core.ops.attention.masks import Biased, Mask, windowed
+from megatron.core.ops.compile.compiled_region import compiles
+from megatron.core.ops.dropout import AttentionDropout
+from megatron.core.ops.fused_layer_ops import REGIONS
 from megatron.core.ops.rotary_formulas import apply_rotary, cosines_and_sines, rotated, rotated_interleaved
 from megatron.core.parallel.grid import ALONE
-from megatron.core.random import AttentionDropout
 from megatron.core.sharding.placement import Normal, Placement, Rows
 from megatron.core.tensor_parallel.linear_layers import (
     ColumnParallelLinear,
@@ -20,12 +24,8 @@ from megatron.core.tensor_parallel.linear_layers import (
 from megatron.core.transformer.context import LayerContext, MakePart
 from megatron.core.transformer.context_parallel.method import SharedAttention
 from megatron.core.transformer.head_norms import make_query_key_norms, normed_heads
-from megatron.core.transformer.kernels import AttentionCase, Scoring, kernel_for
-from megatron.core.transformer.kv_cache import KeyValueCache
-from megatron.core.transformer.masks import Biased, Mask, windowed
 from megatron.core.transformer.model_config import ModelConfig, query_group_problem
 from megatron.core.transformer.recompute import recomputed
-from megatron.core.transformer.regions import REGIONS
 
 
 class CoreAttention(nn.Module):

@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.held_rows import positions_of
 from megatron.core.offload.host_and_file_store import Tier
+from megatron.core.ops.attention.kv_cache import KeyValueCache
+from megatron.core.ops.dropout import DropoutKeys, HiddenDropout
+from megatron.core.ops.shard_sequence import positions_of
 from megatron.core.parallel.grid import ALONE, Axis
 from megatron.core.parallel.sequence_shard import SequenceRows
 from megatron.core.pipeline_parallel.transport import TensorSpec
-from megatron.core.random import DropoutKeys, HiddenDropout
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.context_parallel.method import ContextParallel
 from megatron.core.transformer.context_parallel.shared_cache import SharedCache
-from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.model_config import ModelConfig
 
 

@@ -7,12 +7,12 @@ of the weight. `partial`: whether a rank's gradient is partial; None: under sequ
 
 from torch import Tensor, nn
 
-from megatron.core.compiling.compiler import compiles
-from megatron.core.made_again import unmarked
+from megatron.core.ops.compile.compiled_region import compiles
+from megatron.core.ops.fused_layer_ops import REGIONS
+from megatron.core.ops.rematerialize import unmarked
 from megatron.core.sharding.placement import Constant
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.core.transformer.regions import REGIONS
 
 
 class Norm(nn.Module):

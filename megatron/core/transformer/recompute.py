@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron.core.offload.activation_offload import Keep
+from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.parallel.grid import Axis
-from megatron.core.random import DropoutKeys
 from megatron.core.storage.resize_storage import resize
 from megatron.core.tensor_parallel.saved import SavedActivation, keep_copy
 

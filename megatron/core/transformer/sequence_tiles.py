@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from megatron.core.random import DropoutKeys
+from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.transformer.recompute import recomputed
 
 

@@ -6,16 +6,16 @@ from functools import partial
 from torch import Tensor, nn
 
 from megatron.core.base.lazy_imports import lazy_names
-from megatron.core.compiling.compiler import compiles
-from megatron.core.random import HiddenDropout
+from megatron.core.ops.attention.kv_cache import KeyValueCache
+from megatron.core.ops.compile.compiled_region import compiles
+from megatron.core.ops.dropout import HiddenDropout
+from megatron.core.ops.fused_layer_ops import REGIONS
 from megatron.core.transformer.attention import ParallelAttention
 from megatron.core.transformer.context import LayerContext, MakePart
-from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.norm import Norm, make_norm
 from megatron.core.transformer.recompute import give_up, recomputed
-from megatron.core.transformer.regions import REGIONS
 from megatron.core.transformer.whole_layer import WholeLayer
 
 

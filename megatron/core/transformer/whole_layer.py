@@ -19,17 +19,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron.core.compiling.compiler import Compiled
-from megatron.core.dropout_masks import MaskWords, dropped
-from megatron.core.random import HiddenDropout
+from megatron.core.ops.compile.compiled_region import Compiled
+from megatron.core.ops.dropout import HiddenDropout
+from megatron.core.ops.dropout_masks import MaskWords, dropped
+from megatron.core.ops.fused_formulas import of_rows, plus_bias, wide_of
+from megatron.core.ops.fused_layer_ops import REGIONS
 from megatron.core.tensor_parallel.linear import weight_gradient_in_time
 from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear, RowParallelLinear, TensorParallel
 from megatron.core.transformer.attention import ParallelAttention
-from megatron.core.transformer.formulas import of_rows, plus_bias, wide_of
 from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.norm import Norm
-from megatron.core.transformer.regions import REGIONS
 
 
 class WholeLayer:

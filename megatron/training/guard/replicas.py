@@ -16,12 +16,12 @@ from torch import Tensor
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.plan import overlaps
 from megatron.core.offload.stored_tensor import Stored, loaded
+from megatron.core.ops.tensor_hash import tensor_hash
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.sharding.boxes import flat_run
 from megatron.core.sharding.placement import shared_rows
-from megatron.core.tensor_hash import tensor_hash
 from megatron.training.guard.check import Check
 
 

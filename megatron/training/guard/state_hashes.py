@@ -15,11 +15,11 @@ from torch import Tensor
 from megatron.core.distributed.buffer import ParamAndGradBuffer, Shard
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.plan import Slot
-from megatron.core.main_grad import slot_of
 from megatron.core.offload.stored_tensor import Stored, loaded
+from megatron.core.ops.main_grad import slot_of
+from megatron.core.ops.tensor_hash import BLOCK_WORDS, block_hashes
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.split_master import SplitMaster
-from megatron.core.tensor_hash import BLOCK_WORDS, block_hashes
 from megatron.training.guard.check import Check
 
 

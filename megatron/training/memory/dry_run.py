@@ -25,6 +25,8 @@ from megatron.core.offload.block_file import BLOCK
 from megatron.core.offload.host_and_file_store import FileTensor
 from megatron.core.offload.offload_plan import AHEAD, SLICE
 from megatron.core.offload.stored_tensor import Stored
+from megatron.core.ops.deferred_wgrad import WeightGradStore
+from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.parallel.device import Device
@@ -32,9 +34,7 @@ from megatron.core.parallel.mesh import Mesh, build_mesh
 from megatron.core.pipeline_parallel.loss import ForwardStep
 from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.schedule import Action, Op, Schedule
-from megatron.core.random import DropoutKeys
 from megatron.core.tensor_parallel.broadcast import BatchWithoutData
-from megatron.core.weight_grads import WeightGradStore
 from megatron.training.chunks import ModelProvider, build_optimizer, build_pipeline, in_buffers, make_chunks
 from megatron.training.memory.shapes import META, Done, ShapesOnly, SilentGroup
 from megatron.training.memory.tier_bytes import Element

@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_flatten
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.checkpoint.lost import first_names
 from megatron.core.distributed.data_parallel import DistributedDataParallel
+from megatron.core.ops.tensor_hash import tensor_hash
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
-from megatron.core.tensor_hash import tensor_hash
 from megatron.training.runtime import print_rank_0
 
 _EXTRA_STATE = "_extra_state"  # the end of torch's name for what `get_extra_state` returns

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from megatron.core.base.async_handle import Pending, done
+from megatron.core.ops.attention.tiles import wide_empty
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.sequence_shard import chunks_of
-from megatron.core.transformer.attention_kernels.tiles import wide_empty
 from megatron.core.transformer.context_parallel.block_kernels import (
     FlashBlocks,
     Grads,

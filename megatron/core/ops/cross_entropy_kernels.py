@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.core.compiling.compiler import Compiled
+from megatron.core.ops.compile.compiled_region import Compiled
 
 
 class Factors(NamedTuple):

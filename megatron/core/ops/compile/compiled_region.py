@@ -27,8 +27,8 @@ from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dis
 from torch.utils._triton import has_triton
 
 from megatron.core.base.dataclass_flags import FlagConfig, knob
-from megatron.core.compiling.replayed import Replay, call_kind, programs_called, replay_of, watched_backend
-from megatron.core.made_again import mark_made
+from megatron.core.ops.compile.skip_guards import Replay, call_kind, programs_called, replay_of, watched_backend
+from megatron.core.ops.rematerialize import mark_made
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
 

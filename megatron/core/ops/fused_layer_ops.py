@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron.core.compiling.compiler import Region
-from megatron.core.dropout_masks import MaskWords, dropped
+from megatron.core.ops.activations import OTHER_ACTIVATIONS, gated_region
+from megatron.core.ops.compile.compiled_region import Region
+from megatron.core.ops.dropout_masks import MaskWords, dropped
+from megatron.core.ops.fused_formulas import of_rows, plus_bias, wide_of
 from megatron.core.ops.rotary_formulas import Rotation, rotated, rotated_interleaved
-from megatron.core.transformer.activations import OTHER_ACTIVATIONS, gated_region
-from megatron.core.transformer.formulas import of_rows, plus_bias, wide_of
 
 # ---------------------------------------------------------------- norms: (x, weight, bias or None, epsilon) -> (x, norm(x))
 

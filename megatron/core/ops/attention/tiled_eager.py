@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron.core.dropout_masks import MaskWords, clear_dropped, ones_where_kept
-from megatron.core.random import AttentionDropout
-from megatron.core.transformer.attention_kernels.tiles import Tile, by_head, tiles_of, wide_empty
-from megatron.core.transformer.masks import Mask, Window, hidden_in_tile
-from megatron.core.transformer.scoring import Scoring, with_sinks
+from megatron.core.ops.attention.masks import Mask, Window, hidden_in_tile
+from megatron.core.ops.attention.softmax_options import Scoring, with_sinks
+from megatron.core.ops.attention.tiles import Tile, by_head, tiles_of, wide_empty
+from megatron.core.ops.dropout import AttentionDropout
+from megatron.core.ops.dropout_masks import MaskWords, clear_dropped, ones_where_kept
 
 
 def eager_tiled_attention(

@@ -18,12 +18,12 @@ from torch.nn import functional
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.registry import Table
-from megatron.core.random import AttentionDropout
-from megatron.core.transformer.attention_kernels.band import attention_in_band
-from megatron.core.transformer.attention_kernels.eager_tiles import eager_tiled_attention
-from megatron.core.transformer.attention_kernels.tiled_attention import tiled_attention
-from megatron.core.transformer.masks import Documents, Mask, Window, hidden_keys, windowed
-from megatron.core.transformer.scoring import Scoring
+from megatron.core.ops.attention.masks import Documents, Mask, Window, hidden_keys, windowed
+from megatron.core.ops.attention.sliding_window import attention_in_band
+from megatron.core.ops.attention.softmax_options import Scoring
+from megatron.core.ops.attention.tiled_compiled import tiled_attention
+from megatron.core.ops.attention.tiled_eager import eager_tiled_attention
+from megatron.core.ops.dropout import AttentionDropout
 
 
 def plain_attention(

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron.core.compiling.compiler import Region
-from megatron.core.transformer.formulas import of_rows, plus_bias, wide_of
+from megatron.core.ops.compile.compiled_region import Region
+from megatron.core.ops.fused_formulas import of_rows, plus_bias, wide_of
 
 
 class Activation(NamedTuple):

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.compiling.compiler import Compiled
-from megatron.core.dropout_masks import MaskWords, kept
-from megatron.core.random import AttentionDropout
-from megatron.core.transformer.attention_kernels.tiles import by_head, tiles_of, wide_empty
-from megatron.core.transformer.masks import Mask
+from megatron.core.ops.attention.masks import Mask
+from megatron.core.ops.attention.tiles import by_head, tiles_of, wide_empty
+from megatron.core.ops.compile.compiled_region import Compiled
+from megatron.core.ops.dropout import AttentionDropout
+from megatron.core.ops.dropout_masks import MaskWords, kept
 
 
 def tiled_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: AttentionDropout) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from megatron.core.transformer.attention_kernels.tiles import Tile
+from megatron.core.ops.attention.tiles import Tile
 
 
 class Documents:
