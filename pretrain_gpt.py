@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.core import mpu
-from megatron.core.datasets.gpt import build_gpt_datasets
+from megatron.core.datasets.gpt_samples import build_gpt_datasets
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt_model import GPTModel
 from megatron.training import get_runtime, get_timers, get_tokenizer, pretrain

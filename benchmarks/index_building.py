@@ -86,7 +86,7 @@ def build_once(options: argparse.Namespace) -> dict[str, float]:
 
 def write_token_file(prefix: str, lengths: np.ndarray) -> None:
     """PREFIX.idx as preprocessing writes it, a document a sequence, and a PREFIX.bin of zeros that takes no space on disk."""
-    from megatron.core.datasets.indexed import HEADER, MAGIC, VERSION
+    from megatron.core.datasets.mmap_indexed_dataset import HEADER, MAGIC, VERSION
 
     ends = np.cumsum(2 * lengths.astype(np.int64))
     with open(f"{prefix}.idx", "wb") as index:

@@ -34,7 +34,7 @@ from test_preprocess_pieces import check_mutations, expected, numbered  # noqa: 
 from token_files import write as write_documents  # noqa: E402
 
 from megatron.core.datasets import DataConfig, IndexedDataset, build_gpt_datasets  # noqa: E402
-from megatron.core.datasets.gpt import GPTDataset  # noqa: E402
+from megatron.core.datasets.gpt_samples import GPTDataset  # noqa: E402
 from megatron.core.datasets.index_map import IndexRequest, build_indices  # noqa: E402
 from tools import merge_datasets, preprocess_data  # noqa: E402
 from tools.preprocessing import sources  # noqa: E402

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.core.datasets.indexed import IndexedDataset
-from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
+from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
+from megatron.core.datasets.mmap_indexed_dataset import IndexedDataset
 
 Documents = Iterable[list[list[int]]]  # [document][sequence][token]
 

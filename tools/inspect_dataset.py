@@ -17,8 +17,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.base.dataclass_flags import FlagConfig, knob
-from megatron.core.datasets.indexed import IndexedDataset
-from megatron.core.datasets.known_ids import first_unknown
+from megatron.core.datasets.mmap_indexed_dataset import IndexedDataset
+from megatron.core.datasets.vocab_check import first_unknown
 from megatron.core.tokenizers import Tokenizer, TokenizerConfig, build_tokenizer
 from tools.errors import missing, run_tool
 from tools.merge_datasets import prefixes_of

@@ -14,9 +14,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.base.dataclass_flags import FlagConfig, knob
-from megatron.core.datasets.document_ends import last_tokens
-from megatron.core.datasets.indexed import IndexedDataset
-from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
+from megatron.core.datasets.eod_check import last_tokens
+from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
+from megatron.core.datasets.mmap_indexed_dataset import IndexedDataset
 from tools.errors import missing, run_tool
 
 _SEQUENCES_AT_ONCE = 1 << 20

@@ -29,8 +29,8 @@ from typing import Any, Literal, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.base.dataclass_flags import Count, FlagConfig, knob
-from megatron.core.datasets.indexed import token_dtype
-from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
+from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
+from megatron.core.datasets.mmap_indexed_dataset import token_dtype
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
 from tools.errors import missing, naming_flag, run_tool
 from tools.preprocessing.encode import SHOWN, Encoded, Encoder

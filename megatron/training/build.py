@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.signatures import takes
-from megatron.core.datasets.batches import batches
+from megatron.core.datasets.data_loader import batches
 from megatron.core.datasets.index_map import requested_samples
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.enums import ModelType

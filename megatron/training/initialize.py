@@ -17,9 +17,9 @@ from megatron.core.base import output_streams, rank_status
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.errors import is_told_to_user, write_error_file
 from megatron.core.base.signatures import takes
-from megatron.core.datasets.fim import FillInTheMiddle
-from megatron.core.datasets.identity import data_sha256
-from megatron.core.datasets.known_ids import table_note, table_problem, within_table
+from megatron.core.datasets.data_fingerprint import data_sha256
+from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle
+from megatron.core.datasets.vocab_check import table_note, table_problem, within_table
 from megatron.core.models.rules import NO_RULES, ModelRules
 from megatron.core.offload.offload_config import make_tier
 from megatron.core.offload.offload_folder import folder_problems, remove_left_behind

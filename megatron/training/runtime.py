@@ -9,7 +9,7 @@ from typing import Any
 from megatron.core import parallel_state
 from megatron.core.base import output_streams
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.datasets.known_ids import within_table
+from megatron.core.datasets.vocab_check import within_table
 from megatron.core.offload.host_and_file_store import Tier
 from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.dropout import DropoutKeys

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.datasets.batches import Samples
 from megatron.core.datasets.data_config import DataConfig
+from megatron.core.datasets.data_loader import Samples
 
 
 @dataclass(eq=False)

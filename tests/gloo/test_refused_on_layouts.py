@@ -17,7 +17,7 @@ from processes import run
 from refusals import BASE, MOCK, REAL, REFUSALS
 from said import tells
 
-from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
+from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
 
 SCRIPT = str(Path(__file__).with_name("refused_script.py"))
 TP, PP = "--tensor-model-parallel-size 2 ", "--pipeline-model-parallel-size 2 "

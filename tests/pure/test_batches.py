@@ -11,7 +11,7 @@ import torch
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.datasets import DataConfig
-from megatron.core.datasets.batches import Cyclic, batches, loader
+from megatron.core.datasets.data_loader import Cyclic, batches, loader
 from megatron.training.evaluate import window
 
 

@@ -9,8 +9,8 @@ from token_files import write_sentences
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.datasets import DataConfig
-from megatron.core.datasets.bert import MockBertDataset, build_bert_datasets
-from megatron.core.datasets.masking import MaskedDataConfig
+from megatron.core.datasets.bert_samples import MockBertDataset, build_bert_datasets
+from megatron.core.datasets.token_masking import MaskedDataConfig
 
 S = 16
 MASKING = MaskedDataConfig()

@@ -9,8 +9,8 @@ from token_files import write as write_documents
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.datasets import DataConfig, build_gpt_datasets
-from megatron.core.datasets.batches import batches
-from megatron.core.datasets.fim import FillInTheMiddle, FimConfig, token_id
+from megatron.core.datasets.data_loader import batches
+from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle, FimConfig, token_id
 from megatron.core.tokenizers.tokenizers import NullTokenizer
 from megatron.training.command_line import parse_args
 from megatron.training.settings.rules import check

@@ -13,8 +13,8 @@ from token_files import write
 
 from megatron.core.datasets import DataConfig, IndexedDataset, build_gpt_datasets
 from megatron.core.datasets.blend import exhaustive_indices, weighted_indices
-from megatron.core.datasets.found_cache import index_problem
 from megatron.core.datasets.index_map import IndexRequest, build_indices
+from megatron.core.datasets.megatron_index_cache import index_problem
 
 TOKENIZER = types.SimpleNamespace(vocab_size=100, eod=99)
 S, SEED, SAMPLES = 8, 7, 50

@@ -10,9 +10,9 @@ from token_files import write_sentences
 
 from megatron.core.datasets import DataConfig, build_gpt_datasets
 from megatron.core.datasets import index_cache as cache_module
-from megatron.core.datasets.bert import build_bert_datasets
+from megatron.core.datasets.bert_samples import build_bert_datasets
 from megatron.core.datasets.index_cache import IndexCache
-from megatron.core.datasets.masking import MaskedDataConfig
+from megatron.core.datasets.token_masking import MaskedDataConfig
 
 S, FLIPS = 16, 40
 

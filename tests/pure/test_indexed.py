@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from said import raises_telling
 
-from megatron.core.datasets.indexed import DTYPES, IndexedDataset, token_dtype
-from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
+from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
+from megatron.core.datasets.mmap_indexed_dataset import DTYPES, IndexedDataset, token_dtype
 from megatron.core.storage.atomic_file import atomic_file, remove_abandoned
 
 # Three documents: two sequences, none, one.
@@ -252,7 +252,7 @@ def test_any_flipped_bit_of_the_index_is_refused_or_changes_no_token(tmp_path):
 
 KILLED_WRITER = """
 import os, signal, sys
-from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
+from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
 from megatron.core.storage.atomic_file import atomic_file
 with IndexedDatasetWriter(sys.argv[1] + "/o", "u2"), atomic_file(sys.argv[1] + "/x-description.txt"):
     os.kill(os.getpid(), signal.SIGKILL)

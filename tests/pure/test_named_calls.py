@@ -28,8 +28,8 @@ ROOT = Path(__file__).parents[2]
 OURS = {
     "megatron/core/ops/compile/compiled_region.py _whole_of": "compiled_whole",
     "megatron/core/base/dataclass_flags.py knob_of": "knob",
-    "megatron/core/datasets/known_ids.py table_problem": "never",
-    "megatron/core/datasets/padding.py pad_is_text": "pad_is_text",  # a script's tokenizer may say it
+    "megatron/core/datasets/vocab_check.py table_problem": "never",
+    "megatron/core/datasets/pad_token.py pad_is_text": "pad_is_text",  # a script's tokenizer may say it
     "megatron/core/distributed/made_in_shards.py shard_of": "shard",
     "megatron/core/distributed/slot.py is_lent": "is_lent",  # a script's model
     "megatron/core/distributed/slot.py uses_of": "uses",  # a script's model
@@ -105,10 +105,10 @@ FOREIGN = {
     "Megatron's, of a data set": {"megatron/core/classic/datasets.py": "dataset_path"},
     "Megatron's, which a script sets on parameters": {"megatron/training/chunks.py": "sequence_parallel"},
     "Megatron's, of a tokenizer, which may be a script's": {
-        "megatron/core/datasets/bert.py": "name",
-        "megatron/core/datasets/fim.py": "vocab",
-        "megatron/core/datasets/known_ids.py": "additional_special_tokens_ids inv_vocab name path",
-        "megatron/core/datasets/t5.py": "additional_special_tokens_ids name",
+        "megatron/core/datasets/bert_samples.py": "name",
+        "megatron/core/datasets/fill_in_the_middle.py": "vocab",
+        "megatron/core/datasets/vocab_check.py": "additional_special_tokens_ids inv_vocab name path",
+        "megatron/core/datasets/t5_samples.py": "additional_special_tokens_ids name",
         "megatron/core/tokenizers/identity.py": "eod pad",
         "megatron/core/tokenizers/vocabulary.py": "vocab",
         "tools/generating/t5.py": "additional_special_tokens_ids bos eos",

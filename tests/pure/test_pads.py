@@ -10,13 +10,13 @@ from token_files import write
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.classic.datasets import BlendedMegatronDatasetBuilder, GPTDataset, GPTDatasetConfig
 from megatron.core.datasets import DataConfig, IndexedDataset, MockGPTDataset, build_gpt_datasets
-from megatron.core.datasets.bert import build_bert_datasets
-from megatron.core.datasets.fim import FimConfig
-from megatron.core.datasets.gpt import TokenRules
-from megatron.core.datasets.masked import BertDataset, T5Dataset
-from megatron.core.datasets.masking import MaskedDataConfig, MaskingRules, WordPieces
-from megatron.core.datasets.padding import pad_is_text
-from megatron.core.datasets.t5 import build_t5_datasets
+from megatron.core.datasets.bert_samples import build_bert_datasets
+from megatron.core.datasets.fill_in_the_middle import FimConfig
+from megatron.core.datasets.gpt_samples import TokenRules
+from megatron.core.datasets.masked_samples import BertDataset, T5Dataset
+from megatron.core.datasets.pad_token import pad_is_text
+from megatron.core.datasets.t5_samples import build_t5_datasets
+from megatron.core.datasets.token_masking import MaskedDataConfig, MaskingRules, WordPieces
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig, build_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")

@@ -11,7 +11,7 @@ import pytest
 from said import tells
 from token_files import NULL, contents
 
-from megatron.core.datasets.indexed import IndexedDataset
+from megatron.core.datasets.mmap_indexed_dataset import IndexedDataset
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
 from tools import preprocess_data, train_tokenizer
 

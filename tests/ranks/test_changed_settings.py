@@ -10,7 +10,7 @@ from said import tells
 from whole_run import TINY, run
 
 from megatron.core.checkpoint import format
-from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
+from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
 
 COURSE = {
     "hidden_dropout": (0.1, 0.2),

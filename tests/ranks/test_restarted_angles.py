@@ -12,7 +12,7 @@ from script_run import settings_of, trainer_of
 
 import pretrain_gpt
 from megatron.core.checkpoint import format
-from megatron.core.datasets.gpt import TokenRules, training_item
+from megatron.core.datasets.gpt_samples import TokenRules, training_item
 from megatron.core.parallel.mesh import Mesh
 
 END = 5  # the token that ends a document

@@ -15,8 +15,8 @@ from script_run import trainer_of
 from whole_run import run
 
 import pretrain_gpt
-from megatron.core.datasets.fim import FillInTheMiddle, FimConfig
-from megatron.core.datasets.known_ids import table_problem, within_table
+from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle, FimConfig
+from megatron.core.datasets.vocab_check import table_problem, within_table
 from megatron.core.models.rules import GPT_RULES
 from megatron.core.parallel.mesh import Mesh
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron.core.datasets.indexed import token_dtype
-from megatron.core.datasets.known_ids import first_unknown, tokenizer_name
+from megatron.core.datasets.mmap_indexed_dataset import token_dtype
+from megatron.core.datasets.vocab_check import first_unknown, tokenizer_name
 from megatron.core.tokenizers import Tokenizer
 from tools.preprocessing.in_time import in_time
 from tools.preprocessing.sources import Chunk

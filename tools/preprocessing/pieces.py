@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
+from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
 from megatron.core.storage.atomic_file import atomic_file
 from megatron.core.storage.file_lock import locked
 from tools.preprocessing.encode import Encoded

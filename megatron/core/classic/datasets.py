@@ -14,13 +14,13 @@ import torch
 from megatron.core.base.config_fields import problems_of_not_built
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.signatures import takes
-from megatron.core.datasets import blend, gpt, indexed
-from megatron.core.datasets.bert import build_bert_datasets
+from megatron.core.datasets import blend, gpt_samples, mmap_indexed_dataset
+from megatron.core.datasets.bert_samples import build_bert_datasets
 from megatron.core.datasets.data_config import DataConfig
+from megatron.core.datasets.dataset_splits import samples_of_files
 from megatron.core.datasets.index_map import build_indices, parse_split, split_ranges
-from megatron.core.datasets.masking import MaskedDataConfig
-from megatron.core.datasets.padding import pad_is_text
-from megatron.core.datasets.split_plan import samples_of_files
+from megatron.core.datasets.pad_token import pad_is_text
+from megatron.core.datasets.token_masking import MaskedDataConfig
 from megatron.core.parallel import collectives
 from megatron.core.parallel.global_state import current, model_parallel_is_initialized
 from megatron.core.parallel_state import launched_rank
@@ -146,7 +146,7 @@ def words_of(blend: Blend) -> list[str] | None:
     return [str(word) for pair in pairs if pair[0] not in (0, "0", "0.0") for word in pair]
 
 
-class IndexedDataset(indexed.IndexedDataset):
+class IndexedDataset(mmap_indexed_dataset.IndexedDataset):
     """The sequences of PREFIX.bin and PREFIX.idx."""
 
     @takes(
@@ -190,7 +190,7 @@ class MegatronDataset(torch.utils.data.Dataset):
 
 
 class GPTDataset(MegatronDataset):
-    """Samples of a token file, as `megatron.core.datasets.gpt` makes them, of tensors. The builder caches their indices."""
+    """Samples of a token file, as `megatron.core.datasets.gpt_samples` makes them, of tensors. The builder caches their indices."""
 
     def __init__(
         self,
@@ -206,13 +206,13 @@ class GPTDataset(MegatronDataset):
     def _finalize(self) -> None:
         _check_pad(self.config)
         data = self.config.data
-        rules = gpt.rules_of(data, self.config.tokenizer)
+        rules = gpt_samples.rules_of(data, self.config.tokenizer)
         ids = int(self.indices[0]), int(self.indices[-1]) + 1
         if ids[1] - ids[0] != len(self.indices):
             raise NotImplementedError("GPTDataset: indices with gaps are not built; give a range")
-        request = gpt.GPTSamples(data, self.config.random_seed, rules).request(ids, self.num_samples)
+        request = gpt_samples.GPTSamples(data, self.config.random_seed, rules).request(ids, self.num_samples)
         indices = build_indices(self.dataset.sequence_lengths, request)
-        self.samples = WithMask(gpt.GPTDataset(self.dataset, indices, data.seq_length, rules), self.config)
+        self.samples = WithMask(gpt_samples.GPTDataset(self.dataset, indices, data.seq_length, rules), self.config)
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -225,9 +225,9 @@ class MockGPTDataset(MegatronDataset):
     """Made-up samples, which need no file."""
 
     def _finalize(self) -> None:
-        rules = gpt.rules_of(self.config.data, self.config.tokenizer)
+        rules = gpt_samples.rules_of(self.config.data, self.config.tokenizer)
         seed = self.config.random_seed, self.index_split.value
-        made = gpt.MockGPTDataset(self.num_samples, self.config.sequence_length, seed, rules)
+        made = gpt_samples.MockGPTDataset(self.num_samples, self.config.sequence_length, seed, rules)
         self.samples = WithMask(made, self.config)
 
     __len__, __getitem__ = GPTDataset.__len__, GPTDataset.__getitem__
@@ -273,7 +273,7 @@ class BlendedDataset(blend.BlendedDataset):
 
 def _gpt(config: GPTDatasetConfig, sizes: list[int | None], building: dict[str, Any]) -> list[Any]:
     _check_pad(config)
-    made = gpt.build_gpt_datasets(config.data, config.tokenizer, sizes, config.random_seed, **building)
+    made = gpt_samples.build_gpt_datasets(config.data, config.tokenizer, sizes, config.random_seed, **building)
     if model_parallel_is_initialized() and current().run is not None:  # a run's batches need no mask of s x s
         return list(made)
     masked = lambda one: None if one is None else WithMask(one, config)  # noqa: E731

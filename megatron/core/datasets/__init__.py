@@ -17,9 +17,9 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         ".data_config": "DataConfig",
-        ".indexed": "IndexedDataset",
-        ".indexed_writer": "IndexedDatasetWriter",
+        ".mmap_indexed_dataset": "IndexedDataset",
+        ".indexed_dataset_writer": "IndexedDatasetWriter",
         ".index_map": "requested_samples",
-        ".gpt": "GPTDataset MockGPTDataset build_gpt_datasets",
+        ".gpt_samples": "GPTDataset MockGPTDataset build_gpt_datasets",
     },
 )

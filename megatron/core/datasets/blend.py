@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron.core.datasets.indexed import missing_file
+from megatron.core.datasets.mmap_indexed_dataset import missing_file
 
 MAX_DATASETS = np.iinfo(np.int16).max - 1
 

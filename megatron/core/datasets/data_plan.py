@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron.core.datasets.index_map import IndexRequest, split_tokens
-from megatron.core.datasets.indexed import IndexedDataset
+from megatron.core.datasets.mmap_indexed_dataset import IndexedDataset
 
 _LINES = 20  # of the data sets of one split that are listed at the start of a run
 

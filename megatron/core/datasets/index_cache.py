@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.datasets.indexed import IndexedDataset, mapping
+from megatron.core.datasets.mmap_indexed_dataset import IndexedDataset, mapping
 from megatron.core.storage.atomic_file import atomic_file
 
 _FORMAT = 3  # of the cache; raise it whenever the same fields give other arrays

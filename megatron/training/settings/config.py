@@ -17,8 +17,8 @@ from megatron.core.base.dataclass_flags import (
     title_of,
 )
 from megatron.core.datasets.data_config import DataConfig
-from megatron.core.datasets.fim import FimConfig
-from megatron.core.datasets.masking import MaskedDataConfig
+from megatron.core.datasets.fill_in_the_middle import FimConfig
+from megatron.core.datasets.token_masking import MaskedDataConfig
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.offload.offload_config import OffloadConfig
 from megatron.core.optimizer.loss_scale import LossScaleConfig

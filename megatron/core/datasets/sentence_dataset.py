@@ -4,9 +4,9 @@ import numpy as np
 
 from megatron.core.base.dataclass_flags import flag_of
 from megatron.core.datasets.data_config import DataConfig
-from megatron.core.datasets.indexed import IndexedDataset
-from megatron.core.datasets.sample_map import build_sample_map
-from megatron.core.datasets.split_plan import Part, SampleKind, Say
+from megatron.core.datasets.dataset_splits import Part, SampleKind, Say
+from megatron.core.datasets.mmap_indexed_dataset import IndexedDataset
+from megatron.core.datasets.sentence_sample_map import build_sample_map
 
 
 class SentenceSamples(SampleKind):

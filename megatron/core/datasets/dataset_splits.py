@@ -27,10 +27,10 @@ from megatron.core.datasets.blend import (
 )
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.data_plan import Reading, lines
-from megatron.core.datasets.found_cache import Described, Wanted, descriptions, order_problem
 from megatron.core.datasets.index_cache import IndexCache, content_fingerprint
 from megatron.core.datasets.index_map import SPLIT_NAMES, parse_split, split_ranges
-from megatron.core.datasets.indexed import IndexedDataset
+from megatron.core.datasets.megatron_index_cache import Described, Wanted, descriptions, order_problem
+from megatron.core.datasets.mmap_indexed_dataset import IndexedDataset
 from megatron.core.storage.atomic_file import remove_abandoned
 
 Say = Callable[[str], None]

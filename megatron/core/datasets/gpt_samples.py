@@ -16,21 +16,7 @@ from megatron.core.base.dataclass_flags import ConfigError, flag_of
 from megatron.core.datasets.blend import BlendedDataset
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.data_plan import Reading, reading
-from megatron.core.datasets.document_ends import note_without_ends
-from megatron.core.datasets.fim import FillInTheMiddle, FimConfig
-from megatron.core.datasets.found_cache import Wanted, index_problem
-from megatron.core.datasets.index_map import (
-    IndexRequest,
-    Indices,
-    build_indices,
-    passes_over,
-    shape_problem,
-    split_tokens,
-)
-from megatron.core.datasets.indexed import IndexedDataset
-from megatron.core.datasets.known_ids import beyond_of, joined, tokenizer_name
-from megatron.core.datasets.padding import FILLED, id_of, pad_is_text
-from megatron.core.datasets.split_plan import (
+from megatron.core.datasets.dataset_splits import (
     Building,
     Part,
     SampleKind,
@@ -39,6 +25,20 @@ from megatron.core.datasets.split_plan import (
     plan_splits,
     size_problems,
 )
+from megatron.core.datasets.eod_check import note_without_ends
+from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle, FimConfig
+from megatron.core.datasets.index_map import (
+    IndexRequest,
+    Indices,
+    build_indices,
+    passes_over,
+    shape_problem,
+    split_tokens,
+)
+from megatron.core.datasets.megatron_index_cache import Wanted, index_problem
+from megatron.core.datasets.mmap_indexed_dataset import IndexedDataset
+from megatron.core.datasets.pad_token import FILLED, id_of, pad_is_text
+from megatron.core.datasets.vocab_check import beyond_of, joined, tokenizer_name
 
 _NO_TOKEN = -2  # is no token of any file, nor what a sample is filled with
 _OF_ENDS = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")  # settings that look for ends of documents

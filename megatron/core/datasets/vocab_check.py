@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.datasets.indexed import IndexedDataset
+from megatron.core.datasets.mmap_indexed_dataset import IndexedDataset
 
 
 def tokenizer_name(tokenizer: Any) -> str:

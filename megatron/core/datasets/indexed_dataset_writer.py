@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from megatron.core.datasets.indexed import AT_ONCE, DTYPES, HEADER, MAGIC, VERSION
+from megatron.core.datasets.mmap_indexed_dataset import AT_ONCE, DTYPES, HEADER, MAGIC, VERSION
 from megatron.core.storage.atomic_file import UnpublishedFile, atomic_file, remove_abandoned
 
 _CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from megatron.core.datasets.indexed import IndexedDataset
+from megatron.core.datasets.mmap_indexed_dataset import IndexedDataset
 
 _LOOKED_AT = 8  # documents of a file; one that ends with the token is enough
 

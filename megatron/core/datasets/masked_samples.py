@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron.core.datasets.indexed import IndexedDataset
-from megatron.core.datasets.known_ids import joined
-from megatron.core.datasets.masking import MaskingRules, WordPieces, choose_spans, joined_lists
-from megatron.core.datasets.padding import FILLED
+from megatron.core.datasets.mmap_indexed_dataset import IndexedDataset
+from megatron.core.datasets.pad_token import FILLED
+from megatron.core.datasets.token_masking import MaskingRules, WordPieces, choose_spans, joined_lists
+from megatron.core.datasets.vocab_check import joined
 
 
 class TextSample(NamedTuple):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from megatron.core.base.dataclass_flags import ConfigError, FlagConfig, Share, flag_of, knob
-from megatron.core.datasets.known_ids import beyond_of
+from megatron.core.datasets.vocab_check import beyond_of
 
 _UNREADABLE = "\N{REPLACEMENT CHARACTER}"  # what bytes that are no character are read as
 

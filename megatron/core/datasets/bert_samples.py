@@ -10,13 +10,13 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.errors import is_told_to_user
 from megatron.core.datasets.blend import BlendedDataset
 from megatron.core.datasets.data_config import DataConfig
-from megatron.core.datasets.known_ids import beyond_of, tokenizer_name
-from megatron.core.datasets.masked import BertDataset, TextSample
-from megatron.core.datasets.masking import MaskedDataConfig, MaskingRules, WordPieces
-from megatron.core.datasets.padding import id_of, pad_is_text
-from megatron.core.datasets.sample_map import SampleRequest
-from megatron.core.datasets.sentence_samples import SentenceSamples, problems_of_flags_of_gpt
-from megatron.core.datasets.split_plan import Building, Part, build_datasets, size_problems
+from megatron.core.datasets.dataset_splits import Building, Part, build_datasets, size_problems
+from megatron.core.datasets.masked_samples import BertDataset, TextSample
+from megatron.core.datasets.pad_token import id_of, pad_is_text
+from megatron.core.datasets.sentence_dataset import SentenceSamples, problems_of_flags_of_gpt
+from megatron.core.datasets.sentence_sample_map import SampleRequest
+from megatron.core.datasets.token_masking import MaskedDataConfig, MaskingRules, WordPieces
+from megatron.core.datasets.vocab_check import beyond_of, tokenizer_name
 
 _SPECIAL = 3  # tokens of a sample that are not text: [CLS], and [SEP] after each part
 
