@@ -17,7 +17,7 @@ from megatron.core.base.dataclass_flags import (
     repeated_flags,
     unknown_problems,
 )
-from megatron.core.tokenizers.tokenizers import TOKENIZERS
+from megatron.core.tokenizers.tokenizer_registry import TOKENIZERS
 from megatron.training.resume.checkpoint_args import taken_from_checkpoint
 from megatron.training.resume.hf_config import taken_from_hf_config
 from megatron.training.settings.classic_args import Arguments, flags_without_a_setting, other_names_of

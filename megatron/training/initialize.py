@@ -35,8 +35,8 @@ from megatron.core.parallel.launcher_environment import Launch, discover, thread
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.storage.paths import is_url, path_of
 from megatron.core.tokenizers import build_tokenizer
-from megatron.core.tokenizers.identity import tokenizer_sha256
-from megatron.core.tokenizers.tokenizers import Tokenizer
+from megatron.core.tokenizers.tokenizer_fingerprint import tokenizer_sha256
+from megatron.core.tokenizers.tokenizer_registry import Tokenizer
 from megatron.training.checkpointing import saved_products
 from megatron.training.command_line import Arguments, ArgumentsError, ExtraArgs
 from megatron.training.command_line import parse_args as parse_words

@@ -19,7 +19,7 @@ from megatron.core.parallel.device import Device
 from megatron.core.parallel.global_state import acting_on, current
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tokenizers.tokenizer_config import NO_TOKENIZER
-from megatron.core.tokenizers.tokenizers import Tokenizer
+from megatron.core.tokenizers.tokenizer_registry import Tokenizer
 from megatron.core.transformer.context import LayerContext
 from megatron.training.command_line import Arguments
 from megatron.training.settings.config import Config

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.core.base.dataclass_flags import default_of, knob, knobs
-from megatron.core.tokenizers.identity import tokenizer_sha256
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
+from megatron.core.tokenizers.tokenizer_fingerprint import tokenizer_sha256
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.command_line import parse_args
 from megatron.training.resume import compared

@@ -11,7 +11,7 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.datasets import DataConfig, build_gpt_datasets
 from megatron.core.datasets.data_loader import batches
 from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle, FimConfig, token_id
-from megatron.core.tokenizers.tokenizers import NullTokenizer
+from megatron.core.tokenizers.tokenizer_registry import NullTokenizer
 from megatron.training.command_line import parse_args
 from megatron.training.settings.rules import check
 

@@ -41,7 +41,7 @@ OURS = {
     "megatron/core/sharding/placement.py placement_of": "placement",  # a script's layer
     "megatron/core/ops/dropout.py keys_of": "keys",  # a script's layer
     "megatron/core/tensor_parallel/cross_entropy.py cross_entropy_of": "cross_entropy",
-    "megatron/core/tokenizers/identity.py tokenizer_sha256": "beside",
+    "megatron/core/tokenizers/tokenizer_fingerprint.py tokenizer_sha256": "beside",
     "megatron/core/transformer/whole_layer.py _may_be_left_out": "may_be_left_out",
     "megatron/training/chunks.py _is_shared": "shared_embedding",  # Megatron's name
     "megatron/training/watch/statistics.py _gives_hidden_states": "gives_hidden_states",  # a script's layer
@@ -109,8 +109,8 @@ FOREIGN = {
         "megatron/core/datasets/fill_in_the_middle.py": "vocab",
         "megatron/core/datasets/vocab_check.py": "additional_special_tokens_ids inv_vocab name path",
         "megatron/core/datasets/t5_samples.py": "additional_special_tokens_ids name",
-        "megatron/core/tokenizers/identity.py": "eod pad",
-        "megatron/core/tokenizers/vocabulary.py": "vocab",
+        "megatron/core/tokenizers/tokenizer_fingerprint.py": "eod pad",
+        "megatron/core/tokenizers/vocabulary_diff.py": "vocab",
         "tools/generating/t5.py": "additional_special_tokens_ids bos eos",
         "tools/preprocessing/word_memory.py": "tokenize_batch tokenize_sentences",
     },

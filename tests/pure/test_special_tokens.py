@@ -11,7 +11,7 @@ import pytest
 from said import tells
 
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
-from megatron.core.tokenizers.identity import tokenizer_sha256
+from megatron.core.tokenizers.tokenizer_fingerprint import tokenizer_sha256
 from megatron.training.command_line import parse_args
 from tools import checkpoint_convert
 

@@ -25,7 +25,7 @@ from megatron.core.ops.attention.kernels import (
 from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
 from megatron.core.optimizer import OPTIMIZERS, UpdateRule
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.tokenizers.tokenizers import TOKENIZERS, NullTokenizer, TokenizerType
+from megatron.core.tokenizers.tokenizer_registry import TOKENIZERS, NullTokenizer, TokenizerType
 from megatron.core.transformer.attention import CoreAttention
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig

@@ -21,7 +21,13 @@ from megatron.core.checkpoint.state_dict import load_whole_tensors
 from megatron.core.interchange.folder_tokenizer import vocabulary_in
 from megatron.core.sharding.boxes import whole
 from megatron.core.sharding.initial_values import normal_box
-from megatron.core.tokenizers.vocabulary import RowRun, rows_by_id, rows_by_token, rule_difference, token_difference
+from megatron.core.tokenizers.vocabulary_diff import (
+    RowRun,
+    rows_by_id,
+    rows_by_token,
+    rule_difference,
+    token_difference,
+)
 from tools import checkpoint_convert, generate
 
 sys.path.append(str(Path(__file__).parent.parent / "exchange"))

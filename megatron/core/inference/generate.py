@@ -23,7 +23,7 @@ from megatron.core.ops.attention.kv_cache import KeyValueCache
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.transport import TensorSpec, Transport
-from megatron.core.tokenizers.tokenizers import Tokenizer
+from megatron.core.tokenizers.tokenizer_registry import Tokenizer
 
 _UNFINISHED = "\ufffd"  # a tokenizer's output for an incomplete character
 _FAILED = -1  # sent in place of ids if the last stage fails to sample

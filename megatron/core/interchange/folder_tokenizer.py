@@ -6,7 +6,7 @@ from pathlib import Path
 from megatron.core.base.lazy_imports import optional_package
 from megatron.core.interchange.carried import carried_in, read_carried
 from megatron.core.interchange.formats.hf_folder import json_of
-from megatron.core.tokenizers.vocabulary import checked, in_tokenizer_json
+from megatron.core.tokenizers.vocabulary_diff import checked, in_tokenizer_json
 
 
 def vocabulary_in(folder: Path) -> dict[str, int] | None:

@@ -16,7 +16,7 @@ from megatron.core.datasets.gpt_samples import end_problems
 from megatron.core.datasets.t5_samples import t5_problems
 from megatron.core.datasets.token_masking import MaskedDataConfig
 from megatron.core.tokenizers.tokenizer_config import NO_TOKENIZER
-from megatron.core.tokenizers.tokenizers import Tokenizer
+from megatron.core.tokenizers.tokenizer_registry import Tokenizer
 
 
 @dataclass(frozen=True)

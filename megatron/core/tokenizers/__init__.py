@@ -10,6 +10,6 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         ".tokenizer_config": "TokenizerConfig build_tokenizer",
-        ".tokenizers": "TOKENIZERS Tokenizer TokenizerType NullTokenizer",
+        ".tokenizer_registry": "TOKENIZERS Tokenizer TokenizerType NullTokenizer",
     },
 )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.core.base.dataclass_flags import Count, FlagConfig, knob
-from megatron.core.tokenizers.tokenizers import TOKENIZERS, Tokenizer, TokenizerType
+from megatron.core.tokenizers.tokenizer_registry import TOKENIZERS, Tokenizer, TokenizerType
 
 NO_TOKENIZER = (
     "--tokenizer-type is required, or the files of the script's own choice (--vocab-file, and --merge-file for a GPT); "

@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.tokenizers.tokenizer_config import build_tokenizer as build
-from megatron.core.tokenizers.tokenizers import NullTokenizer, Tokenizer
+from megatron.core.tokenizers.tokenizer_registry import NullTokenizer, Tokenizer
 
 
 class _NullTokenizer(NullTokenizer):

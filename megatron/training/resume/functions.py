@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.base.registry import FUNCTIONS
-from megatron.core.tokenizers.tokenizers import TOKENIZERS
+from megatron.core.tokenizers.tokenizer_registry import TOKENIZERS
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.settings.config import Config
 

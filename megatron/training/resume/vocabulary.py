@@ -23,10 +23,10 @@ from megatron.core.parallel import collectives
 from megatron.core.sharding.boxes import Box, size_of
 from megatron.core.storage.file_layer import is_file
 from megatron.core.storage.paths import is_url, path_of
-from megatron.core.tokenizers.identity import tokenizer_sha256
-from megatron.core.tokenizers.library import LibraryTokenizer
+from megatron.core.tokenizers.bpe_and_wordpiece import LibraryTokenizer
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig, build_tokenizer
-from megatron.core.tokenizers.vocabulary import (
+from megatron.core.tokenizers.tokenizer_fingerprint import tokenizer_sha256
+from megatron.core.tokenizers.vocabulary_diff import (
     RowRun,
     Vocabulary,
     rows_by_id,

@@ -12,7 +12,7 @@ import re
 from typing import Any
 
 from megatron.core.base.lazy_imports import optional_package
-from megatron.core.tokenizers.library import check_exists
+from megatron.core.tokenizers.bpe_and_wordpiece import check_exists
 from megatron.core.tokenizers.special_tokens import object_in
 
 

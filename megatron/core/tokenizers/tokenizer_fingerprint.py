@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.core.base.dataclass_flags import changes
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
-from megatron.core.tokenizers.tokenizers import TOKENIZERS
+from megatron.core.tokenizers.tokenizer_registry import TOKENIZERS
 
 _FILES = ("vocab_file", "merge_file", "tokenizer_model")
 _NOT_READ = ("truncation", "padding")  # of a tokenizer.json: settings of whoever saved it last

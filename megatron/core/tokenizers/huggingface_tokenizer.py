@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from megatron.core.base.lazy_imports import optional_package
-from megatron.core.tokenizers.library import GPT2_PATTERN, LibraryTokenizer, check_exists, json_of
+from megatron.core.tokenizers.bpe_and_wordpiece import GPT2_PATTERN, LibraryTokenizer, check_exists, json_of
 from megatron.core.tokenizers.special_tokens import (
     NAMED,
     SPACED_BY_CONFIG,
