@@ -89,14 +89,14 @@ MUTATIONS = [
         ),
         (
             "input gathered again for a weight gradient",
-            "tensor_parallel/linear.py",
+            "tensor_parallel/linear_autograd.py",
             TRAINS,
             "gathering.wait() if gathering",
             "gathering._keep[0] if gathering",
         ),
         (
             "input gradient summed beside the weight gradient",
-            "tensor_parallel/linear.py",
+            "tensor_parallel/linear_autograd.py",
             TRAINS,
             "summing.wait()",
             "summing._keep[0]",

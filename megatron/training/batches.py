@@ -11,7 +11,7 @@ from megatron.core.base.signatures import takes
 from megatron.core.ops.attention.masks import Documents
 from megatron.core.ops.shard_sequence import of_my_rows
 from megatron.core.parallel import collectives
-from megatron.core.tensor_parallel.broadcast import broadcast_batch
+from megatron.core.tensor_parallel.broadcast_batch import broadcast_batch
 from megatron.core.tensor_parallel.cross_entropy import cross_entropy_of
 from megatron.training.runtime import get_runtime
 

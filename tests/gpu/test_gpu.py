@@ -26,9 +26,9 @@ from megatron.core.ops.shard_sequence import of_my_rows
 from megatron.core.optimizer.update import UpdateStep, adam_update
 from megatron.core.parallel.grid import ALONE, Axis
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.tensor_parallel import linear
+from megatron.core.tensor_parallel import linear_autograd
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
-from megatron.core.tensor_parallel.lookup import lookup
+from megatron.core.tensor_parallel.embedding_lookup import lookup
 from megatron.core.transformer.context_parallel.method import METHODS, ContextParallel, SharedAttention
 
 _found = torch.accelerator.current_accelerator(check_available=True)
@@ -108,11 +108,11 @@ def test_half_precision_weight_gradients_are_summed_in_float32(factor: torch.dty
     weight = torch.nn.Parameter(on_device(64, 32, dtype=factor))
     weight.main_grad = torch.ones(64, 32, device=weight.device)
     grad, x = on_device(512, 64, seed=1, dtype=factor), on_device(512, 32, seed=2, dtype=factor)
-    assert linear.weight_gradient(weight, grad, x) is None
+    assert linear_autograd.weight_gradient(weight, grad, x) is None
     expected = 1 + grad.double().t() @ x.double()
     torch.testing.assert_close(weight.main_grad.double(), expected, rtol=0, atol=expected.abs().max().item() * 1e-5)
     if DEVICE == "cuda":
-        chosen = linear._accumulate_for(weight.device, torch.float32, factor).__name__
+        chosen = linear_autograd._accumulate_for(weight.device, torch.float32, factor).__name__
         assert chosen in ("_added_within", "_mixed"), f"the factors are widened ({chosen})"
 
 

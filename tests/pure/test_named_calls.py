@@ -18,7 +18,7 @@ from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.slot import ParamSlot
 from megatron.core.offload.activation_offload import HoldsActivations
 from megatron.core.ops.main_grad import DataParallelBase, GradSlot
-from megatron.core.tensor_parallel.broadcast import BatchWithoutData
+from megatron.core.tensor_parallel.broadcast_batch import BatchWithoutData
 from megatron.core.transformer.transformer import ParallelTransformer
 from megatron.training.memory.dry_run import AnyBatch
 

@@ -24,7 +24,7 @@ from megatron.core.parallel import collectives, device
 from megatron.core.parallel.grid import ALONE, Axis
 from megatron.core.parallel.stage_map import StageMap, loop
 from megatron.core.pipeline_parallel.transport import Transport
-from megatron.core.tensor_parallel import linear
+from megatron.core.tensor_parallel import linear_autograd
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.tensor_parallel.random import RngTracker, recomputed_with_states
 from megatron.training.ending import failures
@@ -321,7 +321,7 @@ def test_a_wide_weight_gradient_is_added_by_what_the_device_can_do(works: str, t
 
     monkeypatch.setattr(torch, "addmm", addmm)
     monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype))
-    find = linear._accumulate_for.__wrapped__
+    find = linear_autograd._accumulate_for.__wrapped__
     accumulate = find(torch.device("cpu"), torch.float32, torch.bfloat16)
     assert accumulate.__name__ == taken
     grad, x = torch.randn(6, 3).bfloat16(), torch.randn(6, 5).bfloat16()

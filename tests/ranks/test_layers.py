@@ -18,9 +18,10 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.parallel import collectives as comm
 from megatron.core.sharding.placement import Normal
 from megatron.core.tensor_parallel import mappings
-from megatron.core.tensor_parallel.broadcast import broadcast_batch
+from megatron.core.tensor_parallel.broadcast_batch import broadcast_batch
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
-from megatron.core.tensor_parallel.linear import linear
+from megatron.core.tensor_parallel.embedding_lookup import lookup
+from megatron.core.tensor_parallel.linear_autograd import linear
 from megatron.core.tensor_parallel.linear_layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -28,7 +29,6 @@ from megatron.core.tensor_parallel.linear_layers import (
     VocabParallelEmbedding,
     my_sequence_part,
 )
-from megatron.core.tensor_parallel.lookup import lookup
 
 S, B, IN, OUT = 8, 3, 8, 12
 # tensor size, and whether a call completes at its wait only

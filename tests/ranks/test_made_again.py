@@ -12,7 +12,7 @@ from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.ops.fused_layer_ops import REGIONS, activation_of
 from megatron.core.ops.rematerialize import kept_for
 from megatron.core.parallel.grid import ALONE
-from megatron.core.tensor_parallel.linear import linear
+from megatron.core.tensor_parallel.linear_autograd import linear
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig

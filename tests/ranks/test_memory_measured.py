@@ -19,7 +19,7 @@ import pretrain_gpt
 from megatron.core.enums import ModelType
 from megatron.core.ops import blas_bf16_accumulate
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.tensor_parallel import linear
+from megatron.core.tensor_parallel import linear_autograd
 from megatron.training.memory import offload
 from megatron.training.memory.dry_run import dry_run, mesh_of
 from megatron.training.memory.timeline import IN_MEMORY, KINDS, RankMemory, forecast, predicted_of
@@ -40,9 +40,9 @@ TINY = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 -
 def without_amx(monkeypatch):
     """Factors of weight gradients are widened, as where the record was taken."""
     monkeypatch.setattr(blas_bf16_accumulate, "_gemm_of_bfloat16", lambda: None)
-    linear._accumulate_for.cache_clear()
+    linear_autograd._accumulate_for.cache_clear()
     yield
-    linear._accumulate_for.cache_clear()
+    linear_autograd._accumulate_for.cache_clear()
 
 
 def flags_of(record: dict) -> str:

@@ -35,7 +35,7 @@ from megatron.core.pipeline_parallel.stage import split_layers
 from megatron.core.pipeline_parallel.transport import TensorSpec
 from megatron.core.sharding.initial_values import initialize_parameters
 from megatron.core.sharding.placement import Placement
-from megatron.core.tensor_parallel.linear import weight_gradient
+from megatron.core.tensor_parallel.linear_autograd import weight_gradient
 from megatron.core.transformer.context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training import checkpointing

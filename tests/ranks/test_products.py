@@ -18,7 +18,7 @@ from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.ops.matmul import NATIVE, Products, choose, from_json, settle, times, times_transposed
 from megatron.core.parallel.grid import ALONE
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.tensor_parallel import linear
+from megatron.core.tensor_parallel import linear_autograd
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.attention import CoreAttention
 from megatron.core.transformer.context import LayerContext
@@ -50,7 +50,7 @@ def assert_rounded_once(got: Tensor, exact: Tensor) -> None:
 @pytest.mark.parametrize("at_once", [4096, 7])
 def test_widened_products_are_rounded_once(dtype: torch.dtype, at_once: int, monkeypatch):
     """Whole, and in blocks of features with a rest."""
-    for module in (matmul, linear):
+    for module in (matmul, linear_autograd):
         monkeypatch.setattr(module, "FEATURES_AT_ONCE", at_once)
     x, weight, grad = drawn(6, 2, 40, dtype=dtype), drawn(24, 40, dtype=dtype), drawn(6, 2, 24, dtype=dtype)
     assert_rounded_once(times_transposed(x, weight, "widened"), x.double() @ weight.double().t())
@@ -58,7 +58,7 @@ def test_widened_products_are_rounded_once(dtype: torch.dtype, at_once: int, mon
     rows, of_rows = x.flatten(0, 1), grad.flatten(0, 1)
     exact = of_rows.double().t() @ rows.double()
     assert_rounded_once(times(of_rows.t(), rows, "widened"), exact)
-    add = linear._accumulate_for(x.device, dtype, dtype, "widened")
+    add = linear_autograd._accumulate_for(x.device, dtype, dtype, "widened")
     total = torch.full((24, 40), float("nan"), dtype=dtype)
     add(total, of_rows, rows, 0)
     assert_rounded_once(total, exact)
@@ -76,7 +76,7 @@ BF16_IN_LIBRARY = blas_bf16_accumulate._gemm_of_bfloat16() is not None  # a CPU 
 )
 def test_a_weight_gradient_of_bfloat16_is_exact_without_wide_factors(tokens: int, features: int, width: int):
     """Written over what was there, NaN or not, and added; also of factors that do not lie row by row."""
-    add = linear._accumulate_for(torch.device("cpu"), torch.float32, torch.bfloat16)
+    add = linear_autograd._accumulate_for(torch.device("cpu"), torch.float32, torch.bfloat16)
     assert add is blas_bf16_accumulate.add_in_library
     grad, x = drawn(tokens, features, dtype=torch.bfloat16), drawn(tokens, width, dtype=torch.bfloat16)
     exact = grad.double().t() @ x.double()
@@ -87,7 +87,10 @@ def test_a_weight_gradient_of_bfloat16_is_exact_without_wide_factors(tokens: int
 
 
 def test_a_cpu_whose_own_products_are_slow_widens_the_factors_of_weight_gradients():
-    assert linear._accumulate_for(torch.device("cpu"), torch.float32, torch.bfloat16, "widened") is linear._widened
+    assert (
+        linear_autograd._accumulate_for(torch.device("cpu"), torch.float32, torch.bfloat16, "widened")
+        is linear_autograd._widened
+    )
 
 
 @pytest.mark.parametrize("backend", ["fused", "unfused"])

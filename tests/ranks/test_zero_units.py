@@ -20,7 +20,7 @@ from megatron.core.distributed.data_parallel import DataParallelConfig, Distribu
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.tensor_parallel.linear import linear
+from megatron.core.tensor_parallel.linear_autograd import linear
 
 WIDTH = 8
 

@@ -18,7 +18,7 @@ from megatron.core.ops.matmul import NATIVE
 from megatron.core.parallel.global_state import current, get_mesh
 from megatron.core.sharding.placement import Constant, InitialValue, Normal
 from megatron.core.tensor_parallel import linear_layers, mappings
-from megatron.core.tensor_parallel.broadcast import BatchWithoutData, broadcast_tensors
+from megatron.core.tensor_parallel.broadcast_batch import BatchWithoutData, broadcast_tensors
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
 

@@ -105,7 +105,7 @@ class Device:
         `empty_level` (`DeviceConfig.empty_unused_memory_level`), and with several `ranks` aligns large tensors. CPU with `bf16`,
         if it has the instructions: float32 matrix products round their factors to bfloat16. In a --bf16 run these factors are
         widened bfloat16 (weight gradients, `matmul.py`), so products stay exact, accumulate in float32, and take half the
-        time (13 instead of 28 ms, see `tensor_parallel/linear.py`). The one exception, float32 attention probabilities, is
+        time (13 instead of 28 ms, see `tensor_parallel/linear_autograd.py`). The one exception, float32 attention probabilities, is
         rounded to bfloat16 anyway.
         """
         if self.name != "cpu":

@@ -24,7 +24,7 @@ from megatron.core.base.lazy_imports import lazy_names
 from megatron.core.ops.cross_entropy_kernels import Factors, grad_of_rows, sums_of_rows
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
-from megatron.core.tensor_parallel.word_ids import check_word_ids
+from megatron.core.tensor_parallel.token_id_check import check_word_ids
 
 
 def cross_entropy_of(losses: Tensor) -> Tensor | None:

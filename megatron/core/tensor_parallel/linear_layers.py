@@ -22,9 +22,9 @@ from megatron.core.parallel.grid import Axis
 from megatron.core.sharding.initial_values import initialize_parameter, seed_of_next_parameter
 from megatron.core.sharding.placement import Constant, InitialValue, Placement, Rows
 from megatron.core.tensor_parallel import mappings
-from megatron.core.tensor_parallel.linear import LinearFunction, linear
-from megatron.core.tensor_parallel.lookup import lookup
-from megatron.core.tensor_parallel.word_ids import check_word_ids
+from megatron.core.tensor_parallel.embedding_lookup import lookup
+from megatron.core.tensor_parallel.linear_autograd import LinearFunction, linear
+from megatron.core.tensor_parallel.token_id_check import check_word_ids
 
 
 @dataclass(frozen=True)

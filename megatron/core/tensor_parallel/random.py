@@ -15,7 +15,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from megatron.core.base.lazy_imports import all_names
 from megatron.core.parallel.grid import Axis
-from megatron.core.tensor_parallel.saved import SavedActivation
+from megatron.core.tensor_parallel.saved_activations import SavedActivation
 
 
 def generator_of(device: torch.device | str) -> Any:

@@ -11,7 +11,7 @@ from megatron.core.offload.activation_offload import Keep
 from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.parallel.grid import Axis
 from megatron.core.storage.resize_storage import resize
-from megatron.core.tensor_parallel.saved import SavedActivation, keep_copy
+from megatron.core.tensor_parallel.saved_activations import SavedActivation, keep_copy
 
 
 def recomputed(

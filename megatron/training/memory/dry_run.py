@@ -34,7 +34,7 @@ from megatron.core.parallel.mesh import Mesh, build_mesh
 from megatron.core.pipeline_parallel.loss import ForwardStep
 from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.schedule import Action, Op, Schedule
-from megatron.core.tensor_parallel.broadcast import BatchWithoutData
+from megatron.core.tensor_parallel.broadcast_batch import BatchWithoutData
 from megatron.training.chunks import ModelProvider, build_optimizer, build_pipeline, in_buffers, make_chunks
 from megatron.training.memory.shapes import META, Done, ShapesOnly, SilentGroup
 from megatron.training.memory.tier_bytes import Element
