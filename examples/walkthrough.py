@@ -35,8 +35,8 @@ from megatron.core.parallel.collectives import Call, bytes_sent
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rendezvous import backend_of, launched_world_size
-from megatron.core.pipeline_parallel.plot import plot_text
-from megatron.core.pipeline_parallel.simulate import make_schedule
+from megatron.core.pipeline_parallel.schedule.plot import plot_text
+from megatron.core.pipeline_parallel.schedule.simulate import make_schedule
 from megatron.core.sharding.placement import Placement, partial_axes
 from megatron.training import get_args, initialize_megatron
 from megatron.training.memory.dry_run import Job, RankParts, alone, batches_of, mesh_of, parts_of

@@ -41,8 +41,8 @@ import zero_matrix
 from local_ranks import run_ranks
 from tiny_run import GPT2, LLAMA, Layout, Outcome, TinyTrainer, run
 
-from megatron.core.pipeline_parallel.lower import add_reduce, add_transfers
-from megatron.core.pipeline_parallel.table import SCHEDULES
+from megatron.core.pipeline_parallel.schedule.lower import add_reduce, add_transfers
+from megatron.core.pipeline_parallel.schedule.registry import SCHEDULES
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = {"gpt2": GPT2, "llama": LLAMA}

@@ -204,7 +204,7 @@ MUTATIONS = [
         ),
         (
             "the parts of a transfer, put together unwaited",
-            "pipeline_parallel/transport.py",
+            "pipeline_parallel/stage_transport.py",
             IN_PARTS,
             "comm.all_gather(part, axis)",
             "comm.start_all_gather(part, axis)._keep[0]",

@@ -5,8 +5,7 @@ import re
 
 import pytest
 
-from megatron.core.pipeline_parallel.lower import add_reduce, add_transfers
-from megatron.core.pipeline_parallel.schedule import (
+from megatron.core.pipeline_parallel.schedule.actions import (
     Action,
     Op,
     Schedule,
@@ -17,8 +16,9 @@ from megatron.core.pipeline_parallel.schedule import (
     zb_h1,
     zb_interleaved,
 )
-from megatron.core.pipeline_parallel.table import default_chunks
-from megatron.core.pipeline_parallel.zero_bubble_v import zb_v
+from megatron.core.pipeline_parallel.schedule.lower import add_reduce, add_transfers
+from megatron.core.pipeline_parallel.schedule.registry import default_chunks
+from megatron.core.pipeline_parallel.schedule.zb_v import zb_v
 
 RANKS, MICROBATCHES, CHUNKS = range(1, 9), (*range(1, 13), 16), range(1, 5)
 FLAT = [(p, m) for p in RANKS for m in MICROBATCHES]

@@ -31,9 +31,9 @@ from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.parallel.device import Device
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
-from megatron.core.pipeline_parallel.stage import split_layers, split_two_stacks
-from megatron.core.pipeline_parallel.transport import TensorSpec
+from megatron.core.pipeline_parallel.layer_split import split_layers, split_two_stacks
+from megatron.core.pipeline_parallel.pipeline_driver import BatchShape, Pipeline
+from megatron.core.pipeline_parallel.stage_transport import TensorSpec
 from megatron.core.sharding.boxes import pieces_of_run, size_of, slices
 from megatron.core.sharding.initial_values import initialize_parameters
 from megatron.core.sharding.placement import Placement, owned_pieces

@@ -22,10 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.base.dataclass_flags import ConfigError, FlagConfig, knob
 from megatron.core.base.errors import is_told_to_user
-from megatron.core.pipeline_parallel.lower import add_reduce, add_transfers
-from megatron.core.pipeline_parallel.plot import chrome_trace, plot_svg, plot_text
-from megatron.core.pipeline_parallel.schedule import Op, Schedule
-from megatron.core.pipeline_parallel.simulate import (
+from megatron.core.pipeline_parallel.schedule.actions import Op, Schedule
+from megatron.core.pipeline_parallel.schedule.lower import add_reduce, add_transfers
+from megatron.core.pipeline_parallel.schedule.plot import chrome_trace, plot_svg, plot_text
+from megatron.core.pipeline_parallel.schedule.registry import SCHEDULES, default_chunks
+from megatron.core.pipeline_parallel.schedule.simulate import (
     DEFAULT_COST,
     bubble,
     bubble_in_theory,
@@ -34,7 +35,6 @@ from megatron.core.pipeline_parallel.simulate import (
     peak_live_in_theory,
     simulate,
 )
-from megatron.core.pipeline_parallel.table import SCHEDULES, default_chunks
 from tools.errors import run_tool
 
 # A flag of training named in a schedule's error -> the flag of this tool.

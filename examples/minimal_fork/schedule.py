@@ -1,6 +1,6 @@
 """A pipeline schedule of your own: a function of integers, which the trainer runs and tools/plot_schedule.py draws."""
 
-from megatron.core.pipeline_parallel.schedule import Action, Op, Schedule
+from megatron.core.pipeline_parallel.schedule.actions import Action, Op, Schedule
 
 
 def rounds(p: int, m: int, v: int) -> Schedule:

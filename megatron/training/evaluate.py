@@ -8,8 +8,8 @@ import torch
 from megatron.core.base import rank_status
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.parallel import collectives
-from megatron.core.pipeline_parallel.loss import LossTotals, keep_reports
-from megatron.core.pipeline_parallel.pipeline import Pipeline
+from megatron.core.pipeline_parallel.microbatch_loss import LossTotals, keep_reports
+from megatron.core.pipeline_parallel.pipeline_driver import Pipeline
 from megatron.training.settings.config import TrainingConfig
 from megatron.training.validation_sets import EvaluatedSet
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from megatron.core.optimizer.loss_scale import DynamicGradScaler, GradScaler
 from megatron.core.optimizer.optimizer import FlatOptimizer
-from megatron.core.pipeline_parallel.loss import ForwardStep, LossTotals
-from megatron.core.pipeline_parallel.pipeline import Pipeline, SharedTotals
+from megatron.core.pipeline_parallel.microbatch_loss import ForwardStep, LossTotals
+from megatron.core.pipeline_parallel.pipeline_driver import Pipeline, SharedTotals
 from megatron.training.guard.kept_batches import KeptBatches
 from megatron.training.watch.timers import Timers
 

@@ -28,7 +28,7 @@ from megatron.core.optimizer.lr_schedule import (
 )
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.parallel import collectives
-from megatron.core.pipeline_parallel.loss import ForwardStep, keep_reports
+from megatron.core.pipeline_parallel.microbatch_loss import ForwardStep, keep_reports
 from megatron.training import checkpointing
 from megatron.training.build import DatasetsProvider, built_chunks, refused_alike
 from megatron.training.chunks import ModelProvider, build_optimizer, build_pipeline

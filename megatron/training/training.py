@@ -25,7 +25,7 @@ from megatron.core.enums import ModelType
 from megatron.core.models.rules import NO_RULES, ModelRules
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.parallel import collectives
-from megatron.core.pipeline_parallel.loss import ForwardStep
+from megatron.core.pipeline_parallel.microbatch_loss import ForwardStep
 from megatron.training.build import DatasetsProvider, build_train_valid_test_data_iterators, setup_model_and_optimizer
 from megatron.training.chunks import ModelProvider
 from megatron.training.command_line import ExtraArgs

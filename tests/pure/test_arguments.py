@@ -11,7 +11,7 @@ from said import tells, tells_each
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.models.rules import text_problems
-from megatron.core.pipeline_parallel.table import SCHEDULES
+from megatron.core.pipeline_parallel.schedule.registry import SCHEDULES
 from megatron.training.command_line import Arguments, parse_args
 from megatron.training.settings.config import COMPONENTS, Config
 from megatron.training.settings.rules import check

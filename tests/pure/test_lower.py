@@ -19,9 +19,8 @@ from schedules import (
     training_schedules,
 )
 
-from megatron.core.pipeline_parallel import lower as lower_module
-from megatron.core.pipeline_parallel.lower import DIRECTION_OF, add_reduce, add_transfers, check_rendezvous, partner
-from megatron.core.pipeline_parallel.schedule import (
+from megatron.core.pipeline_parallel.schedule import lower as lower_module
+from megatron.core.pipeline_parallel.schedule.actions import (
     COMPUTE,
     Action,
     Op,
@@ -32,7 +31,14 @@ from megatron.core.pipeline_parallel.schedule import (
     stages_in,
     zb_h1,
 )
-from megatron.core.pipeline_parallel.simulate import locate, run_in_order, simulate
+from megatron.core.pipeline_parallel.schedule.lower import (
+    DIRECTION_OF,
+    add_reduce,
+    add_transfers,
+    check_rendezvous,
+    partner,
+)
+from megatron.core.pipeline_parallel.schedule.simulate import locate, run_in_order, simulate
 
 BEGINS = (Op.SEND_F, Op.POST_F, Op.SEND_B, Op.POST_B)
 TRANSFER_OPS = (*BEGINS, Op.SENT_F, Op.RECV_F, Op.SENT_B, Op.RECV_B)

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.pipeline_parallel.lower import add_reduce, add_transfers, check_rendezvous
-from megatron.core.pipeline_parallel.plot import plot_text
-from megatron.core.pipeline_parallel.schedule import one_f_one_b
-from megatron.core.pipeline_parallel.simulate import peak_live
-from megatron.core.pipeline_parallel.table import SCHEDULES
+from megatron.core.pipeline_parallel.schedule.actions import one_f_one_b
+from megatron.core.pipeline_parallel.schedule.lower import add_reduce, add_transfers, check_rendezvous
+from megatron.core.pipeline_parallel.schedule.plot import plot_text
+from megatron.core.pipeline_parallel.schedule.registry import SCHEDULES
+from megatron.core.pipeline_parallel.schedule.simulate import peak_live
 from megatron.training.command_line import parse_args
 from megatron.training.settings.rules import check
 

@@ -17,7 +17,8 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.datasets.index_map import parse_split
 from megatron.core.optimizer.loss_scale import problems_of_scaler
 from megatron.core.optimizer.lr_schedule import LearningRateSchedule, WeightDecaySchedule, read_schedule
-from megatron.core.pipeline_parallel import loss, simulate, table
+from megatron.core.pipeline_parallel import microbatch_loss
+from megatron.core.pipeline_parallel.schedule import registry, simulate
 from megatron.deepspeed import schedules
 from megatron.training.initialize import as_settings_problem
 from megatron.training.settings import rules
@@ -107,9 +108,9 @@ def test_a_bug_in_a_rule_is_no_problem_of_the_settings(monkeypatch):
 
 
 def test_a_bug_in_the_check_of_schedules_is_none_of_the_schedule(monkeypatch):
-    monkeypatch.setattr(table, "problems_of", lambda *sizes: None + 1)
+    monkeypatch.setattr(registry, "problems_of", lambda *sizes: None + 1)
     with pytest.raises(TypeError):
-        table.make_step("1f1b", 2, 4)
+        registry.make_step("1f1b", 2, 4)
     monkeypatch.undo()
     monkeypatch.setattr(simulate, "simulate", lambda schedule: max([]))
     with pytest.raises(ValueError, match=r"^max\("):
@@ -134,9 +135,9 @@ def test_a_device_that_fails_is_no_loss_of_another_type():
         pass
 
     with pytest.raises(TypeError, match=r"to\(\)|device"):
-        loss._numbers("num_tokens", torch.ones(1), Lost())
+        microbatch_loss._numbers("num_tokens", torch.ones(1), Lost())
     with pytest.raises(TypeError, match="must be a number or a tensor, not object"):
-        loss._numbers("num_tokens", object(), torch.device("cpu"))
+        microbatch_loss._numbers("num_tokens", object(), torch.device("cpu"))
 
 
 # ---------------------------------------------------------------- what a checkpoint says

@@ -9,8 +9,8 @@ from xml.etree import ElementTree
 import pytest
 from said import tells
 
-from megatron.core.pipeline_parallel.schedule import Op
-from megatron.core.pipeline_parallel.table import SCHEDULES
+from megatron.core.pipeline_parallel.schedule.actions import Op
+from megatron.core.pipeline_parallel.schedule.registry import SCHEDULES
 from tools.plot_schedule import PlotConfig, main, schedules_page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,7 +76,7 @@ def test_a_schedule_of_a_fork_is_drawn_from_its_file(capsys, tmp_path):
 
 
 BROKEN = """
-from megatron.core.pipeline_parallel.schedule import one_f_one_b
+from megatron.core.pipeline_parallel.schedule.actions import one_f_one_b
 def short(p, m, v):
     rows = one_f_one_b(p, m)
     return [rows[0][:-1], *rows[1:]]

@@ -13,9 +13,8 @@ from schedules import CHUNKED, COSTS, FLAT, assert_lists, parse, refusal, sizes_
 
 from megatron.core import pipeline_parallel
 from megatron.core.parallel.stage_map import fold, loop
-from megatron.core.pipeline_parallel import schedule as schedule_module
-from megatron.core.pipeline_parallel.plot import plot_text
-from megatron.core.pipeline_parallel.schedule import (
+from megatron.core.pipeline_parallel.schedule import actions as schedule_module
+from megatron.core.pipeline_parallel.schedule.actions import (
     Action,
     Op,
     defer_weight_grads,
@@ -26,15 +25,16 @@ from megatron.core.pipeline_parallel.schedule import (
     zb_h1,
     zb_interleaved,
 )
-from megatron.core.pipeline_parallel.simulate import (
+from megatron.core.pipeline_parallel.schedule.plot import plot_text
+from megatron.core.pipeline_parallel.schedule.registry import SCHEDULES, default_chunks
+from megatron.core.pipeline_parallel.schedule.simulate import (
     bubble,
     bubble_in_theory,
     make_schedule,
     peak_live,
     peak_live_in_theory,
 )
-from megatron.core.pipeline_parallel.table import SCHEDULES, default_chunks
-from megatron.core.pipeline_parallel.zero_bubble_v import zb_v
+from megatron.core.pipeline_parallel.schedule.zb_v import zb_v
 
 # ---- generators: exact lists
 

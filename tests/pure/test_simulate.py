@@ -7,10 +7,10 @@ import pytest
 from said import tells
 from schedules import COVERING, FLAT, costs, parse, refusal
 
-from megatron.core.pipeline_parallel.plot import chrome_trace, plot_svg, plot_text
-from megatron.core.pipeline_parallel.schedule import Op, forward_only, gpipe, interleaved, one_f_one_b, zb_h1
-from megatron.core.pipeline_parallel.simulate import make_schedule, peak_bytes, show, simulate
-from megatron.core.pipeline_parallel.table import SCHEDULES, default_chunks, problems_of
+from megatron.core.pipeline_parallel.schedule.actions import Op, forward_only, gpipe, interleaved, one_f_one_b, zb_h1
+from megatron.core.pipeline_parallel.schedule.plot import chrome_trace, plot_svg, plot_text
+from megatron.core.pipeline_parallel.schedule.registry import SCHEDULES, default_chunks, problems_of
+from megatron.core.pipeline_parallel.schedule.simulate import make_schedule, peak_bytes, show, simulate
 
 
 def test_gpipe_pays_each_transfer_once_per_boundary_and_direction():

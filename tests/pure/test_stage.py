@@ -5,7 +5,7 @@ from said import tells
 from schedules import refusal
 
 from megatron.core.parallel.stage_map import StageMap, loop
-from megatron.core.pipeline_parallel.stage import split_layers
+from megatron.core.pipeline_parallel.layer_split import split_layers
 
 MAPS = [  # ranks of the stages, stages of rank 0 and of the last rank, ranks of the first and the last stage, pairs that talk
     (loop(1), (0,), (0,), (0, 0), []),

@@ -7,10 +7,10 @@ from said import tells
 from schedules import COSTS, MICROBATCHES, assert_lists, costs, refusal
 
 from megatron.core.parallel.stage_map import StageMap
-from megatron.core.pipeline_parallel.lower import add_reduce, add_transfers, check_rendezvous
-from megatron.core.pipeline_parallel.schedule import Op, one_f_one_b, stages_in, zb_h1, zb_interleaved
-from megatron.core.pipeline_parallel.simulate import bubble, peak_live
-from megatron.core.pipeline_parallel.zero_bubble_v import zb_v
+from megatron.core.pipeline_parallel.schedule.actions import Op, one_f_one_b, stages_in, zb_h1, zb_interleaved
+from megatron.core.pipeline_parallel.schedule.lower import add_reduce, add_transfers, check_rendezvous
+from megatron.core.pipeline_parallel.schedule.simulate import bubble, peak_live
+from megatron.core.pipeline_parallel.schedule.zb_v import zb_v
 
 EQUAL = costs(1, 1, 1)
 GATE = [(p, m) for p in range(2, 9) for m in range(p, 4 * p + 1)]

@@ -23,7 +23,7 @@ from megatron.core.optimizer import optimizer
 from megatron.core.parallel import collectives, device
 from megatron.core.parallel.grid import ALONE, Axis
 from megatron.core.parallel.stage_map import StageMap, loop
-from megatron.core.pipeline_parallel.transport import Transport
+from megatron.core.pipeline_parallel.stage_transport import Transport
 from megatron.core.tensor_parallel import linear_autograd
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.tensor_parallel.random import RngTracker, recomputed_with_states
@@ -358,7 +358,7 @@ def test_the_peak_of_a_step_is_not_that_of_building_the_model(monkeypatch):
 # Where the host of a step may wait: for the norm, for the totals, where it updates state itself for the gradients, and in ZeRO stages 2
 # and 3, once its last backward is through, to compare the order of layers.
 WAITS = {
-    "core/pipeline_parallel/pipeline.py share_totals: copy npu to cpu",
+    "core/pipeline_parallel/pipeline_driver.py share_totals: copy npu to cpu",
     "core/optimizer/optimizer.py grad_norm: number read",
 }
 OF_STATE_ON_HOST = {

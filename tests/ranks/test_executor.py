@@ -17,10 +17,9 @@ from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.parallel import collectives
 from megatron.core.parallel.stage_map import loop
 from megatron.core.pipeline_parallel.executor import Executor
-from megatron.core.pipeline_parallel.loss import read_loss
-from megatron.core.pipeline_parallel.lower import add_transfers
-from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
-from megatron.core.pipeline_parallel.schedule import (
+from megatron.core.pipeline_parallel.microbatch_loss import read_loss
+from megatron.core.pipeline_parallel.pipeline_driver import BatchShape, Pipeline
+from megatron.core.pipeline_parallel.schedule.actions import (
     Action,
     Op,
     forward_only,
@@ -29,8 +28,9 @@ from megatron.core.pipeline_parallel.schedule import (
     one_f_one_b,
     stages_in,
 )
-from megatron.core.pipeline_parallel.simulate import show
-from megatron.core.pipeline_parallel.transport import TensorSpec, Transport
+from megatron.core.pipeline_parallel.schedule.lower import add_transfers
+from megatron.core.pipeline_parallel.schedule.simulate import show
+from megatron.core.pipeline_parallel.stage_transport import TensorSpec, Transport
 from megatron.training.train_step import train_step
 
 ROWS, WIDTH = 2, 4  # of a microbatch

@@ -29,7 +29,7 @@ from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.parallel.global_state import current
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.pipeline import BatchShape
+from megatron.core.pipeline_parallel.pipeline_driver import BatchShape
 from megatron.training.arguments import core_transformer_config_from_args
 
 BATCH, SEQ = 24, 8

@@ -23,7 +23,7 @@ from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.pipeline_parallel.pipeline import BatchShape
+from megatron.core.pipeline_parallel.pipeline_driver import BatchShape
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.train_step import train_step
 

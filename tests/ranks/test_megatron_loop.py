@@ -32,8 +32,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, set
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parallel.global_state import current
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.pipeline import BatchShape
-from megatron.core.pipeline_parallel.stage import split_layers
+from megatron.core.pipeline_parallel.layer_split import split_layers
+from megatron.core.pipeline_parallel.pipeline_driver import BatchShape
 from megatron.core.sharding.initial_values import initialize_parameters
 from megatron.core.transformer.context import LayerContext
 from megatron.training.chunks import share_tables

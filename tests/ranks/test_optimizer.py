@@ -17,8 +17,8 @@ from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.param_groups import default_group
 from megatron.core.optimizer.settings import OptimizerConfig
-from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
-from megatron.core.pipeline_parallel.transport import TensorSpec
+from megatron.core.pipeline_parallel.pipeline_driver import BatchShape, Pipeline
+from megatron.core.pipeline_parallel.stage_transport import TensorSpec
 from megatron.core.sharding.boxes import slices
 from megatron.core.sharding.placement import is_counted, pieces
 from megatron.training.train_step import train_step

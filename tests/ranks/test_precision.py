@@ -29,10 +29,10 @@ from megatron.core.optimizer.loss_scale import LossScaleConfig, make_grad_scaler
 from megatron.core.optimizer.param_groups import GroupRule, ParamGroup, default_group
 from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.pipeline_parallel.loss import read_loss
-from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
-from megatron.core.pipeline_parallel.stage import split_layers
-from megatron.core.pipeline_parallel.transport import TensorSpec
+from megatron.core.pipeline_parallel.layer_split import split_layers
+from megatron.core.pipeline_parallel.microbatch_loss import read_loss
+from megatron.core.pipeline_parallel.pipeline_driver import BatchShape, Pipeline
+from megatron.core.pipeline_parallel.stage_transport import TensorSpec
 from megatron.core.sharding.initial_values import initialize_parameters
 from megatron.core.sharding.placement import Placement
 from megatron.core.tensor_parallel.linear_autograd import weight_gradient

@@ -23,8 +23,8 @@ from torch import nn
 from megatron.core.models.rules import T5_RULES
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.stage_map import loop
-from megatron.core.pipeline_parallel.stage import split_two_stacks
-from megatron.core.pipeline_parallel.table import stage_map
+from megatron.core.pipeline_parallel.layer_split import split_two_stacks
+from megatron.core.pipeline_parallel.schedule.registry import stage_map
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.command_line import parse_args
 from megatron.training.evaluate import evaluate

@@ -11,10 +11,10 @@ from tiny_run import pieces_of_chunks, put_together
 import pretrain_gpt
 from megatron.core.parallel.stage_map import StageMap
 from megatron.core.pipeline_parallel import SCHEDULES
-from megatron.core.pipeline_parallel.lower import add_reduce, add_transfers, check_rendezvous
-from megatron.core.pipeline_parallel.schedule import defer_weight_grads
-from megatron.core.pipeline_parallel.simulate import make_schedule
-from megatron.core.pipeline_parallel.table import stage_map
+from megatron.core.pipeline_parallel.schedule.actions import defer_weight_grads
+from megatron.core.pipeline_parallel.schedule.lower import add_reduce, add_transfers, check_rendezvous
+from megatron.core.pipeline_parallel.schedule.registry import stage_map
+from megatron.core.pipeline_parallel.schedule.simulate import make_schedule
 
 RUN = (
     "--num-layers 4 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --vocab-size 60 --make-vocab-size-divisible-by 8 --fp64 "

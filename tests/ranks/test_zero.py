@@ -29,7 +29,7 @@ from megatron.core.distributed.traffic import step_traffic
 from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.parallel.collectives import bytes_sent
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.pipeline_parallel.pipeline import BatchShape
+from megatron.core.pipeline_parallel.pipeline_driver import BatchShape
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.train_step import train_step
 

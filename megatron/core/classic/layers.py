@@ -29,7 +29,7 @@ from megatron.core.classic.specs import ModuleSpec, build_module, get_module
 from megatron.core.classic.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.ops.attention.masks import Documents
 from megatron.core.parallel.global_state import current
-from megatron.core.pipeline_parallel.stage import split_layers
+from megatron.core.pipeline_parallel.layer_split import split_layers
 from megatron.core.transformer.attention import CoreAttention, ParallelAttention
 from megatron.core.transformer.context import LayerContext, MakePart
 from megatron.core.transformer.mlp import ParallelMLP

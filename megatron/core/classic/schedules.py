@@ -17,10 +17,10 @@ from megatron.core.base.signatures import takes
 from megatron.core.classic.utils import get_model_config, unwrap_model
 from megatron.core.parallel.global_state import current
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.pipeline_parallel.loss import ForwardStep
-from megatron.core.pipeline_parallel.own_loop import run_step
-from megatron.core.pipeline_parallel.pipeline import BatchShape
-from megatron.core.pipeline_parallel.transport import TensorSpec
+from megatron.core.pipeline_parallel.forward_backward import run_step
+from megatron.core.pipeline_parallel.microbatch_loss import ForwardStep
+from megatron.core.pipeline_parallel.pipeline_driver import BatchShape
+from megatron.core.pipeline_parallel.stage_transport import TensorSpec
 
 # Megatron's arguments that only concern its own transfers, groups or warm-up.
 _WITHOUT_EFFECT = ("first_val_step", "p2p_communicator", "pg_collection", "force_all_reduce")

@@ -20,7 +20,7 @@ from megatron.core.inference.load import lone_mesh
 from megatron.core.inference.sampling import Choose
 from megatron.core.ops.attention.kv_cache import DecoderCache
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.pipeline_parallel.transport import TensorSpec
+from megatron.core.pipeline_parallel.stage_transport import TensorSpec
 
 
 def answer_batch(

@@ -22,7 +22,7 @@ from megatron.core.inference.sampling import Choose
 from megatron.core.ops.attention.kv_cache import KeyValueCache
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.pipeline_parallel.transport import TensorSpec, Transport
+from megatron.core.pipeline_parallel.stage_transport import TensorSpec, Transport
 from megatron.core.tokenizers.tokenizer_registry import Tokenizer
 
 _UNFINISHED = "\ufffd"  # a tokenizer's output for an incomplete character

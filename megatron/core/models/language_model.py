@@ -11,7 +11,7 @@ from megatron.core.models.head import LanguageModelHead
 from megatron.core.models.rules import NO_RULES
 from megatron.core.ops.attention.kv_cache import KeyValueCache
 from megatron.core.ops.compile.compiled_region import compiles
-from megatron.core.pipeline_parallel.transport import TensorSpec
+from megatron.core.pipeline_parallel.stage_transport import TensorSpec
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.cross_entropy import sharded_losses
 from megatron.core.transformer.context import LayerContext, MakePart

@@ -24,7 +24,7 @@ from megatron.core.models.language_model import LanguageModelStage, scores_of
 from megatron.core.models.rules import T5_RULES
 from megatron.core.ops.attention.kv_cache import DecoderCache
 from megatron.core.ops.attention.masks import Biased, Mask
-from megatron.core.pipeline_parallel.transport import TensorSpec
+from megatron.core.pipeline_parallel.stage_transport import TensorSpec
 from megatron.core.transformer.context import LayerContext, MakePart
 from megatron.core.transformer.cross_attention import BesideEncoder, ParallelCrossAttention
 from megatron.core.transformer.model_config import ModelConfig

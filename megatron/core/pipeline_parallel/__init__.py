@@ -16,14 +16,14 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "megatron.core.parallel.stage_map": "StageMap loop",
-        ".stage": "split_layers",
-        ".table": "SCHEDULES stage_map default_chunks",
-        ".schedule": "stages_in Op Action Schedule gpipe one_f_one_b interleaved zb_h1 zb_interleaved "
+        ".layer_split": "split_layers",
+        "megatron.core.pipeline_parallel.schedule.registry": "SCHEDULES stage_map default_chunks",
+        "megatron.core.pipeline_parallel.schedule.actions": "stages_in Op Action Schedule gpipe one_f_one_b interleaved zb_h1 zb_interleaved "
         "defer_weight_grads forward_only forwards_over",
-        ".zero_bubble_v": "zb_v",
-        ".lower": "add_transfers add_reduce check_rendezvous partner DIRECTION_OF",
-        ".simulate": "make_schedule bubble bubble_in_theory peak_live peak_live_in_theory peak_bytes show",
-        ".plot": "plot_text plot_svg chrome_trace",
+        "megatron.core.pipeline_parallel.schedule.zb_v": "zb_v",
+        "megatron.core.pipeline_parallel.schedule.lower": "add_transfers add_reduce check_rendezvous partner DIRECTION_OF",
+        "megatron.core.pipeline_parallel.schedule.simulate": "make_schedule bubble bubble_in_theory peak_live peak_live_in_theory peak_bytes show",
+        "megatron.core.pipeline_parallel.schedule.plot": "plot_text plot_svg chrome_trace",
         "megatron.core.classic.schedules": "get_forward_backward_func",
     },
 )

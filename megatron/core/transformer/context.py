@@ -13,7 +13,7 @@ from megatron.core.ops.dropout import DropoutKeys, HiddenDropout
 from megatron.core.ops.shard_sequence import positions_of
 from megatron.core.parallel.grid import ALONE, Axis
 from megatron.core.parallel.sequence_shard import SequenceRows
-from megatron.core.pipeline_parallel.transport import TensorSpec
+from megatron.core.pipeline_parallel.stage_transport import TensorSpec
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.context_parallel.method import ContextParallel

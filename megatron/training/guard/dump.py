@@ -16,7 +16,7 @@ from megatron.core.checkpoint import CheckpointError, LocalTensor, save_checkpoi
 from megatron.core.checkpoint.format import ITEM_BYTES
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.parallel import collectives
-from megatron.core.pipeline_parallel.pipeline import Pipeline
+from megatron.core.pipeline_parallel.pipeline_driver import Pipeline
 from megatron.core.sharding.boxes import whole
 from megatron.core.storage.paths import path_of
 from megatron.training import checkpointing

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.elements import my_elements
 from megatron.core.parallel import collectives
-from megatron.core.pipeline_parallel.loss import ForwardStep
-from megatron.core.pipeline_parallel.pipeline import Pipeline
-from megatron.core.pipeline_parallel.schedule import Action, Op
+from megatron.core.pipeline_parallel.microbatch_loss import ForwardStep
+from megatron.core.pipeline_parallel.pipeline_driver import Pipeline
+from megatron.core.pipeline_parallel.schedule.actions import Action, Op
 from megatron.training.train_step import StepWork
 
 Order = tuple[int, ...]  # by which the tensors of a step are ordered

@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.optimizer.optimizer import FlatOptimizer
-from megatron.core.pipeline_parallel.pipeline import Pipeline
+from megatron.core.pipeline_parallel.pipeline_driver import Pipeline
 from megatron.training.guard.check import Check
 from megatron.training.guard.judge import StepJudge
 from megatron.training.guard.kept_batches import KeptBatches

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.parallel import collectives
-from megatron.core.pipeline_parallel.loss import ForwardStep
+from megatron.core.pipeline_parallel.microbatch_loss import ForwardStep
 from megatron.training.guard.check import WrongNumbersError
 from megatron.training.guard.dump import dump_step
 from megatron.training.guard.first_bad import first_bad_tensor

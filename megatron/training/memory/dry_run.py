@@ -31,9 +31,9 @@ from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.parallel.device import Device
 from megatron.core.parallel.mesh import Mesh, build_mesh
-from megatron.core.pipeline_parallel.loss import ForwardStep
-from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
-from megatron.core.pipeline_parallel.schedule import Action, Op, Schedule
+from megatron.core.pipeline_parallel.microbatch_loss import ForwardStep
+from megatron.core.pipeline_parallel.pipeline_driver import BatchShape, Pipeline
+from megatron.core.pipeline_parallel.schedule.actions import Action, Op, Schedule
 from megatron.core.tensor_parallel.broadcast_batch import BatchWithoutData
 from megatron.training.chunks import ModelProvider, build_optimizer, build_pipeline, in_buffers, make_chunks
 from megatron.training.memory.shapes import META, Done, ShapesOnly, SilentGroup

@@ -27,8 +27,8 @@ from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.parallel.device import DeviceConfig
 from megatron.core.parallel.parallel_config import ParallelConfig
 from megatron.core.parallel.stage_map import StageMap
-from megatron.core.pipeline_parallel.stage import split_layers, split_two_stacks
-from megatron.core.pipeline_parallel.table import default_chunks, stage_map
+from megatron.core.pipeline_parallel.layer_split import split_layers, split_two_stacks
+from megatron.core.pipeline_parallel.schedule.registry import default_chunks, stage_map
 from megatron.core.storage.paths import is_url
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.model_config import ModelConfig

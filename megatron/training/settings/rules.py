@@ -9,8 +9,8 @@ from megatron.core.base.dataclass_flags import ConfigError, flag_of, flags_of, k
 from megatron.core.base.errors import is_told_to_user
 from megatron.core.checkpoint.format import iteration_of
 from megatron.core.optimizer.lr_schedule import RunLength, learning_rate_schedule
-from megatron.core.pipeline_parallel.simulate import make_schedule
-from megatron.core.pipeline_parallel.table import SCHEDULES
+from megatron.core.pipeline_parallel.schedule.registry import SCHEDULES
+from megatron.core.pipeline_parallel.schedule.simulate import make_schedule
 from megatron.core.storage.paths import holds, is_url, path_of, same_folder
 from megatron.core.transformer.context_parallel.problems import context_parallel_problems
 from megatron.core.transformer.model_config import tensor_parallel_problems

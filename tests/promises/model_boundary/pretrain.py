@@ -8,7 +8,7 @@ from megatron.core.enums import ModelType
 from megatron.core.models.embedding import Embedding
 from megatron.core.models.head import LanguageModelHead
 from megatron.core.models.rules import GPT_RULES
-from megatron.core.pipeline_parallel.transport import TensorSpec
+from megatron.core.pipeline_parallel.stage_transport import TensorSpec
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.transformer.attention import ParallelAttention
 from megatron.core.transformer.context import LayerContext

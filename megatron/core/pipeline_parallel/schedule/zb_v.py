@@ -3,7 +3,14 @@
 from collections import deque
 
 from megatron.core.parallel.stage_map import fold
-from megatron.core.pipeline_parallel.schedule import Action, Op, Schedule, check_sizes, count_stages, dependencies
+from megatron.core.pipeline_parallel.schedule.actions import (
+    Action,
+    Op,
+    Schedule,
+    check_sizes,
+    count_stages,
+    dependencies,
+)
 
 
 def zb_v(p: int, m: int, v: int = 2) -> Schedule:

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.core.base.registry import Table
 from megatron.core.parallel.stage_map import StageMap
-from megatron.core.pipeline_parallel.schedule import (
+from megatron.core.pipeline_parallel.schedule.actions import (
     Action,
     Op,
     Schedule,
@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel.schedule import (
     zb_h1,
     zb_interleaved,
 )
-from megatron.core.pipeline_parallel.zero_bubble_v import zb_v
+from megatron.core.pipeline_parallel.schedule.zb_v import zb_v
 
 # Name -> (p, m, v) -> Schedule, ValueError if the sizes do not fit. Scripts may add entries. The stage map is read from the
 # lists for m = 2 p, before the number of microbatches is known, so it must be equal for all m. A schedule for one number of

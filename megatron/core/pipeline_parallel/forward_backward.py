@@ -12,9 +12,9 @@ from torch import nn
 from megatron.core.ops.main_grad import DataParallelBase
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.stage_map import loop
-from megatron.core.pipeline_parallel.loss import ForwardStep, keep_reports
-from megatron.core.pipeline_parallel.pipeline import BatchShape, Pipeline
-from megatron.core.pipeline_parallel.transport import TensorSpec
+from megatron.core.pipeline_parallel.microbatch_loss import ForwardStep, keep_reports
+from megatron.core.pipeline_parallel.pipeline_driver import BatchShape, Pipeline
+from megatron.core.pipeline_parallel.stage_transport import TensorSpec
 
 
 def run_step(

@@ -5,8 +5,8 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from megatron.core.base.errors import is_told_to_user
-from megatron.core.pipeline_parallel.schedule import Action, Op, Schedule, count_stages, dependencies
-from megatron.core.pipeline_parallel.table import make_step
+from megatron.core.pipeline_parallel.schedule.actions import Action, Op, Schedule, count_stages, dependencies
+from megatron.core.pipeline_parallel.schedule.registry import make_step
 
 DEFAULT_COST = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1}  # a backward has two matrix products for each one of the forward
 

@@ -22,8 +22,8 @@ from collections import defaultdict, deque
 from collections.abc import Mapping
 
 from megatron.core.parallel.stage_map import StageMap
-from megatron.core.pipeline_parallel.schedule import COMPUTE, Action, Op, Schedule, dependencies, stages_in
-from megatron.core.pipeline_parallel.simulate import DEFAULT_COST, locate, run_in_order, simulate
+from megatron.core.pipeline_parallel.schedule.actions import COMPUTE, Action, Op, Schedule, dependencies, stages_in
+from megatron.core.pipeline_parallel.schedule.simulate import DEFAULT_COST, locate, run_in_order, simulate
 
 _OPS_OF = {  # start and end of a transfer where it is sent, and where it is received
     "forward": (Op.SEND_F, Op.SENT_F, Op.POST_F, Op.RECV_F),

@@ -21,12 +21,12 @@ from megatron.core.parallel.global_state import current
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.executor import Executor, ForwardStep
-from megatron.core.pipeline_parallel.loss import LossTotals
-from megatron.core.pipeline_parallel.lower import add_reduce, add_transfers
-from megatron.core.pipeline_parallel.schedule import Action, Op, Schedule, forwards_over, stages_in
-from megatron.core.pipeline_parallel.simulate import make_schedule, peak_inputs
-from megatron.core.pipeline_parallel.table import stage_map
-from megatron.core.pipeline_parallel.transport import TensorSpec, Transport
+from megatron.core.pipeline_parallel.microbatch_loss import LossTotals
+from megatron.core.pipeline_parallel.schedule.actions import Action, Op, Schedule, forwards_over, stages_in
+from megatron.core.pipeline_parallel.schedule.lower import add_reduce, add_transfers
+from megatron.core.pipeline_parallel.schedule.registry import stage_map
+from megatron.core.pipeline_parallel.schedule.simulate import make_schedule, peak_inputs
+from megatron.core.pipeline_parallel.stage_transport import TensorSpec, Transport
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterator, Mapping
 from html import escape
 
-from megatron.core.pipeline_parallel.schedule import Action, Op, Schedule, dependencies, stages_in
-from megatron.core.pipeline_parallel.simulate import DEFAULT_COST, bubble, locate, simulate
+from megatron.core.pipeline_parallel.schedule.actions import Action, Op, Schedule, dependencies, stages_in
+from megatron.core.pipeline_parallel.schedule.simulate import DEFAULT_COST, bubble, locate, simulate
 
 _FILL = {Op.F: "#86aed6", Op.B: "#7fbf7b", Op.I: "#76b7b2", Op.W: "#edc948"}
 _LABEL = {Op.F: "forward", Op.B: "backward", Op.I: "backward, input", Op.W: "backward, weights"}
