@@ -53,10 +53,10 @@ def ways_of(shape: tuple[int, int, int, str], length: int) -> dict[str, Way]:
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
+    from megatron.core.context_parallel.cp_comm_type import METHODS, ContextParallel, SharedAttention
     from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
     from megatron.core.ops.shard_sequence import of_my_rows
     from megatron.core.parallel.global_state import get_mesh
-    from megatron.core.transformer.context_parallel.method import METHODS, ContextParallel, SharedAttention
 
     heads, groups, width, dtype = shape
     axis, draw = get_mesh()["cp"], torch.Generator().manual_seed(7)

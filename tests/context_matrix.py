@@ -25,10 +25,10 @@ from covering import Combined, covering
 from parity_cases import BUCKET, worst_of
 from tiny_run import GPT2, LLAMA, SEQ, Layout, Outcome, Texts, run
 
+from megatron.core.context_parallel import block_attention
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.offload.offload_config import OffloadConfig
 from megatron.core.optimizer.settings import OptimizerConfig
-from megatron.core.transformer.context_parallel import block_kernels
 from megatron.core.transformer.model_config import ModelConfig
 
 PIPELINES = {  # ranks, chunks of each, schedule
@@ -237,7 +237,7 @@ class kernels_that_run:
 
     def __enter__(self) -> Counter:
         self.found, self.usual = Counter(), {}
-        for kind in (block_kernels.FlashBlocks, block_kernels.TiledBlocks):
+        for kind in (block_attention.FlashBlocks, block_attention.TiledBlocks):
             self.usual[kind] = kind.add
 
             def add(blocks: Any, *arguments: Any, before=kind.add) -> None:

@@ -18,11 +18,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.context_speed import of_torch
 
 from megatron.core import parallel_state
+from megatron.core.context_parallel.cp_comm_type import METHODS, ContextParallel, SharedAttention
 from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
 from megatron.core.ops.shard_sequence import of_my_rows
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
-from megatron.core.transformer.context_parallel.method import METHODS, ContextParallel, SharedAttention
 
 SAMPLES, HEADS, LENGTH, WIDTH = 2, 4, 96, 8
 

@@ -6,10 +6,10 @@ import pytest
 from said import tells
 
 from megatron.core.base.dataclass_flags import ConfigError
+from megatron.core.context_parallel.causal_blocks import blocks_between, tiles_between
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.parallel_config import ParallelConfig
 from megatron.core.parallel.sequence_shard import SequenceRows, chunks_of
-from megatron.core.transformer.context_parallel.blocks import blocks_between, tiles_between
 from megatron.core.transformer.context_parallel.problems import context_parallel_problems
 from megatron.core.transformer.model_config import ModelConfig
 

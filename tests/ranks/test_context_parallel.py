@@ -14,12 +14,12 @@ from parity_cases import TOLERANCE
 from tiny_run import LLAMA, SEQ, assert_equal, run
 
 from megatron.core.base.async_handle import Pending
+from megatron.core.context_parallel.cp_comm_type import METHODS, ContextParallel, SharedAttention
 from megatron.core.ops.attention.kernels import plain_attention
 from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
 from megatron.core.ops.shard_sequence import of_my_rows
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.transformer.context_parallel.method import METHODS, ContextParallel, SharedAttention
 
 
 @pytest.mark.parametrize("case", covering_cases(2, NEW), ids=str)
@@ -81,7 +81,7 @@ def test_a_layer_sends_what_the_formula_says(kind: str):
 
 
 def test_the_next_hop_begins_before_the_block_beside_it(monkeypatch: pytest.MonkeyPatch):
-    from megatron.core.transformer.context_parallel.merged import Ring
+    from megatron.core.context_parallel.ring_attention import Ring
 
     def work(mesh: Mesh) -> list[str]:
         said: list[str] = []

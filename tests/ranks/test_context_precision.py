@@ -7,8 +7,8 @@ import pytest
 import torch
 from tiny_run import GPT2, LLAMA, Layout, Outcome, assert_equal, run
 
+from megatron.core.context_parallel.block_attention import Total
 from megatron.core.ops.compile import compiled_region
-from megatron.core.transformer.context_parallel.block_kernels import Total
 from megatron.core.transformer.model_config import ModelConfig
 
 KINDS = ("p2p", "all_gather", "a2a", "a2a+p2p")

@@ -1,7 +1,7 @@
 """The chunks and the ring of context parallelism as text and as SVG, by the functions that training uses. Needs no torch."""
 
+from megatron.core.context_parallel.causal_blocks import blocks_between
 from megatron.core.parallel.sequence_shard import chunks_of
-from megatron.core.transformer.context_parallel.blocks import blocks_between
 
 _COLOURS = ("#86aed6", "#7fbf7b", "#edc948", "#e58b88", "#b39bc8", "#76b7b2", "#f2a65a", "#b5b5b5")  # of ranks, in turn
 _CELL = 16  # SVG units of a pair of chunks

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from megatron.core.base.lazy_imports import lazy_names
+from megatron.core.context_parallel.cp_comm_type import SharedAttention
 from megatron.core.ops.attention.kernels import AttentionCase, Scoring, kernel_for
 from megatron.core.ops.attention.kv_cache import KeyValueCache
 from megatron.core.ops.attention.masks import Biased, Mask, windowed
@@ -22,7 +23,6 @@ from megatron.core.tensor_parallel.linear_layers import (
     size_per_rank,
 )
 from megatron.core.transformer.context import LayerContext, MakePart
-from megatron.core.transformer.context_parallel.method import SharedAttention
 from megatron.core.transformer.head_norms import make_query_key_norms, normed_heads
 from megatron.core.transformer.model_config import ModelConfig, query_group_problem
 from megatron.core.transformer.recompute import recomputed

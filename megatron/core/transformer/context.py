@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.core.context_parallel.cp_comm_type import ContextParallel
+from megatron.core.context_parallel.sharded_kv_cache import SharedCache
 from megatron.core.offload.host_and_file_store import Tier
 from megatron.core.ops.attention.kv_cache import KeyValueCache
 from megatron.core.ops.dropout import DropoutKeys, HiddenDropout
@@ -16,8 +18,6 @@ from megatron.core.parallel.sequence_shard import SequenceRows
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
-from megatron.core.transformer.context_parallel.method import ContextParallel
-from megatron.core.transformer.context_parallel.shared_cache import SharedCache
 from megatron.core.transformer.model_config import ModelConfig
 
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Mapping
 
+from megatron.core.context_parallel.cp_comm_type import METHODS
 from megatron.core.parallel.parallel_config import ParallelConfig
-from megatron.core.transformer.context_parallel.method import METHODS
 from megatron.core.transformer.model_config import ModelConfig
 
 

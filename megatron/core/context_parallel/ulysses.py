@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.context_parallel.ring_attention import by_rank, in_order
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
-from megatron.core.transformer.context_parallel.merged import by_rank, in_order
 
 
 def whole_sequences(x: Tensor, axis: Axis) -> Tensor:

@@ -11,19 +11,12 @@ import torch
 from torch import Tensor
 
 from megatron.core.base.async_handle import Pending, done
+from megatron.core.context_parallel.block_attention import FlashBlocks, Grads, Merged, TiledBlocks, Total, Upstream
+from megatron.core.context_parallel.causal_blocks import ChunkNumbers
 from megatron.core.ops.attention.tiles import wide_empty
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.sequence_shard import chunks_of
-from megatron.core.transformer.context_parallel.block_kernels import (
-    FlashBlocks,
-    Grads,
-    Merged,
-    TiledBlocks,
-    Total,
-    Upstream,
-)
-from megatron.core.transformer.context_parallel.blocks import ChunkNumbers
 
 Visit = Callable[[ChunkNumbers, Tensor], None]  # (chunks, their keys and values)
 # Takes the sum of the gradients of these keys and values on other ranks, too, which is on its way; returns it with mine, as

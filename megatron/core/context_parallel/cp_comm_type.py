@@ -9,6 +9,9 @@ from torch import Tensor
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.registry import Table
+from megatron.core.context_parallel.block_attention import FlashBlocks, TiledBlocks, flash_refuses
+from megatron.core.context_parallel.ring_attention import Gathered, Ring, Travel, attention_over_blocks, in_order
+from megatron.core.context_parallel.ulysses import my_rows, whole_sequences
 from megatron.core.ops.attention.kernels import SOFTMAX, attention_function
 from megatron.core.ops.attention.masks import Biased, Mask, Window
 from megatron.core.ops.attention.softmax_options import Scoring
@@ -16,9 +19,6 @@ from megatron.core.ops.dropout import AttentionDropout
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import ALONE, Axis
 from megatron.core.parallel.sequence_shard import chunks_of
-from megatron.core.transformer.context_parallel.block_kernels import FlashBlocks, TiledBlocks, flash_refuses
-from megatron.core.transformer.context_parallel.merged import Gathered, Ring, Travel, attention_over_blocks, in_order
-from megatron.core.transformer.context_parallel.ulysses import my_rows, whole_sequences
 
 
 @dataclass(frozen=True)

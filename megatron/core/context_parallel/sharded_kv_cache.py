@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megatron.core.context_parallel.ring_attention import in_order
 from megatron.core.ops.attention.kv_cache import KeyValueCache
 from megatron.core.ops.attention.masks import Documents
 from megatron.core.ops.shard_sequence import of_my_rows, positions_of
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.sequence_shard import SequenceRows
-from megatron.core.transformer.context_parallel.merged import in_order
 
 
 class SharedCache(KeyValueCache):
