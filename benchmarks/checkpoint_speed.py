@@ -27,8 +27,8 @@ from pathlib import Path
 import torch
 
 from megatron.core import parallel_state
-from megatron.core.checkpoint import LocalTensor, open_checkpoint, save_checkpoint
-from megatron.core.checkpoint.background import BackgroundSaves
+from megatron.core.dist_checkpointing import LocalTensor, open_checkpoint, save_checkpoint
+from megatron.core.dist_checkpointing.async_save import BackgroundSaves
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
 from megatron.core.sharding.boxes import whole

@@ -35,7 +35,7 @@ from tiny_run import TINY_GPT2, TINY_LLAMA, Layout, Texts, TinyTrainer
 from torch import Tensor
 from zero_matrix import several_slices
 
-from megatron.core.checkpoint.background import BackgroundSaves
+from megatron.core.dist_checkpointing.async_save import BackgroundSaves
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.held_tensors import model_tensors, optimizer_tensors
 from megatron.core.offload.offload_config import OffloadConfig

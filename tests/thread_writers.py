@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 from local_ranks import rank_of_thread
 
-from megatron.core.checkpoint import writer
-from megatron.core.checkpoint.background import BackgroundSaves, SavedInBackground
-from megatron.core.checkpoint.star import Messages
+from megatron.core.dist_checkpointing import writer_process
+from megatron.core.dist_checkpointing.async_save import BackgroundSaves, SavedInBackground
+from megatron.core.dist_checkpointing.writer_group import Messages
 from megatron.core.parallel import collectives
 
 
@@ -30,7 +30,7 @@ class _Thread(threading.Thread):
     def run(self) -> None:
         messages = Messages(self._line)
         try:
-            writer.serve(messages)
+            writer_process.serve(messages)
         except BaseException:  # the rank has hung up, or a double has killed the writer
             messages.close()
 
@@ -41,12 +41,12 @@ class _Thread(threading.Thread):
 
 @contextlib.contextmanager
 def thread_writers() -> Iterator[None]:
-    before = writer.start_process, BackgroundSaves.finish
-    writer.start_process, BackgroundSaves.finish = _Thread, _finish
+    before = writer_process.start_process, BackgroundSaves.finish
+    writer_process.start_process, BackgroundSaves.finish = _Thread, _finish
     try:
         yield
     finally:
-        writer.start_process, BackgroundSaves.finish = before
+        writer_process.start_process, BackgroundSaves.finish = before
 
 
 _usual = BackgroundSaves.finish

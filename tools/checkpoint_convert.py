@@ -21,9 +21,9 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 from megatron.core.base.dataclass_flags import ConfigError, FlagConfig, knob
-from megatron.core.checkpoint import Checkpoint
-from megatron.core.checkpoint.local_tensor import LocalTensor
-from megatron.core.checkpoint.lost import note_of_lost_buffers
+from megatron.core.dist_checkpointing import Checkpoint
+from megatron.core.dist_checkpointing.local_tensor import LocalTensor
+from megatron.core.dist_checkpointing.missing_buffers import note_of_lost_buffers
 from megatron.core.interchange import copy_checkpoint, open_any, write_hf_folder
 from megatron.core.interchange.absent import check_complete
 from megatron.core.interchange.strided import StridedCheckpoint

@@ -23,10 +23,10 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.base.dataclass_flags import ConfigError, Count, FlagConfig, WholeNumber, knob
-from megatron.core.checkpoint import Checkpoint, CheckpointError, LocalTensor, open_checkpoint
-from megatron.core.checkpoint.folder import saved_iterations
-from megatron.core.checkpoint.format import TensorRecord, item_bytes_of, iteration_of, show_box
-from megatron.core.checkpoint.lost import note_of_lost_buffers
+from megatron.core.dist_checkpointing import Checkpoint, CheckpointError, LocalTensor, open_checkpoint
+from megatron.core.dist_checkpointing.checkpoint_folder import saved_iterations
+from megatron.core.dist_checkpointing.format import TensorRecord, item_bytes_of, iteration_of, show_box
+from megatron.core.dist_checkpointing.missing_buffers import note_of_lost_buffers
 from megatron.core.sharding.boxes import size_of, whole
 from megatron.core.storage.paths import path_of
 from tools.errors import missing, run_tool

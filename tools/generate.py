@@ -39,7 +39,7 @@ from megatron.core.base.dataclass_flags import (
 )
 from megatron.core.base.errors import is_told_to_user, write_error_file
 from megatron.core.base.output_streams import READER_ENDED, answers_failed, until_reader_ends
-from megatron.core.checkpoint import Checkpoint
+from megatron.core.dist_checkpointing import Checkpoint
 from megatron.core.inference import (
     SamplingConfig,
     chooser,

@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron.core import parallel_state
 from megatron.core.base.dataclass_flags import ConfigError, build, changes, flags_of, knobs
 from megatron.core.base.output_streams import until_reader_ends
-from megatron.core.checkpoint import Checkpoint, CheckpointError, LocalTensor, open_checkpoint
-from megatron.core.checkpoint.lost import lost_buffers
+from megatron.core.dist_checkpointing import Checkpoint, CheckpointError, LocalTensor, open_checkpoint
+from megatron.core.dist_checkpointing.missing_buffers import lost_buffers
 from megatron.core.sharding.boxes import whole
 from megatron.training.guard.dump import BATCH, exact_numbers
 from megatron.training.guard.first_bad import first_bad_tensor

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from megatron.core.checkpoint.local_tensor import LocalTensor, placed_tensor
+from megatron.core.dist_checkpointing.local_tensor import LocalTensor, placed_tensor
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.parallel.grid import Axis

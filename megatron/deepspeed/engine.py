@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.checkpoint.format import CheckpointError
+from megatron.core.dist_checkpointing.format import CheckpointError
 from megatron.core.optimizer.torch_groups import shown_to_torch
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import Device

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from megatron.core.base.registry import FUNCTIONS
-from megatron.core.checkpoint import Checkpoint, LocalTensor
-from megatron.core.checkpoint import save_checkpoint as write_checkpoint
-from megatron.core.checkpoint.folder import saved_iterations
-from megatron.core.checkpoint.lost import BUFFERS_AT_START, LOST_BUFFERS, lost_buffers
-from megatron.core.checkpoint.retention import delete_older
+from megatron.core.dist_checkpointing import Checkpoint, LocalTensor
+from megatron.core.dist_checkpointing import save_checkpoint as write_checkpoint
+from megatron.core.dist_checkpointing.checkpoint_folder import saved_iterations
+from megatron.core.dist_checkpointing.missing_buffers import BUFFERS_AT_START, LOST_BUFFERS, lost_buffers
+from megatron.core.dist_checkpointing.retention import delete_older
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.held_tensors import model_tensors, optimizer_tensors
 from megatron.core.ops import dropout_masks, matmul

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.checkpoint import LocalTensor, open_checkpoint, save_checkpoint
-from megatron.core.checkpoint.format import CheckpointError
+from megatron.core.dist_checkpointing import LocalTensor, open_checkpoint, save_checkpoint
+from megatron.core.dist_checkpointing.format import CheckpointError
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.distributed.whole_parameters import start_alike, whole_state_dict

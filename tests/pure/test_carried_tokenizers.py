@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.checkpoint.format import CheckpointError
+from megatron.core.dist_checkpointing.format import CheckpointError
 from megatron.core.interchange.carried import Origin
 from megatron.core.interchange.tokenizer_config import for_both_versions
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer

@@ -10,11 +10,12 @@ import torch
 from said import raises_telling, tells
 from small_checkpoints import good, loaded, one, refused, save_one, tried_by_ranks
 
-from megatron.core import checkpoint as package
+from megatron.core import dist_checkpointing as package
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.checkpoint import CheckpointError, LocalTensor, open_checkpoint, save_checkpoint, writing
-from megatron.core.checkpoint import format as disk
-from megatron.core.checkpoint import save as saving
+from megatron.core.dist_checkpointing import CheckpointError, LocalTensor, open_checkpoint, save_checkpoint
+from megatron.core.dist_checkpointing import format as disk
+from megatron.core.dist_checkpointing import save_sharded as saving
+from megatron.core.dist_checkpointing import write as writing
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import ALONE, Axis, Grid
 from megatron.core.sharding.boxes import slices, whole
@@ -434,7 +435,9 @@ def test_shortened_and_missing_files_are_refused(tmp_path):
 
 
 def test_format_is_read_without_torch():
-    code = "import sys, megatron.core.checkpoint.format as f; f.folder_name(1); assert 'torch' not in sys.modules"
+    code = (
+        "import sys, megatron.core.dist_checkpointing.format as f; f.folder_name(1); assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
     assert "save_checkpoint" in dir(package) and all(hasattr(package, name) for name in dir(package))
     with pytest.raises(AttributeError, match="has no attribute 'pickle'"):

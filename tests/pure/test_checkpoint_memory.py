@@ -10,7 +10,7 @@ import pytest
 import torch
 from small_checkpoints import one
 
-from megatron.core.checkpoint import open_checkpoint, save
+from megatron.core.dist_checkpointing import open_checkpoint, save_sharded
 from megatron.core.parallel.grid import ALONE
 
 MIB = 1 << 20
@@ -47,13 +47,13 @@ def test_a_save_takes_a_bounded_buffer_and_a_load_one_box(tmp_path):
 
 
 def measure(folder: Path) -> None:
-    os.fsync, save._CHUNK = (lambda handle: None), CHUNK
+    os.fsync, save_sharded._CHUNK = (lambda handle: None), CHUNK
     values = torch.arange(BOX // 4, dtype=torch.float32).view(1024, -1)
     # Of columns that lie apart, so that no view of the tensor will do.
     tensors = {f"x{n}": one((values + n).t()) for n in range(BOXES)}
-    save.save_checkpoint(folder, 0, {"x0": tensors["x0"]}, {}, ALONE)  # the code itself is memory too
+    save_sharded.save_checkpoint(folder, 0, {"x0": tensors["x0"]}, {}, ALONE)  # the code itself is memory too
     open_checkpoint(folder).read_into({"x0": one(torch.zeros(tensors["x0"].tensor.shape))})
-    assert grown(lambda: save.save_checkpoint(folder, 1, tensors, {}, ALONE)) < CHUNK + MARGIN
+    assert grown(lambda: save_sharded.save_checkpoint(folder, 1, tensors, {}, ALONE)) < CHUNK + MARGIN
     for turned, in_place, most in ((False, False, BOX), (False, True, 0), (True, True, BOX)):
         shape = tensors["x0"].tensor.shape
         targets = {name: one(torch.zeros(shape[::-1]).t() if turned else torch.zeros(shape)) for name in tensors}

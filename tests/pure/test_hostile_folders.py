@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.checkpoint import CheckpointError
+from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.interchange import open_foreign
 
 sys.path.append(str(Path(__file__).parent.parent / "exchange"))

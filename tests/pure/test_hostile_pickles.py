@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.checkpoint import CheckpointError
+from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.interchange import open_any
 from megatron.core.interchange.formats import inert_pickle, torch_file
 from megatron.core.interchange.formats.inert_pickle import PickleError, read_pickle

@@ -53,7 +53,7 @@ KEPT_IN_ONE_FILE = ("knob", "made_again", "shard", "slot")
 # What other projects, Python, or scripts have named: whose it is -> file -> names.
 FOREIGN = {
     "Python's and the system's, which differ between versions": {
-        "megatron/core/checkpoint/background.py": "MAP_POPULATE memfd_create",
+        "megatron/core/dist_checkpointing/async_save.py": "MAP_POPULATE memfd_create",
         "megatron/core/parallel/device.py": "gnu_get_libc_version",
         "megatron/core/parallel/liveness.py": "register_at_fork",
         "megatron/core/parallel/rendezvous.py": "last_type",

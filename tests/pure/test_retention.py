@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from small_checkpoints import refused, save_one
 
-from megatron.core.checkpoint import format as disk
-from megatron.core.checkpoint import open_checkpoint
-from megatron.core.checkpoint.folder import latest_iteration, pointer_text, saved_iterations
-from megatron.core.checkpoint.publishing import clear_leftovers
-from megatron.core.checkpoint.retention import delete_older
+from megatron.core.dist_checkpointing import format as disk
+from megatron.core.dist_checkpointing import open_checkpoint
+from megatron.core.dist_checkpointing.checkpoint_folder import latest_iteration, pointer_text, saved_iterations
+from megatron.core.dist_checkpointing.commit import clear_leftovers
+from megatron.core.dist_checkpointing.retention import delete_older
 from megatron.core.storage import file_layer
 
 

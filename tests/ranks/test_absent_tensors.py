@@ -17,7 +17,7 @@ from whole_run import run
 
 import pretrain_gpt
 from megatron.core.base.dataclass_flags import build
-from megatron.core.checkpoint.state_dict import load_whole_tensors
+from megatron.core.dist_checkpointing.state_dict import load_whole_tensors
 from megatron.core.inference.load import lone_mesh
 from megatron.core.models.bert_model import BertModel
 from megatron.core.models.gpt_model import GPTModel

@@ -18,7 +18,7 @@ from stopped_runs import ended, job, lines
 from thread_writers import thread_writers
 from whole_run import run
 
-from megatron.core.checkpoint import open_checkpoint
+from megatron.core.dist_checkpointing import open_checkpoint
 from megatron.core.storage import file_layer
 
 ALONE = "--train-iters 5 --save-interval 2 --save {root} --load {root} "

@@ -16,8 +16,8 @@ from small_checkpoints import one
 from thread_writers import thread_writers
 from whole_run import run
 
-from megatron.core.checkpoint import CheckpointError, LocalTensor, open_checkpoint, save_checkpoint
-from megatron.core.checkpoint.background import BackgroundSaves
+from megatron.core.dist_checkpointing import CheckpointError, LocalTensor, open_checkpoint, save_checkpoint
+from megatron.core.dist_checkpointing.async_save import BackgroundSaves
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import ALONE
 from megatron.core.sharding.boxes import whole
@@ -117,8 +117,8 @@ def test_a_writer_that_is_killed_is_told_of(tmp_path):
 def test_the_writer_of_a_killed_rank_ends(sent):
     """With all its files open elsewhere: a child of the rank may hold the other end of the socket."""
     script = (
-        "import socket, sys, time; from megatron.core.checkpoint.writer import start_process\n"
-        "from megatron.core.checkpoint.star import Messages\n"
+        "import socket, sys, time; from megatron.core.dist_checkpointing.writer_process import start_process\n"
+        "from megatron.core.dist_checkpointing.writer_group import Messages\n"
         "mine, its = socket.socketpair(); writer = start_process(its); line = Messages(mine)\n"
         "line.send({'rank': 0, 'ranks': 1}); line.receive(); print(writer.pid, flush=True); time.sleep(60)"
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.core.checkpoint import LocalTensor
+from megatron.core.dist_checkpointing import LocalTensor
 from megatron.core.interchange import open_foreign, settings_in
 from megatron.core.sharding.boxes import whole
 

@@ -9,8 +9,8 @@ import pytest
 from said import tells
 from whole_run import TINY, run
 
-from megatron.core.checkpoint import format
 from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
+from megatron.core.dist_checkpointing import format
 
 COURSE = {
     "hidden_dropout": (0.1, 0.2),

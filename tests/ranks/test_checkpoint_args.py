@@ -7,7 +7,7 @@ from said import tells
 from whole_run import TINY, run
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.checkpoint import format as disk
+from megatron.core.dist_checkpointing import format as disk
 from megatron.training.command_line import make_parser, parse_args
 from megatron.training.resume.checkpoint_args import _MODEL, _TOKENIZER, _words
 

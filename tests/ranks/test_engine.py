@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler as schedules
 
 from megatron import deepspeed
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.checkpoint.format import CheckpointError
+from megatron.core.dist_checkpointing.format import CheckpointError
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.optimizer.step_schedules import OneCycle
 from megatron.core.parallel.mesh import Mesh

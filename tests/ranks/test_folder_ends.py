@@ -11,7 +11,7 @@ from whole_run import run
 
 import pretrain_gpt
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.checkpoint import open_checkpoint
+from megatron.core.dist_checkpointing import open_checkpoint
 from megatron.core.interchange.carried import Origin
 from tools import checkpoint_convert
 from tools.generate import main as generate

@@ -11,7 +11,7 @@ from local_ranks import run_ranks
 from torch import Tensor
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.checkpoint import format, open_checkpoint
+from megatron.core.dist_checkpointing import format, open_checkpoint
 from megatron.core.inference import load_gpt, read_saved_settings
 from megatron.core.ops.attention.kernels import (
     KERNELS,

@@ -16,7 +16,7 @@ from tiny_run import GPT2, LLAMA, SEQ, VOCAB, build
 
 import pretrain_gpt
 from megatron.core.base.dataclass_flags import ConfigError, add_flags, knob
-from megatron.core.checkpoint import format, open_checkpoint, save_checkpoint
+from megatron.core.dist_checkpointing import format, open_checkpoint, save_checkpoint
 from megatron.core.enums import ModelType
 from megatron.core.inference import load_gpt, read_saved_settings
 from megatron.core.inference.generate import generate, next_scores, text_pieces

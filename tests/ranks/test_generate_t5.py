@@ -18,7 +18,7 @@ from sentence_files import write_sentences
 from tiny_run import SEQ, VOCAB, Layout, build_chunks
 from tiny_t5 import CONFIGS, DECODER, T5
 
-from megatron.core.checkpoint import open_checkpoint
+from megatron.core.dist_checkpointing import open_checkpoint
 from megatron.core.inference import load_t5, read_saved_settings
 from megatron.core.inference.answer import answer_batch
 from megatron.core.inference.load import lone_mesh

@@ -8,7 +8,7 @@ from layouts import Layout
 from said import tells
 from test_guard_judge import ALONE, WrongNumbersError, stopped
 
-from megatron.core.checkpoint import open_checkpoint
+from megatron.core.dist_checkpointing import open_checkpoint
 from megatron.training.guard import large_values
 from megatron.training.train_step import NotFiniteError
 from megatron.training.trainer import Trainer

@@ -11,7 +11,7 @@ from adamw_steps import assert_losses
 from local_ranks import run_ranks
 from torch import Tensor
 
-from megatron.core.checkpoint import CheckpointError, placed_tensor
+from megatron.core.dist_checkpointing import CheckpointError, placed_tensor
 from megatron.core.inference.load import lone_mesh
 from megatron.core.interchange import open_foreign
 from megatron.core.interchange.families.config_json import family_of

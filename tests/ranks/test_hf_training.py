@@ -11,8 +11,8 @@ import torch
 from local_ranks import run_ranks
 from tiny_run import GPT, Layout, build_chunks, build_pipeline, forward_step
 
-from megatron.core.checkpoint import placed_tensor, save_checkpoint
-from megatron.core.checkpoint.load import Checkpoint
+from megatron.core.dist_checkpointing import placed_tensor, save_checkpoint
+from megatron.core.dist_checkpointing.load_sharded import Checkpoint
 from megatron.core.interchange import open_any, open_foreign
 from megatron.core.interchange.families.config_json import family_of
 from megatron.core.interchange.formats.hf_folder import read_json

@@ -15,7 +15,7 @@ from tiny_run import GPT2, LLAMA, VOCAB, Layout, Outcome, Texts, assert_equal, b
 from torch.nn import functional as F
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.checkpoint import open_checkpoint, save_checkpoint
+from megatron.core.dist_checkpointing import open_checkpoint, save_checkpoint
 from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.settings import OptimizerConfig

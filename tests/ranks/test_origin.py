@@ -14,8 +14,8 @@ from script_run import trainer_of
 from whole_run import run
 
 import pretrain_gpt
-from megatron.core.checkpoint import format as disk
-from megatron.core.checkpoint import open_checkpoint
+from megatron.core.dist_checkpointing import format as disk
+from megatron.core.dist_checkpointing import open_checkpoint
 from megatron.core.interchange import open_foreign
 from megatron.core.parallel.device import Device
 from megatron.training.resume.origin import origin_of_run

@@ -11,8 +11,8 @@ from said import tells
 from script_run import settings_of, trainer_of
 
 import pretrain_gpt
-from megatron.core.checkpoint import format
 from megatron.core.datasets.gpt_samples import TokenRules, training_item
+from megatron.core.dist_checkpointing import format
 from megatron.core.parallel.mesh import Mesh
 
 END = 5  # the token that ends a document

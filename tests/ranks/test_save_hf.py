@@ -22,7 +22,7 @@ from whole_run import run
 import pretrain_bert
 import pretrain_gpt
 from megatron.core import parallel_state
-from megatron.core.checkpoint import CheckpointError, open_checkpoint
+from megatron.core.dist_checkpointing import CheckpointError, open_checkpoint
 from megatron.core.inference.load import load_gpt
 from megatron.core.interchange import gathered, is_foreign, open_foreign
 from megatron.core.parallel import collectives

@@ -5,8 +5,14 @@ import torch
 from local_ranks import run_ranks
 from small_checkpoints import one
 
-from megatron.core.checkpoint import LocalTensor, load_whole_tensors, open_checkpoint, placed_tensor, save_checkpoint
-from megatron.core.checkpoint.shares import shares
+from megatron.core.dist_checkpointing import (
+    LocalTensor,
+    load_whole_tensors,
+    open_checkpoint,
+    placed_tensor,
+    save_checkpoint,
+)
+from megatron.core.dist_checkpointing.write_balance import shares
 from megatron.core.sharding.boxes import pieces_of_run, whole
 from megatron.core.sharding.placement import Constant, Placement
 

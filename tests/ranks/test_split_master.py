@@ -11,7 +11,7 @@ from test_offload import MODELS, STAGES, offload, tiny_trainer, trained
 from tiny_run import Layout, TinyTrainer, assert_same_bits, run
 from torch import Tensor
 
-from megatron.core.checkpoint import open_checkpoint
+from megatron.core.dist_checkpointing import open_checkpoint
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.offload.host_and_file_store import FileTensor
 from megatron.core.offload.stored_tensor import start_reading, start_writing

@@ -8,8 +8,7 @@ from said import raises_telling
 from tiny_run import LLAMA, TINY_GPT2, Layout, build_chunks
 
 from megatron.core import dist_checkpointing
-from megatron.core.checkpoint import load_state_dict, load_whole_tensors, save_state_dict
-from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing import ShardedTensor, load_state_dict, load_whole_tensors, save_state_dict
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.sharding.boxes import slices

@@ -9,7 +9,7 @@ import pytest
 import torch
 from local_ranks import run_ranks
 
-from megatron.core.checkpoint import CheckpointError, LocalTensor, open_checkpoint, save_checkpoint
+from megatron.core.dist_checkpointing import CheckpointError, LocalTensor, open_checkpoint, save_checkpoint
 from megatron.core.interchange import copy_checkpoint, open_any, streamed, write_hf_folder
 from megatron.core.interchange.families.operations import OPERATIONS, HeadCounts, stretches_of
 from megatron.core.interchange.written import their_tensors

@@ -17,7 +17,7 @@ from tiny_t5 import CONFIGS, T5
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.core.checkpoint import placed_tensor
+from megatron.core.dist_checkpointing import placed_tensor
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.inference.load import lone_mesh
 from megatron.core.interchange import open_foreign

@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from whole_run import run
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.checkpoint import CheckpointError
+from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.inference.generate import generate_batch
 from megatron.core.inference.load import load_gpt, lone_mesh
 from megatron.core.interchange import open_any

@@ -9,7 +9,7 @@ import torch
 from stopped_runs import ended, job, lines
 from traced_files import traced
 
-from megatron.core.checkpoint import LocalTensor
+from megatron.core.dist_checkpointing import LocalTensor
 from megatron.core.interchange import open_any
 from megatron.core.sharding.boxes import whole
 

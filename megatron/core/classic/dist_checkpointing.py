@@ -13,10 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.checkpoint.folder import saved_iterations
-from megatron.core.checkpoint.load import open_checkpoint
-from megatron.core.checkpoint.local_tensor import LocalTensor, part_of_whole, tensor_at
-from megatron.core.checkpoint.state_dict import KeyedTensor, load_state_dict, load_whole_tensors, save_state_dict
+from megatron.core.dist_checkpointing.checkpoint_folder import saved_iterations
+from megatron.core.dist_checkpointing.load_sharded import open_checkpoint
+from megatron.core.dist_checkpointing.local_tensor import LocalTensor, part_of_whole, tensor_at
+from megatron.core.dist_checkpointing.state_dict import (
+    KeyedTensor,
+    load_state_dict,
+    load_whole_tensors,
+    save_state_dict,
+)
 from megatron.core.parallel.global_state import current
 from megatron.core.storage.paths import path_of
 

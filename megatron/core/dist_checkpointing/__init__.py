@@ -1,3 +1,30 @@
-"""Import path of Megatron core."""
+"""Checkpoints: raw tensor files and one JSON manifest of boxes, written in one layout and read in any other.
 
-from megatron.core.classic.dist_checkpointing import *  # noqa: F403
+    format, checkpoint_folder           the manifest of one iteration, and the iterations of a run (no torch)
+    local_tensor                        the part of a tensor that one rank holds
+    write, commit, object_store_commit  the steps of a save, whoever takes them (no torch)
+    write_balance                       who writes what several ranks hold
+    save_sharded, load_sharded          collective: every rank calls
+    async_save                          a save beside training, by a process of each rank: writer_process, writer_group (no torch)
+    state_dict                          both for a dict of tensors, for a loop of one's own
+    mapping, serialization              Megatron's ShardedTensor, save and load over these
+
+Tensors are known by name, and neither models nor optimizers: `training/checkpointing/save_and_load.py` lists those of a run.
+Names load on first use, so that `format` needs no torch.
+To add a dtype: an entry of `ITEM_BYTES`.
+"""
+
+from megatron.core.base.lazy_imports import lazy_names
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        ".format": "CheckpointError",
+        ".local_tensor": "LocalTensor placed_tensor",
+        ".save_sharded": "save_checkpoint",
+        ".state_dict": "load_state_dict load_whole_tensors save_state_dict",
+        ".load_sharded": "Checkpoint open_checkpoint",
+        ".mapping": "ShardedObject ShardedTensor",
+        ".serialization": "check_is_distributed_checkpoint load load_common_state_dict load_content_metadata load_plain_tensors save",
+    },
+)

@@ -6,7 +6,7 @@ import torch
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.registry import FUNCTIONS
-from megatron.core.checkpoint import Checkpoint, LocalTensor
+from megatron.core.dist_checkpointing import Checkpoint, LocalTensor
 from megatron.core.models.gpt_model import GPTModel
 from megatron.core.models.language_model import LanguageModelStage
 from megatron.core.models.t5_model import T5Model

@@ -4,8 +4,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron.core.base.dataclass_flags import ConfigError, build
-from megatron.core.checkpoint.lost import note_of_lost_buffers
 from megatron.core.datasets.data_config import DataConfig
+from megatron.core.dist_checkpointing.missing_buffers import note_of_lost_buffers
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.model_config import ModelConfig
 

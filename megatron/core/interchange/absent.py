@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from megatron.core.base.dataclass_flags import ConfigError, build
-from megatron.core.checkpoint.format import CheckpointError
+from megatron.core.dist_checkpointing.format import CheckpointError
 from megatron.core.interchange.families.family import Family
 from megatron.core.interchange.families.known import FAMILIES
 from megatron.core.transformer.model_config import ModelConfig

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.checkpoint.format import CheckpointError
+from megatron.core.dist_checkpointing.format import CheckpointError
 from megatron.core.interchange.families.family import START_ID
 from megatron.core.interchange.formats.hf_folder import json_of, path_inside
 from megatron.core.interchange.tokenizer_config import TOKENIZER_CONFIG, for_both_versions

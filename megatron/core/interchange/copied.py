@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.core.base.async_handle import Pending, done
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.checkpoint import LocalTensor, save_checkpoint
+from megatron.core.dist_checkpointing import LocalTensor, save_checkpoint
 from megatron.core.interchange.absent import check_complete
 from megatron.core.interchange.strided import StridedCheckpoint, lies_in_order
 from megatron.core.offload.stored_tensor import StoredTensor

@@ -18,8 +18,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from megatron.core.checkpoint.format import TensorRecord
-from megatron.core.checkpoint.local_tensor import LocalTensor
+from megatron.core.dist_checkpointing.format import TensorRecord
+from megatron.core.dist_checkpointing.local_tensor import LocalTensor
 from megatron.core.interchange.families.family import Row
 from megatron.core.interchange.written import FolderPlan, finish_folder, write_rows
 from megatron.core.offload.stored_tensor import start_reading

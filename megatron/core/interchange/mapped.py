@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.checkpoint.format import CheckpointError, Manifest, TensorRecord
+from megatron.core.dist_checkpointing.format import CheckpointError, Manifest, TensorRecord
 from megatron.core.interchange.absent import ABSENT_HEADS, absent_heads_of
 from megatron.core.interchange.carried import Origin
 from megatron.core.interchange.families.config_json import family_of, settings_of

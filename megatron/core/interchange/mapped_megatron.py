@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.checkpoint.format import CheckpointError, Manifest, TensorRecord
+from megatron.core.dist_checkpointing.format import CheckpointError, Manifest, TensorRecord
 from megatron.core.interchange.absent import ABSENT_HEADS, without_order_of_sentences
 from megatron.core.interchange.families.family import WORD_TABLE
 from megatron.core.interchange.families.operations import shape_of

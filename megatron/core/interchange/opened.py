@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from megatron.core.dist_checkpointing import Checkpoint, CheckpointError, open_checkpoint
 from megatron.core.interchange.carried import Origin
 from megatron.core.interchange.families.config_json import family_of
 from megatron.core.interchange.formats.hf_folder import CONFIG, is_hf_folder, read_json

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.checkpoint.format import PARTIAL
-from megatron.core.checkpoint.load import Checkpoint
-from megatron.core.checkpoint.local_tensor import LocalTensor
+from megatron.core.dist_checkpointing.format import PARTIAL
+from megatron.core.dist_checkpointing.load_sharded import Checkpoint
+from megatron.core.dist_checkpointing.local_tensor import LocalTensor
 from megatron.core.interchange.carried import check_chosen
 from megatron.core.interchange.families.family import Row
 from megatron.core.interchange.families.operations import Stretch, stretches_of

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.core.checkpoint import format
-from megatron.core.checkpoint.format import ITEM_BYTES, CheckpointError, Piece, TensorRecord
-from megatron.core.checkpoint.load import Checkpoint
-from megatron.core.checkpoint.local_tensor import LocalTensor
+from megatron.core.dist_checkpointing import format
+from megatron.core.dist_checkpointing.format import ITEM_BYTES, CheckpointError, Piece, TensorRecord
+from megatron.core.dist_checkpointing.load_sharded import Checkpoint
+from megatron.core.dist_checkpointing.local_tensor import LocalTensor
 from megatron.core.interchange.families.operations import OPERATIONS, HeadCounts, View, shape_of
 from megatron.core.interchange.formats.safetensors import TensorInFile
 from megatron.core.offload.stored_tensor import StoredTensor

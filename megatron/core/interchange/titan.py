@@ -15,7 +15,7 @@ from math import prod
 from pathlib import Path
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.checkpoint.format import ITEM_BYTES, CheckpointError, TensorRecord
+from megatron.core.dist_checkpointing.format import ITEM_BYTES, CheckpointError, TensorRecord
 from megatron.core.interchange.families.family import Family
 from megatron.core.interchange.families.operations import View
 from megatron.core.interchange.formats.dcp import BoxInFile, read_dcp

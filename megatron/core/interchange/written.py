@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron.core.base.dataclass_flags import ConfigError, build
 from megatron.core.base.registry import FUNCTIONS
-from megatron.core.checkpoint.format import ITEM_BYTES, CheckpointError, TensorRecord
+from megatron.core.dist_checkpointing.format import ITEM_BYTES, CheckpointError, TensorRecord
 from megatron.core.interchange.absent import check_complete, names_of
 from megatron.core.interchange.carried import Origin, carry
 from megatron.core.interchange.families.config_json import config_of, kind_of

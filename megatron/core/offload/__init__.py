@@ -1,6 +1,6 @@
 """Tiers of memory beside the device's: state or activations of a rank in host memory, or in files.
 
-    host_and_file_store.py, block_file.py, folder.py   the two tiers: pinned memory; a file with checksums, in a folder of this rank's own
+    host_and_file_store.py, block_file.py, checkpoint_folder.py   the two tiers: pinned memory; a file with checksums, in a folder of this rank's own
     activations.py, activation_slots.py            saved activations on their way out and back; slots of one buffer on the device
     plan.py, offload_config.py          which elements go where; the flags
 

@@ -1,6 +1,6 @@
 """Object stores behind the file layer's methods, by way of fsspec. No torch; fsspec is loaded with the first URL.
 
-What differs from a file system, and is left to those who write checkpoints (`checkpoint/in_place.py`):
+What differs from a file system, and is left to those who write checkpoints (`dist_checkpointing/object_store_commit.py`):
 
     an object appears whole, when its file is closed without an error; one that is there is replaced in that instant
     nothing is renamed, nothing is locked, and a folder is no more than what names begin with

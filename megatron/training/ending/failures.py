@@ -25,7 +25,7 @@ from megatron.core import parallel_state
 from megatron.core.base import output_streams
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.errors import write_error_file
-from megatron.core.checkpoint.format import CheckpointError
+from megatron.core.dist_checkpointing.format import CheckpointError
 from megatron.core.offload.block_file import OffloadError
 from megatron.core.parallel.collectives import PeerError
 from megatron.training.ending import hangs, interrupt

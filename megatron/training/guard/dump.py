@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.checkpoint import CheckpointError, LocalTensor, save_checkpoint
-from megatron.core.checkpoint.format import ITEM_BYTES
+from megatron.core.dist_checkpointing import CheckpointError, LocalTensor, save_checkpoint
+from megatron.core.dist_checkpointing.format import ITEM_BYTES
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.parallel import collectives
 from megatron.core.pipeline_parallel.pipeline_driver import Pipeline

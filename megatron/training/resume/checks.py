@@ -10,8 +10,8 @@ import torch
 
 from megatron.core.base.dataclass_flags import ConfigError, build, flags_of, knobs, misfits
 from megatron.core.base.registry import FUNCTIONS
-from megatron.core.checkpoint import Checkpoint, CheckpointError, LocalTensor
-from megatron.core.checkpoint.lost import BUFFERS_AT_START, LOST_BUFFERS
+from megatron.core.dist_checkpointing import Checkpoint, CheckpointError, LocalTensor
+from megatron.core.dist_checkpointing.missing_buffers import BUFFERS_AT_START, LOST_BUFFERS
 from megatron.core.interchange.absent import ABSENT_HEADS, ALLOW, advice_of, both_names, heads_in_state, shown_heads
 from megatron.core.interchange.carried import origin_problems
 from megatron.core.ops import dropout_masks

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.checkpoint import Checkpoint, CheckpointError, LocalTensor, open_checkpoint, save_checkpoint
-from megatron.core.checkpoint.folder import remove
-from megatron.core.checkpoint.format import DAMAGED, PARTIAL, show_box
+from megatron.core.dist_checkpointing import Checkpoint, CheckpointError, LocalTensor, open_checkpoint, save_checkpoint
+from megatron.core.dist_checkpointing.checkpoint_folder import remove
+from megatron.core.dist_checkpointing.format import DAMAGED, PARTIAL, show_box
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import ALONE, Axis
 from megatron.core.sharding.boxes import size_of, whole

@@ -16,8 +16,8 @@ import torch
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.registry import FUNCTIONS
-from megatron.core.checkpoint.folder import remove
-from megatron.core.checkpoint.format import PARTIAL, REPLACED, CheckpointError, folder_name, iteration_of
+from megatron.core.dist_checkpointing.checkpoint_folder import remove
+from megatron.core.dist_checkpointing.format import PARTIAL, REPLACED, CheckpointError, folder_name, iteration_of
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.held_tensors import model_tensors
 from megatron.core.interchange.formats.hf_folder import is_hf_folder

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.core.checkpoint import Checkpoint
+from megatron.core.dist_checkpointing import Checkpoint
 from megatron.core.interchange import described_by
 from megatron.core.interchange.carried import Origin
 from megatron.core.parallel import collectives

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.checkpoint.folder import newest_iteration
-from megatron.core.checkpoint.format import LATEST, PARTIAL, folder_name
-from megatron.core.checkpoint.publishing import clear_leftovers
+from megatron.core.dist_checkpointing.checkpoint_folder import newest_iteration
+from megatron.core.dist_checkpointing.commit import clear_leftovers
+from megatron.core.dist_checkpointing.format import LATEST, PARTIAL, folder_name
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
 from megatron.core.storage import file_layer

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from functools import partial
 
 from megatron.core.base import rank_status
-from megatron.core.checkpoint.background import BackgroundSaves, SavedInBackground
-from megatron.core.checkpoint.format import CheckpointError
+from megatron.core.dist_checkpointing.async_save import BackgroundSaves, SavedInBackground
+from megatron.core.dist_checkpointing.format import CheckpointError
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.parallel import collectives
 from megatron.training import checkpointing

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.base.dataclass_flags import ConfigError, build
-from megatron.core.checkpoint import Checkpoint, LocalTensor
+from megatron.core.dist_checkpointing import Checkpoint, LocalTensor
 from megatron.core.interchange.carried import Origin
 from megatron.core.interchange.families.family import OUTPUT, WORD_TABLE
 from megatron.core.interchange.folder_tokenizer import vocabulary_in

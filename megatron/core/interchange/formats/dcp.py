@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.core.checkpoint.format import ITEM_BYTES, CheckpointError, Piece, TensorRecord, is_filled
+from megatron.core.dist_checkpointing.format import ITEM_BYTES, CheckpointError, Piece, TensorRecord, is_filled
 from megatron.core.interchange.formats.hf_folder import path_inside
 from megatron.core.interchange.formats.inert_pickle import MOST_BYTES, Made, Named, PickleError, read_pickle
 from megatron.core.interchange.formats.megatron_folder import METADATA

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.checkpoint.format import LATEST, CheckpointError
+from megatron.core.dist_checkpointing.format import LATEST, CheckpointError
 from megatron.core.interchange.formats.safetensors import FETCH_AGAIN, TensorInFile, read_header, without_repeats
 from megatron.core.storage.file_layer import at, exists, is_file, read_all, read_start
 

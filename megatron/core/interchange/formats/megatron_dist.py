@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.checkpoint.format import CheckpointError
+from megatron.core.dist_checkpointing.format import CheckpointError
 from megatron.core.interchange.families.family import OUTPUT, WORD_TABLE
 from megatron.core.interchange.families.fields import ModelSettings
 from megatron.core.interchange.families.operations import View

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.checkpoint.format import LATEST, MANIFEST, CheckpointError, folder_name
+from megatron.core.dist_checkpointing.format import LATEST, MANIFEST, CheckpointError, folder_name
 from megatron.core.interchange.formats.hf_folder import path_inside
 from megatron.core.interchange.formats.safetensors import FETCH_AGAIN
 from megatron.core.storage.file_layer import at, is_file, is_folder, read_start

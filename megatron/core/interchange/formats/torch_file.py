@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from megatron.core.checkpoint.format import ITEM_BYTES, CheckpointError
+from megatron.core.dist_checkpointing.format import ITEM_BYTES, CheckpointError
 from megatron.core.interchange.formats.inert_pickle import MOST_BYTES, Beside, Made, Named, PickleError, read_pickle
 from megatron.core.interchange.formats.safetensors import FETCH_AGAIN, TensorInFile
 from megatron.core.storage.file_layer import at, read_all

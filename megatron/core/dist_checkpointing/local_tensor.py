@@ -8,7 +8,7 @@ from operator import mul
 import torch
 from torch import Tensor
 
-from megatron.core.checkpoint.format import ITEM_BYTES, show_box
+from megatron.core.dist_checkpointing.format import ITEM_BYTES, show_box
 from megatron.core.offload.stored_tensor import Stored, StoredTensor
 from megatron.core.parallel.grid import ALONE, Axis
 from megatron.core.parallel.mesh import Mesh
@@ -33,7 +33,7 @@ class LocalTensor:
     is_writer: bool  # exactly one of the ranks that hold a piece saves it
     copies: tuple[tuple[Box, Box], ...] = ()  # further pieces, saved by another rank and only read by this one
     replicas: Axis = (
-        ALONE  # the ranks that hold equal pieces, one of them the writer; a save divides them (`shares.py`)
+        ALONE  # the ranks that hold equal pieces, one of them the writer; a save divides them (`write_balance.py`)
     )
 
     @property

@@ -1,4 +1,4 @@
-"""Saving in one call of every rank that trains: its pieces pass through one bounded buffer to `writing.py`."""
+"""Saving in one call of every rank that trains: its pieces pass through one bounded buffer to `write.py`."""
 
 import contextlib
 import warnings
@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.checkpoint import format
-from megatron.core.checkpoint.format import CheckpointError
-from megatron.core.checkpoint.local_tensor import LocalTensor, problems_of_tensors
-from megatron.core.checkpoint.shares import shares
-from megatron.core.checkpoint.writing import HeldPart, Saving, saving_together, write_and_publish
+from megatron.core.dist_checkpointing import format
+from megatron.core.dist_checkpointing.format import CheckpointError
+from megatron.core.dist_checkpointing.local_tensor import LocalTensor, problems_of_tensors
+from megatron.core.dist_checkpointing.write import HeldPart, Saving, saving_together, write_and_publish
+from megatron.core.dist_checkpointing.write_balance import shares
 from megatron.core.offload.stored_tensor import Stored, StoredTensor
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis

@@ -6,7 +6,7 @@
     iter_N.damaged/     found damaged by a run that then went back to an older one; never read or removed
     iter_N.1.partial/   the rest of a folder that could not be removed; the next save removes it
 
-An object store renames nothing: there `in_place.py` does what these functions say. Paths only, no torch.
+An object store renames nothing: there `object_store_commit.py` does what these functions say. Paths only, no torch.
 """
 
 import errno
@@ -14,15 +14,15 @@ import itertools
 import re
 from pathlib import Path
 
-from megatron.core.checkpoint import format, in_place
-from megatron.core.checkpoint.folder import aside_of, is_whole, iterations_in, pointer_text, remove
+from megatron.core.dist_checkpointing import format, object_store_commit
+from megatron.core.dist_checkpointing.checkpoint_folder import aside_of, is_whole, iterations_in, pointer_text, remove
 from megatron.core.storage import file_layer
 
 
 def begin(partial: Path) -> None:
     """Makes the empty folder in which the ranks of a save meet."""
     if file_layer.is_object(partial):
-        in_place.begin_in_place(partial)
+        object_store_commit.begin_in_place(partial)
         return
     make_way(partial)
     file_layer.at(partial).make_folder(partial)
@@ -31,7 +31,7 @@ def begin(partial: Path) -> None:
 def file_for(partial: Path, rank: int) -> Path:
     """Where a rank writes its pieces. Raises OSError where it does not see what `begin` has made."""
     if file_layer.is_object(partial):
-        return in_place.object_for(partial, rank)
+        return object_store_commit.object_for(partial, rank)
     if not file_layer.is_folder(partial):
         raise FileNotFoundError(errno.ENOENT, "no such folder", str(partial))
     return partial / format.file_name(rank, ".bin")
@@ -46,7 +46,7 @@ def is_ours(final: Path) -> bool:
     """Whether the folder of an iteration may be replaced: it holds a checkpoint, or objects of saves that have not ended."""
     if file_layer.is_file(final / format.MANIFEST):
         return True
-    return file_layer.is_object(final) and in_place.are_objects_of_saves(final)
+    return file_layer.is_object(final) and object_store_commit.are_objects_of_saves(final)
 
 
 def publish(partial: Path, iteration: int) -> None:
@@ -55,7 +55,7 @@ def publish(partial: Path, iteration: int) -> None:
     A previous folder of the same iteration is renamed; `clear_leftovers` removes it.
     """
     if file_layer.is_object(partial):
-        in_place.publish_in_place(partial, iteration)
+        object_store_commit.publish_in_place(partial, iteration)
         return
     root, final = partial.parent, partial.parent / format.folder_name(iteration)
     pointer = root / (format.LATEST + format.PARTIAL)
@@ -98,7 +98,7 @@ def delete(folder: Path) -> None:
     """Removes a checkpoint that is not wanted any more. If it is killed at any point, nothing looks complete, and the next save
     removes the rest."""
     if file_layer.is_object(folder):
-        in_place.delete_in_place(folder)
+        object_store_commit.delete_in_place(folder)
     else:
         remove(take_name_away(folder))
 
@@ -106,7 +106,7 @@ def delete(folder: Path) -> None:
 def set_aside(folder: Path) -> Path:
     """Renames a damaged folder, so that nothing takes it for a checkpoint and its iteration can be saved again; its new path."""
     if file_layer.is_object(folder):
-        return in_place.set_aside_in_place(folder)
+        return object_store_commit.set_aside_in_place(folder)
     names = (
         f"{folder.name}{number}{format.SPOILED}"
         for number in itertools.chain([""], (f".{i}" for i in itertools.count(1)))
@@ -122,7 +122,7 @@ def clear_leftovers(root: Path) -> list[str]:
     Only one process may save below `root`.
     """
     if file_layer.is_object(root):
-        return in_place.clear_in_place(root)
+        return object_store_commit.clear_in_place(root)
     problems, folders = [], _named(root, format.PARTIAL) + _named(root, format.REPLACED)
     for path in [root / (format.LATEST + format.PARTIAL), *folders]:
         try:

@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 
 from megatron.core.base import rank_status
-from megatron.core.checkpoint import format, writer
-from megatron.core.checkpoint.format import CheckpointError
-from megatron.core.checkpoint.local_tensor import LocalTensor
-from megatron.core.checkpoint.save import check_savable
-from megatron.core.checkpoint.shares import shares
-from megatron.core.checkpoint.star import Messages
-from megatron.core.checkpoint.writing import Saving
+from megatron.core.dist_checkpointing import format, writer_process
+from megatron.core.dist_checkpointing.format import CheckpointError
+from megatron.core.dist_checkpointing.local_tensor import LocalTensor
+from megatron.core.dist_checkpointing.save_sharded import check_savable
+from megatron.core.dist_checkpointing.write import Saving
+from megatron.core.dist_checkpointing.write_balance import shares
+from megatron.core.dist_checkpointing.writer_group import Messages
 from megatron.core.offload.stored_tensor import StoredTensor
 from megatron.core.parallel import collectives
 from megatron.core.parallel import device as devices
@@ -164,7 +164,7 @@ class BackgroundSaves:
     def _start_process(self) -> None:
         mine, its = socket.socketpair()
         with its:
-            self._process = writer.start_process(its)
+            self._process = writer_process.start_process(its)
         self._writer = Messages(mine)
 
     def reserve(self, tensors: dict[str, LocalTensor]) -> None:

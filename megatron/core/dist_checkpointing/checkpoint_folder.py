@@ -3,15 +3,15 @@
     iter_N/manifest.json    iteration N is complete
     iter_N.replaced/        complete: the previous save of iteration N, while it is saved again
 
-`publishing.py` has the other names. Paths only, no torch.
+`commit.py` has the other names. Paths only, no torch.
 """
 
 import re
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.core.checkpoint import format
-from megatron.core.checkpoint.format import CheckpointError, Manifest
+from megatron.core.dist_checkpointing import format
+from megatron.core.dist_checkpointing.format import CheckpointError, Manifest
 from megatron.core.storage import file_layer
 
 _MOST_POINTER = 64  # bytes: a number of 18 digits, and room for spaces that an editor leaves

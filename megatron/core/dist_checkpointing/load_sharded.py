@@ -18,9 +18,10 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from megatron.core.checkpoint import folder, format
-from megatron.core.checkpoint.format import CheckpointError, Manifest, Piece
-from megatron.core.checkpoint.local_tensor import LocalTensor, problems_of_tensors
+from megatron.core.dist_checkpointing import checkpoint_folder as folder
+from megatron.core.dist_checkpointing import format
+from megatron.core.dist_checkpointing.format import CheckpointError, Manifest, Piece
+from megatron.core.dist_checkpointing.local_tensor import LocalTensor, problems_of_tensors
 from megatron.core.offload.stored_tensor import Stored, StoredTensor
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import ALONE, Axis

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.checkpoint.load import open_checkpoint
-from megatron.core.checkpoint.local_tensor import LocalTensor, placed_tensor
-from megatron.core.checkpoint.save import save_checkpoint
+from megatron.core.dist_checkpointing.load_sharded import open_checkpoint
+from megatron.core.dist_checkpointing.local_tensor import LocalTensor, placed_tensor
+from megatron.core.dist_checkpointing.save_sharded import save_checkpoint
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.sharding.boxes import whole
 from megatron.core.sharding.placement import Placement, placement_of

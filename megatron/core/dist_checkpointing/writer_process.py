@@ -29,9 +29,9 @@ from typing import Any
 
 import megatron
 from megatron.core.base import output_streams
-from megatron.core.checkpoint.format import CheckpointError
-from megatron.core.checkpoint.star import Messages, Middle, OtherRankError, Star, join
-from megatron.core.checkpoint.writing import HeldPart, Saving, write_and_publish
+from megatron.core.dist_checkpointing.format import CheckpointError
+from megatron.core.dist_checkpointing.write import HeldPart, Saving, write_and_publish
+from megatron.core.dist_checkpointing.writer_group import Messages, Middle, OtherRankError, Star, join
 from megatron.core.storage.paths import path_of
 
 _CHUNK = 16 << 20  # bytes hashed and written at a time

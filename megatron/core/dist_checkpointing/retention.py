@@ -10,9 +10,9 @@ leaves nothing that looks complete, and the next start or save removes the rest.
 from collections.abc import Collection
 from pathlib import Path
 
-from megatron.core.checkpoint import format
-from megatron.core.checkpoint.folder import is_whole
-from megatron.core.checkpoint.publishing import delete
+from megatron.core.dist_checkpointing import format
+from megatron.core.dist_checkpointing.checkpoint_folder import is_whole
+from megatron.core.dist_checkpointing.commit import delete
 from megatron.core.storage import file_layer
 
 

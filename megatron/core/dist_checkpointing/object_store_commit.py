@@ -17,8 +17,8 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from megatron.core.checkpoint import folder, format
-from megatron.core.checkpoint.format import CheckpointError
+from megatron.core.dist_checkpointing import checkpoint_folder, format
+from megatron.core.dist_checkpointing.format import CheckpointError
 from megatron.core.storage import file_layer
 
 _SAVE = "save.json"
@@ -45,9 +45,9 @@ def are_objects_of_saves(final: Path) -> bool:
 
 def publish_in_place(partial: Path, iteration: int) -> None:
     """Makes the manifest in `partial` that of its iteration, and the iteration the latest."""
-    text = folder.read_manifest(partial)
+    text = checkpoint_folder.read_manifest(partial)
     file_layer.write_synced(partial.with_suffix("") / format.MANIFEST, text)
-    file_layer.write_synced(partial.parent / format.LATEST, folder.pointer_text(iteration))
+    file_layer.write_synced(partial.parent / format.LATEST, checkpoint_folder.pointer_text(iteration))
 
 
 def set_aside_in_place(final: Path) -> Path:
@@ -114,7 +114,7 @@ def _listed(final: Path) -> list[str] | None:
     if not file_layer.is_file(final / format.MANIFEST):
         return None
     try:
-        return list(format.parse_manifest(folder.read_manifest(final), final / format.MANIFEST).files)
+        return list(format.parse_manifest(checkpoint_folder.read_manifest(final), final / format.MANIFEST).files)
     except CheckpointError as error:
         if error.advice != format.DAMAGED:
             raise

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 
-from megatron.core.checkpoint.local_tensor import LocalTensor
+from megatron.core.dist_checkpointing.local_tensor import LocalTensor
 from megatron.core.sharding.boxes import Box, size_of
 
 

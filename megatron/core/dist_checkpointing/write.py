@@ -6,13 +6,13 @@
     all ranks   is every tensor I hold in it?
     rank 0      rename to iter_N/, then point latest_checkpointed_iteration.txt to it, then remove what it replaces
 
-(In an object store, which renames nothing, pieces and manifest have other places and the same order: `in_place.py`.)
+(In an object store, which renames nothing, pieces and manifest have other places and the same order: `object_store_commit.py`.)
 
 Each line is one step of an `Agreement`: a rank that fails stops all of them with its message, and the checkpoint before stays
 what `latest` names. All ranks write below one folder, so it must lie on a file system that they share; a rank that does
 not see it, or whose files rank 0 does not see, is reported. One job at a time may save below a root: the caller sees to it.
 
-The ranks that train run these steps (`save.py`), or a process beside each of them (`writer.py`).
+The ranks that train run these steps (`save_sharded.py`), or a process beside each of them (`writer.py`).
 """
 
 import contextlib
@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from megatron.core.checkpoint import folder, format, publishing
-from megatron.core.checkpoint.format import CheckpointError, Manifest, Piece, TensorRecord
+from megatron.core.dist_checkpointing import checkpoint_folder, commit, format
+from megatron.core.dist_checkpointing.format import CheckpointError, Manifest, Piece, TensorRecord
 from megatron.core.sharding.boxes import Box
 from megatron.core.storage import file_layer
 
@@ -85,7 +85,7 @@ def write_and_publish(saving: Saving, parts: dict[str, HeldPart], ranks: Agreeme
     except Exception:
         if ranks.rank == 0:
             with contextlib.suppress(OSError):  # the first error is the one to report
-                publishing.clear_leftovers(saving.root)
+                commit.clear_leftovers(saving.root)
         raise
 
 
@@ -101,7 +101,7 @@ def saving_together(root: Path, ranks: Agreement) -> Iterator[None]:
 
 def _left(root: Path) -> str:
     try:
-        iteration = folder.find(root).iteration
+        iteration = checkpoint_folder.find(root).iteration
     except (CheckpointError, OSError):
         return f"there is no checkpoint in {root} yet"
     return f"the checkpoint before is intact (iteration {iteration})"
@@ -117,14 +117,14 @@ def _start(saving: Saving) -> None:
     with _writing(partial):
         file_layer.make_folders(root)
         _clear_leftovers(saving)
-        if file_layer.exists(final) and not publishing.is_ours(final):
+        if file_layer.exists(final) and not commit.is_ours(final):
             wrong = f"exists and has no {format.MANIFEST}, so it is not ours to replace"
             raise CheckpointError(final, wrong, "move it away or choose another --save")
-        publishing.begin(partial)
+        commit.begin(partial)
 
 
 def _clear_leftovers(saving: Saving) -> None:
-    for problem in publishing.clear_leftovers(saving.root):
+    for problem in commit.clear_leftovers(saving.root):
         saving.warn(problem)
 
 
@@ -155,7 +155,7 @@ def _write_part(partial: Path, iteration: int, rank: int, parts: dict[str, HeldP
         return 0
     with _writing(partial):
         try:
-            path = publishing.file_for(partial, rank)
+            path = commit.file_for(partial, rank)
         except FileNotFoundError as error:
             wrong = f"was made by the first rank but is not visible to rank {rank}"
             raise CheckpointError(partial, wrong, _NOT_SHARED) from error
@@ -204,7 +204,7 @@ def _merge(partial: Path, iteration: int, state: dict[str, Any], part_bytes: lis
         part = format.parse_manifest(file_layer.read_start(partial / name, nbytes).decode(), partial / name)
         merged.files.update(part.files)
         _add(merged.tensors, part.tensors, partial / name)
-    _check_sizes(publishing.folder_of_pieces(partial), merged.files)
+    _check_sizes(commit.folder_of_pieces(partial), merged.files)
     format.check_whole(merged, partial, ONE_WRITER)
     text = format.to_json(merged)
     format.parse_manifest(text, partial / format.MANIFEST)  # what cannot be read must not become the latest
@@ -264,5 +264,5 @@ def make_latest(saving: Saving, ranks: Agreement) -> None:
     with saving_together(saving.root, ranks):
         if ranks.rank == 0:
             with _writing(saving.partial.with_suffix("")):
-                publishing.publish(saving.partial, saving.iteration)
+                commit.publish(saving.partial, saving.iteration)
             _clear_leftovers(saving)

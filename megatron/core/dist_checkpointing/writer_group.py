@@ -2,7 +2,7 @@
 
             writer 1
                |                 each writer sends the first what it has to say, the first sends all what follows from it
-    writer 2 - writer 0 - ...    one exchange for each step of a save (`Star`, an `Agreement` of writing.py)
+    writer 2 - writer 0 - ...    one exchange for each step of a save (`Star`, an `Agreement` of write.py)
 
 Training's collectives go on meanwhile: the two never share a group. A writer that ends closes its sockets, and all others
 fail at their next exchange.
