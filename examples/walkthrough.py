@@ -29,7 +29,7 @@ from torch import nn
 from megatron import deepspeed
 from megatron.core import mpu
 from megatron.core.base.output_streams import keep_running, until_reader_ends
-from megatron.core.distributed.buffer import ParamAndGradBuffer
+from megatron.core.distributed.grad_buffer import ParamAndGradBuffer
 from megatron.core.parallel import collectives
 from megatron.core.parallel.collectives import Call, bytes_sent
 from megatron.core.parallel.grid import Axis

@@ -36,7 +36,7 @@ The model has {layers} layers and tied embeddings. Bytes are those of the tensor
 What the stages of ZeRO send is derived in [memory](memory.md) and printed at a run's start.
 
 Not in this ledger, nor in what a run's start prints: in ZeRO stages 2 and 3 data-parallel ranks see to it that all come to the same
-call (`megatron/core/distributed/call_order.py`, with a ledger of its own). That is an all-reduce of two integers, 16 bytes, within
+call (`megatron/core/distributed/collective_order.py`, with a ledger of its own). That is an all-reduce of two integers, 16 bytes, within
 each group that holds all shards, once at the end of a step; with `--poison-released-buffers` also before each bucket's reduce-scatter and,
 in stage 3, before each all-gather of a unit.
 

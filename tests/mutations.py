@@ -123,7 +123,7 @@ MUTATIONS = [
             "so it ends first.\n            self.finish_reduce()\n",
             "so it ends first.\n            pass\n",
         ),
-        ("the parameters of a unit", "distributed/fetch.py", ZERO, "bucket.finish_gather()\n", "pass\n"),
+        ("the parameters of a unit", "distributed/param_gather.py", ZERO, "bucket.finish_gather()\n", "pass\n"),
         (
             "a module's parameters after the update",
             "distributed/zero.py",

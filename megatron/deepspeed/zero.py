@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.distributed.made_in_shards import MakingInShards
-from megatron.core.distributed.whole_parameters import WholeParameters
+from megatron.core.distributed.gathered_parameters import WholeParameters
+from megatron.core.distributed.zero_init import MakingInShards
 from megatron.core.parallel.global_state import get_mesh, model_parallel_is_initialized
 from megatron.core.parallel.initialize_groups import initialize_model_parallel
 from megatron.deepspeed.comm import init_distributed

@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing import LocalTensor, open_checkpoint, save_
 from megatron.core.dist_checkpointing.format import CheckpointError
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
-from megatron.core.distributed.whole_parameters import start_alike, whole_state_dict
+from megatron.core.distributed.gathered_parameters import start_alike, whole_state_dict
 from megatron.core.offload.offload_config import OffloadConfig, make_tier
 from megatron.core.ops.main_grad import slot_of
 from megatron.core.optimizer import FlatOptimizer, torch_groups

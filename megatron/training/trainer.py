@@ -17,7 +17,7 @@ from torch import nn
 from megatron.core import parallel_state
 from megatron.core.base import rank_status
 from megatron.core.datasets.data_loader import loader
-from megatron.core.distributed.traffic import traffic_line
+from megatron.core.distributed.comm_volume import traffic_line
 from megatron.core.ops.compile.compiled_region import news_of_compiling, news_of_layers
 from megatron.core.optimizer.lr_schedule import (
     AnySchedule,

@@ -15,7 +15,7 @@ import pytest
 from code_lines import nodes, product_files
 
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.distributed.slot import ParamSlot
+from megatron.core.distributed.param_slot import ParamSlot
 from megatron.core.offload.activation_offload import HoldsActivations
 from megatron.core.ops.main_grad import DataParallelBase, GradSlot
 from megatron.core.tensor_parallel.broadcast_batch import BatchWithoutData
@@ -30,9 +30,9 @@ OURS = {
     "megatron/core/base/dataclass_flags.py knob_of": "knob",
     "megatron/core/datasets/vocab_check.py table_problem": "never",
     "megatron/core/datasets/pad_token.py pad_is_text": "pad_is_text",  # a script's tokenizer may say it
-    "megatron/core/distributed/made_in_shards.py shard_of": "shard",
-    "megatron/core/distributed/slot.py is_lent": "is_lent",  # a script's model
-    "megatron/core/distributed/slot.py uses_of": "uses",  # a script's model
+    "megatron/core/distributed/zero_init.py shard_of": "shard",
+    "megatron/core/distributed/param_slot.py is_lent": "is_lent",  # a script's model
+    "megatron/core/distributed/param_slot.py uses_of": "uses",  # a script's model
     "megatron/core/ops/rematerialize.py _mark_of": "made_again",
     "megatron/core/ops/rematerialize.py maker_of": "asked",
     "megatron/core/ops/main_grad.py main_grad_of": "main_grad",  # Megatron's name
@@ -67,7 +67,7 @@ FOREIGN = {
     "Python's, on any object": {
         "megatron/core/classic/transformer_config.py": "__name__",
         "megatron/core/base/dataclass_flags.py": "__metadata__",
-        "megatron/core/distributed/released.py": "__name__ __self__",
+        "megatron/core/distributed/non_resident.py": "__name__ __self__",
         "megatron/core/sharding/initial_values.py": "__name__",
         "megatron/training/memory/shortage.py": "__notes__",
     },

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.core.distributed.plan import ALIGN, Cut, Item, Slot, lay_out, overlaps, runs
+from megatron.core.distributed.buffer_plan import ALIGN, Cut, Item, Slot, lay_out, overlaps, runs
 
 # parameters in order of creation "name:numel[:key]", alignment -> per key "key total | name start stop | ..."
 TABLE = [

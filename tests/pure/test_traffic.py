@@ -5,7 +5,7 @@ import re
 import pytest
 from said import tells
 
-from megatron.core.distributed.traffic import Flat, step_traffic, traffic_line
+from megatron.core.distributed.comm_volume import Flat, step_traffic, traffic_line
 
 P = 3 * 2**20
 ONE = Flat(P, lent=0, param_bytes=1, sum_bytes=1, sent_bytes=1)  # bytes are elements

@@ -1,6 +1,6 @@
 """How many gradients a backward gives a bucket: found out, by the times that it was entered."""
 
-from megatron.core.distributed.uses import Uses
+from megatron.core.distributed.grad_count import Uses
 
 
 def backward(uses: Uses, entries: int, writes: int, microbatch: int = 0) -> tuple[list[int], list[int]]:

@@ -365,7 +365,7 @@ OF_STATE_ON_HOST = {
     "core/parallel/device.py result: event",
     "core/offload/stored_tensor.py start_writing: copy npu to cpu",
 }
-OF_ORDER = {f"core/distributed/call_order.py _compare: {what}" for what in ("copy cpu to npu", "number read")}
+OF_ORDER = {f"core/distributed/collective_order.py _compare: {what}" for what in ("copy cpu to npu", "number read")}
 
 
 @pytest.mark.full

@@ -11,7 +11,7 @@ from tiny_run import TINY_GPT2, TINY_LLAMA, Layout, Outcome, TinyTrainer, assert
 from torch import Tensor
 
 from megatron.core.distributed.data_parallel import DataParallelConfig
-from megatron.core.distributed.elements import params_norm
+from megatron.core.distributed.global_norms import params_norm
 from megatron.core.offload.host_and_file_store import FileTensor, FileTier
 from megatron.core.offload.offload_config import OffloadConfig
 from megatron.core.offload.stored_tensor import start_reading, start_writing

@@ -9,7 +9,7 @@ from local_ranks import run_ranks
 from said import tells
 from torch import Tensor, nn
 
-from megatron.core.distributed.call_order import difference
+from megatron.core.distributed.collective_order import difference
 from megatron.core.distributed.data_parallel import DataParallelConfig, DistributedDataParallel
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis

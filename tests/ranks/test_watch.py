@@ -8,7 +8,7 @@ from local_ranks import run_ranks
 from tiny_run import GPT2, LLAMA, Layout, TinyTrainer, my_pieces, put_together
 
 from megatron.core.distributed.data_parallel import DataParallelConfig
-from megatron.core.distributed.elements import num_zeros_in_grad, params_norm
+from megatron.core.distributed.global_norms import num_zeros_in_grad, params_norm
 from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.parallel import collectives
 from megatron.training.watch.profiling import StepProfiler

@@ -15,8 +15,8 @@ from local_ranks import run_ranks
 from tiny_run import TINY_GPT2, Layout, run
 from torch import Tensor, nn
 
-from megatron.core.distributed.buffer import Transient
 from megatron.core.distributed.data_parallel import DataParallelConfig, DistributedDataParallel
+from megatron.core.distributed.grad_buffer import Transient
 from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.parallel.mesh import Mesh

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import product, starmap
 from typing import NamedTuple
 
-from megatron.core.distributed.traffic import Flat, step_traffic
+from megatron.core.distributed.comm_volume import Flat, step_traffic
 from tools.configuring.sizes import Model
 
 RECOMPUTES = {

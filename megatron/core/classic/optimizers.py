@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron.core.base.config_fields import settings_from
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing.local_tensor import LocalTensor
-from megatron.core.distributed.elements import num_zeros_in_grad
+from megatron.core.distributed.global_norms import num_zeros_in_grad
 from megatron.core.held_tensors import optimizer_tensors
 from megatron.core.ops.main_grad import slot_of
 from megatron.core.optimizer import settings

@@ -20,6 +20,6 @@ __getattr__, __dir__ = lazy_names(
         ".data_parallel_config": "DataParallelConfig",
         "megatron.core.classic.data_parallel": "DistributedDataParallel DistributedDataParallelConfig",
         ".finalize_model_grads": "finalize_model_grads",
-        ".buffer": "MemoryBuffer ParamAndGradBuffer",
+        ".grad_buffer": "MemoryBuffer ParamAndGradBuffer",
     },
 )

@@ -3,8 +3,8 @@
     stage         gradients                                parameters
     0, 1          ReduceOnce, at the end of a step         ParamGather, after the update
     2             ReduceEachMicrobatch                     ParamGather
-    3             ReduceEachMicrobatch                     ParamFetcher (`fetch.py`), around each use
-    0, 1, fixed   ReduceInFixedOrder (`fixed_order.py`)    ParamGather
+    3             ReduceEachMicrobatch                     ParamFetcher (`param_gather.py`), around each use
+    0, 1, fixed   ReduceInFixedOrder (`fixed_order_reduce.py`)    ParamGather
 
 Inside a bucket (`bucket.py`) the stages differ by its memory: with or without shards, permanent or transient.
 """
@@ -15,9 +15,9 @@ from typing import Any
 from torch import nn
 
 from megatron.core.distributed.bucket import Bucket
-from megatron.core.distributed.call_order import UseOrder
-from megatron.core.distributed.slot import ParamSlot
-from megatron.core.distributed.uses import Uses
+from megatron.core.distributed.collective_order import UseOrder
+from megatron.core.distributed.grad_count import Uses
+from megatron.core.distributed.param_slot import ParamSlot
 from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.main_grad import slot_of
 

@@ -1,7 +1,7 @@
 """What layers and schedules say to data parallelism: a layer where its gradient is, a schedule which part of a step begins.
 
 A layer that accumulates gradients itself, instead of leaving them to autograd, calls these functions. They do nothing
-for a parameter that no `DistributedDataParallel` trains: it has no `slot` (`distributed/slot.py`).
+for a parameter that no `DistributedDataParallel` trains: it has no `slot` (`distributed/param_slot.py`).
 
 A schedule's model chunks are `DataParallelBase`s, or plain modules, which hear nothing.
 """

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.memory_kind import memory_kind
-from megatron.core.distributed.buffer import ParamAndGradBuffer, Shard
-from megatron.core.distributed.plan import Slot, overlaps, runs
+from megatron.core.distributed.buffer_plan import Slot, overlaps, runs
+from megatron.core.distributed.grad_buffer import ParamAndGradBuffer, Shard
 from megatron.core.offload.host_and_file_store import Tier
 from megatron.core.offload.offload_plan import cut_by_fraction
 from megatron.core.offload.stored_tensor import Stored, copy_stored

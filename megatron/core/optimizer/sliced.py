@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron.core.base.async_handle import Pending, all_of, done
 from megatron.core.base.memory_kind import ACTIVATIONS, memory_kind
-from megatron.core.distributed.plan import ALIGN
+from megatron.core.distributed.buffer_plan import ALIGN
 from megatron.core.offload.offload_plan import SLICE, cut_in_slices
 from megatron.core.offload.stored_tensor import Stored, start_reading, start_writing
 from megatron.core.optimizer.param_groups import ParamGroup

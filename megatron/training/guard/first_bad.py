@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.distributed.elements import my_elements
+from megatron.core.distributed.global_norms import my_elements
 from megatron.core.parallel import collectives
 from megatron.core.pipeline_parallel.microbatch_loss import ForwardStep
 from megatron.core.pipeline_parallel.pipeline_driver import Pipeline

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.core.distributed.buffer_plan import overlaps
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.distributed.plan import overlaps
 from megatron.core.offload.stored_tensor import Stored, loaded
 from megatron.core.ops.tensor_hash import tensor_hash
 from megatron.core.parallel import collectives

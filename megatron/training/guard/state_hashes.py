@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.core.distributed.buffer import ParamAndGradBuffer, Shard
+from megatron.core.distributed.buffer_plan import Slot
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.distributed.plan import Slot
+from megatron.core.distributed.grad_buffer import ParamAndGradBuffer, Shard
 from megatron.core.offload.stored_tensor import Stored, loaded
 from megatron.core.ops.main_grad import slot_of
 from megatron.core.ops.tensor_hash import BLOCK_WORDS, block_hashes

@@ -1,4 +1,4 @@
-"""--inspect statistics of whole tensors: every element counts once, in any layout (`core/distributed/elements.py`).
+"""--inspect statistics of whole tensors: every element counts once, in any layout (`core/distributed/global_norms.py`).
 
 Activations are divided over data-parallel ranks and microbatches; tensor-parallel ranks hold copies of a layer's output, or parts
 under sequence parallelism.
@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron.core.base.memory_kind import memory_kind
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.distributed.elements import my_elements
+from megatron.core.distributed.global_norms import my_elements
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
 

@@ -19,7 +19,7 @@ from typing import Any
 from megatron.core.base import output_streams
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.distributed.elements import num_zeros_in_grad, params_norm
+from megatron.core.distributed.global_norms import num_zeros_in_grad, params_norm
 from megatron.core.pipeline_parallel.pipeline_driver import Pipeline
 from megatron.core.pipeline_parallel.schedule.actions import Action, Op
 from megatron.core.storage.paths import path_of

@@ -2,12 +2,12 @@
 
 A unit is a layer of a list of layers, an `nn.MultiheadAttention`, which uses its child's parameters itself, or, outside of
 these, a module that holds parameters, itself or in an `nn.ParameterList` or another list without a forward. Hooks report
-each use (`uses.py`). In a backward, a unit's parameters stay resident until their gradients are complete or deferred
+each use (`grad_count.py`). In a backward, a unit's parameters stay resident until their gradients are complete or deferred
 (zero-bubble schedules). Recomputation during a backward gathers parameters; that backward releases them.
 
 Two things follow for modules. A layer with a backward of its own must compute the gradient of its input before the
 last gradient of its parameters. A parent must use its children's parameters through the children, or pass them to a
-module (otherwise `released.py` raises an error).
+module (otherwise `non_resident.py` raises an error).
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.core.distributed.bucket import Bucket
-from megatron.core.distributed.uses import Uses
+from megatron.core.distributed.grad_count import Uses
 from megatron.core.distributed.zero import ParamGather
 from megatron.core.ops.main_grad import slot_of
 

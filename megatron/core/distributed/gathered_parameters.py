@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.distributed.made_in_shards import shard_of
+from megatron.core.distributed.zero_init import shard_of
 from megatron.core.ops.main_grad import GradSlot, slot_of
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.core.distributed.buffer_plan import BufferPlan, Slot, overlaps
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
-from megatron.core.distributed.plan import BufferPlan, Slot, overlaps
 from megatron.core.offload.host_and_file_store import Tier
 from megatron.core.offload.stored_tensor import Stored, start_writing
 from megatron.core.ops.main_grad import set_slot

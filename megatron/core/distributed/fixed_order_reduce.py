@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from megatron.core.base.memory_kind import memory_kind
 from megatron.core.distributed.bucket import Bucket
-from megatron.core.distributed.buffer import MemoryBuffer, ParamAndGradBuffer
-from megatron.core.distributed.slot import ParamSlot
+from megatron.core.distributed.grad_buffer import MemoryBuffer, ParamAndGradBuffer
+from megatron.core.distributed.param_slot import ParamSlot
 from megatron.core.distributed.zero import GradReduce
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from megatron.core.distributed.buffer_plan import overlaps
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.distributed.plan import overlaps
 from megatron.core.offload.stored_tensor import loaded
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
