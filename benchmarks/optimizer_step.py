@@ -37,7 +37,7 @@ from megatron.core.optimizer.whole import Owners, whole_tensors
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.sharding.initial_values import initialize_parameters
-from megatron.core.transformer.context import LayerContext
+from megatron.core.transformer.layer_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 
 SETTINGS = {

@@ -64,7 +64,7 @@ from megatron.core.storage.paths import path_of
 from megatron.core.tokenizers import Tokenizer, TokenizerConfig, build_tokenizer
 from megatron.core.tokenizers.tokenizer_fingerprint import tokenizer_sha256
 from megatron.core.tokenizers.vocabulary_diff import token_difference, vocabulary_of
-from megatron.core.transformer.context_parallel.problems import context_parallel_problems
+from megatron.core.transformer.context_parallel_rules import context_parallel_problems
 from megatron.training.initialize import available_cores
 from megatron.training.watch.contention import Contention
 from tools.errors import naming_flag

@@ -20,7 +20,7 @@ from megatron.core.parallel.global_state import acting_on, current
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tokenizers.tokenizer_config import NO_TOKENIZER
 from megatron.core.tokenizers.tokenizer_registry import Tokenizer
-from megatron.core.transformer.context import LayerContext
+from megatron.core.transformer.layer_context import LayerContext
 from megatron.training.command_line import Arguments
 from megatron.training.settings.config import Config
 from megatron.training.watch.flops import ModelShape, TwoStackShape

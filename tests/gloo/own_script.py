@@ -20,7 +20,7 @@ from megatron.core.classic.tensor_parallel import tensor_parallel_of
 from megatron.core.enums import ModelType
 from megatron.core.models.head import LanguageModelHead
 from megatron.core.ops.dropout import DropoutKeys
-from megatron.core.transformer.context import LayerContext
+from megatron.core.transformer.layer_context import LayerContext
 from megatron.core.utils import init_method_normal
 from megatron.training import get_args, get_runtime, get_tokenizer, pretrain, print_rank_0
 from megatron.training.arguments import core_transformer_config_from_args

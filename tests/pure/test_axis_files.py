@@ -5,7 +5,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 NAMED = re.compile(r"context[-_ ]?parallel|(\b|_)cp(\b|_)", re.IGNORECASE)
-OWN = ("core/transformer/context_parallel/", "core/parallel/sequence_shard.py", "core/parallel/parallel_config.py")
+OWN = ("core/context_parallel/", "core/parallel/sequence_shard.py", "core/parallel/parallel_config.py")
 ROOMS = (
     "core/parallel_state.py",
     "core/classic/",

@@ -19,7 +19,7 @@ from megatron.core.distributed.param_slot import ParamSlot
 from megatron.core.offload.activation_offload import HoldsActivations
 from megatron.core.ops.main_grad import DataParallelBase, GradSlot
 from megatron.core.tensor_parallel.broadcast_batch import BatchWithoutData
-from megatron.core.transformer.transformer import ParallelTransformer
+from megatron.core.transformer.parallel_transformer import ParallelTransformer
 from megatron.training.memory.dry_run import AnyBatch
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +42,7 @@ OURS = {
     "megatron/core/ops/dropout.py keys_of": "keys",  # a script's layer
     "megatron/core/tensor_parallel/cross_entropy.py cross_entropy_of": "cross_entropy",
     "megatron/core/tokenizers/tokenizer_fingerprint.py tokenizer_sha256": "beside",
-    "megatron/core/transformer/whole_layer.py _may_be_left_out": "may_be_left_out",
+    "megatron/core/transformer/compiled_layer.py _may_be_left_out": "may_be_left_out",
     "megatron/training/chunks.py _is_shared": "shared_embedding",  # Megatron's name
     "megatron/training/watch/statistics.py _gives_hidden_states": "gives_hidden_states",  # a script's layer
     "tools/preprocessing/word_memory.py packer": "words",

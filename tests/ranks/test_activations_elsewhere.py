@@ -37,9 +37,9 @@ from megatron.core.offload.host_and_file_store import FileTier
 from megatron.core.offload.offload_config import OffloadConfig
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.pipeline_driver import BatchShape, Pipeline
-from megatron.core.transformer.context import LayerContext
+from megatron.core.transformer.layer_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.core.transformer.transformer import ParallelTransformer
+from megatron.core.transformer.parallel_transformer import ParallelTransformer
 
 MODELS = {"dropout": TINY_GPT2, "gated": TINY_LLAMA}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform"}

@@ -13,7 +13,7 @@ from torch.nn import functional
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.models.bert_model import BertModel
 from megatron.core.sharding.initial_values import initialize_parameters
-from megatron.core.transformer.context import LayerContext
+from megatron.core.transformer.layer_context import LayerContext
 
 CONFIGS = {
     "bert": TINY_GPT2,

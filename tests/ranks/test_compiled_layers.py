@@ -22,11 +22,11 @@ from megatron.core.ops.matmul import Products
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
-from megatron.core.transformer.context import LayerContext
+from megatron.core.transformer.compiled_layer import WholeLayer
+from megatron.core.transformer.layer_context import LayerContext
 from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
-from megatron.core.transformer.whole_layer import WholeLayer
 from tools.estimating.measure import measure
 
 pytestmark = pytest.mark.usefixtures(as_written.__name__)

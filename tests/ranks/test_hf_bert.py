@@ -24,7 +24,7 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.sharding.boxes import slices
 from megatron.core.sharding.placement import pieces
-from megatron.core.transformer.context import LayerContext
+from megatron.core.transformer.layer_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 
 sys.path.append(str(Path(__file__).parent.parent / "exchange"))

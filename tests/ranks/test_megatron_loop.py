@@ -35,7 +35,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.layer_split import split_layers
 from megatron.core.pipeline_parallel.pipeline_driver import BatchShape
 from megatron.core.sharding.initial_values import initialize_parameters
-from megatron.core.transformer.context import LayerContext
+from megatron.core.transformer.layer_context import LayerContext
 from megatron.training.chunks import share_tables
 
 STEPS, BATCH, RATES = 3, 8, (1e-2, 7.5e-3, 5e-3)

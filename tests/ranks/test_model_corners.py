@@ -24,7 +24,7 @@ from megatron.core.sharding.placement import pieces
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.attention import ParallelAttention
-from megatron.core.transformer.context import LayerContext
+from megatron.core.transformer.layer_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.checkpointing import model_tensors, optimizer_tensors
 from megatron.training.command_line import parse_args

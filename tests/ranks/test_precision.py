@@ -36,7 +36,7 @@ from megatron.core.pipeline_parallel.stage_transport import TensorSpec
 from megatron.core.sharding.initial_values import initialize_parameters
 from megatron.core.sharding.placement import Placement
 from megatron.core.tensor_parallel.linear_autograd import weight_gradient
-from megatron.core.transformer.context import LayerContext
+from megatron.core.transformer.layer_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training import checkpointing
 from megatron.training.command_line import parse_args

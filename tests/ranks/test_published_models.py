@@ -14,7 +14,7 @@ from megatron.core.interchange.mapped import records_of
 from megatron.core.models.bert_model import BertModel
 from megatron.core.models.gpt_model import GPTModel
 from megatron.core.models.t5_model import T5Model
-from megatron.core.transformer.context import LayerContext
+from megatron.core.transformer.layer_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 
 sys.path.append(str(Path(__file__).parent.parent / "exchange"))

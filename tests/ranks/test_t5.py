@@ -33,9 +33,9 @@ from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.pipeline_parallel.layer_split import split_layers
 from megatron.core.sharding.boxes import slices
 from megatron.core.sharding.placement import Normal, Placement, pieces
-from megatron.core.transformer.context import LayerContext
+from megatron.core.transformer.layer_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.core.transformer.relative_positions import bucket_of
+from megatron.core.transformer.relative_position_bias import bucket_of
 from megatron.training.watch.flops import ModelShape, TwoStackShape
 
 sys.path.append(str(Path(__file__).parent.parent / "exchange"))

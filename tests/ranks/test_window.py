@@ -25,7 +25,7 @@ from megatron.core.ops.attention.masks import Documents, Mask, Window, hidden_ke
 from megatron.core.ops.attention.sliding_window import blocks_of
 from megatron.core.transformer.layer_pattern import read_pattern
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.core.transformer.window import read_window
+from megatron.core.transformer.sliding_window_config import read_window
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.command_line import parse_args
 from megatron.training.resume.compared import compare

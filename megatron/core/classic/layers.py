@@ -31,10 +31,10 @@ from megatron.core.ops.attention.masks import Documents
 from megatron.core.parallel.global_state import current
 from megatron.core.pipeline_parallel.layer_split import split_layers
 from megatron.core.transformer.attention import CoreAttention, ParallelAttention
-from megatron.core.transformer.context import LayerContext, MakePart
+from megatron.core.transformer.layer_context import LayerContext, MakePart
 from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.core.transformer.transformer import ParallelTransformer
+from megatron.core.transformer.parallel_transformer import ParallelTransformer
 from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
 
 

@@ -15,7 +15,7 @@ from megatron.core.models.embedding import Embedding
 from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.ops.matmul import NATIVE
 from megatron.core.parallel.global_state import current
-from megatron.core.transformer.context import LayerContext
+from megatron.core.transformer.layer_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.rotary import rotary_angles

@@ -15,7 +15,7 @@ from megatron.core.ops.matmul import Products, settle
 from megatron.core.parallel.grid import AxisSizes
 from megatron.core.parallel.mesh import Mesh, build_mesh
 from megatron.core.sharding.placement import pieces
-from megatron.core.transformer.context import LayerContext
+from megatron.core.transformer.layer_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig, tensor_parallel_problems
 
 _PARAMETERS = "model/"  # what precedes a parameter's name in a checkpoint

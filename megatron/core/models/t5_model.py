@@ -25,13 +25,13 @@ from megatron.core.models.rules import T5_RULES
 from megatron.core.ops.attention.kv_cache import DecoderCache
 from megatron.core.ops.attention.masks import Biased, Mask
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec
-from megatron.core.transformer.context import LayerContext, MakePart
 from megatron.core.transformer.cross_attention import BesideEncoder, ParallelCrossAttention
+from megatron.core.transformer.layer_context import LayerContext, MakePart
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.norm import make_norm
+from megatron.core.transformer.parallel_transformer import ParallelTransformer
 from megatron.core.transformer.recompute import recomputed
-from megatron.core.transformer.relative_positions import RelativeBias, RelativePositions
-from megatron.core.transformer.transformer import ParallelTransformer
+from megatron.core.transformer.relative_position_bias import RelativeBias, RelativePositions
 from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
 
 

@@ -14,10 +14,10 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         ".attention": "ParallelAttention",
-        ".context": "LayerContext",
+        ".layer_context": "LayerContext",
         "megatron.core.ops.attention.kernels": "KERNELS Kernel",
         ".mlp": "ParallelMLP",
-        ".transformer": "ParallelTransformer",
+        ".parallel_transformer": "ParallelTransformer",
         ".transformer_layer": "ParallelTransformerLayer",
         ".model_config": "ModelConfig",
         "megatron.core.classic.layers": "TransformerLayer TransformerLayerSubmodules",

@@ -22,9 +22,9 @@ from megatron.core.tensor_parallel.linear_layers import (
     TensorParallel,
     size_per_rank,
 )
-from megatron.core.transformer.context import LayerContext, MakePart
-from megatron.core.transformer.head_norms import make_query_key_norms, normed_heads
+from megatron.core.transformer.layer_context import LayerContext, MakePart
 from megatron.core.transformer.model_config import ModelConfig, query_group_problem
+from megatron.core.transformer.qk_norm import make_query_key_norms, normed_heads
 from megatron.core.transformer.recompute import recomputed
 
 

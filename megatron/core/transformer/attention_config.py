@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.core.base.dataclass_flags import Positive, knob
-from megatron.core.transformer.block_config import BlockConfig
+from megatron.core.transformer.layer_config import BlockConfig
 
 
 @dataclass(frozen=True)

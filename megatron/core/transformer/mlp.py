@@ -6,9 +6,9 @@ from megatron.core.base.lazy_imports import lazy_names
 from megatron.core.ops.compile.compiled_region import compiles
 from megatron.core.ops.fused_layer_ops import activation_of
 from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.context import LayerContext
+from megatron.core.transformer.layer_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.core.transformer.sequence_tiles import declare_tiles, in_tiles
+from megatron.core.transformer.tiled_compute import declare_tiles, in_tiles
 
 
 class ParallelMLP(nn.Module):

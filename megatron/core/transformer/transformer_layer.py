@@ -11,12 +11,12 @@ from megatron.core.ops.compile.compiled_region import compiles
 from megatron.core.ops.dropout import HiddenDropout
 from megatron.core.ops.fused_layer_ops import REGIONS
 from megatron.core.transformer.attention import ParallelAttention
-from megatron.core.transformer.context import LayerContext, MakePart
+from megatron.core.transformer.compiled_layer import WholeLayer
+from megatron.core.transformer.layer_context import LayerContext, MakePart
 from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.norm import Norm, make_norm
 from megatron.core.transformer.recompute import give_up, recomputed
-from megatron.core.transformer.whole_layer import WholeLayer
 
 
 class ParallelTransformerLayer(nn.Module):

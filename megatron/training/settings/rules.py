@@ -12,7 +12,7 @@ from megatron.core.optimizer.lr_schedule import RunLength, learning_rate_schedul
 from megatron.core.pipeline_parallel.schedule.registry import SCHEDULES
 from megatron.core.pipeline_parallel.schedule.simulate import make_schedule
 from megatron.core.storage.paths import holds, is_url, path_of, same_folder
-from megatron.core.transformer.context_parallel.problems import context_parallel_problems
+from megatron.core.transformer.context_parallel_rules import context_parallel_problems
 from megatron.core.transformer.model_config import tensor_parallel_problems
 from megatron.training.settings.config import COMPONENTS, Config
 from megatron.training.watch.watch_config import watch_problems

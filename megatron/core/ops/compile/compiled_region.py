@@ -103,7 +103,7 @@ class _Whole(Protocol):
 
 
 def _whole_of(layer: nn.Module) -> _Whole | None:
-    """What runs a transformer layer as a whole (`transformer/whole_layer.py`)."""
+    """What runs a transformer layer as a whole (`transformer/compiled_layer.py`)."""
     return getattr(layer, "compiled_whole", None)
 
 

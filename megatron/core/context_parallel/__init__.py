@@ -7,7 +7,7 @@ Everything else in a layer works on rows by themselves, and learns of it only th
     block_attention.py  a block's attention with log(sum exp), and its backward
     ring_attention.py         attention as a sum over blocks: of keys that travel round the ring, or are gathered
     ulysses.py        heads exchanged for rows: each rank computes whole sequences of some heads
-    problems.py       rules about its settings
+    context_parallel_rules.py       rules about its settings
 
 May import: as the package around it. To add a way to communicate: a `Method` in METHODS.
 """

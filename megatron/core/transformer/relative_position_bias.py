@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from megatron.core.parallel.grid import Axis
 from megatron.core.tensor_parallel import mappings
-from megatron.core.transformer.context import LayerContext
+from megatron.core.transformer.layer_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 
 
