@@ -33,8 +33,8 @@ from megatron.core import parallel_state
 from megatron.core.distributed.data_parallel import DataParallelConfig, DistributedDataParallel
 from megatron.core.models.gpt_model import GPTModel
 from megatron.core.ops.dropout import DropoutKeys
-from megatron.core.optimizer.optimizer import FlatOptimizer
-from megatron.core.optimizer.settings import OptimizerConfig
+from megatron.core.optimizer.flat_optimizer import FlatOptimizer
+from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.pipeline_driver import BatchShape, Pipeline
 from megatron.core.sharding.initial_values import initialize_parameters

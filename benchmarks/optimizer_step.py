@@ -30,10 +30,10 @@ from megatron.core import parallel_state
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.models.gpt_model import GPTModel
 from megatron.core.ops.dropout import DropoutKeys
-from megatron.core.optimizer.optimizer import FlatOptimizer
+from megatron.core.optimizer.flat_optimizer import FlatOptimizer
+from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
+from megatron.core.optimizer.full_matrix import Owners, whole_tensors
 from megatron.core.optimizer.param_groups import default_group
-from megatron.core.optimizer.settings import OptimizerConfig
-from megatron.core.optimizer.whole import Owners, whole_tensors
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.sharding.initial_values import initialize_parameters

@@ -24,7 +24,7 @@ from tiny_run import TINY_GPT2, TINY_LLAMA, Layout, Outcome, run
 from zero_matrix import cover
 
 from megatron.core.distributed.data_parallel import DataParallelConfig
-from megatron.core.optimizer.settings import OptimizerConfig
+from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
 
 LAYOUTS = {
     "tp1": {},

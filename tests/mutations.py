@@ -189,12 +189,18 @@ MUTATIONS = [
         ),
         (
             "the writes of one slice, while others are updated",
-            "optimizer/sliced.py",
+            "cpu_offloading/sliced_update.py",
             WRITES,
             "            writing.wait()\n",
             "",
         ),
-        ("the last slice's writes", "optimizer/sliced.py", WRITES, "here)\n        writing.wait()\n", "here)\n"),
+        (
+            "the last slice's writes",
+            "cpu_offloading/sliced_update.py",
+            WRITES,
+            "here)\n        writing.wait()\n",
+            "here)\n",
+        ),
         (
             "tensors of a transfer",
             "async_handle.py",
@@ -255,14 +261,14 @@ MUTATIONS = [
         ),
         (
             "a result of Muon's owner, used while the next are found",
-            "optimizer/whole.py",
+            "optimizer/full_matrix.py",
             OWNERS,
             "use(first, sending.wait())",
             "use(first, sending._keep[0])",
         ),
         (
             "the last results of Muon's owners",
-            "optimizer/whole.py",
+            "optimizer/full_matrix.py",
             OWNERS,
             "use(i, sending.wait())",
             "use(i, sending._keep[0])",

@@ -29,8 +29,8 @@ from tiny_run import TINY_GPT2, Layout, TinyTrainer, runtime_for
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.offload.offload_config import OffloadConfig
-from megatron.core.optimizer.loss_scale import DynamicGradScaler
-from megatron.core.optimizer.settings import OptimizerConfig
+from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
+from megatron.core.optimizer.loss_scaler import DynamicGradScaler
 from megatron.training import checkpointing
 
 MASTER, MODEL = "optimizer/master/", "model/"

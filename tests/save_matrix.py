@@ -37,12 +37,12 @@ from zero_matrix import several_slices
 
 from megatron.core.dist_checkpointing.async_save import BackgroundSaves
 from megatron.core.distributed.data_parallel import DataParallelConfig
-from megatron.core.held_tensors import model_tensors, optimizer_tensors
 from megatron.core.offload.offload_config import OffloadConfig
 from megatron.core.offload.stored_tensor import start_reading
 from megatron.core.optimizer import OPTIMIZERS, UpdateRule
-from megatron.core.optimizer.loss_scale import DynamicGradScaler
-from megatron.core.optimizer.settings import OptimizerConfig
+from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
+from megatron.core.optimizer.loss_scaler import DynamicGradScaler
+from megatron.core.optimizer.sharded_state_dict import model_tensors, optimizer_tensors
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training import checkpointing
 from megatron.training.resume import copies

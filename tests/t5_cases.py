@@ -24,7 +24,7 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.models.rules import T5_RULES
 from megatron.core.offload.offload_config import OffloadConfig
-from megatron.core.optimizer.settings import OptimizerConfig
+from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
 from megatron.core.tokenizers import build_tokenizer
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.chunks import refuse_shared_tables

@@ -25,10 +25,10 @@ from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.ops.matmul import NATIVE
 from megatron.core.ops.shard_sequence import of_my_rows
-from megatron.core.optimizer.loss_scale import DynamicGradScaler
-from megatron.core.optimizer.optimizer import FlatOptimizer
+from megatron.core.optimizer.flat_optimizer import FlatOptimizer
+from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
+from megatron.core.optimizer.loss_scaler import DynamicGradScaler
 from megatron.core.optimizer.param_groups import GroupRule, default_group
-from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.parallel.device import Device
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.layer_split import split_layers, split_two_stacks

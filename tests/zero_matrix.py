@@ -29,7 +29,7 @@ from tiny_run import TINY_GPT2, Layout, Outcome, run
 
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.offload.offload_config import OffloadConfig
-from megatron.core.optimizer.sliced import SlicedUpdater
+from megatron.core.optimizer.cpu_offloading.sliced_update import SlicedUpdater
 from megatron.core.transformer.model_config import ModelConfig
 
 BUCKET = 1500  # elements: several buckets on every rank

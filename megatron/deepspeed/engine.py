@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing.format import CheckpointError
-from megatron.core.optimizer.torch_groups import shown_to_torch
+from megatron.core.optimizer.torch_param_groups import shown_to_torch
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import Device
 from megatron.core.parallel.global_state import get_mesh, model_parallel_is_initialized

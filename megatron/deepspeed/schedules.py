@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.base.dataclass_flags import ConfigError, fits
-from megatron.core.optimizer.group_schedule import GroupSchedule
-from megatron.core.optimizer.step_schedules import STEP_SCHEDULES, Rates
+from megatron.core.optimizer.deepspeed_lr_schedules import STEP_SCHEDULES, Rates
+from megatron.core.optimizer.param_group_schedule import GroupSchedule
 
 
 def make_schedule(asked: Mapping[str, Any], optimizer: Any) -> GroupSchedule:

@@ -10,7 +10,7 @@ from megatron.core.base.config_keys import AnsweredKeys
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.offload.offload_config import OffloadConfig
-from megatron.core.optimizer.loss_scale import LossScaleConfig
+from megatron.core.optimizer.loss_scaler import LossScaleConfig
 from megatron.deepspeed.config_keys import NO_EFFECT, REFUSED, WORKS
 from megatron.training.engine import EngineConfig
 

@@ -15,8 +15,8 @@ from megatron.core.datasets.data_loader import batches
 from megatron.core.datasets.index_map import requested_samples
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.enums import ModelType
+from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.lr_schedule import AnySchedule, learning_rate_schedule
-from megatron.core.optimizer.optimizer import FlatOptimizer
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis

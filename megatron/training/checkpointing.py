@@ -24,9 +24,9 @@ from megatron.core.dist_checkpointing.checkpoint_folder import saved_iterations
 from megatron.core.dist_checkpointing.missing_buffers import BUFFERS_AT_START, LOST_BUFFERS, lost_buffers
 from megatron.core.dist_checkpointing.retention import delete_older
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.held_tensors import model_tensors, optimizer_tensors
 from megatron.core.ops import dropout_masks, matmul
-from megatron.core.optimizer.optimizer import FlatOptimizer
+from megatron.core.optimizer.flat_optimizer import FlatOptimizer
+from megatron.core.optimizer.sharded_state_dict import model_tensors, optimizer_tensors
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh

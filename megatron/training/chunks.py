@@ -9,8 +9,8 @@ from torch import nn
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed.data_parallel import DataParallelConfig, DistributedDataParallel
-from megatron.core.optimizer.loss_scale import make_grad_scaler
-from megatron.core.optimizer.optimizer import FlatOptimizer
+from megatron.core.optimizer.flat_optimizer import FlatOptimizer
+from megatron.core.optimizer.loss_scaler import make_grad_scaler
 from megatron.core.optimizer.param_groups import GroupRule, default_group, without_decay_of_tables
 from megatron.core.parallel.global_state import current, filling_by_name
 from megatron.core.pipeline_parallel.microbatch_loss import ForwardStep

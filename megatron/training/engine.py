@@ -28,9 +28,9 @@ from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.distributed.gathered_parameters import start_alike, whole_state_dict
 from megatron.core.offload.offload_config import OffloadConfig, make_tier
 from megatron.core.ops.main_grad import slot_of
-from megatron.core.optimizer import FlatOptimizer, torch_groups
-from megatron.core.optimizer.loss_scale import LossScaleConfig, make_grad_scaler
-from megatron.core.optimizer.torch_groups import GroupedOptimizer
+from megatron.core.optimizer import FlatOptimizer, torch_param_groups
+from megatron.core.optimizer.loss_scaler import LossScaleConfig, make_grad_scaler
+from megatron.core.optimizer.torch_param_groups import GroupedOptimizer
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.sharding.boxes import whole
 from megatron.training.checkpointing import model_tensors, optimizer_tensors, read_tensors
@@ -75,7 +75,7 @@ class Engine(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        optimizer: torch.optim.Optimizer | tuple[str, torch_groups.Groups],
+        optimizer: torch.optim.Optimizer | tuple[str, torch_param_groups.Groups],
         config: EngineConfig,
         mesh: Mesh,
         device: torch.device | str = "cpu",
@@ -90,9 +90,9 @@ class Engine(nn.Module):
         if any(slot_of(p) is not None for p in module.parameters()):
             raise ConfigError("the module lies in an engine's buffers already; make another, or go on with that engine")
         is_torchs = isinstance(optimizer, torch.optim.Optimizer)
-        name, groups = torch_groups.groups_of_torch(optimizer) if is_torchs else optimizer
-        common = torch_groups.config_of_groups(name, groups, config.clipping)
-        number_of = torch_groups.numbers_of(module, groups)
+        name, groups = torch_param_groups.groups_of_torch(optimizer) if is_torchs else optimizer
+        common = torch_param_groups.config_of_groups(name, groups, config.clipping)
+        number_of = torch_param_groups.numbers_of(module, groups)
         start_alike(module, mesh, self.device, getattr(torch, config.precision) if config.precision else None)
         of_params, of_state = config.offload_param, config.offload_optimizer
         state_tier = make_tier(of_state, self.global_rank, self.device)
@@ -106,7 +106,7 @@ class Engine(nn.Module):
             self.chunk.buffers,
             common,
             mesh,
-            group_of=torch_groups.by_number(number_of),
+            group_of=torch_param_groups.by_number(number_of),
             scaler=scaler,
             device=self.device,
             tier=state_tier,

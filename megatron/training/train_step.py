@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from megatron.core.optimizer.loss_scale import DynamicGradScaler, GradScaler
-from megatron.core.optimizer.optimizer import FlatOptimizer
+from megatron.core.optimizer.flat_optimizer import FlatOptimizer
+from megatron.core.optimizer.loss_scaler import DynamicGradScaler, GradScaler
 from megatron.core.pipeline_parallel.microbatch_loss import ForwardStep, LossTotals
 from megatron.core.pipeline_parallel.pipeline_driver import Pipeline, SharedTotals
 from megatron.training.guard.kept_batches import KeptBatches

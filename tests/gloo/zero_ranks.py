@@ -30,7 +30,7 @@ from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.models.gpt_model import GPTModel
 from megatron.core.offload.offload_config import OffloadConfig
 from megatron.core.ops.dropout import DropoutKeys
-from megatron.core.optimizer.settings import OptimizerConfig
+from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.pipeline_driver import BatchShape
 from megatron.core.sharding.initial_values import initialize_parameters

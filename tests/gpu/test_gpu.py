@@ -24,7 +24,7 @@ from megatron.core.ops.attention.kernels import fused_attention, plain_attention
 from megatron.core.ops.attention.masks import Documents, Window
 from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
 from megatron.core.ops.shard_sequence import of_my_rows
-from megatron.core.optimizer.update import UpdateStep, adam_update
+from megatron.core.optimizer.update_rules import UpdateStep, adam_update
 from megatron.core.parallel.grid import ALONE, Axis
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tensor_parallel import linear_autograd

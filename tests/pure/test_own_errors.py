@@ -15,7 +15,7 @@ from said import tells
 from megatron.core.base import errors
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.datasets.index_map import parse_split
-from megatron.core.optimizer.loss_scale import problems_of_scaler
+from megatron.core.optimizer.loss_scaler import problems_of_scaler
 from megatron.core.optimizer.lr_schedule import LearningRateSchedule, WeightDecaySchedule, read_schedule
 from megatron.core.pipeline_parallel import microbatch_loss
 from megatron.core.pipeline_parallel.schedule import registry, simulate

@@ -5,7 +5,7 @@ from math import ceil
 
 import pytest
 
-from megatron.core.optimizer.owners import turns_of
+from megatron.core.optimizer.matrix_owners import turns_of
 
 TABLE = [
     ((6, 5, 4, 3, 2), 2, (((0, 0), (1, 1)), ((3, 0), (2, 1)), ((4, 0),))),

@@ -26,10 +26,10 @@ from megatron.core.offload.offload_config import OffloadConfig
 from megatron.core.offload.offload_folder import RankFolder, folder_problems, remove_left_behind
 from megatron.core.offload.offload_plan import cut_by_fraction, cut_in_slices
 from megatron.core.offload.stored_tensor import copy_stored, loaded, start_reading, start_writing
-from megatron.core.optimizer import sliced
+from megatron.core.optimizer.cpu_offloading import sliced_update
+from megatron.core.optimizer.cpu_offloading.sliced_update import Segment, SlicedUpdater
 from megatron.core.optimizer.param_groups import ParamGroup
-from megatron.core.optimizer.sliced import Segment, SlicedUpdater
-from megatron.core.optimizer.update import UpdateStep, adam_update
+from megatron.core.optimizer.update_rules import UpdateStep, adam_update
 from megatron.core.parallel.grid import ALONE
 from megatron.training.memory.host_memory import free_on_machine, free_to_process
 from megatron.training.memory.offload import problems_of_needs
@@ -167,7 +167,7 @@ def test_an_update_ends_when_its_last_write_does(tier, number, monkeypatch):
 def test_gradients_are_multiplied_once_where_they_lie_too(copied: bool, monkeypatch):
     """The host updates with a copy of what lies on an accelerator, and what looks at gradients afterwards finds the clipped ones."""
     if copied:
-        monkeypatch.setattr(sliced, "_start_fetching", lambda stored: done(stored.clone()))
+        monkeypatch.setattr(sliced_update, "_start_fetching", lambda stored: done(stored.clone()))
     state, gradients = [torch.zeros(32) for _ in range(3)], torch.full((32,), 3.0)
     segment = Segment(ParamGroup(), state[0], dict(zip(KINDS, state[1:])), gradients, None, is_away=True)
     updater = SlicedUpdater([segment], adam(beta1=0.0), 16)

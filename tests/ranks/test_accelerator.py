@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.ops.attention.kernels import fused_attention
-from megatron.core.optimizer import optimizer
+from megatron.core.optimizer import flat_optimizer
 from megatron.core.parallel import collectives, device
 from megatron.core.parallel.grid import ALONE, Axis
 from megatron.core.parallel.stage_map import StageMap, loop
@@ -245,7 +245,7 @@ class Made(TorchDispatchMode):
 @pytest.mark.full
 def test_the_norm_of_an_accelerators_gradients_makes_no_wide_copy_of_all():
     with Widened() as widened:
-        optimizer._sum_of_squares(torch.empty(2**26, device="meta"))
+        flat_optimizer._sum_of_squares(torch.empty(2**26, device="meta"))
     assert 0 < widened.elements <= 2**24
 
 
@@ -359,7 +359,7 @@ def test_the_peak_of_a_step_is_not_that_of_building_the_model(monkeypatch):
 # and 3, once its last backward is through, to compare the order of layers.
 WAITS = {
     "core/pipeline_parallel/pipeline_driver.py share_totals: copy npu to cpu",
-    "core/optimizer/optimizer.py grad_norm: number read",
+    "core/optimizer/flat_optimizer.py grad_norm: number read",
 }
 OF_STATE_ON_HOST = {
     "core/parallel/device.py result: event",

@@ -10,7 +10,7 @@ from spoiled_folders import sealed
 from tiny_run import TINY_GPT2, Layout, TinyTrainer
 from whole_run import run
 
-from megatron.core.optimizer.optimizer import FlatOptimizer
+from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.training import checkpointing, trainer
 from megatron.training.guard.guard import Guard
 from megatron.training.watch.log import TrainingLog

@@ -17,8 +17,8 @@ from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.offload.offload_config import OffloadConfig
 from megatron.core.ops.compile import compiled_region
 from megatron.core.ops.compile.compiled_region import CompileConfig, compiles, settle_compiling, spent, why_not
-from megatron.core.optimizer.loss_scale import DynamicGradScaler
-from megatron.core.optimizer.settings import OptimizerConfig
+from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
+from megatron.core.optimizer.loss_scaler import DynamicGradScaler
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.train_step import StepResult

@@ -16,7 +16,7 @@ from megatron import deepspeed
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing.format import CheckpointError
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
-from megatron.core.optimizer.step_schedules import OneCycle
+from megatron.core.optimizer.deepspeed_lr_schedules import OneCycle
 from megatron.core.parallel.mesh import Mesh
 from megatron.training.engine import Engine, EngineConfig
 

@@ -14,7 +14,7 @@ from tiny_run import GPT, TINY_GPT2, TINY_LLAMA, TinyTrainer
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.offload.offload_config import OffloadConfig
 from megatron.core.offload.stored_tensor import start_reading, start_writing
-from megatron.core.optimizer.settings import OptimizerConfig
+from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
 from megatron.core.parallel.collectives import PeerError
 from megatron.core.parallel.mesh import Mesh
 from megatron.training.guard.check import WrongNumbersError

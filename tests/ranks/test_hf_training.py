@@ -19,9 +19,9 @@ from megatron.core.interchange.formats.hf_folder import read_json
 from megatron.core.interchange.mapped import rows_of
 from megatron.core.interchange.streamed import write_hf_folder
 from megatron.core.models.gpt_model import GPTModel
-from megatron.core.optimizer.optimizer import FlatOptimizer
+from megatron.core.optimizer.flat_optimizer import FlatOptimizer
+from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGroup
-from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.pipeline_driver import BatchShape
 from megatron.core.transformer.model_config import ModelConfig

@@ -19,7 +19,7 @@ from said import tells
 import pretrain_gpt
 from megatron.core.datasets import IndexedDatasetWriter, index_cache
 from megatron.core.dist_checkpointing import write
-from megatron.core.optimizer.optimizer import FlatOptimizer
+from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 
 TINY = (
     "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --tokenizer-type NullTokenizer --vocab-size 31 "

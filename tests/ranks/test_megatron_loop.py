@@ -28,7 +28,7 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.ops.dropout import DropoutKeys
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, settings
+from megatron.core.optimizer import OptimizerConfig, flat_optimizer_config, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parallel.global_state import current
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -68,7 +68,7 @@ def of_one_process(model):
     """Our own train step; the oracle knows none of Megatron's names."""
 
     def work(mesh):
-        optimizer = settings.OptimizerConfig(clip_grad=0.5, weight_decay=0.1)
+        optimizer = flat_optimizer_config.OptimizerConfig(clip_grad=0.5, weight_decay=0.1)
         tiny = TinyTrainer(mesh, model, Layout(), global_batch=BATCH, optimizer=optimizer)
         norms = [tiny.step(number, lr=rate).grad_norm for number, rate in enumerate(RATES)]
         return norms, pieces_of_chunks(tiny.chunks, mesh, lambda p: p.data, {})

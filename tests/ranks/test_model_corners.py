@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing import open_checkpoint, save_checkpoint
 from megatron.core.ops.dropout import DropoutKeys
-from megatron.core.optimizer.optimizer import FlatOptimizer
-from megatron.core.optimizer.settings import OptimizerConfig
+from megatron.core.optimizer.flat_optimizer import FlatOptimizer
+from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
 from megatron.core.sharding.boxes import slices
 from megatron.core.sharding.placement import pieces
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy

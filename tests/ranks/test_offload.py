@@ -15,9 +15,9 @@ from megatron.core.distributed.global_norms import params_norm
 from megatron.core.offload.host_and_file_store import FileTensor, FileTier
 from megatron.core.offload.offload_config import OffloadConfig
 from megatron.core.offload.stored_tensor import start_reading, start_writing
-from megatron.core.optimizer.loss_scale import DynamicGradScaler
-from megatron.core.optimizer.settings import OptimizerConfig
-from megatron.core.optimizer.sliced import SlicedUpdater
+from megatron.core.optimizer.cpu_offloading.sliced_update import SlicedUpdater
+from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
+from megatron.core.optimizer.loss_scaler import DynamicGradScaler
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training import checkpointing

@@ -14,9 +14,9 @@ from tiny_run import GPT2, LLAMA, SEQ, Layout, assert_equal, build, forward_step
 from torch import Tensor, nn
 
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.optimizer.optimizer import FlatOptimizer
+from megatron.core.optimizer.flat_optimizer import FlatOptimizer
+from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import default_group
-from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.pipeline_parallel.pipeline_driver import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec
 from megatron.core.sharding.boxes import slices

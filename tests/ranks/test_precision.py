@@ -25,9 +25,9 @@ from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.ops.matmul import NATIVE, Products, Way
 from megatron.core.optimizer import FlatOptimizer
-from megatron.core.optimizer.loss_scale import LossScaleConfig, make_grad_scaler
+from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
+from megatron.core.optimizer.loss_scaler import LossScaleConfig, make_grad_scaler
 from megatron.core.optimizer.param_groups import GroupRule, ParamGroup, default_group
-from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.layer_split import split_layers
 from megatron.core.pipeline_parallel.microbatch_loss import read_loss

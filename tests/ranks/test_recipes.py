@@ -15,7 +15,7 @@ from megatron.core.inference.load import lone_mesh
 from megatron.core.models.bert_model import BertModel
 from megatron.core.models.gpt_model import GPTModel
 from megatron.core.models.t5_model import T5Model
-from megatron.core.optimizer.settings import OptimizerConfig
+from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
 from megatron.core.transformer.layer_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.command_line import parse_args

@@ -9,7 +9,7 @@ from tiny_run import GPT2, LLAMA, Layout, TinyTrainer, my_pieces, put_together
 
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.distributed.global_norms import num_zeros_in_grad, params_norm
-from megatron.core.optimizer.settings import OptimizerConfig
+from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
 from megatron.core.parallel import collectives
 from megatron.training.watch.profiling import StepProfiler
 from megatron.training.watch.statistics import Inspector, Statistics, statistics_of

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from megatron.core.distributed.data_parallel import DataParallelConfig, DistributedDataParallel
 from megatron.core.distributed.grad_buffer import Transient
-from megatron.core.optimizer.optimizer import FlatOptimizer
-from megatron.core.optimizer.settings import OptimizerConfig
+from megatron.core.optimizer.flat_optimizer import FlatOptimizer
+from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tensor_parallel.linear_autograd import linear
 

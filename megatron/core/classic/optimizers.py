@@ -16,15 +16,15 @@ from megatron.core.base.config_fields import settings_from
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing.local_tensor import LocalTensor
 from megatron.core.distributed.global_norms import num_zeros_in_grad
-from megatron.core.held_tensors import optimizer_tensors
 from megatron.core.ops.main_grad import slot_of
-from megatron.core.optimizer import settings
-from megatron.core.optimizer.group_schedule import SampleSchedule
-from megatron.core.optimizer.loss_scale import LossScaleConfig, make_grad_scaler
+from megatron.core.optimizer import flat_optimizer_config
+from megatron.core.optimizer.flat_optimizer import FlatOptimizer
+from megatron.core.optimizer.loss_scaler import LossScaleConfig, make_grad_scaler
 from megatron.core.optimizer.lr_schedule import LearningRateConfig, LearningRateSchedule, WeightDecaySchedule
-from megatron.core.optimizer.optimizer import FlatOptimizer
+from megatron.core.optimizer.param_group_schedule import SampleSchedule
 from megatron.core.optimizer.param_groups import ParamGroup, default_group
-from megatron.core.optimizer.torch_groups import GroupedOptimizer, by_number
+from megatron.core.optimizer.sharded_state_dict import optimizer_tensors
+from megatron.core.optimizer.torch_param_groups import GroupedOptimizer, by_number
 
 NOT_BUILT = (
     "apply_wd_to_qk_layernorm",
@@ -111,7 +111,7 @@ class MegatronOptimizer(GroupedOptimizer):
             settings_from(
                 config,
                 OptimizerConfig,
-                settings.OptimizerConfig,
+                flat_optimizer_config.OptimizerConfig,
                 NOT_BUILT,
                 muon_nesterov=config.muon_use_nesterov,
                 optimizer="adam-l2" if is_l2 else config.optimizer,

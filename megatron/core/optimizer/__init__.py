@@ -16,11 +16,11 @@ from megatron.core.base.lazy_imports import lazy_names
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        ".optimizer": "FlatOptimizer",
-        ".settings": "OPTIMIZERS UpdateRule",
+        ".flat_optimizer": "FlatOptimizer",
+        ".flat_optimizer_config": "OPTIMIZERS UpdateRule",
         "megatron.core.classic.optimizers": "MegatronOptimizer OptimizerConfig get_megatron_optimizer",
-        ".muon": "muon_update",
+        ".muon_update": "muon_update",
         ".param_groups": "ParamGroup",
-        ".update": "adam_l2_update adam_update sgd_update",
+        ".update_rules": "adam_l2_update adam_update sgd_update",
     },
 )

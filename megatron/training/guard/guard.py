@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.optimizer.optimizer import FlatOptimizer
+from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.pipeline_parallel.pipeline_driver import Pipeline
 from megatron.training.guard.check import Check
 from megatron.training.guard.judge import StepJudge

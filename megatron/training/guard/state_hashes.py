@@ -18,7 +18,7 @@ from megatron.core.distributed.grad_buffer import ParamAndGradBuffer, Shard
 from megatron.core.offload.stored_tensor import Stored, loaded
 from megatron.core.ops.main_grad import slot_of
 from megatron.core.ops.tensor_hash import BLOCK_WORDS, block_hashes
-from megatron.core.optimizer.optimizer import FlatOptimizer
+from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.split_master import SplitMaster
 from megatron.training.guard.check import Check
 

@@ -27,7 +27,7 @@ from megatron.core.offload.offload_plan import AHEAD, SLICE
 from megatron.core.offload.stored_tensor import Stored
 from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.dropout import DropoutKeys
-from megatron.core.optimizer.optimizer import FlatOptimizer
+from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.parallel.device import Device
 from megatron.core.parallel.mesh import Mesh, build_mesh

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from megatron.core.base import memory_kind
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.offload.stored_tensor import Stored, StoredTensor
-from megatron.core.optimizer.optimizer import FlatOptimizer
+from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.split_master import SplitMaster
 from megatron.core.storage import resize_storage
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.optimizer.optimizer import FlatOptimizer
+from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.parallel import collectives
 from megatron.training.memory.offload import room_left, state_bytes
 from megatron.training.memory.report import short_report, table

@@ -15,8 +15,8 @@ from megatron.core.dist_checkpointing.missing_buffers import BUFFERS_AT_START, L
 from megatron.core.interchange.absent import ABSENT_HEADS, ALLOW, advice_of, both_names, heads_in_state, shown_heads
 from megatron.core.interchange.carried import origin_problems
 from megatron.core.ops import dropout_masks
-from megatron.core.optimizer.loss_scale import problems_of_scaler
-from megatron.core.optimizer.settings import OptimizerConfig
+from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
+from megatron.core.optimizer.loss_scaler import problems_of_scaler
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
 from megatron.training.resume.compared import BY_DATA, BY_TOKENIZER, OF_WIDTHS, Change, Changes, compare, precision_of

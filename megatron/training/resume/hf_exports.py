@@ -19,10 +19,10 @@ from megatron.core.base.registry import FUNCTIONS
 from megatron.core.dist_checkpointing.checkpoint_folder import remove
 from megatron.core.dist_checkpointing.format import PARTIAL, REPLACED, CheckpointError, folder_name, iteration_of
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.held_tensors import model_tensors
 from megatron.core.interchange.formats.hf_folder import is_hf_folder
 from megatron.core.interchange.gathered import records_of_ranks, write_gathered
 from megatron.core.interchange.written import plan_folder
+from megatron.core.optimizer.sharded_state_dict import model_tensors
 from megatron.core.parallel import collectives
 from megatron.core.storage import file_layer
 from megatron.core.storage.paths import path_of

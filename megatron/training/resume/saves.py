@@ -7,7 +7,7 @@ from functools import partial
 from megatron.core.base import rank_status
 from megatron.core.dist_checkpointing.async_save import BackgroundSaves, SavedInBackground
 from megatron.core.dist_checkpointing.format import CheckpointError
-from megatron.core.optimizer.optimizer import FlatOptimizer
+from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.parallel import collectives
 from megatron.training import checkpointing
 from megatron.training.resume import copies

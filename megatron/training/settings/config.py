@@ -21,9 +21,9 @@ from megatron.core.datasets.fill_in_the_middle import FimConfig
 from megatron.core.datasets.token_masking import MaskedDataConfig
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.offload.offload_config import OffloadConfig
-from megatron.core.optimizer.loss_scale import LossScaleConfig
+from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
+from megatron.core.optimizer.loss_scaler import LossScaleConfig
 from megatron.core.optimizer.lr_schedule import LearningRateConfig, RunLength
-from megatron.core.optimizer.settings import OptimizerConfig
 from megatron.core.parallel.device import DeviceConfig
 from megatron.core.parallel.parallel_config import ParallelConfig
 from megatron.core.parallel.stage_map import StageMap

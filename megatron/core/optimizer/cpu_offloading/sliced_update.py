@@ -20,10 +20,10 @@ from megatron.core.base.memory_kind import ACTIVATIONS, memory_kind
 from megatron.core.distributed.buffer_plan import ALIGN
 from megatron.core.offload.offload_plan import SLICE, cut_in_slices
 from megatron.core.offload.stored_tensor import Stored, start_reading, start_writing
+from megatron.core.optimizer.full_matrix import WholeTensor
 from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.optimizer.split_master import SplitMaster
-from megatron.core.optimizer.update import Update, UpdateStep
-from megatron.core.optimizer.whole import WholeTensor
+from megatron.core.optimizer.update_rules import Update, UpdateStep
 from megatron.core.parallel.device import start_to_host
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megatron.core.base.async_handle import Pending
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.optimizer.owners import turns_of
+from megatron.core.optimizer.matrix_owners import turns_of
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import ALONE, Axis
 from megatron.core.parallel.mesh import Mesh

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.local_tensor import LocalTensor, placed_tensor
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.optimizer.optimizer import FlatOptimizer
+from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.sharding.boxes import pieces_of_run

@@ -20,13 +20,13 @@ from megatron.core.distributed.grad_buffer import ParamAndGradBuffer, Shard
 from megatron.core.offload.host_and_file_store import Tier
 from megatron.core.offload.offload_plan import cut_by_fraction
 from megatron.core.offload.stored_tensor import Stored, copy_stored
-from megatron.core.optimizer import settings
-from megatron.core.optimizer.loss_scale import GradScaler
+from megatron.core.optimizer import flat_optimizer_config
+from megatron.core.optimizer.cpu_offloading.sliced_update import Segment, SlicedUpdater
+from megatron.core.optimizer.full_matrix import whole_tensors
+from megatron.core.optimizer.loss_scaler import GradScaler
 from megatron.core.optimizer.param_groups import GroupRule, ParamGroup, default_group
-from megatron.core.optimizer.sliced import Segment, SlicedUpdater
 from megatron.core.optimizer.split_master import SplitMaster
-from megatron.core.optimizer.update import UpdateStep, make_update
-from megatron.core.optimizer.whole import whole_tensors
+from megatron.core.optimizer.update_rules import UpdateStep, make_update
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
@@ -47,7 +47,7 @@ class FlatOptimizer:
     def __init__(
         self,
         buffers: Sequence[ParamAndGradBuffer],
-        config: settings.OptimizerConfig,
+        config: flat_optimizer_config.OptimizerConfig,
         mesh: Mesh,
         *,
         group_of: GroupRule = default_group,

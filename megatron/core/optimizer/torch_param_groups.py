@@ -20,10 +20,10 @@ from torch import nn
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.offload.stored_tensor import copy_stored
-from megatron.core.optimizer.optimizer import FlatOptimizer
+from megatron.core.optimizer.flat_optimizer import FlatOptimizer
+from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import GroupRule, ParamGroup
-from megatron.core.optimizer.settings import OptimizerConfig
-from megatron.core.optimizer.update import UpdateStep
+from megatron.core.optimizer.update_rules import UpdateStep
 
 Groups = list[dict[str, Any]]
 TORCHS = {  # what a group may say beside its parameters, and torch's values

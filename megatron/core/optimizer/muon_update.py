@@ -13,9 +13,9 @@ bfloat16 if the steps were taken in it, which is exact.
 import torch
 from torch import Tensor
 
+from megatron.core.optimizer.full_matrix import Owners, WholeTensor
 from megatron.core.optimizer.muon_config import MuonConfig, ns_coefficients
-from megatron.core.optimizer.update import States, Tensors, UpdateStep
-from megatron.core.optimizer.whole import Owners, WholeTensor
+from megatron.core.optimizer.update_rules import States, Tensors, UpdateStep
 from megatron.core.parallel.device import float32_products, multiplies_bfloat16
 
 # Megatron-LM's. A smaller matrix fades: what is zero but for rounding differs between layouts, and must not become a whole step.

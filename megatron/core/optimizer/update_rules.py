@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from megatron.core.optimizer.settings import OptimizerConfig
+from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
 from megatron.core.parallel.device import has_fused_adam
 
 

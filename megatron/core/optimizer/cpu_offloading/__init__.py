@@ -1,0 +1,1 @@
+"""The update of optimizer state that lies in host memory or in files."""
