@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from megatron.core.datasets.bert_samples import build_bert_datasets
 from megatron.core.enums import ModelType
-from megatron.core.models.bert_model import BertModel
+from megatron.core.models.bert.bert_stage import BertModel
 from megatron.core.tensor_parallel.broadcast_batch import broadcast_batch
 from megatron.training import get_runtime, get_timers, get_tokenizer, pretrain
 from megatron.training.batches import get_batch_on_this_cp_rank, loss_report, mean_over_shared_samples

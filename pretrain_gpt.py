@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megatron.core import mpu
 from megatron.core.datasets.gpt_samples import build_gpt_datasets
 from megatron.core.enums import ModelType
-from megatron.core.models.gpt_model import GPTModel
+from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.training import get_runtime, get_timers, get_tokenizer, pretrain
 from megatron.training.batches import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank, loss_report
 

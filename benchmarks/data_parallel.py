@@ -31,7 +31,7 @@ from torch.distributed.fsdp import fully_shard
 
 from megatron.core import parallel_state
 from megatron.core.distributed.data_parallel import DataParallelConfig, DistributedDataParallel
-from megatron.core.models.gpt_model import GPTModel
+from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core import parallel_state
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.models.gpt_model import GPTModel
+from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig

@@ -29,8 +29,8 @@ _PRELOADED = (
     "numpy",
     "tokenizers",
     "megatron.training.training",
-    "megatron.core.models.gpt_model",
-    "megatron.core.models.bert_model",
+    "megatron.core.models.gpt.gpt_stage",
+    "megatron.core.models.bert.bert_stage",
     "megatron.core.inference",
 )
 

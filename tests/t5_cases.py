@@ -22,7 +22,7 @@ from tiny_t5 import CONFIGS, DECODER, T5
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
-from megatron.core.models.rules import T5_RULES
+from megatron.core.models.common.model_rules import T5_RULES
 from megatron.core.offload.offload_config import OffloadConfig
 from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
 from megatron.core.tokenizers import build_tokenizer

@@ -183,7 +183,7 @@ def test_layers_never_reach_the_current_mesh():
 def test_training_knows_no_model():
     """It trains what a script's provider returns, by what the model declares: rules, boundary, model_name, gives_hidden_states."""
     known = {
-        "megatron.core.models.rules",
+        "megatron.core.models.common.model_rules",
         "megatron.core.transformer.layer_context",
         "megatron.core.transformer.context_parallel_rules",
         "megatron.core.ops.attention.masks",  # what a batch hides from its queries

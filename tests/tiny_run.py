@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megatron.core.distributed.buffer_plan import overlaps
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.grad_buffer import ParamAndGradBuffer
-from megatron.core.models.gpt_model import GPTModel
+from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.offload.host_and_file_store import Tier
 from megatron.core.offload.offload_config import make_tier
 from megatron.core.offload.stored_tensor import start_reading

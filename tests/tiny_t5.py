@@ -7,7 +7,7 @@ import torch
 from tiny_run import SEQ, Subject, Texts
 from torch import Tensor
 
-from megatron.core.models.t5_model import T5Model
+from megatron.core.models.T5.t5_stage import T5Model
 from megatron.core.transformer.model_config import ModelConfig
 
 DECODER = 4  # tokens

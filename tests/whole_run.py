@@ -7,7 +7,7 @@ import pretrain_t5
 import pretrain_bert
 import pretrain_gpt
 from megatron.core.enums import ModelType
-from megatron.core.models.rules import BERT_RULES, GPT_RULES, T5_RULES
+from megatron.core.models.common.model_rules import BERT_RULES, GPT_RULES, T5_RULES
 from megatron.training import pretrain
 
 TINY = shlex.split(

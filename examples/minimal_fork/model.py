@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megatron.core.base.dataclass_flags import ConfigError, knob
-from megatron.core.models.gpt_model import GPTModel
+from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.ops.attention.kv_cache import KeyValueCache
 from megatron.core.sharding.placement import Normal
 from megatron.core.tensor_parallel import mappings

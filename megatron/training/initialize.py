@@ -20,7 +20,7 @@ from megatron.core.base.signatures import takes
 from megatron.core.datasets.data_fingerprint import data_sha256
 from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle
 from megatron.core.datasets.vocab_check import table_note, table_problem, within_table
-from megatron.core.models.rules import NO_RULES, ModelRules
+from megatron.core.models.common.model_rules import NO_RULES, ModelRules
 from megatron.core.offload.offload_config import make_tier
 from megatron.core.offload.offload_folder import folder_problems, remove_left_behind
 from megatron.core.ops import matmul

@@ -22,7 +22,7 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.errors import write_error_file
 from megatron.core.base.signatures import takes
 from megatron.core.enums import ModelType
-from megatron.core.models.rules import NO_RULES, ModelRules
+from megatron.core.models.common.model_rules import NO_RULES, ModelRules
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.parallel import collectives
 from megatron.core.pipeline_parallel.microbatch_loss import ForwardStep

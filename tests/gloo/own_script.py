@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron.core import mpu, tensor_parallel
 from megatron.core.classic.tensor_parallel import tensor_parallel_of
 from megatron.core.enums import ModelType
-from megatron.core.models.head import LanguageModelHead
+from megatron.core.models.common.output_layer import LanguageModelHead
 from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.transformer.layer_context import LayerContext
 from megatron.core.utils import init_method_normal

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import pretrain_gpt
 from megatron.core.enums import ModelType
-from megatron.core.models.rules import GPT_RULES
+from megatron.core.models.common.model_rules import GPT_RULES
 from megatron.training import pretrain
 from megatron.training.ending import failures
 

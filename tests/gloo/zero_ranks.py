@@ -27,7 +27,7 @@ from zero_matrix import STAGES, cover, several_slices
 
 from megatron.core import parallel_state
 from megatron.core.distributed.data_parallel import DataParallelConfig
-from megatron.core.models.gpt_model import GPTModel
+from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.offload.offload_config import OffloadConfig
 from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig

@@ -10,7 +10,7 @@ import pytest
 from said import tells, tells_each
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.models.rules import text_problems
+from megatron.core.models.common.model_rules import text_problems
 from megatron.core.pipeline_parallel.schedule.registry import SCHEDULES
 from megatron.training.command_line import Arguments, parse_args
 from megatron.training.settings.config import COMPONENTS, Config

@@ -6,7 +6,7 @@ import pytest
 
 from megatron.core.base.dataclass_flags import ConfigError, flags_of, knobs
 from megatron.core.datasets.token_masking import MaskedDataConfig
-from megatron.core.models.rules import BERT_RULES, GPT_RULES
+from megatron.core.models.common.model_rules import BERT_RULES, GPT_RULES
 from megatron.training.command_line import parse_args
 from megatron.training.initialize import examine
 from megatron.training.settings.config import COMPONENTS

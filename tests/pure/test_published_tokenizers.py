@@ -20,7 +20,7 @@ from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle, FimConfig
 from megatron.core.datasets.gpt_samples import build_gpt_datasets
 from megatron.core.datasets.t5_samples import build_t5_datasets
 from megatron.core.datasets.token_masking import MaskedDataConfig
-from megatron.core.models.rules import GPT_RULES
+from megatron.core.models.common.model_rules import GPT_RULES
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
 from megatron.training.command_line import parse_args
 from tools import generate, inspect_dataset, preprocess_data

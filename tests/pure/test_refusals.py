@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from megatron.core import parallel_state
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.enums import ModelType
-from megatron.core.models.rules import BERT_RULES, GPT_RULES, T5_RULES
+from megatron.core.models.common.model_rules import BERT_RULES, GPT_RULES, T5_RULES
 from megatron.core.parallel.collectives import PeerError
 from megatron.training import pretrain
 from megatron.training.initialize import read_settings, stop_with

@@ -19,9 +19,9 @@ import pretrain_gpt
 from megatron.core.base.dataclass_flags import build
 from megatron.core.dist_checkpointing.state_dict import load_whole_tensors
 from megatron.core.inference.load import lone_mesh
-from megatron.core.models.bert_model import BertModel
-from megatron.core.models.gpt_model import GPTModel
-from megatron.core.models.t5_model import T5Model
+from megatron.core.models.bert.bert_stage import BertModel
+from megatron.core.models.gpt.gpt_stage import GPTModel
+from megatron.core.models.T5.t5_stage import T5Model
 from megatron.core.transformer.layer_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.parameter_names import PARAMETER_NAMES

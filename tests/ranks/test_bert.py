@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron.core.distributed.data_parallel import DataParallelConfig
-from megatron.core.models.bert_model import BertModel
+from megatron.core.models.bert.bert_stage import BertModel
 from megatron.core.sharding.initial_values import initialize_parameters
 from megatron.core.transformer.layer_context import LayerContext
 

@@ -11,7 +11,7 @@ from tiny_run import SEQ, TINY_GPT2, VOCAB, my_pieces, put_together
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.core import tensor_parallel as mt
-from megatron.core.models.gpt_model import GPTModel
+from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.parallel.global_state import filling_by_name
 from megatron.core.sharding.boxes import slices
 from megatron.core.sharding.initial_values import initialize_parameters, normal_box

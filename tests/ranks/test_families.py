@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron.core.base.dataclass_flags import default_of, knobs
 from megatron.core.inference.load import lone_mesh
-from megatron.core.models.gpt_model import GPTModel
+from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.transformer.model_config import ModelConfig
 
 RECORD = json.loads((Path(__file__).parents[1] / "oracles" / "families.json").read_text())

@@ -22,7 +22,7 @@ from megatron.core.inference import load_gpt, read_saved_settings
 from megatron.core.inference.generate import generate, next_scores, text_pieces
 from megatron.core.inference.load import lone_mesh
 from megatron.core.inference.sampling import greedy
-from megatron.core.models.gpt_model import GPTModel
+from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.tokenizers import build_tokenizer
 from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.transformer_layer import ParallelTransformerLayer

@@ -19,7 +19,7 @@ from megatron.core.interchange.formats.hf_folder import read_json
 from megatron.core.interchange.mapped import heads_of, rows_of
 from megatron.core.interchange.streamed import write_hf_folder
 from megatron.core.interchange.written import their_tensors
-from megatron.core.models.bert_model import BertModel
+from megatron.core.models.bert.bert_stage import BertModel
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.sharding.boxes import slices

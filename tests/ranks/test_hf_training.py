@@ -18,7 +18,7 @@ from megatron.core.interchange.families.config_json import family_of
 from megatron.core.interchange.formats.hf_folder import read_json
 from megatron.core.interchange.mapped import rows_of
 from megatron.core.interchange.streamed import write_hf_folder
-from megatron.core.models.gpt_model import GPTModel
+from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGroup

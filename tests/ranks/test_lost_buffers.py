@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from whole_run import TINY
 
 import pretrain_gpt
-from megatron.core.models.gpt_model import GPTModel
+from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.parallel.mesh import Mesh
 from megatron.training.resume.lost_buffers import digest
 from tools import checkpoint_inspect

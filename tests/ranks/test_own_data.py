@@ -10,7 +10,7 @@ from said import tells
 from whole_run import run
 
 import pretrain_gpt
-from megatron.core.models.rules import NO_RULES
+from megatron.core.models.common.model_rules import NO_RULES
 from megatron.core.optimizer.param_groups import ParamGroup
 
 MODEL = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8"

@@ -8,7 +8,7 @@ from said import tells
 from tiny_run import GPT, GPT2, SEQ, Layout, assert_equal, run
 from torch import nn
 
-from megatron.core.models.gpt_model import GPTModel
+from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.training.chunks import model_problems, place_plain_parameters
 
 

@@ -20,7 +20,7 @@ from script_run import trainer_of
 from sentence_files import write_sentences
 from torch import nn
 
-from megatron.core.models.rules import T5_RULES
+from megatron.core.models.common.model_rules import T5_RULES
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.stage_map import loop
 from megatron.core.pipeline_parallel.layer_split import split_two_stacks

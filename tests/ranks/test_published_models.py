@@ -11,9 +11,9 @@ from megatron.core.inference.load import lone_mesh
 from megatron.core.interchange.families.config_json import config_of, family_of, settings_of
 from megatron.core.interchange.formats.safetensors import TensorInFile
 from megatron.core.interchange.mapped import records_of
-from megatron.core.models.bert_model import BertModel
-from megatron.core.models.gpt_model import GPTModel
-from megatron.core.models.t5_model import T5Model
+from megatron.core.models.bert.bert_stage import BertModel
+from megatron.core.models.gpt.gpt_stage import GPTModel
+from megatron.core.models.T5.t5_stage import T5Model
 from megatron.core.transformer.layer_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 

@@ -12,9 +12,9 @@ from test_t5 import T5
 from tiny_run import GPT, Layout, run
 
 from megatron.core.inference.load import lone_mesh
-from megatron.core.models.bert_model import BertModel
-from megatron.core.models.gpt_model import GPTModel
-from megatron.core.models.t5_model import T5Model
+from megatron.core.models.bert.bert_stage import BertModel
+from megatron.core.models.gpt.gpt_stage import GPTModel
+from megatron.core.models.T5.t5_stage import T5Model
 from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
 from megatron.core.transformer.layer_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import pretrain_bert
 import pretrain_gpt
-from megatron.core.models import language_model
+from megatron.core.models.common import language_model
 from megatron.core.parallel.mesh import Mesh
 from megatron.training.evaluate import evaluate
 from megatron.training.watch.log import Interval, StepNumbers, TrainingLog, training_line

@@ -18,7 +18,7 @@ import pretrain_bert
 import pretrain_gpt
 from megatron.core import parallel_state
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.models.rules import GPT_RULES
+from megatron.core.models.common.model_rules import GPT_RULES
 from megatron.core.storage import file_layer
 from megatron.core.storage.file_layer import LocalFiles
 from megatron.training.initialize import read_settings

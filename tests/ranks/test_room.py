@@ -13,7 +13,7 @@ from whole_run import run
 import pretrain_bert
 import pretrain_gpt
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.models.gpt_model import GPTModel
+from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.parallel.mesh import Mesh
 from megatron.training import build
 from megatron.training.memory import offload, shortage

@@ -27,7 +27,7 @@ from megatron.core.interchange.mapped import heads_of, rows_of
 from megatron.core.interchange.opened import settings_in
 from megatron.core.interchange.streamed import write_hf_folder
 from megatron.core.interchange.written import their_tensors
-from megatron.core.models.t5_model import T5Model
+from megatron.core.models.T5.t5_stage import T5Model
 from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import default_group, others_to, without_decay_of_tables
 from megatron.core.pipeline_parallel.layer_split import split_layers

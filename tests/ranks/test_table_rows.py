@@ -17,7 +17,7 @@ from whole_run import run
 import pretrain_gpt
 from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle, FimConfig
 from megatron.core.datasets.vocab_check import table_problem, within_table
-from megatron.core.models.rules import GPT_RULES
+from megatron.core.models.common.model_rules import GPT_RULES
 from megatron.core.parallel.mesh import Mesh
 
 sys.path.append(str(Path(__file__).parent.parent / "exchange"))

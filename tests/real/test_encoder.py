@@ -19,7 +19,7 @@ from script_run import trainer_of
 
 import pretrain_bert
 from megatron.core.interchange import settings_in
-from megatron.core.models.rules import BERT_RULES
+from megatron.core.models.common.model_rules import BERT_RULES
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig, build_tokenizer
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from megatron.core.base.dataclass_flags import ConfigError, FlagParser
-from megatron.core.models.rules import text_problems
+from megatron.core.models.common.model_rules import text_problems
 from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.ops.matmul import NATIVE, WAYS, Products

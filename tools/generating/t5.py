@@ -9,7 +9,7 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.inference import SavedSettings
 from megatron.core.interchange.carried import Origin
 from megatron.core.interchange.families.family import START_ID
-from megatron.core.models.t5_model import T5Model
+from megatron.core.models.T5.t5_stage import T5Model
 from megatron.core.tokenizers import Tokenizer
 
 

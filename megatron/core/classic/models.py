@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from megatron.core.base.signatures import takes
 from megatron.core.classic.layers import layers_of_stage, make_layer_of
 from megatron.core.classic.modules import MegatronModule, context_of, settings_of
-from megatron.core.models import bert_model, gpt_model
+from megatron.core.models.bert import bert_stage
+from megatron.core.models.gpt import gpt_stage
 from megatron.core.parallel.global_state import current
 from megatron.core.parallel.rendezvous import join_alone
 
@@ -85,7 +86,7 @@ def _refuse(others: dict[str, Any]) -> None:
             raise TypeError(f"GPTModel: {name}={value!r} is not built; leave it out")
 
 
-class GPTModel(ModelOfMegatron, gpt_model.GPTModel):
+class GPTModel(ModelOfMegatron, gpt_stage.GPTModel):
     """One stage of a GPT; `pre_process` and `post_process` say whether it is the first and the last.
 
     forward(input_ids, position_ids, attention_mask, labels=None) as `megatron.model.GPTModel`'s.
@@ -131,7 +132,7 @@ class GPTModel(ModelOfMegatron, gpt_model.GPTModel):
         return super().forward(input_ids, position_ids, attention_mask, labels)
 
 
-class BertModel(ModelOfMegatron, bert_model.BertModel):
+class BertModel(ModelOfMegatron, bert_stage.BertModel):
     """One stage of a BERT.
 
     forward(input_ids, attention_mask, tokentype_ids=None, lm_labels=None) as `megatron.model.BertModel`'s.

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from megatron.core.base.signatures import takes
 from megatron.core.classic.transformer_config import model_config
-from megatron.core.models.embedding import Embedding
+from megatron.core.models.common.embeddings.embedding import Embedding
 from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.ops.matmul import NATIVE
 from megatron.core.parallel.global_state import current

@@ -12,7 +12,7 @@ from megatron.core.classic.cross_attention import (
 )
 from megatron.core.classic.layers import layers_of_stage
 from megatron.core.classic.models import ModelOfMegatron
-from megatron.core.models import t5_model
+from megatron.core.models.T5 import t5_stage
 from megatron.core.parallel.global_state import current
 
 _OURS = {
@@ -29,7 +29,7 @@ def _refuse_own_layers(**specs: Any) -> None:
             )
 
 
-class T5Model(ModelOfMegatron, t5_model.T5Model):
+class T5Model(ModelOfMegatron, t5_stage.T5Model):
     """One stage of a T5: `config` is of the decoder, `encoder_config` of the encoder.
 
     forward(encoder_input_ids [b, s], decoder_input_ids [b, t], encoder_attn_mask bool [b, 1, s or 1, s], decoder_attn_mask,

@@ -7,9 +7,9 @@ import torch
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.registry import FUNCTIONS
 from megatron.core.dist_checkpointing import Checkpoint, LocalTensor
-from megatron.core.models.gpt_model import GPTModel
-from megatron.core.models.language_model import LanguageModelStage
-from megatron.core.models.t5_model import T5Model
+from megatron.core.models.common.language_model import LanguageModelStage
+from megatron.core.models.gpt.gpt_stage import GPTModel
+from megatron.core.models.T5.t5_stage import T5Model
 from megatron.core.ops.attention.kernels import attention_function
 from megatron.core.ops.matmul import Products, settle
 from megatron.core.parallel.grid import AxisSizes

@@ -12,9 +12,9 @@ from megatron.core.base.lazy_imports import lazy_names
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        ".bert_model": "BertModel",
-        ".gpt_model": "GPTModel",
-        ".language_model": "TransformerLanguageModel",
-        ".t5_model": "T5Model",
+        "megatron.core.models.bert.bert_stage": "BertModel",
+        "megatron.core.models.gpt.gpt_stage": "GPTModel",
+        "megatron.core.models.common.language_model": "TransformerLanguageModel",
+        "megatron.core.models.T5.t5_stage": "T5Model",
     },
 )

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from megatron.core import parallel_state
 from megatron.core.classic import modules
 from megatron.core.classic.transformer_config import model_config
-from megatron.core.models import bert_model, gpt_model
+from megatron.core.models.bert import bert_stage
+from megatron.core.models.gpt import gpt_stage
 from megatron.core.parallel.rendezvous import join_alone
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.runtime import get_runtime
@@ -32,7 +33,7 @@ def check_token_types(name: str, given: int, wanted: int) -> None:
         raise ValueError(f"{name}: num_tokentypes is {given}; this model has {wanted}")
 
 
-class GPTModel(gpt_model.GPTModel):
+class GPTModel(gpt_stage.GPTModel):
     """One stage of a GPT. config: of `core_transformer_config_from_args(args)`; None: the run's.
 
     forward(input_ids, position_ids, attention_mask, labels=None): the loss of each token [b, s]; without labels the scores
@@ -70,7 +71,7 @@ class Float16Module(modules.Float16Module):
         super().__init__(args, module)
 
 
-class BertModel(bert_model.BertModel):
+class BertModel(bert_stage.BertModel):
     """One stage of a BERT. config: as for GPTModel.
 
     forward(bert_model_input, attention_mask, tokentype_ids=None, lm_labels=None): (the loss of each token [b, s], or without

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from megatron.core.enums import ModelType
-from megatron.core.models.gpt_model import GPTModel
+from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.sharding.placement import Constant, Normal
 from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.layer_context import LayerContext

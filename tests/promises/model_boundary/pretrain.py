@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 
 from megatron.core.enums import ModelType
-from megatron.core.models.embedding import Embedding
-from megatron.core.models.head import LanguageModelHead
-from megatron.core.models.rules import GPT_RULES
+from megatron.core.models.common.embeddings.embedding import Embedding
+from megatron.core.models.common.model_rules import GPT_RULES
+from megatron.core.models.common.output_layer import LanguageModelHead
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.transformer.attention import ParallelAttention

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron.core import parallel_state
-from megatron.core.models.bert_model import BertModel
-from megatron.core.models.gpt_model import GPTModel
+from megatron.core.models.bert.bert_stage import BertModel
+from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.sharding.initial_values import initialize_parameters
 from megatron.core.transformer.layer_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig

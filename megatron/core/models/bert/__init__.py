@@ -1,3 +1,5 @@
-"""Import path of Megatron core. Our own model is `megatron.core.models.bert_model`."""
+"""BERT: Megatron's `BertModel` and layer specs, and our stage of it (`bert_stage`)."""
 
-from megatron.core.classic.models import BertModel as BertModel
+from megatron.core.base.lazy_imports import lazy_names
+
+__getattr__, __dir__ = lazy_names(__name__, {".bert_model": "BertModel"})

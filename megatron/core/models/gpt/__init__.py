@@ -1,3 +1,5 @@
-"""Import path of Megatron core. Our own model is `megatron.core.models.gpt_model`."""
+"""GPT: Megatron's `GPTModel` and layer specs, and our stage of it (`gpt_stage`)."""
 
-from megatron.core.classic.models import GPTModel as GPTModel
+from megatron.core.base.lazy_imports import lazy_names
+
+__getattr__, __dir__ = lazy_names(__name__, {".gpt_model": "GPTModel"})

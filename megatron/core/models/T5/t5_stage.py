@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.models.embedding import Embedding
-from megatron.core.models.head import LanguageModelHead
-from megatron.core.models.language_model import LanguageModelStage, scores_of
-from megatron.core.models.rules import T5_RULES
+from megatron.core.models.common.embeddings.embedding import Embedding
+from megatron.core.models.common.language_model import LanguageModelStage, scores_of
+from megatron.core.models.common.model_rules import T5_RULES
+from megatron.core.models.common.output_layer import LanguageModelHead
 from megatron.core.ops.attention.kv_cache import DecoderCache
 from megatron.core.ops.attention.masks import Biased, Mask
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec

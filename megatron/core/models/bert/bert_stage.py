@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.models.language_model import LanguageModelStage
-from megatron.core.models.rules import BERT_RULES
+from megatron.core.models.common.language_model import LanguageModelStage
+from megatron.core.models.common.model_rules import BERT_RULES
 from megatron.core.ops.fused_layer_ops import activation_of
 from megatron.core.sharding.placement import Constant, InitialValue, Placement
 from megatron.core.transformer.layer_context import LayerContext

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.models.embedding import Embedding
-from megatron.core.models.head import LanguageModelHead
-from megatron.core.models.rules import NO_RULES
+from megatron.core.models.common.embeddings.embedding import Embedding
+from megatron.core.models.common.model_rules import NO_RULES
+from megatron.core.models.common.output_layer import LanguageModelHead
 from megatron.core.ops.attention.kv_cache import KeyValueCache
 from megatron.core.ops.compile.compiled_region import compiles
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec

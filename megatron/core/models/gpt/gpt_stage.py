@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from megatron.core.models.language_model import LanguageModelStage
-from megatron.core.models.rules import GPT_RULES
+from megatron.core.models.common.language_model import LanguageModelStage
+from megatron.core.models.common.model_rules import GPT_RULES
 from megatron.core.ops.attention.kv_cache import KeyValueCache
 
 
