@@ -49,8 +49,8 @@ from megatron.core.inference import (
     notes_on,
     read_saved_settings,
 )
-from megatron.core.inference.answer import answer_batch
 from megatron.core.inference.generate import generate_batch
+from megatron.core.inference.generate_t5 import answer_batch
 from megatron.core.interchange import open_any
 from megatron.core.interchange.carried import Origin
 from megatron.core.interchange.folder_tokenizer import vocabulary_in

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.inference.load import load_gpt
+from megatron.core.inference.load_model import load_gpt
 from megatron.core.interchange import open_any
 from megatron.core.transformer.model_config import ModelConfig
 

@@ -18,7 +18,7 @@ from whole_run import run
 import pretrain_gpt
 from megatron.core.base.dataclass_flags import build
 from megatron.core.dist_checkpointing.state_dict import load_whole_tensors
-from megatron.core.inference.load import lone_mesh
+from megatron.core.inference.load_model import lone_mesh
 from megatron.core.models.bert.bert_stage import BertModel
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.models.T5.t5_stage import T5Model

@@ -10,7 +10,7 @@ from option_cases import BUNDLES
 from tiny_run import GPT2, LLAMA, SEQ, VOCAB, Layout, build, build_chunks
 
 from megatron.core.inference.generate import generate_batch
-from megatron.core.inference.load import lone_mesh
+from megatron.core.inference.load_model import lone_mesh
 from megatron.core.ops.attention.kv_cache import KeyValueCache
 from megatron.core.parallel.mesh import Mesh
 

@@ -14,7 +14,7 @@ from tiny_run import GPT, Layout, build_chunks
 from torch import Tensor
 
 from megatron.core.base.dataclass_flags import default_of, knobs
-from megatron.core.inference.load import lone_mesh
+from megatron.core.inference.load_model import lone_mesh
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.transformer.model_config import ModelConfig
 

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing import format, open_checkpoint, save_check
 from megatron.core.enums import ModelType
 from megatron.core.inference import load_gpt, read_saved_settings
 from megatron.core.inference.generate import generate, next_scores, text_pieces
-from megatron.core.inference.load import lone_mesh
+from megatron.core.inference.load_model import lone_mesh
 from megatron.core.inference.sampling import greedy
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.tokenizers import build_tokenizer

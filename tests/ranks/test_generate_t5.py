@@ -20,8 +20,8 @@ from tiny_t5 import CONFIGS, DECODER, T5
 
 from megatron.core.dist_checkpointing import open_checkpoint
 from megatron.core.inference import load_t5, read_saved_settings
-from megatron.core.inference.answer import answer_batch
-from megatron.core.inference.load import lone_mesh
+from megatron.core.inference.generate_t5 import answer_batch
+from megatron.core.inference.load_model import lone_mesh
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tokenizers import build_tokenizer
 from tools import checkpoint_convert

@@ -12,7 +12,7 @@ from local_ranks import run_ranks
 from torch import Tensor
 
 from megatron.core.dist_checkpointing import CheckpointError, placed_tensor
-from megatron.core.inference.load import lone_mesh
+from megatron.core.inference.load_model import lone_mesh
 from megatron.core.interchange import open_foreign
 from megatron.core.interchange.families.config_json import family_of
 from megatron.core.interchange.formats.hf_folder import read_json

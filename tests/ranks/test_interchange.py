@@ -12,7 +12,7 @@ from whole_run import run
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing import CheckpointError, placed_tensor, save_checkpoint
-from megatron.core.inference.load import load_gpt, lone_mesh
+from megatron.core.inference.load_model import load_gpt, lone_mesh
 from megatron.core.interchange import open_foreign
 from megatron.core.interchange.families.config_json import family_of
 from megatron.core.interchange.mapped import heads_of, rows_of

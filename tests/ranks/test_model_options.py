@@ -12,7 +12,7 @@ from plain_model import plain_scores
 from tiny_run import LLAMA, SEQ, VOCAB, Layout, build_chunks
 from torch import Tensor
 
-from megatron.core.inference.load import lone_mesh
+from megatron.core.inference.load_model import lone_mesh
 from megatron.core.transformer.layer_config import NORM_PLACEMENTS
 from megatron.core.transformer.model_config import ModelConfig
 

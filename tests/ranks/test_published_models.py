@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.dist_checkpointing import CheckpointError
-from megatron.core.inference.load import lone_mesh
+from megatron.core.inference.load_model import lone_mesh
 from megatron.core.interchange.families.config_json import config_of, family_of, settings_of
 from megatron.core.interchange.formats.safetensors import TensorInFile
 from megatron.core.interchange.mapped import records_of

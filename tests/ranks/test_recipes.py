@@ -11,7 +11,7 @@ from test_bert import BERT
 from test_t5 import T5
 from tiny_run import GPT, Layout, run
 
-from megatron.core.inference.load import lone_mesh
+from megatron.core.inference.load_model import lone_mesh
 from megatron.core.models.bert.bert_stage import BertModel
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.models.T5.t5_stage import T5Model

@@ -9,7 +9,7 @@ from torch.distributed import checkpoint as dcp
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing import placed_tensor, save_checkpoint
-from megatron.core.inference.load import load_gpt, lone_mesh
+from megatron.core.inference.load_model import load_gpt, lone_mesh
 from megatron.core.interchange import open_foreign
 from megatron.core.parallel.grid import ALONE
 from megatron.core.transformer.model_config import ModelConfig

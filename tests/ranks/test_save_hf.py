@@ -23,7 +23,7 @@ import pretrain_bert
 import pretrain_gpt
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import CheckpointError, open_checkpoint
-from megatron.core.inference.load import load_gpt
+from megatron.core.inference.load_model import load_gpt
 from megatron.core.interchange import gathered, is_foreign, open_foreign
 from megatron.core.parallel import collectives
 from megatron.core.transformer.model_config import ModelConfig

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.core.dist_checkpointing import placed_tensor
 from megatron.core.distributed.data_parallel import DataParallelConfig
-from megatron.core.inference.load import lone_mesh
+from megatron.core.inference.load_model import lone_mesh
 from megatron.core.interchange import open_foreign
 from megatron.core.interchange.families.config_json import family_of
 from megatron.core.interchange.formats.hf_folder import read_json

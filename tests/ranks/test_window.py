@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.classic.transformer_config import model_config
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
-from megatron.core.inference.load import lone_mesh
+from megatron.core.inference.load_model import lone_mesh
 from megatron.core.models.common.model_rules import BERT_RULES, GPT_RULES
 from megatron.core.ops.attention import sliding_window
 from megatron.core.ops.attention.kernels import KERNELS, AttentionCase, fused_attention, kernel_for, plain_attention

@@ -1,9 +1,9 @@
 """Text from a trained model.
 
-    saved.py      the settings of the model in a checkpoint
-    load.py       this rank's stage of that model, in any layout
+    checkpoint_settings.py      the settings of the model in a checkpoint
+    load_model.py       this rank's stage of that model, in any layout
     generate.py   texts continued token by token; sampling.py chooses each token
-    answer.py     a T5's texts: its encoder reads the prompts, its decoder writes
+    generate_t5.py     a T5's texts: its encoder reads the prompts, its decoder writes
 
 May import: every floor of core below. Only `tools/generate.py` imports from here. Names load on first use.
 To add a sampling rule: a field of `SamplingConfig` and a line of `distribution`.
@@ -16,7 +16,7 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         ".sampling": "SamplingConfig chooser distribution greedy keep_top_k keep_top_p sample",
-        ".load": "layout_problems load_gpt load_t5",
-        ".saved": "SavedSettings notes_on read_saved_settings",
+        ".load_model": "layout_problems load_gpt load_t5",
+        ".checkpoint_settings": "SavedSettings notes_on read_saved_settings",
     },
 )

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from megatron.core.inference.load import lone_mesh
+from megatron.core.inference.load_model import lone_mesh
 from megatron.core.inference.sampling import Choose
 from megatron.core.ops.attention.kv_cache import KeyValueCache
 from megatron.core.parallel import collectives

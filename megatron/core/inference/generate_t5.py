@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.inference.generate import Stage, continued, prompt_problems
-from megatron.core.inference.load import lone_mesh
+from megatron.core.inference.load_model import lone_mesh
 from megatron.core.inference.sampling import Choose
 from megatron.core.ops.attention.kv_cache import DecoderCache
 from megatron.core.parallel.mesh import Mesh
