@@ -20,13 +20,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch.distributed import checkpoint as dcp
 
+from megatron.convert import copy_checkpoint, open_any, write_hf_folder
+from megatron.convert.missing_parameters import check_complete
+from megatron.convert.strided_ranges import StridedCheckpoint
 from megatron.core.base.dataclass_flags import ConfigError, FlagConfig, knob
 from megatron.core.dist_checkpointing import Checkpoint
 from megatron.core.dist_checkpointing.local_tensor import LocalTensor
 from megatron.core.dist_checkpointing.missing_buffers import note_of_lost_buffers
-from megatron.core.interchange import copy_checkpoint, open_any, write_hf_folder
-from megatron.core.interchange.absent import check_complete
-from megatron.core.interchange.strided import StridedCheckpoint
 from megatron.core.sharding.boxes import whole
 from megatron.core.storage.file_layer import at, exists, remove_tree
 from megatron.core.storage.paths import is_url, path_of

@@ -25,6 +25,9 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megatron.convert import open_any
+from megatron.convert.aux_files import Origin
+from megatron.convert.hf_vocabulary import vocabulary_in
 from megatron.core import parallel_state
 from megatron.core.base.dataclass_flags import (
     ConfigError,
@@ -51,9 +54,6 @@ from megatron.core.inference import (
 )
 from megatron.core.inference.generate import generate_batch
 from megatron.core.inference.generate_t5 import answer_batch
-from megatron.core.interchange import open_any
-from megatron.core.interchange.carried import Origin
-from megatron.core.interchange.folder_tokenizer import vocabulary_in
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import Device, DeviceName
 from megatron.core.parallel.grid import Axis

@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.convert import open_any
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.inference.load_model import load_gpt
-from megatron.core.interchange import open_any
 from megatron.core.transformer.model_config import ModelConfig
 
 PATH = os.environ.get("DEEPSPEED_PATH")

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.convert import open_any
 from megatron.core.inference.load_model import load_gpt
-from megatron.core.interchange import open_any
 from megatron.core.transformer.model_config import ModelConfig
 
 CORE_PATH = os.environ.get("MEGATRON_CORE_PATH")

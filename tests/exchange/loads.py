@@ -17,7 +17,7 @@ NOT_OF_4 = ("t5-tied",)  # which divides hidden states wherever the table is tie
 
 
 def write(root: Path) -> None:
-    from megatron.core.interchange import open_foreign, write_hf_folder
+    from megatron.convert import open_foreign, write_hf_folder
 
     for name in ALL:
         cases.write_folder(root / "in" / name, cases.read_record(name))

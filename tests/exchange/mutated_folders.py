@@ -23,10 +23,10 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
 from cases import read_record, write_folder  # noqa: E402
 
+from megatron.convert import open_foreign  # noqa: E402
 from megatron.core.base.dataclass_flags import ConfigError  # noqa: E402
 from megatron.core.dist_checkpointing import CheckpointError  # noqa: E402
 from megatron.core.dist_checkpointing.local_tensor import LocalTensor  # noqa: E402
-from megatron.core.interchange import open_foreign  # noqa: E402
 from megatron.core.sharding.boxes import whole  # noqa: E402
 
 FIRST, INDEX, CONFIG = "model-00001-of-00002.safetensors", "model.safetensors.index.json", "config.json"

@@ -22,9 +22,9 @@ import dist_files  # noqa: E402
 import megatron_files  # noqa: E402
 from mutated_folders import tensors_of  # noqa: E402
 
+from megatron.convert import open_foreign  # noqa: E402
 from megatron.core.base.dataclass_flags import ConfigError  # noqa: E402
 from megatron.core.dist_checkpointing import CheckpointError  # noqa: E402
-from megatron.core.interchange import open_foreign  # noqa: E402
 
 
 def records_of(data: bytes) -> list[tuple[str, int, int, int]]:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.convert.aux_files import Origin
+from megatron.convert.hf_tokenizer_config import for_both_versions
 from megatron.core.dist_checkpointing.format import CheckpointError
-from megatron.core.interchange.carried import Origin
-from megatron.core.interchange.tokenizer_config import for_both_versions
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
 from tools import checkpoint_convert
 

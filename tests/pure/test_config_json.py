@@ -5,8 +5,8 @@ import re
 
 import pytest
 
+from megatron.convert.families.config_json import config_of, settings_of
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.interchange.families.config_json import config_of, settings_of
 from megatron.core.transformer.model_config import ModelConfig
 
 SIZES = {

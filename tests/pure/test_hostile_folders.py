@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.convert import open_foreign
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing import CheckpointError
-from megatron.core.interchange import open_foreign
 
 sys.path.append(str(Path(__file__).parent.parent / "exchange"))
 import mutated_folders

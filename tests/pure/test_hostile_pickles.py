@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.convert import open_any
+from megatron.convert.formats import safe_unpickle, torch_file
+from megatron.convert.formats.safe_unpickle import PickleError, read_pickle
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing import CheckpointError
-from megatron.core.interchange import open_any
-from megatron.core.interchange.formats import inert_pickle, torch_file
-from megatron.core.interchange.formats.inert_pickle import PickleError, read_pickle
 
 sys.path.append(str(Path(__file__).parent.parent / "exchange"))
 import dist_files
@@ -292,7 +292,7 @@ def test_a_bad_pickle_is_refused_in_a_line(case: str):
 
 
 def test_the_work_of_a_pickle_is_bounded(monkeypatch):
-    monkeypatch.setattr(inert_pickle, "_MOST_STEPS", 1000)
+    monkeypatch.setattr(safe_unpickle, "_MOST_STEPS", 1000)
     assert read_pickle(nested(900))[1] == len(nested(900))
     with pytest.raises(PickleError, match="more than 1000 instructions"):
         read_pickle(nested(1100))

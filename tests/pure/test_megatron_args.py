@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.convert.formats.megatron_args import settings_of_args, unclear
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.interchange.formats.megatron_args import settings_of_args, unclear
 
 sys.path.append(str(Path(__file__).parent.parent / "exchange"))
 import megatron_files

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.convert import open_foreign, settings_in
 from megatron.core.dist_checkpointing import LocalTensor
-from megatron.core.interchange import open_foreign, settings_in
 from megatron.core.sharding.boxes import whole
 
 sys.path.append(str(Path(__file__).parent.parent / "exchange"))

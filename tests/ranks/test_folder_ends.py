@@ -10,9 +10,9 @@ import pytest
 from whole_run import run
 
 import pretrain_gpt
+from megatron.convert.aux_files import Origin
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing import open_checkpoint
-from megatron.core.interchange.carried import Origin
 from tools import checkpoint_convert
 from tools.generate import main as generate
 

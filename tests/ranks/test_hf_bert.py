@@ -11,14 +11,14 @@ from adamw_steps import assert_losses
 from local_ranks import run_ranks
 from torch import Tensor
 
+from megatron.convert import open_foreign
+from megatron.convert.export_offline import write_hf_folder
+from megatron.convert.export_plan import their_tensors
+from megatron.convert.families.config_json import family_of
+from megatron.convert.formats.hf_folder import read_json
+from megatron.convert.hf_reader import heads_of, rows_of
 from megatron.core.dist_checkpointing import CheckpointError, placed_tensor
 from megatron.core.inference.load_model import lone_mesh
-from megatron.core.interchange import open_foreign
-from megatron.core.interchange.families.config_json import family_of
-from megatron.core.interchange.formats.hf_folder import read_json
-from megatron.core.interchange.mapped import heads_of, rows_of
-from megatron.core.interchange.streamed import write_hf_folder
-from megatron.core.interchange.written import their_tensors
 from megatron.core.models.bert.bert_stage import BertModel
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh

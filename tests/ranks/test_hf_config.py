@@ -19,8 +19,8 @@ from whole_run import run
 
 import pretrain_bert
 import pretrain_gpt
+from megatron.convert.families.config_json import settings_of, what_it_computes
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.interchange.families.config_json import settings_of, what_it_computes
 from megatron.core.models.common.model_rules import BERT_RULES, GPT_RULES, T5_RULES
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.transformer.model_config import ModelConfig

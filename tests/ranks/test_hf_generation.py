@@ -10,10 +10,10 @@ import pytest
 from local_ranks import run_ranks
 from torch import Tensor
 
+from megatron.convert import open_foreign
 from megatron.core.inference.generate import generate_batch
 from megatron.core.inference.generate_t5 import answer_batch
 from megatron.core.inference.load_model import load_gpt, load_t5, lone_mesh
-from megatron.core.interchange import open_foreign
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.transformer.model_config import ModelConfig
 

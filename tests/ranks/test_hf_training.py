@@ -11,13 +11,13 @@ import torch
 from local_ranks import run_ranks
 from tiny_run import GPT, Layout, build_chunks, build_pipeline, forward_step
 
+from megatron.convert import open_any, open_foreign
+from megatron.convert.export_offline import write_hf_folder
+from megatron.convert.families.config_json import family_of
+from megatron.convert.formats.hf_folder import read_json
+from megatron.convert.hf_reader import rows_of
 from megatron.core.dist_checkpointing import placed_tensor, save_checkpoint
 from megatron.core.dist_checkpointing.load_sharded import Checkpoint
-from megatron.core.interchange import open_any, open_foreign
-from megatron.core.interchange.families.config_json import family_of
-from megatron.core.interchange.formats.hf_folder import read_json
-from megatron.core.interchange.mapped import rows_of
-from megatron.core.interchange.streamed import write_hf_folder
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig

@@ -10,14 +10,14 @@ import torch
 from local_ranks import run_ranks
 from whole_run import run
 
+from megatron.convert import open_foreign
+from megatron.convert.export_offline import write_hf_folder
+from megatron.convert.export_plan import their_tensors
+from megatron.convert.families.config_json import family_of
+from megatron.convert.hf_reader import heads_of, rows_of
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing import CheckpointError, placed_tensor, save_checkpoint
 from megatron.core.inference.load_model import load_gpt, lone_mesh
-from megatron.core.interchange import open_foreign
-from megatron.core.interchange.families.config_json import family_of
-from megatron.core.interchange.mapped import heads_of, rows_of
-from megatron.core.interchange.streamed import write_hf_folder
-from megatron.core.interchange.written import their_tensors
 from megatron.core.parallel.grid import ALONE
 from megatron.core.sharding.boxes import slices
 from megatron.core.sharding.placement import pieces

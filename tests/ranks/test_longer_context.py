@@ -14,8 +14,8 @@ from script_run import trainer_of
 from whole_run import run
 
 import pretrain_gpt
+from megatron.convert import open_any, open_foreign
 from megatron.core.inference.load_model import load_gpt
-from megatron.core.interchange import open_any, open_foreign
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.transformer.model_config import ModelConfig
 from tools import checkpoint_convert, generate

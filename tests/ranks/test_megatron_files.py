@@ -9,8 +9,8 @@ import torch
 from local_ranks import run_ranks
 from whole_run import run
 
+from megatron.convert import open_any
 from megatron.core.inference.load_model import load_gpt
-from megatron.core.interchange import open_any
 from megatron.core.sharding.boxes import slices
 from megatron.core.sharding.placement import pieces
 from megatron.core.transformer.model_config import ModelConfig

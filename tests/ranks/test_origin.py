@@ -14,9 +14,9 @@ from script_run import trainer_of
 from whole_run import run
 
 import pretrain_gpt
+from megatron.convert import open_foreign
 from megatron.core.dist_checkpointing import format as disk
 from megatron.core.dist_checkpointing import open_checkpoint
-from megatron.core.interchange import open_foreign
 from megatron.core.parallel.device import Device
 from megatron.training.resume.origin import origin_of_run
 from tools import checkpoint_convert

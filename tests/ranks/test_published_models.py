@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron.convert.families.config_json import config_of, family_of, settings_of
+from megatron.convert.formats.safetensors import TensorInFile
+from megatron.convert.hf_reader import records_of
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.inference.load_model import lone_mesh
-from megatron.core.interchange.families.config_json import config_of, family_of, settings_of
-from megatron.core.interchange.formats.safetensors import TensorInFile
-from megatron.core.interchange.mapped import records_of
 from megatron.core.models.bert.bert_stage import BertModel
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.models.T5.t5_stage import T5Model

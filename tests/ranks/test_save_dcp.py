@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.distributed import checkpoint as dcp
 
+from megatron.convert import open_foreign
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing import placed_tensor, save_checkpoint
 from megatron.core.inference.load_model import load_gpt, lone_mesh
-from megatron.core.interchange import open_foreign
 from megatron.core.parallel.grid import ALONE
 from megatron.core.transformer.model_config import ModelConfig
 from tools import checkpoint_convert

@@ -17,16 +17,16 @@ from tiny_t5 import CONFIGS, T5
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron.convert import open_foreign
+from megatron.convert.detect_format import settings_in
+from megatron.convert.export_offline import write_hf_folder
+from megatron.convert.export_plan import their_tensors
+from megatron.convert.families.config_json import family_of
+from megatron.convert.formats.hf_folder import read_json
+from megatron.convert.hf_reader import heads_of, rows_of
 from megatron.core.dist_checkpointing import placed_tensor
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.inference.load_model import lone_mesh
-from megatron.core.interchange import open_foreign
-from megatron.core.interchange.families.config_json import family_of
-from megatron.core.interchange.formats.hf_folder import read_json
-from megatron.core.interchange.mapped import heads_of, rows_of
-from megatron.core.interchange.opened import settings_in
-from megatron.core.interchange.streamed import write_hf_folder
-from megatron.core.interchange.written import their_tensors
 from megatron.core.models.T5.t5_stage import T5Model
 from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import default_group, others_to, without_decay_of_tables

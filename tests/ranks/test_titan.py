@@ -20,11 +20,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from whole_run import run
 
+from megatron.convert import open_any
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.inference.generate import generate_batch
 from megatron.core.inference.load_model import load_gpt, lone_mesh
-from megatron.core.interchange import open_any
 from megatron.core.transformer.model_config import ModelConfig
 from tools import checkpoint_convert
 

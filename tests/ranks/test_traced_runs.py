@@ -9,8 +9,8 @@ import torch
 from stopped_runs import ended, job, lines
 from traced_files import traced
 
+from megatron.convert import open_any
 from megatron.core.dist_checkpointing import LocalTensor
-from megatron.core.interchange import open_any
 from megatron.core.sharding.boxes import whole
 
 sys.path.append(str(Path(__file__).parent.parent / "exchange"))

@@ -18,7 +18,7 @@ from local_ranks import run_ranks
 from script_run import trainer_of
 
 import pretrain_bert
-from megatron.core.interchange import settings_in
+from megatron.convert import settings_in
 from megatron.core.models.common.model_rules import BERT_RULES
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig, build_tokenizer

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron.convert import is_foreign, settings_in
 from megatron.core.base.dataclass_flags import ConfigError, FlagParser, build, default_of, flag_of, knob_of, knobs
 from megatron.core.dist_checkpointing.checkpoint_folder import find, read_manifest
 from megatron.core.dist_checkpointing.format import MANIFEST, CheckpointError, parse_manifest
-from megatron.core.interchange import is_foreign, settings_in
 from megatron.core.parallel.parallel_config import ParallelConfig
 from megatron.core.storage.paths import path_of
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from megatron.convert.aux_files import origin_problems
+from megatron.convert.missing_parameters import ABSENT_HEADS, ALLOW, advice_of, both_names, heads_in_state, shown_heads
 from megatron.core.base.dataclass_flags import ConfigError, build, flags_of, knobs, misfits
 from megatron.core.base.registry import FUNCTIONS
 from megatron.core.dist_checkpointing import Checkpoint, CheckpointError, LocalTensor
 from megatron.core.dist_checkpointing.missing_buffers import BUFFERS_AT_START, LOST_BUFFERS
-from megatron.core.interchange.absent import ABSENT_HEADS, ALLOW, advice_of, both_names, heads_in_state, shown_heads
-from megatron.core.interchange.carried import origin_problems
 from megatron.core.ops import dropout_masks
 from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
 from megatron.core.optimizer.loss_scaler import problems_of_scaler

@@ -7,11 +7,11 @@ from typing import TypeVar
 
 import torch
 
+from megatron.convert import open_any
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing import Checkpoint, open_checkpoint
 from megatron.core.dist_checkpointing.commit import set_aside
 from megatron.core.dist_checkpointing.format import DAMAGED, MANIFEST, CheckpointError, folder_name
-from megatron.core.interchange import open_any
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
 from megatron.core.storage import file_layer

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron.convert import described_by, is_foreign
 from megatron.core.base.dataclass_flags import ConfigError, FlagParser, build, flag_of, knobs
-from megatron.core.interchange import described_by, is_foreign
 from megatron.core.models.common.model_rules import ModelRules
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.resume.checkpoint_args import NOTHING_TAKEN, Taken, as_flags, of_model_and_tokenizer

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import torch
 
+from megatron.convert.export_distributed import records_of_ranks, write_gathered
+from megatron.convert.export_plan import plan_folder
+from megatron.convert.formats.hf_folder import is_hf_folder
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.registry import FUNCTIONS
 from megatron.core.dist_checkpointing.checkpoint_folder import remove
 from megatron.core.dist_checkpointing.format import PARTIAL, REPLACED, CheckpointError, folder_name, iteration_of
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.interchange.formats.hf_folder import is_hf_folder
-from megatron.core.interchange.gathered import records_of_ranks, write_gathered
-from megatron.core.interchange.written import plan_folder
 from megatron.core.optimizer.sharded_state_dict import model_tensors
 from megatron.core.parallel import collectives
 from megatron.core.storage import file_layer

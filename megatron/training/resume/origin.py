@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron.convert import described_by
+from megatron.convert.aux_files import Origin
 from megatron.core.dist_checkpointing import Checkpoint
-from megatron.core.interchange import described_by
-from megatron.core.interchange.carried import Origin
 from megatron.core.parallel import collectives
 from megatron.core.storage.file_layer import is_file, read_start, size_of_file
 from megatron.training.resume.copies import OwnPart

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron.convert import is_foreign, unreadable
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing.checkpoint_folder import find, latest_iteration, read_manifest, saved_iterations
 from megatron.core.dist_checkpointing.commit import is_ours
@@ -14,7 +15,6 @@ from megatron.core.dist_checkpointing.format import (
     iteration_of,
     parse_manifest,
 )
-from megatron.core.interchange import is_foreign, unreadable
 from megatron.core.storage.file_layer import at, exists, is_file, is_folder
 from megatron.core.storage.paths import is_url, path_of, same_folder
 from megatron.training.settings.config import CheckpointConfig

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megatron.core.interchange.carried import Origin
+from megatron.convert.aux_files import Origin
 
 
 @dataclass

@@ -14,11 +14,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from megatron.convert.aux_files import Origin
+from megatron.convert.families.family import OUTPUT, WORD_TABLE
+from megatron.convert.hf_vocabulary import vocabulary_in
 from megatron.core.base.dataclass_flags import ConfigError, build
 from megatron.core.dist_checkpointing import Checkpoint, LocalTensor
-from megatron.core.interchange.carried import Origin
-from megatron.core.interchange.families.family import OUTPUT, WORD_TABLE
-from megatron.core.interchange.folder_tokenizer import vocabulary_in
 from megatron.core.parallel import collectives
 from megatron.core.sharding.boxes import Box, size_of
 from megatron.core.storage.file_layer import is_file

@@ -1,0 +1,36 @@
+"""The families of models that are read and written, by the model_type of their config.json.
+
+To add one: a `Family` in a file of its own, and a line here; a fork adds its line before it calls `pretrain`. Where a model fits
+several, it is written as the first.
+"""
+
+from megatron.convert.families import bert, gpt_like, llama_like, t5
+from megatron.convert.families.family import Family
+from megatron.core.base.registry import Table
+
+FAMILIES = Table(
+    "FAMILIES",
+    Family,
+    {
+        "gpt2": gpt_like.GPT2,
+        "llama": llama_like.LLAMA,
+        "mistral": llama_like.MISTRAL,
+        "qwen2": llama_like.QWEN2,
+        "qwen3": llama_like.QWEN3,
+        "gemma": llama_like.GEMMA,
+        "gemma2": llama_like.GEMMA2,
+        "gemma3_text": llama_like.GEMMA3,
+        "gpt_neox": gpt_like.GPT_NEOX,
+        "phi": gpt_like.PHI,
+        "phi3": llama_like.PHI3,
+        "olmo2": llama_like.OLMO2,
+        "olmo3": llama_like.OLMO3,
+        "smollm3": llama_like.SMOLLM3,
+        "starcoder2": gpt_like.STARCODER2,
+        "granite": llama_like.GRANITE,
+        "cohere": llama_like.COHERE,
+        "cohere2": llama_like.COHERE2,
+        "t5": t5.T5,
+        "bert": bert.BERT,
+    },
+)
