@@ -42,8 +42,8 @@ from megatron.core.parallel.grid import AxisSizes
 from megatron.core.parallel.mesh import build_mesh
 from megatron.core.storage import file_layer
 from megatron.training import checkpointing
+from megatron.training.arguments.config import CheckpointConfig
 from megatron.training.resume import fallback, save_folder
-from megatron.training.settings.config import CheckpointConfig
 
 MODEL = replace(TINY_GPT2, num_layers=1, hidden_size=20, kv_channels=5)  # some tensors end within a line of 64 bytes
 SAVED = (2, 4, 6)

@@ -11,8 +11,8 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT)]
 
 from megatron.core.base.dataclass_flags import default_text, flags_of, metavar_of  # noqa: E402
-from megatron.training.settings.help import FlagGroup, by_reason, flag_groups, meaning_of_shorthand  # noqa: E402
-from megatron.training.settings.other_flags import NO_EFFECT, REFUSED, SHORTHAND, SILENT, WARNED, OtherFlag  # noqa: E402
+from megatron.training.arguments.help import FlagGroup, by_reason, flag_groups, meaning_of_shorthand  # noqa: E402
+from megatron.training.arguments.megatron_flags import NO_EFFECT, REFUSED, SHORTHAND, SILENT, WARNED, OtherFlag  # noqa: E402
 
 HEAD = """# Flags
 

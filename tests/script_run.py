@@ -22,11 +22,11 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel import SCHEDULES
 from megatron.core.tokenizers import TOKENIZERS, build_tokenizer
 from megatron.training import trainer as trainer_module
-from megatron.training.command_line import Arguments, parse_args
+from megatron.training.arguments.command_line import Arguments, parse_args
+from megatron.training.arguments.config import Config
+from megatron.training.arguments.validation import check
 from megatron.training.memory.timeline import Forecast, RankMemory
 from megatron.training.runtime import Runtime, set_runtime
-from megatron.training.settings.config import Config
-from megatron.training.settings.rules import check
 from megatron.training.trainer import Trainer
 
 TABLES: list[dict] = [OPTIMIZERS, SCHEDULES, KERNELS, TOKENIZERS]  # those that a script may add to

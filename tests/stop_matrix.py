@@ -31,7 +31,7 @@ from zero_matrix import several_slices
 
 import pretrain_gpt
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.training.settings.rules import check
+from megatron.training.arguments.validation import check
 
 STEPS = 12
 _PP = "--num-layers 4 --pipeline-model-parallel-size 2"

@@ -40,10 +40,10 @@ from megatron.core.sharding.placement import Placement, owned_pieces
 from megatron.core.transformer.layer_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training import checkpointing
+from megatron.training.arguments.command_line import parse_args
+from megatron.training.arguments.config import Config
 from megatron.training.chunks import share_tables
-from megatron.training.command_line import parse_args
 from megatron.training.resume.state import TrainState
-from megatron.training.settings.config import Config
 from megatron.training.train_step import StepResult, train_step
 
 VOCAB, SEQ, SEED = 61, 8, 3

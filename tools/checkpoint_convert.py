@@ -30,7 +30,7 @@ from megatron.core.dist_checkpointing.missing_buffers import note_of_lost_buffer
 from megatron.core.sharding.boxes import whole
 from megatron.core.storage.file_layer import at, exists, remove_tree
 from megatron.core.storage.paths import is_url, path_of
-from megatron.training.settings.hf_config import DEFAULT_SHARD_SIZE, bytes_of, read_size
+from megatron.training.arguments.save_hf_config import DEFAULT_SHARD_SIZE, bytes_of, read_size
 from tools.errors import missing, run_tool
 
 _MODEL = "model/"  # what the names of a model's tensors begin with in a checkpoint

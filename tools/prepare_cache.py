@@ -25,11 +25,11 @@ from megatron.core.datasets.gpt_samples import build_gpt_datasets
 from megatron.core.datasets.index_map import SPLIT_NAMES
 from megatron.core.datasets.t5_samples import build_t5_datasets
 from megatron.core.models.common.model_rules import BERT_RULES, GPT_RULES, T5_RULES, ModelRules
-from megatron.training.command_line import parse_args
+from megatron.training.arguments.command_line import parse_args
+from megatron.training.arguments.config import COMPONENTS, Config
 from megatron.training.initialize import examine_without_device
 from megatron.training.resume.state import TrainState
 from megatron.training.samples import samples_to_request
-from megatron.training.settings.config import COMPONENTS, Config
 from tools.errors import exit_status
 
 

@@ -26,12 +26,12 @@ from megatron.core.base.output_streams import until_reader_ends
 from megatron.core.dist_checkpointing import Checkpoint, CheckpointError, LocalTensor, open_checkpoint
 from megatron.core.dist_checkpointing.missing_buffers import lost_buffers
 from megatron.core.sharding.boxes import whole
+from megatron.training.arguments.config import COMPONENTS
 from megatron.training.guard.dump import BATCH, exact_numbers
 from megatron.training.guard.first_bad import first_bad_tensor
 from megatron.training.guard.kept_batches import KeptBatches
 from megatron.training.initialize import initialize_megatron
 from megatron.training.runtime import print_rank_0, set_runtime
-from megatron.training.settings.config import COMPONENTS
 from megatron.training.train_step import StepFigures, StepWork
 from megatron.training.trainer import Trainer
 from tools.script import script_at

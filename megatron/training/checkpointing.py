@@ -32,6 +32,8 @@ from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.sharding.boxes import size_of
 from megatron.core.storage.paths import path_of
+from megatron.training.arguments.checkpoint_to_load import Start, loads_what_it_saves, where_to_start
+from megatron.training.arguments.config import CheckpointConfig
 from megatron.training.resume import checks, copies, vocabulary
 from megatron.training.resume.copies import OwnPart
 from megatron.training.resume.fallback import load_undamaged, newest_readable
@@ -39,10 +41,8 @@ from megatron.training.resume.functions import functions_of
 from megatron.training.resume.lost_buffers import changed_buffers, check_lost_buffers, first_buffers, note_other_buffers
 from megatron.training.resume.model_name import model_name
 from megatron.training.resume.origin import origin_of_new_run, origin_of_run
-from megatron.training.resume.start import Start, loads_what_it_saves, where_to_start
 from megatron.training.resume.state import TrainState
 from megatron.training.runtime import Runtime, print_rank_0
-from megatron.training.settings.config import CheckpointConfig
 
 Chunks = Sequence[DistributedDataParallel]
 

@@ -17,8 +17,8 @@ from megatron.core.pipeline_parallel.microbatch_loss import ForwardStep
 from megatron.core.pipeline_parallel.pipeline_driver import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec
 from megatron.core.sharding.placement import Constant, Placement, placement_of
+from megatron.training.arguments.config import Config
 from megatron.training.runtime import Runtime
-from megatron.training.settings.config import Config
 
 ModelProvider = Callable[..., nn.Module]
 ChunksByStage = dict[int, DistributedDataParallel]

@@ -37,19 +37,19 @@ from megatron.core.storage.paths import is_url, path_of
 from megatron.core.tokenizers import build_tokenizer
 from megatron.core.tokenizers.tokenizer_fingerprint import tokenizer_sha256
 from megatron.core.tokenizers.tokenizer_registry import Tokenizer
+from megatron.training.arguments.checkpoint_to_load import mistake_in
+from megatron.training.arguments.command_line import Arguments, ArgumentsError, ExtraArgs
+from megatron.training.arguments.command_line import parse_args as parse_words
+from megatron.training.arguments.config import Config
+from megatron.training.arguments.hf_config import hf_config_problems
+from megatron.training.arguments.monitor_config import watch_notes
+from megatron.training.arguments.validation import apart_from, check, filled_in
 from megatron.training.checkpointing import saved_products
-from megatron.training.command_line import Arguments, ArgumentsError, ExtraArgs
-from megatron.training.command_line import parse_args as parse_words
 from megatron.training.ending import hangs
 from megatron.training.ending.exits import listen_for_requests
 from megatron.training.memory.offload import notes_of
-from megatron.training.resume.hf_config import hf_config_problems
-from megatron.training.resume.start import mistake_in
 from megatron.training.runtime import Runtime, print_rank_0, print_rank_last, set_runtime, vocab_size_of
-from megatron.training.settings.config import Config
-from megatron.training.settings.rules import apart_from, check, filled_in
 from megatron.training.watch.timers import Timers
-from megatron.training.watch.watch_config import watch_notes
 
 
 @dataclass(frozen=True)

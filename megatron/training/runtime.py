@@ -21,8 +21,8 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.tokenizers.tokenizer_config import NO_TOKENIZER
 from megatron.core.tokenizers.tokenizer_registry import Tokenizer
 from megatron.core.transformer.layer_context import LayerContext
-from megatron.training.command_line import Arguments
-from megatron.training.settings.config import Config
+from megatron.training.arguments.command_line import Arguments
+from megatron.training.arguments.config import Config
 from megatron.training.watch.flops import ModelShape, TwoStackShape
 from megatron.training.watch.timers import Timers
 

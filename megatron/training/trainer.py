@@ -30,6 +30,7 @@ from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.parallel import collectives
 from megatron.core.pipeline_parallel.microbatch_loss import ForwardStep, keep_reports
 from megatron.training import checkpointing
+from megatron.training.arguments.checkpoint_to_load import where_to_go_on
 from megatron.training.build import DatasetsProvider, built_chunks, refused_alike
 from megatron.training.chunks import ModelProvider, build_optimizer, build_pipeline
 from megatron.training.ending import hangs
@@ -43,7 +44,6 @@ from megatron.training.memory.timeline import Forecast
 from megatron.training.memory.watch import MemoryWatch
 from megatron.training.resume.save_folder import prepare_folder, prepare_hf_folder, warn_of_other_checkpoints
 from megatron.training.resume.saves import Saves
-from megatron.training.resume.start import where_to_go_on
 from megatron.training.resume.state import TrainState
 from megatron.training.runtime import Runtime, is_last_rank, print_rank_0, print_rank_last
 from megatron.training.samples import check_datasets, notes_of_no_validation, samples_to_request

@@ -26,14 +26,14 @@ from megatron.core.models.common.model_rules import NO_RULES, ModelRules
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.parallel import collectives
 from megatron.core.pipeline_parallel.microbatch_loss import ForwardStep
+from megatron.training.arguments.checkpoint_to_load import where_to_go_on
+from megatron.training.arguments.command_line import ExtraArgs
 from megatron.training.build import DatasetsProvider, build_train_valid_test_data_iterators, setup_model_and_optimizer
 from megatron.training.chunks import ModelProvider
-from megatron.training.command_line import ExtraArgs
 from megatron.training.ending import failures, hangs, interrupt, orphans
 from megatron.training.ending.exits import stop_listening
 from megatron.training.initialize import initialize_megatron, stop_with
 from megatron.training.memory import shortage
-from megatron.training.resume.start import where_to_go_on
 from megatron.training.runtime import Runtime, set_runtime
 from megatron.training.trainer import NonLossData, Trainer
 

@@ -12,9 +12,9 @@ from said import tells, tells_each
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.models.common.model_rules import text_problems
 from megatron.core.pipeline_parallel.schedule.registry import SCHEDULES
-from megatron.training.command_line import Arguments, parse_args
-from megatron.training.settings.config import COMPONENTS, Config
-from megatron.training.settings.rules import check
+from megatron.training.arguments.command_line import Arguments, parse_args
+from megatron.training.arguments.config import COMPONENTS, Config
+from megatron.training.arguments.validation import check
 
 MOCK = "--mock-data --tokenizer-type NullTokenizer --vocab-size 60 "
 SMALL = MOCK + "--micro-batch-size 2 --train-iters 10 --seq-length 32 --lr 1e-3 --num-layers 4 "

@@ -7,9 +7,9 @@ from said import tells_each
 
 from megatron.core.base.batch_size import BatchSizes, constant_size, ramp, size_table
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.training.command_line import parse_args
-from megatron.training.settings.config import Config
-from megatron.training.settings.rules import check
+from megatron.training.arguments.command_line import parse_args
+from megatron.training.arguments.config import Config
+from megatron.training.arguments.validation import check
 
 
 def run_of(sizes: BatchSizes, steps: int) -> list[int]:

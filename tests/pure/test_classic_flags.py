@@ -6,9 +6,17 @@ from pathlib import Path
 import pytest
 
 from megatron.core.base.dataclass_flags import ConfigError, flags_of, knobs
-from megatron.training.command_line import make_parser, parse_args
-from megatron.training.settings.config import COMPONENTS
-from megatron.training.settings.other_flags import NO_EFFECT, OTHERS, REFUSED, SHORTHAND, SILENT, WARNED, parse_table
+from megatron.training.arguments.command_line import make_parser, parse_args
+from megatron.training.arguments.config import COMPONENTS
+from megatron.training.arguments.megatron_flags import (
+    NO_EFFECT,
+    OTHERS,
+    REFUSED,
+    SHORTHAND,
+    SILENT,
+    WARNED,
+    parse_table,
+)
 
 ROWS = [
     tuple(line.split(maxsplit=1))

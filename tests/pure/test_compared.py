@@ -9,9 +9,10 @@ from megatron.core.base.dataclass_flags import default_of, knob, knobs
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.tokenizers.tokenizer_fingerprint import tokenizer_sha256
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.training.command_line import parse_args
-from megatron.training.resume import compared
-from megatron.training.resume.compared import (
+from megatron.training.arguments import config_diff
+from megatron.training.arguments.command_line import parse_args
+from megatron.training.arguments.config import COMPONENTS, TrainingConfig
+from megatron.training.arguments.config_diff import (
     BY_DATA,
     BY_TOKENIZER,
     COURSE_OF_MODEL,
@@ -21,7 +22,6 @@ from megatron.training.resume.compared import (
     ROPE,
     compare,
 )
-from megatron.training.settings.config import COMPONENTS, TrainingConfig
 
 DEFAULTS = parse_args([])[0].as_json()
 KNOBS = {f.name: part for part, component in COMPONENTS.items() for f in knobs(component)}
@@ -85,7 +85,7 @@ class YoungerTraining(TrainingConfig):
 )
 def test_a_setting_that_nobody_has_listed_is_compared(part, component, name, kind, monkeypatch):
     """Whichever of the two is older: an activation that only one side knows never goes on as another."""
-    monkeypatch.setitem(compared.COMPONENTS, part, component)
+    monkeypatch.setitem(config_diff.COMPONENTS, part, component)
     default = next(default_of(f) for f in knobs(component) if f.name == name)
     off, on = (with_value(part, name, value) for value in (default, 1))
     assert kinds(compare(off, on)) == kinds(compare(on, off)) == {kind: [name]}

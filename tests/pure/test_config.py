@@ -23,10 +23,10 @@ from megatron.core.base.dataclass_flags import (
 )
 from megatron.core.base.dataclass_flags import knob as declare
 from megatron.core.optimizer import OPTIMIZERS, UpdateRule
-from megatron.training.command_line import make_parser, parse_args
+from megatron.training.arguments.command_line import make_parser, parse_args
+from megatron.training.arguments.config import COMPONENTS
+from megatron.training.arguments.megatron_flags import NO_EFFECT, REFUSED, SHORTHAND
 from megatron.training.samples import notes_of_no_validation
-from megatron.training.settings.config import COMPONENTS
-from megatron.training.settings.other_flags import NO_EFFECT, REFUSED, SHORTHAND
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from documents import ROOT, commands_of
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.parallel.collectives import bytes_sent
-from megatron.training.command_line import parse_args
+from megatron.training.arguments.command_line import parse_args
+from megatron.training.arguments.validation import check
 from megatron.training.memory.dry_run import alone, batches_of, mesh_of, parts_of
-from megatron.training.settings.rules import check
 from megatron.training.train_step import train_step
 from megatron.training.watch.flops import ModelShape
 from tools import configure, estimate_memory

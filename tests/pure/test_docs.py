@@ -16,7 +16,7 @@ from documents import DOCUMENTS, ROOT, commands_of, name_of
 
 from megatron.core.base.dataclass_flags import FlagParser, add_flags
 from megatron.core.tokenizers import TokenizerConfig
-from megatron.training.command_line import make_parser as pretrain_parser
+from megatron.training.arguments.command_line import make_parser as pretrain_parser
 from tools import generate, plot_run, preprocess_data, train_tokenizer
 
 MESSAGES_BY = ROOT / "docs" / "troubleshooting.md"

@@ -12,8 +12,8 @@ from megatron.core.datasets import DataConfig, build_gpt_datasets
 from megatron.core.datasets.data_loader import batches
 from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle, FimConfig, token_id
 from megatron.core.tokenizers.tokenizer_registry import NullTokenizer
-from megatron.training.command_line import parse_args
-from megatron.training.settings.rules import check
+from megatron.training.arguments.command_line import parse_args
+from megatron.training.arguments.validation import check
 
 PREFIX, MIDDLE, SUFFIX, PAD, EOD, SPLIT = 200, 201, 202, 203, 204, 205
 NAMES = {"<fim_prefix>": PREFIX, "<fim_middle>": MIDDLE, "<fim_suffix>": SUFFIX, "<fim_pad>": PAD, "<file>": SPLIT}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from flags_doc import document
 
-from megatron.training.command_line import make_parser
+from megatron.training.arguments.command_line import make_parser
 
 PAGE = Path(__file__).parents[2] / "docs" / "flags.md"
 

@@ -14,8 +14,8 @@ import pytest
 
 from megatron.core.base import output_streams
 from megatron.core.base.rank_status import Calls, Place, Whereabouts, begin_step, group_text, ranks_of, read_place
+from megatron.training.arguments.hang_config import HangConfig
 from megatron.training.ending import hangs
-from megatron.training.ending.hang_config import HangConfig
 from megatron.training.ending.hangs import HangWatch
 from megatron.training.ending.outside import ProcessState, look_at, waits_for_cores
 from megatron.training.ending.run_folder import leave_run_folder, make_run_folder

@@ -7,10 +7,10 @@ import pytest
 from megatron.core.base.dataclass_flags import ConfigError, flags_of, knobs
 from megatron.core.datasets.token_masking import MaskedDataConfig
 from megatron.core.models.common.model_rules import BERT_RULES, GPT_RULES
-from megatron.training.command_line import parse_args
+from megatron.training.arguments.command_line import parse_args
+from megatron.training.arguments.config import COMPONENTS
+from megatron.training.arguments.megatron_flags import NO_EFFECT, REFUSED
 from megatron.training.initialize import examine
-from megatron.training.settings.config import COMPONENTS
-from megatron.training.settings.other_flags import NO_EFFECT, REFUSED
 
 NEEDED = [
     *("--micro-batch-size", "--seq-length", "--lr", "--train-iters", "--train-samples"),

@@ -11,8 +11,8 @@ from megatron.core.pipeline_parallel.schedule.lower import add_reduce, add_trans
 from megatron.core.pipeline_parallel.schedule.plot import plot_text
 from megatron.core.pipeline_parallel.schedule.registry import SCHEDULES
 from megatron.core.pipeline_parallel.schedule.simulate import peak_live
-from megatron.training.command_line import parse_args
-from megatron.training.settings.rules import check
+from megatron.training.arguments.command_line import parse_args
+from megatron.training.arguments.validation import check
 
 FORK = Path(__file__).parents[2] / "examples" / "minimal_fork"
 

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.training.command_line import parse_args
+from megatron.training.arguments.command_line import parse_args
 
 ROPE = "--position-embedding-type rope "
 REFUSED = {

@@ -20,8 +20,8 @@ from megatron.core.optimizer.lr_schedule import LearningRateSchedule, WeightDeca
 from megatron.core.pipeline_parallel import microbatch_loss
 from megatron.core.pipeline_parallel.schedule import registry, simulate
 from megatron.deepspeed import schedules
+from megatron.training.arguments import validation
 from megatron.training.initialize import as_settings_problem
-from megatron.training.settings import rules
 from tools.errors import exit_status
 
 
@@ -104,7 +104,7 @@ def test_a_bug_in_a_rule_is_no_problem_of_the_settings(monkeypatch):
         layer_split = property(lambda self: [].index(1))
 
     with pytest.raises(ValueError, match="not in list"):
-        list(rules._layer_problems(Broken()))
+        list(validation._layer_problems(Broken()))
 
 
 def test_a_bug_in_the_check_of_schedules_is_none_of_the_schedule(monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 from said import tells, tells_each
 
 from megatron.core.base.dataclass_flags import ConfigError, add_flags, knob
-from megatron.training.command_line import parse_args
+from megatron.training.arguments.command_line import parse_args
 
 
 def problems_of(line: str, extra_args_provider="extra") -> list[str]:

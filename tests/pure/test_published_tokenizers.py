@@ -22,7 +22,7 @@ from megatron.core.datasets.t5_samples import build_t5_datasets
 from megatron.core.datasets.token_masking import MaskedDataConfig
 from megatron.core.models.common.model_rules import GPT_RULES
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
-from megatron.training.command_line import parse_args
+from megatron.training.arguments.command_line import parse_args
 from tools import generate, inspect_dataset, preprocess_data
 from tools.generating.t5 import encoder_ids
 

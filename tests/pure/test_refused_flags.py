@@ -4,7 +4,7 @@ import pytest
 from said import tells_each
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.training.command_line import parse_args
+from megatron.training.arguments.command_line import parse_args
 
 REFUSED = """
     --spec a_module a_function      --lazy-mpu-init 2 

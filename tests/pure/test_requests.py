@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from megatron.training.arguments.config import TrainingConfig
 from megatron.training.ending import exits, interrupt
-from megatron.training.settings.config import TrainingConfig
 
 HUP = signal.SIGHUP
 

@@ -16,16 +16,17 @@ from said import tells
 from megatron.core.base import output_streams
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.parallel.device import Device, peak_flops_of
-from megatron.training.watch import sinks, watch_config
-from megatron.training.watch.profiling import MemoryHistory, StepProfiler
-from megatron.training.watch.sinks import MetricsFile, Record, TensorBoardSink, WandbSink, json_line, lines_until
-from megatron.training.watch.watch_config import (
+from megatron.training.arguments import monitor_config
+from megatron.training.arguments.monitor_config import (
     LogConfig,
     ProfileConfig,
     TensorBoardConfig,
     watch_notes,
     watch_problems,
 )
+from megatron.training.watch import sinks
+from megatron.training.watch.profiling import MemoryHistory, StepProfiler
+from megatron.training.watch.sinks import MetricsFile, Record, TensorBoardSink, WandbSink, json_line, lines_until
 from megatron.training.watch.watchers import Watch
 
 STEP = Record("step", 7, 56, {"lm loss": 2.5, "grad-norm": 1.5})
@@ -251,7 +252,7 @@ PROBLEMS = [
 
 @pytest.mark.parametrize(("log", "curves", "profile", "says"), PROBLEMS)
 def test_what_cannot_be_watched_is_said(monkeypatch, log, curves, profile, says: str):
-    monkeypatch.setattr(watch_config, "_is_installed", lambda package: False)
+    monkeypatch.setattr(monitor_config, "_is_installed", lambda package: False)
     made = LogConfig(**log), TensorBoardConfig(**curves), ProfileConfig(**profile)
     (problem,) = watch_problems(*made, save=None, world_size=2)
     assert tells(problem, says)
@@ -259,12 +260,12 @@ def test_what_cannot_be_watched_is_said(monkeypatch, log, curves, profile, says:
 
 def test_a_run_without_the_package_tensorboard_goes_on_and_says_so_once(monkeypatch):
     made = LogConfig(), TensorBoardConfig(tensorboard_dir="x"), ProfileConfig()
-    monkeypatch.setattr(watch_config, "_is_installed", lambda package: False)
+    monkeypatch.setattr(monitor_config, "_is_installed", lambda package: False)
     assert not list(watch_problems(*made, save=None, world_size=2))
     (note,) = watch_notes(made[1], made[2], 5)
     assert tells(note, "warning --tensorboard-dir pip install tensorboard")
     assert watch_notes(TensorBoardConfig(), made[2], 5) == []
-    monkeypatch.setattr(watch_config, "_is_installed", lambda package: True)
+    monkeypatch.setattr(monitor_config, "_is_installed", lambda package: True)
     assert watch_notes(made[1], made[2], 5) == []
 
 
@@ -276,7 +277,7 @@ def test_a_run_that_ends_before_its_profile_says_so():
 
 
 def test_what_can_be_watched_has_no_problem(monkeypatch):
-    monkeypatch.setattr(watch_config, "_is_installed", lambda package: True)
+    monkeypatch.setattr(monitor_config, "_is_installed", lambda package: True)
     made = LogConfig(log_progress=True, inspect=1), TensorBoardConfig(tensorboard_dir="x"), ProfileConfig(profile=True)
     assert not list(watch_problems(*made, save="y", world_size=1))
 

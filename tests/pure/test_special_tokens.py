@@ -12,7 +12,7 @@ from said import tells
 
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
 from megatron.core.tokenizers.tokenizer_fingerprint import tokenizer_sha256
-from megatron.training.command_line import parse_args
+from megatron.training.arguments.command_line import parse_args
 from tools import checkpoint_convert
 
 sys.path.append(str(Path(__file__).parent.parent / "exchange"))

@@ -6,9 +6,9 @@ import pytest
 from said import tells, tells_each
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.training.command_line import parse_args
-from megatron.training.settings import yaml_settings
-from megatron.training.settings.config import Config
+from megatron.training.arguments import yaml_arguments
+from megatron.training.arguments.command_line import parse_args
+from megatron.training.arguments.config import Config
 
 
 @pytest.fixture
@@ -193,7 +193,7 @@ def test_what_is_wrong_with_a_file_is_said(read, tmp_path, text: str, problems: 
 
 
 def test_a_file_that_is_none_of_settings_is_refused_unread(monkeypatch):
-    monkeypatch.setattr(yaml_settings, "_LARGEST", 1 << 20)
+    monkeypatch.setattr(yaml_arguments, "_LARGEST", 1 << 20)
     with pytest.raises(ConfigError, match=r"(?s)--yaml-cfg.*/dev/zero.*1.*MB"):
         parse_args(["--yaml-cfg", "/dev/zero"])
 

@@ -17,8 +17,8 @@ from megatron.core.offload.stored_tensor import start_reading, start_writing
 from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
 from megatron.core.parallel.collectives import PeerError
 from megatron.core.parallel.mesh import Mesh
+from megatron.training.arguments.rerun_config import GuardConfig
 from megatron.training.guard.check import WrongNumbersError
-from megatron.training.guard.guard_config import GuardConfig
 from megatron.training.guard.replicas import differences_of_copies
 from megatron.training.guard.state_hashes import StateCheck, changes_since, hashes_of, held_state
 

@@ -24,8 +24,8 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.models.common.model_rules import BERT_RULES, GPT_RULES, T5_RULES
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.training.command_line import parse_args
-from megatron.training.resume.hf_config import hf_config_problems
+from megatron.training.arguments.command_line import parse_args
+from megatron.training.arguments.hf_config import hf_config_problems
 from tools.estimating.estimate import run as estimate
 
 sys.path.append(str(Path(__file__).parent.parent / "exchange"))

@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.attention import CoreAttention
 from megatron.core.transformer.layer_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.training.command_line import parse_args
+from megatron.training.arguments.command_line import parse_args
 
 CASE = AttentionCase(torch.empty(2, 4, 9, 8), torch.empty(2, 4, 9, 8), None, 0.0)
 FUSED = ("auto", "fused", "flash")

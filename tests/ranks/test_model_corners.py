@@ -26,9 +26,9 @@ from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.attention import ParallelAttention
 from megatron.core.transformer.layer_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
+from megatron.training.arguments.command_line import parse_args
+from megatron.training.arguments.validation import check
 from megatron.training.checkpointing import model_tensors, optimizer_tensors
-from megatron.training.command_line import parse_args
-from megatron.training.settings.rules import check
 
 pytestmark = pytest.mark.full  # the fast set keeps the covering pairs of test_parity.py
 

@@ -39,7 +39,7 @@ from megatron.core.tensor_parallel.linear_autograd import weight_gradient
 from megatron.core.transformer.layer_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training import checkpointing
-from megatron.training.command_line import parse_args
+from megatron.training.arguments.command_line import parse_args
 from megatron.training.resume.checks import check_same_optimizer
 from megatron.training.resume.state import TrainState
 from megatron.training.train_step import NotFiniteError, StepResult, train_step

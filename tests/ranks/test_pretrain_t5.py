@@ -26,9 +26,9 @@ from megatron.core.parallel.stage_map import loop
 from megatron.core.pipeline_parallel.layer_split import split_two_stacks
 from megatron.core.pipeline_parallel.schedule.registry import stage_map
 from megatron.core.tokenizers import build_tokenizer
-from megatron.training.command_line import parse_args
+from megatron.training.arguments.command_line import parse_args
+from megatron.training.arguments.validation import check
 from megatron.training.evaluate import evaluate
-from megatron.training.settings.rules import check
 
 SCRIPT = SimpleNamespace(**vars(pretrain_t5), args_defaults=pretrain_t5.DEFAULTS | {"decoder_num_layers": 0})
 MODEL = (

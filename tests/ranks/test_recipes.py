@@ -18,9 +18,9 @@ from megatron.core.models.T5.t5_stage import T5Model
 from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
 from megatron.core.transformer.layer_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.training.command_line import parse_args
-from megatron.training.settings.config import Config
-from megatron.training.settings.rules import check
+from megatron.training.arguments.command_line import parse_args
+from megatron.training.arguments.config import Config
+from megatron.training.arguments.validation import check
 
 FOLDER = Path(__file__).parents[2] / "examples" / "recipes"
 # But those that go on from weights, which tests/ranks/test_longer_context.py runs.

@@ -11,10 +11,10 @@ from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.distributed.global_norms import num_zeros_in_grad, params_norm
 from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
 from megatron.core.parallel import collectives
+from megatron.training.arguments.monitor_config import ProfileConfig
 from megatron.training.watch.profiling import StepProfiler
 from megatron.training.watch.statistics import Inspector, Statistics, statistics_of
 from megatron.training.watch.timers import Timers
-from megatron.training.watch.watch_config import ProfileConfig
 
 STEPS, BATCH = 2, 8
 MODELS = {"gpt2": GPT2, "llama": LLAMA}

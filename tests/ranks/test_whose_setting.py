@@ -10,7 +10,7 @@ from said import tells
 from whole_run import run
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.training.command_line import parse_args
+from megatron.training.arguments.command_line import parse_args
 
 sys.path.append(str(Path(__file__).parent.parent / "exchange"))
 from cases import T5_CASES, read_record, read_tensors, write_folder

@@ -27,8 +27,8 @@ from megatron.core.transformer.layer_pattern import read_pattern
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.sliding_window_config import read_window
 from megatron.training.arguments import core_transformer_config_from_args
-from megatron.training.command_line import parse_args
-from megatron.training.resume.compared import compare
+from megatron.training.arguments.command_line import parse_args
+from megatron.training.arguments.config_diff import compare
 
 # ---------------------------------------------------------------- which layers, which keys
 

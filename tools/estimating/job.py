@@ -12,13 +12,13 @@ from megatron.core.ops.matmul import NATIVE, WAYS, Products
 from megatron.core.parallel.device import Device
 from megatron.core.tokenizers import build_tokenizer
 from megatron.core.tokenizers.tokenizer_config import NO_TOKENIZER
-from megatron.training.command_line import ArgumentsError, parse_args
+from megatron.training.arguments.command_line import ArgumentsError, parse_args
+from megatron.training.arguments.config import Config
+from megatron.training.arguments.hf_config import hf_config_problems
+from megatron.training.arguments.validation import apart_from, check, filled_in
 from megatron.training.initialize import as_settings_problem, collected
 from megatron.training.memory.dry_run import Job, mesh_of
-from megatron.training.resume.hf_config import hf_config_problems
 from megatron.training.runtime import Runtime
-from megatron.training.settings.config import Config
-from megatron.training.settings.rules import apart_from, check, filled_in
 from tools.estimating.flags import add_own_flags
 from tools.script import script_at
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from megatron.core.base.signatures import takes
 from megatron.core.enums import ModelType
-from megatron.training import command_line
+from megatron.training.arguments import command_line
 from megatron.training.build import built_chunks
 from megatron.training.chunks import ModelProvider
 from megatron.training.runtime import get_runtime

@@ -20,7 +20,7 @@ import torch
 from megatron.core.base import output_streams
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
-from megatron.training.settings.config import TrainingConfig
+from megatron.training.arguments.config import TrainingConfig
 
 WARNING = signal.SIGUSR1  # of SLURM's --signal and other schedulers, minutes before they end the job
 

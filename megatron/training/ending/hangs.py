@@ -28,8 +28,8 @@ from pathlib import Path
 from megatron.core.base import output_streams, rank_status
 from megatron.core.base.errors import write_error_file
 from megatron.core.base.rank_status import Place, Whereabouts, read_place
+from megatron.training.arguments.hang_config import HangConfig
 from megatron.training.ending import run_folder
-from megatron.training.ending.hang_config import HangConfig
 from megatron.training.ending.outside import kill, look_at, wait_for_ends, waits_for_cores
 from megatron.training.ending.verdict import Seen, Verdict, hang_report, is_hurried, judge
 

@@ -35,12 +35,12 @@ from megatron.core.pipeline_parallel.microbatch_loss import ForwardStep
 from megatron.core.pipeline_parallel.pipeline_driver import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.schedule.actions import Action, Op, Schedule
 from megatron.core.tensor_parallel.broadcast_batch import BatchWithoutData
+from megatron.training.arguments.config import Config
 from megatron.training.chunks import ModelProvider, build_optimizer, build_pipeline, in_buffers, make_chunks
 from megatron.training.memory.shapes import META, Done, ShapesOnly, SilentGroup
 from megatron.training.memory.tier_bytes import Element
 from megatron.training.memory.tracker import MemoryTracker
 from megatron.training.runtime import Runtime, acting_as
-from megatron.training.settings.config import Config
 from megatron.training.train_step import train_step
 from megatron.training.watch.timers import Timers
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
+from megatron.training.arguments.config import Config
 from megatron.training.memory.tier_bytes import amount
 from megatron.training.memory.timeline import ACTIVATIONS, DEVICE, IN_MEMORY, STATE, RankMemory
-from megatron.training.settings.config import Config
 
 
 def warning_of_room(

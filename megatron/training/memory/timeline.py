@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, field
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.parallel import collectives
 from megatron.core.pipeline_parallel.schedule.actions import Op
+from megatron.training.arguments.config import Config
 from megatron.training.memory.dry_run import COMPUTES, PASSING, Job, Profile, dry_run, mesh_of
-from megatron.training.settings.config import Config
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "communication")
 STATE, ACTIVATIONS = "parameters, gradients and optimizer state", "activations"

@@ -19,11 +19,19 @@ from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
 from megatron.core.optimizer.loss_scaler import problems_of_scaler
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
-from megatron.training.resume.compared import BY_DATA, BY_TOKENIZER, OF_WIDTHS, Change, Changes, compare, precision_of
+from megatron.training.arguments.config import Config, shown
+from megatron.training.arguments.config_diff import (
+    BY_DATA,
+    BY_TOKENIZER,
+    OF_WIDTHS,
+    Change,
+    Changes,
+    compare,
+    precision_of,
+)
 from megatron.training.resume.functions import attention_problem, began_to_restart, optimizer_problem, tokenizer_problem
 from megatron.training.resume.state import TrainState
 from megatron.training.runtime import Runtime, print_rank_0
-from megatron.training.settings.config import Config, shown
 
 _POSITIONS = "embedding.position_embeddings.weight"
 

@@ -12,7 +12,7 @@ from typing import Any
 from megatron.core.base.registry import FUNCTIONS
 from megatron.core.tokenizers.tokenizer_registry import TOKENIZERS
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.training.settings.config import Config
+from megatron.training.arguments.config import Config
 
 
 def functions_of(config: Config) -> dict[str, str]:

@@ -17,11 +17,11 @@ from megatron.core.parallel.grid import Axis
 from megatron.core.storage import file_layer
 from megatron.core.storage.file_lock import locked
 from megatron.core.storage.paths import path_of
+from megatron.training.arguments.checkpoint_to_load import loads_what_it_saves
+from megatron.training.arguments.config import CheckpointConfig
 from megatron.training.resume.copies import check_place
 from megatron.training.resume.hf_exports import check_contents, clear_partial
-from megatron.training.resume.start import loads_what_it_saves
 from megatron.training.runtime import print_rank_0
-from megatron.training.settings.config import CheckpointConfig
 
 
 def prepare_folder(config: CheckpointConfig, world: Axis, device: torch.device, held: contextlib.ExitStack) -> None:

@@ -10,7 +10,7 @@ import torch
 from megatron.core.base import output_streams
 from megatron.core.parallel.device import Device
 from megatron.core.parallel.mesh import Mesh
-from megatron.training.watch.watch_config import ProfileConfig
+from megatron.training.arguments.monitor_config import ProfileConfig
 
 
 class StepProfiler:

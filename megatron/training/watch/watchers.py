@@ -23,6 +23,7 @@ from megatron.core.distributed.global_norms import num_zeros_in_grad, params_nor
 from megatron.core.pipeline_parallel.pipeline_driver import Pipeline
 from megatron.core.pipeline_parallel.schedule.actions import Action, Op
 from megatron.core.storage.paths import path_of
+from megatron.training.arguments.monitor_config import writes_tensorboard
 from megatron.training.resume.state import TrainState
 from megatron.training.runtime import Runtime, print_rank_last
 from megatron.training.watch.beacon import Beacon
@@ -31,7 +32,6 @@ from megatron.training.watch.profiling import MemoryHistory, StepProfiler
 from megatron.training.watch.sinks import MetricsFile, Record, Sink, SinkError, TensorBoardSink, WandbSink
 from megatron.training.watch.statistics import Inspector, Statistics, TensorKey
 from megatron.training.watch.stragglers import Stragglers
-from megatron.training.watch.watch_config import writes_tensorboard
 
 # The timer of --timing-log-level 2 that counts an action's time.
 _TIMER_OF = {

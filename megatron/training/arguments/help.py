@@ -6,8 +6,8 @@ from dataclasses import Field
 from typing import Any, NamedTuple
 
 from megatron.core.base.dataclass_flags import FlagParser, knobs, title_of
-from megatron.training.settings.config import COMPONENTS
-from megatron.training.settings.other_flags import NO_EFFECT, OTHERS, REFUSED, SHORTHAND, SILENT, WARNED, OtherFlag
+from megatron.training.arguments.config import COMPONENTS
+from megatron.training.arguments.megatron_flags import NO_EFFECT, OTHERS, REFUSED, SHORTHAND, SILENT, WARNED, OtherFlag
 
 NEEDED = (
     *("micro_batch_size", "seq_length", "lr", "train_iters", "train_samples"),

@@ -18,7 +18,7 @@ from megatron.core.base.dataclass_flags import build, default_of, knobs
 from megatron.core.datasets.data_config import DEFAULT_SPLIT
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.model_config import ModelConfig, by_layer
-from megatron.training.settings.config import COMPONENTS
+from megatron.training.arguments.config import COMPONENTS
 
 Parts = Mapping[str, Mapping[str, Any]]  # component -> setting -> value, as `Config.as_json`
 

@@ -21,9 +21,9 @@ from megatron.core.parallel.parallel_config import ParallelConfig
 from megatron.core.storage.paths import path_of
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.training.resume.compared import COURSE_OF_MODEL, NOT_COMPARED, PRECISION, SCALING
-from megatron.training.resume.start import where_to_start
-from megatron.training.settings.config import CheckpointConfig, shown
+from megatron.training.arguments.checkpoint_to_load import where_to_start
+from megatron.training.arguments.config import CheckpointConfig, shown
+from megatron.training.arguments.config_diff import COURSE_OF_MODEL, NOT_COMPARED, PRECISION, SCALING
 
 _OF_A_MACHINE = ("attention_backend", "cpu_half_products", "compile")
 _LAYOUT = tuple(field.name for field in knobs(ParallelConfig))

@@ -32,13 +32,13 @@ from megatron.core.pipeline_parallel.schedule.registry import default_chunks, st
 from megatron.core.storage.paths import is_url
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.training.ending.hang_config import HangConfig
-from megatron.training.ending.signal_names import read_signal
-from megatron.training.guard.guard_config import GuardConfig
-from megatron.training.settings.hf_config import HFConfig
-from megatron.training.settings.own_flags import OwnFlags
-from megatron.training.settings.unread import unread_flags
-from megatron.training.watch.watch_config import LogConfig, ProfileConfig, TensorBoardConfig
+from megatron.training.arguments.hang_config import HangConfig
+from megatron.training.arguments.ignored_flags import unread_flags
+from megatron.training.arguments.monitor_config import LogConfig, ProfileConfig, TensorBoardConfig
+from megatron.training.arguments.rerun_config import GuardConfig
+from megatron.training.arguments.save_hf_config import HFConfig
+from megatron.training.arguments.script_flags import OwnFlags
+from megatron.training.arguments.signal_names import read_signal
 
 
 @dataclass(frozen=True)

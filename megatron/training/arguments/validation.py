@@ -14,8 +14,8 @@ from megatron.core.pipeline_parallel.schedule.simulate import make_schedule
 from megatron.core.storage.paths import holds, is_url, path_of, same_folder
 from megatron.core.transformer.context_parallel_rules import context_parallel_problems
 from megatron.core.transformer.model_config import tensor_parallel_problems
-from megatron.training.settings.config import COMPONENTS, Config
-from megatron.training.watch.watch_config import watch_problems
+from megatron.training.arguments.config import COMPONENTS, Config
+from megatron.training.arguments.monitor_config import watch_problems
 
 
 def check(config: Config, world_size: int) -> None:

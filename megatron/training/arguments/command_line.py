@@ -18,14 +18,14 @@ from megatron.core.base.dataclass_flags import (
     unknown_problems,
 )
 from megatron.core.tokenizers.tokenizer_registry import TOKENIZERS
-from megatron.training.resume.checkpoint_args import taken_from_checkpoint
-from megatron.training.resume.hf_config import taken_from_hf_config
-from megatron.training.settings.classic_args import Arguments, flags_without_a_setting, other_names_of
-from megatron.training.settings.config import COMPONENTS, Config
-from megatron.training.settings.help import add_help_flags, flag_groups, meaning_of_shorthand
-from megatron.training.settings.other_flags import NO_EFFECT, OTHERS, REFUSED, SHORTHAND, WARNED
-from megatron.training.settings.own_flags import own_flags
-from megatron.training.settings.yaml_settings import YAML_FLAG, read_yaml
+from megatron.training.arguments.args_namespace import Arguments, flags_without_a_setting, other_names_of
+from megatron.training.arguments.checkpoint_args import taken_from_checkpoint
+from megatron.training.arguments.config import COMPONENTS, Config
+from megatron.training.arguments.help import add_help_flags, flag_groups, meaning_of_shorthand
+from megatron.training.arguments.hf_config import taken_from_hf_config
+from megatron.training.arguments.megatron_flags import NO_EFFECT, OTHERS, REFUSED, SHORTHAND, WARNED
+from megatron.training.arguments.script_flags import own_flags
+from megatron.training.arguments.yaml_arguments import YAML_FLAG, read_yaml
 
 
 class ArgumentsError(ConfigError):

@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.format import (
 )
 from megatron.core.storage.file_layer import at, exists, is_file, is_folder
 from megatron.core.storage.paths import is_url, path_of, same_folder
-from megatron.training.settings.config import CheckpointConfig
+from megatron.training.arguments.config import CheckpointConfig
 
 
 class Start(NamedTuple):

@@ -12,9 +12,9 @@ from megatron.convert import described_by, is_foreign
 from megatron.core.base.dataclass_flags import ConfigError, FlagParser, build, flag_of, knobs
 from megatron.core.models.common.model_rules import ModelRules
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.training.resume.checkpoint_args import NOTHING_TAKEN, Taken, as_flags, of_model_and_tokenizer
-from megatron.training.resume.compared import compare
-from megatron.training.settings.config import CheckpointConfig, Config, shown
+from megatron.training.arguments.checkpoint_args import NOTHING_TAKEN, Taken, as_flags, of_model_and_tokenizer
+from megatron.training.arguments.config import CheckpointConfig, Config, shown
+from megatron.training.arguments.config_diff import compare
 
 _TOKENIZER_FLAGS = ("vocab_size", "vocab_file", "merge_file", "tokenizer_model")
 

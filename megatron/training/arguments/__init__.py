@@ -1,0 +1,23 @@
+"""The command line and the settings of a run: one dataclass a component, the rules between them, Megatron's flags, help, YAML.
+
+    command_line                 argv -> settings
+    config, *_config             the dataclasses whose fields are the flags
+    validation                   rules between components; all problems are found before a process group exists
+    megatron_flags, script_flags, ignored_flags    Megatron's other flags, the script's own, those without effect
+    args_namespace               `args` as Megatron's scripts read it
+    checkpoint_args, hf_config, yaml_arguments     settings taken from a checkpoint, a config.json, a YAML file
+    checkpoint_to_load, config_diff                the checkpoint a run starts from, and how its settings differ
+
+Megatron's names of `megatron.training.arguments` load on first use.
+To add a flag: a field of its component's dataclass.
+"""
+
+from megatron.core.base.lazy_imports import lazy_names
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "megatron.core.transformer.transformer_config": "TransformerConfig core_transformer_config_from_args",
+        "megatron.training.classic.building": "parse_args",
+    },
+)
