@@ -41,9 +41,8 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import AxisSizes
 from megatron.core.parallel.mesh import build_mesh
 from megatron.core.storage import file_layer
-from megatron.training import checkpointing
 from megatron.training.arguments.config import CheckpointConfig
-from megatron.training.resume import fallback, save_folder
+from megatron.training.checkpointing import load_with_fallback, save_and_load, save_folder
 
 MODEL = replace(TINY_GPT2, num_layers=1, hidden_size=20, kv_channels=5)  # some tensors end within a line of 64 bytes
 SAVED = (2, 4, 6)
@@ -98,7 +97,7 @@ class Loader:
                 save_folder.prepare_folder(
                     CheckpointConfig(save=str(root)), self.mesh["world"], torch.device("cpu"), held
                 )
-            checkpointing.load(runtime, self.trainer.model, self.trainer.adam)
+            save_and_load.load(runtime, self.trainer.model, self.trainer.adam)
         digest = hashlib.sha256()
         for name, local in sorted(tensors.items()):
             digest.update(
@@ -111,7 +110,7 @@ class Loader:
 def silence() -> Iterator[list[str]]:
     """What the first rank would print; the block prints nothing."""
     lines: list[str] = []
-    modules = (checkpointing, fallback, save_folder, checkpointing.checks)
+    modules = (save_and_load, load_with_fallback, save_folder, save_and_load.checks)
     before = [module.print_rank_0 for module in modules]
     for module in modules:
         module.print_rank_0 = lines.append

@@ -31,7 +31,8 @@ import pretrain_gpt
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.transformer import transformer_layer
-from megatron.training import build, checkpointing, chunks, trainer
+from megatron.training import build, chunks, trainer
+from megatron.training.checkpointing import save_and_load
 
 ROOT = Path(__file__).resolve().parent.parent
 FLAGS = (
@@ -47,7 +48,7 @@ DOERS = {
     BUILT: [(transformer_layer, "ParallelMLP"), (build, "initialize_parameters"), (chunks, "DistributedDataParallel")],
     TRAINED: [(trainer, "train_step")],
     SUMMED: [(DistributedDataParallel, name) for name in ("start_grad_reduce", "finish_grad_reduce")],
-    WRITTEN: [(checkpointing, "save")],
+    WRITTEN: [(save_and_load, "save")],
 }
 PREFIX = f"{ROOT}/megatron/"
 

@@ -31,7 +31,7 @@ from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.offload.offload_config import OffloadConfig
 from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
 from megatron.core.optimizer.loss_scaler import DynamicGradScaler
-from megatron.training import checkpointing
+from megatron.training.checkpointing import save_and_load
 
 MASTER, MODEL = "optimizer/master/", "model/"
 
@@ -118,7 +118,7 @@ def answer_without_flag(trainer: TinyTrainer, source: Path) -> str:
     chosen = replace(runtime.config.checkpoint, allow_precision_change=False)
     runtime.config = replace(runtime.config, checkpoint=chosen)
     try:
-        checkpointing.load(runtime, trainer.model, trainer.adam)
+        save_and_load.load(runtime, trainer.model, trainer.adam)
     except ConfigError as error:
         return str(error)
     return ""

@@ -44,8 +44,7 @@ from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
 from megatron.core.optimizer.loss_scaler import DynamicGradScaler
 from megatron.core.optimizer.sharded_state_dict import model_tensors, optimizer_tensors
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.training import checkpointing
-from megatron.training.resume import copies
+from megatron.training.checkpointing import local_checkpoint, save_and_load
 
 VOCAB = 8
 ONE_LAYER = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
@@ -292,11 +291,11 @@ def save_copy(case: SaveCase, trainer: TinyTrainer, folder: Path, iteration: int
     runtime = trainer.runtime(folder / "copied", **copied_to(case, folder))
     tensors, state = saving(trainer, runtime)
     config, device = runtime.config.checkpoint, runtime.device.torch_device
-    copies.save_copy(config, iteration, tensors, state, trainer.mesh["world"], device)
+    local_checkpoint.save_copy(config, iteration, tensors, state, trainer.mesh["world"], device)
 
 
 def saving(trainer: TinyTrainer, runtime: Any) -> tuple[Any, Any]:
-    return checkpointing.to_save(runtime, trainer.model, trainer.adam, trainer.state, {})
+    return save_and_load.to_save(runtime, trainer.model, trainer.adam, trainer.state, {})
 
 
 def held(trainer: TinyTrainer) -> dict[str, Tensor]:

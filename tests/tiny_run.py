@@ -39,11 +39,11 @@ from megatron.core.sharding.initial_values import initialize_parameters
 from megatron.core.sharding.placement import Placement, owned_pieces
 from megatron.core.transformer.layer_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.training import checkpointing
 from megatron.training.arguments.command_line import parse_args
 from megatron.training.arguments.config import Config
+from megatron.training.checkpointing import save_and_load
+from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.chunks import share_tables
-from megatron.training.resume.state import TrainState
 from megatron.training.train_step import StepResult, train_step
 
 VOCAB, SEQ, SEED = 61, 8, 3
@@ -283,12 +283,12 @@ class TinyTrainer:
     def save(self, folder: Path, iteration: int) -> None:
         runtime = self.runtime(folder)
         self.state.iteration = iteration
-        checkpointing.save(runtime, self.model, self.adam, self.state, {})
-        checkpointing.note_saved(runtime, self.state, iteration)
+        save_and_load.save(runtime, self.model, self.adam, self.state, {})
+        save_and_load.note_saved(runtime, self.state, iteration)
 
     def load(self, folder: Path, **more: Any) -> None:
         """more: of `runtime_for`."""
-        checkpointing.load(self.runtime(folder, **more), self.model, self.adam)
+        save_and_load.load(self.runtime(folder, **more), self.model, self.adam)
 
     def runtime(self, folder: Path, **more: Any) -> SimpleNamespace:
         return runtime_for(self.mesh, self.config, folder, self.global_batch, self.adam.config, **more)

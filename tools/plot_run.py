@@ -26,7 +26,7 @@ _VALIDATION = re.compile(r"validation loss at iteration (\d+)( on \w+ set)? \| l
 # Loss, learning rate, gradient norm, samples and time of an iteration, as the log and --metrics-file name them.
 _IN_LOG = ("lm loss", "learning rate", "grad norm", "global batch size", "elapsed time per iteration (ms)")
 _IN_METRICS = ("lm loss", "learning-rate", "grad-norm", "batch-size", "iteration-time")
-# Lines of megatron/training/checkpointing.py, which show that a log resumes where another one stopped.
+# Lines of megatron/training/checkpointing/save_and_load.py, which show that a log resumes where another one stopped.
 _SAVED = re.compile(r"^saved checkpoint at iteration (\d+) to (.+)$", re.MULTILINE)
 _LOADED = re.compile(r"^loaded checkpoint of iteration (\d+) from (.+)$", re.MULTILINE)
 

@@ -27,8 +27,8 @@ from megatron.core.datasets.t5_samples import build_t5_datasets
 from megatron.core.models.common.model_rules import BERT_RULES, GPT_RULES, T5_RULES, ModelRules
 from megatron.training.arguments.command_line import parse_args
 from megatron.training.arguments.config import COMPONENTS, Config
+from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.initialize import examine_without_device
-from megatron.training.resume.state import TrainState
 from megatron.training.samples import samples_to_request
 from tools.errors import exit_status
 

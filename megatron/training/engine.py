@@ -33,7 +33,7 @@ from megatron.core.optimizer.loss_scaler import LossScaleConfig, make_grad_scale
 from megatron.core.optimizer.torch_param_groups import GroupedOptimizer
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.sharding.boxes import whole
-from megatron.training.checkpointing import model_tensors, optimizer_tensors, read_tensors
+from megatron.training.checkpointing.save_and_load import model_tensors, optimizer_tensors, read_tensors
 
 
 @dataclass(frozen=True)

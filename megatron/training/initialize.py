@@ -44,7 +44,7 @@ from megatron.training.arguments.config import Config
 from megatron.training.arguments.hf_config import hf_config_problems
 from megatron.training.arguments.monitor_config import watch_notes
 from megatron.training.arguments.validation import apart_from, check, filled_in
-from megatron.training.checkpointing import saved_products
+from megatron.training.checkpointing.save_and_load import saved_products
 from megatron.training.ending import hangs
 from megatron.training.ending.exits import listen_for_requests
 from megatron.training.memory.offload import notes_of

@@ -29,9 +29,12 @@ from megatron.core.optimizer.lr_schedule import (
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.parallel import collectives
 from megatron.core.pipeline_parallel.microbatch_loss import ForwardStep, keep_reports
-from megatron.training import checkpointing
 from megatron.training.arguments.checkpoint_to_load import where_to_go_on
 from megatron.training.build import DatasetsProvider, built_chunks, refused_alike
+from megatron.training.checkpointing import save_and_load
+from megatron.training.checkpointing.checkpoint_manager import Saves
+from megatron.training.checkpointing.save_folder import prepare_folder, prepare_hf_folder, warn_of_other_checkpoints
+from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.chunks import ModelProvider, build_optimizer, build_pipeline
 from megatron.training.ending import hangs
 from megatron.training.ending.exits import Exits
@@ -42,9 +45,6 @@ from megatron.training.initialize import as_settings_problem, available_cores
 from megatron.training.memory.dry_run import Job
 from megatron.training.memory.timeline import Forecast
 from megatron.training.memory.watch import MemoryWatch
-from megatron.training.resume.save_folder import prepare_folder, prepare_hf_folder, warn_of_other_checkpoints
-from megatron.training.resume.saves import Saves
-from megatron.training.resume.state import TrainState
 from megatron.training.runtime import Runtime, is_last_rank, print_rank_0, print_rank_last
 from megatron.training.samples import check_datasets, notes_of_no_validation, samples_to_request
 from megatron.training.train_step import NotFiniteError, StepResult, train_step
@@ -121,7 +121,7 @@ class Trainer:
     def _check_folders(self) -> None:
         """Refuse an unusable --save or --load before the model is built, which may take minutes."""
         config, world = self.config.checkpoint, self.mesh["world"]
-        checkpointing.choose_start(config, world, self.device)  # first: a run that is refused makes no folder
+        save_and_load.choose_start(config, world, self.device)  # first: a run that is refused makes no folder
         prepare_folder(config, world, self.device, self.runtime.held)
         prepare_hf_folder(self.config.hf.save_hf, world, self.device, self.runtime.held)
 
@@ -129,7 +129,7 @@ class Trainer:
         """(state to resume from, saved log of the interrupted log interval)."""
         rank_status.enter("loading the checkpoint")
         with heartbeat("loading the checkpoint", print_rank_0):
-            state, log_state = checkpointing.load(self.runtime, self.model, self.optimizer)
+            state, log_state = save_and_load.load(self.runtime, self.model, self.optimizer)
         warn_of_other_checkpoints(self.config.checkpoint, state.iteration, self.mesh["world"])
         return state, log_state
 
@@ -421,7 +421,7 @@ class Trainer:
 
     def _announce(self) -> None:
         """Print the model's parameter count, its traffic and where training starts and ends. Every rank must call."""
-        total = checkpointing.count_parameters(self.model, self.mesh, self.device)
+        total = save_and_load.count_parameters(self.model, self.mesh, self.device)
         print_rank_0(f"model of {total:,} parameters; training to iteration {self.train_iters}")
         chosen, axes = self.config.data_parallel, self.mesh.grad_axes(shards=True)
         if axes.reduce.size > 1:

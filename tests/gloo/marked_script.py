@@ -25,8 +25,8 @@ import pretrain_gpt  # noqa: E402
 from megatron.core.enums import ModelType  # noqa: E402
 from megatron.core.parallel import initialize_groups  # noqa: E402
 from megatron.core.parallel import rendezvous as job  # noqa: E402
-from megatron.training import checkpointing, pretrain, trainer, training  # noqa: E402
-from megatron.training.resume import copies  # noqa: E402
+from megatron.training import pretrain, trainer, training  # noqa: E402
+from megatron.training.checkpointing import local_checkpoint, save_and_load
 
 
 def marked(holder: object, name: str, what: str, *, after: str | None = None) -> None:
@@ -55,11 +55,11 @@ if __name__ == "__main__":
     marked(dist, "init_process_group", "connecting", after="agreeing")
     marked(initialize_groups, "build_mesh", "making groups", after="initialising")
     marked(training, "Trainer", "building")
-    marked(checkpointing, "load", "loading", after="making ready")
+    marked(save_and_load, "load", "loading", after="making ready")
     marked(trainer, "train_step", "training")
     marked(trainer, "evaluate", "evaluating", after="going on")
-    marked(checkpointing, "save", "saving", after="going on")
-    marked(copies, "save_copy", "copying", after="going on")
+    marked(save_and_load, "save", "saving", after="going on")
+    marked(local_checkpoint, "save_copy", "copying", after="going on")
     marked(training.parallel_state, "stop_distributed", "leaving", after="left")
     pretrain(
         pretrain_gpt.train_valid_test_datasets_provider,

@@ -21,7 +21,7 @@ from megatron.core.parallel.grid import ALONE, Axis, Grid
 from megatron.core.sharding.boxes import slices, whole
 from megatron.core.sharding.placement import Constant, Placement, is_counted, pieces
 from megatron.training.arguments.command_line import parse_args
-from megatron.training.resume.checks import check_same_positions
+from megatron.training.checkpointing.compatibility import check_same_positions
 
 DTYPES = ["float64", "float32", "bfloat16", "float16", "int64", "int32", "uint8", "bool"]
 FILLER = 1  # what padding holds before a load, and after it

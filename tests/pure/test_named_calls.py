@@ -101,7 +101,7 @@ FOREIGN = {
         "megatron/core/classic/modules.py": "post_process",
         "megatron/core/classic/utils.py": "module",
     },
-    "ours, which scripts' classes alone have": {"megatron/training/resume/model_name.py": "model_name"},
+    "ours, which scripts' classes alone have": {"megatron/training/checkpointing/model_name.py": "model_name"},
     "Megatron's, of a data set": {"megatron/core/classic/datasets.py": "dataset_path"},
     "Megatron's, which a script sets on parameters": {"megatron/training/chunks.py": "sequence_parallel"},
     "Megatron's, of a tokenizer, which may be a script's": {

@@ -10,7 +10,7 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.parallel.grid import ALONE
 from megatron.core.storage import object_store
 from megatron.training.arguments.config import CheckpointConfig
-from megatron.training.resume.save_folder import prepare_folder
+from megatron.training.checkpointing.save_folder import prepare_folder
 
 pytest.importorskip("s3fs", reason="the extra [s3] is not installed")
 pytestmark = pytest.mark.full

@@ -11,7 +11,8 @@ from tiny_run import TINY_GPT2, Layout, TinyTrainer
 from whole_run import run
 
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
-from megatron.training import checkpointing, trainer
+from megatron.training import trainer
+from megatron.training.checkpointing import save_and_load
 from megatron.training.guard.guard import Guard
 from megatron.training.watch.log import TrainingLog
 
@@ -48,7 +49,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("place", ["model_tensors", "optimizer_tensors", "read_tensors", "model_name", "origin_of_run"])
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: type(bug).__name__)
 def test_a_bug_while_a_checkpoint_is_loaded_is_raised_as_it_is(place: str, bug: Exception, saved: Path, monkeypatch):
-    monkeypatch.setattr(checkpointing, place, broken(bug))
+    monkeypatch.setattr(save_and_load, place, broken(bug))
 
     def work(mesh) -> None:
         TinyTrainer(mesh, TINY_GPT2, Layout(), global_batch=1).load(saved)

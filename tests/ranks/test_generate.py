@@ -27,7 +27,7 @@ from megatron.core.tokenizers import build_tokenizer
 from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
 from megatron.training import get_runtime, pretrain
-from megatron.training.checkpointing import model_tensors
+from megatron.training.checkpointing.save_and_load import model_tensors
 from tools.generate import main, read_settings
 
 tokenizers = pytest.importorskip("tokenizers")

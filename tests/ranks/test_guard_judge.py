@@ -19,11 +19,11 @@ from torch import Tensor
 
 import pretrain_gpt
 from megatron.core.parallel.mesh import Mesh
+from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.guard import large_values
 from megatron.training.guard.check import WrongNumbersError
 from megatron.training.guard.kept_batches import KeptBatches
 from megatron.training.guard.large_values import LargeValues
-from megatron.training.resume.state import TrainState
 from megatron.training.train_step import NotFiniteError
 from megatron.training.trainer import Trainer
 

@@ -16,7 +16,7 @@ from whole_run import TINY
 import pretrain_gpt
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.parallel.mesh import Mesh
-from megatron.training.resume.lost_buffers import digest
+from megatron.training.checkpointing.unsaved_buffers import digest
 from tools import checkpoint_inspect
 
 

@@ -28,7 +28,7 @@ from megatron.core.transformer.layer_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.arguments.command_line import parse_args
 from megatron.training.arguments.validation import check
-from megatron.training.checkpointing import model_tensors, optimizer_tensors
+from megatron.training.checkpointing.save_and_load import model_tensors, optimizer_tensors
 
 pytestmark = pytest.mark.full  # the fast set keeps the covering pairs of test_parity.py
 

@@ -20,7 +20,7 @@ from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
 from megatron.core.optimizer.loss_scaler import DynamicGradScaler
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.training import checkpointing
+from megatron.training.checkpointing import save_and_load
 from megatron.training.memory.tier_bytes import Element, bytes_by_tier
 
 MODELS = {"tied": TINY_GPT2, "untied": TINY_LLAMA}
@@ -122,7 +122,7 @@ def tiny_trainer(mesh: Mesh, model: ModelConfig, layout: Layout, **options) -> T
 def state_of(tiny: TinyTrainer) -> list[Tensor]:
     """Every bit of what is kept, in an order of its own."""
     tiny.finish_param_gather()
-    kept = checkpointing.model_tensors(tiny.model, tiny.mesh) | checkpointing.optimizer_tensors(tiny.adam, tiny.mesh)
+    kept = save_and_load.model_tensors(tiny.model, tiny.mesh) | save_and_load.optimizer_tensors(tiny.adam, tiny.mesh)
     whole = [local.tensor for _, local in sorted(kept.items())]
     return [start_reading(x).wait().detach().flatten().clone() for x in whole]
 

@@ -18,7 +18,7 @@ from megatron.convert import open_foreign
 from megatron.core.dist_checkpointing import format as disk
 from megatron.core.dist_checkpointing import open_checkpoint
 from megatron.core.parallel.device import Device
-from megatron.training.resume.origin import origin_of_run
+from megatron.training.checkpointing.provenance import origin_of_run
 from tools import checkpoint_convert
 
 sys.path.append(str(Path(__file__).parent.parent / "exchange"))

@@ -38,10 +38,10 @@ from megatron.core.sharding.placement import Placement
 from megatron.core.tensor_parallel.linear_autograd import weight_gradient
 from megatron.core.transformer.layer_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.training import checkpointing
 from megatron.training.arguments.command_line import parse_args
-from megatron.training.resume.checks import check_same_optimizer
-from megatron.training.resume.state import TrainState
+from megatron.training.checkpointing import save_and_load
+from megatron.training.checkpointing.compatibility import check_same_optimizer
+from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.train_step import NotFiniteError, StepResult, train_step
 from megatron.training.watch.log import StepNumbers, TrainingLog
 
@@ -336,11 +336,11 @@ def test_scaler_masters_and_moments_survive_a_save(tmp_path):
     def stop(mesh: Mesh) -> None:
         rank = train(mesh, run, range(2))
         state = TrainState(2, 2 * BATCH, BATCH)
-        checkpointing.save(runtime_for(mesh, FP16, tmp_path, BATCH), [rank.chunk], rank.optimizer, state, {})
+        save_and_load.save(runtime_for(mesh, FP16, tmp_path, BATCH), [rank.chunk], rank.optimizer, state, {})
 
     def go_on(mesh: Mesh) -> Rank:
         rank = start(mesh, run)
-        state, _ = checkpointing.load(runtime_for(mesh, FP16, tmp_path, BATCH), [rank.chunk], rank.optimizer)
+        state, _ = save_and_load.load(runtime_for(mesh, FP16, tmp_path, BATCH), [rank.chunk], rank.optimizer)
         assert (state.iteration, state.consumed_train_samples, state.scheduled_train_samples) == (2, 2 * BATCH, BATCH)
         return train(mesh, run, range(2, 7), rank)
 

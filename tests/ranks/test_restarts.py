@@ -21,8 +21,8 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.models.common.model_rules import GPT_RULES
 from megatron.core.storage import file_layer
 from megatron.core.storage.file_layer import LocalFiles
+from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.initialize import read_settings
-from megatron.training.resume.state import TrainState
 
 
 def rates(text: str) -> dict[int, float]:

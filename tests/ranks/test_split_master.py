@@ -20,7 +20,7 @@ from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
 from megatron.core.optimizer.split_master import SplitMaster, join_master, split_master
 from megatron.core.parallel.mesh import Mesh
-from megatron.training import checkpointing
+from megatron.training.checkpointing import save_and_load
 from megatron.training.memory.tier_bytes import Element, bytes_by_tier
 
 MODEL = replace(MODELS["tied"], fp64=False, bf16=True, num_layers=2)
@@ -213,8 +213,8 @@ def test_a_checkpoint_holds_whole_masters(case: str, tmp_path):
         tiny = made(mesh, after, second)
         tiny.load(tmp_path / "save")
         whole = open_checkpoint(tmp_path / "save")
-        weights = checkpointing.model_tensors(tiny.model, mesh)
-        state = checkpointing.optimizer_tensors(tiny.adam, mesh)
+        weights = save_and_load.model_tensors(tiny.model, mesh)
+        state = save_and_load.optimizer_tensors(tiny.adam, mesh)
         source = "model" if before is None else "optimizer/master"
         for name in (name.removeprefix("model/") for name in weights):
             saved = full_tensor(whole, f"{source}/{name}")
@@ -231,7 +231,7 @@ def test_a_checkpoint_holds_whole_masters(case: str, tmp_path):
         record = checkpoint.manifest.tensors[name]
         values = torch.empty(record.shape, dtype=getattr(torch, record.dtype))
         box = tuple((0, n) for n in record.shape)
-        checkpoint.read_into({name: checkpointing.LocalTensor(values, record.shape, [(box, box)], False)})
+        checkpoint.read_into({name: save_and_load.LocalTensor(values, record.shape, [(box, box)], False)})
         return values
 
     def compare(local, whole: Tensor) -> None:

@@ -19,9 +19,9 @@ from megatron.core.parallel import collectives
 from megatron.core.pipeline_parallel.pipeline_driver import Pipeline
 from megatron.core.sharding.boxes import whole
 from megatron.core.storage.paths import path_of
-from megatron.training import checkpointing
+from megatron.training.checkpointing import save_and_load
+from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.guard.kept_batches import KeptBatches
-from megatron.training.resume.state import TrainState
 from megatron.training.runtime import Runtime
 from megatron.training.train_step import StepFigures, StepWork
 
@@ -33,7 +33,7 @@ def dump_step(runtime: Runtime, state: TrainState, work: StepWork, figures: Step
     error that follows matters more."""
     root = path_of(runtime.config.guard.bad_step_dir)
     chunks: Sequence[DistributedDataParallel] = list(work.pipeline.chunks.values())
-    tensors, saved = checkpointing.to_save(runtime, chunks, work.optimizer, state, {})
+    tensors, saved = save_and_load.to_save(runtime, chunks, work.optimizer, state, {})
     tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("model/")}
     batches = batch_tensors(work)
     saved["bad_step"] = {

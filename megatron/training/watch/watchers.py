@@ -24,7 +24,7 @@ from megatron.core.pipeline_parallel.pipeline_driver import Pipeline
 from megatron.core.pipeline_parallel.schedule.actions import Action, Op
 from megatron.core.storage.paths import path_of
 from megatron.training.arguments.monitor_config import writes_tensorboard
-from megatron.training.resume.state import TrainState
+from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.runtime import Runtime, print_rank_last
 from megatron.training.watch.beacon import Beacon
 from megatron.training.watch.log import Interval, StepNumbers, has_perplexity, perplexity, progress_line

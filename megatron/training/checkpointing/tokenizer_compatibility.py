@@ -1,7 +1,7 @@
 """The tokenizer of the weights that a run starts from, beside the run's own: the same tokens, or rows of the table that stay.
 
 compared    a folder's tokenizer.json, vocab.json, vocab.txt or sentencepiece model, token by token: another is refused, unless
-            --allow-tokenizer-change is given. (Checkpoints of ours hold a hash: checks.py.)
+            --allow-tokenizer-change is given. (Checkpoints of ours hold a hash: compatibility.py.)
 resized     --resize-token-embeddings tokens: rows of equal tokens stay; ids: rows of equal ids, as transformers'
             resize_token_embeddings keeps them. All other rows keep their first values, the same in every layout.
 """

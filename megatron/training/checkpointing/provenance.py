@@ -11,7 +11,7 @@ from megatron.convert.aux_files import Origin
 from megatron.core.dist_checkpointing import Checkpoint
 from megatron.core.parallel import collectives
 from megatron.core.storage.file_layer import is_file, read_start, size_of_file
-from megatron.training.resume.copies import OwnPart
+from megatron.training.checkpointing.local_checkpoint import OwnPart
 from megatron.training.runtime import Runtime, print_rank_0
 
 _TOKENIZER = "tokenizer.json"

@@ -34,14 +34,19 @@ from megatron.core.sharding.boxes import size_of
 from megatron.core.storage.paths import path_of
 from megatron.training.arguments.checkpoint_to_load import Start, loads_what_it_saves, where_to_start
 from megatron.training.arguments.config import CheckpointConfig
-from megatron.training.resume import checks, copies, vocabulary
-from megatron.training.resume.copies import OwnPart
-from megatron.training.resume.fallback import load_undamaged, newest_readable
-from megatron.training.resume.functions import functions_of
-from megatron.training.resume.lost_buffers import changed_buffers, check_lost_buffers, first_buffers, note_other_buffers
-from megatron.training.resume.model_name import model_name
-from megatron.training.resume.origin import origin_of_new_run, origin_of_run
-from megatron.training.resume.state import TrainState
+from megatron.training.checkpointing import compatibility, local_checkpoint, tokenizer_compatibility
+from megatron.training.checkpointing.function_fingerprint import functions_of
+from megatron.training.checkpointing.load_with_fallback import load_undamaged, newest_readable
+from megatron.training.checkpointing.local_checkpoint import OwnPart
+from megatron.training.checkpointing.model_name import model_name
+from megatron.training.checkpointing.provenance import origin_of_new_run, origin_of_run
+from megatron.training.checkpointing.train_state import TrainState
+from megatron.training.checkpointing.unsaved_buffers import (
+    changed_buffers,
+    check_lost_buffers,
+    first_buffers,
+    note_other_buffers,
+)
 from megatron.training.runtime import Runtime, print_rank_0
 
 Chunks = Sequence[DistributedDataParallel]
@@ -144,7 +149,7 @@ def saved_products(config: CheckpointConfig, world: Axis, device: torch.device) 
             start = where_to_start(config)
             if start is not None and not start.weights_only:
                 found = newest_readable(start).state.get("products")
-            if (state := copies.state_of_copy(config, _newest(start))) is not None:
+            if (state := local_checkpoint.state_of_copy(config, _newest(start))) is not None:
                 found = state.get("products")
     return json.loads(collectives.broadcast_text(json.dumps(found), world, device))
 
@@ -177,7 +182,7 @@ def load(runtime: Runtime, chunks: Chunks, optimizer: FlatOptimizer) -> tuple[Tr
         print_rank_0(f"WARNING: {chosen.warning}")
 
     def load_one(checkpoint: Checkpoint) -> tuple[TrainState, dict[str, Any] | None]:
-        with checks.naming(f"{chosen.flag} {chosen.root}"):
+        with compatibility.naming(f"{chosen.flag} {chosen.root}"):
             return _load_one(runtime, chunks, optimizer, checkpoint, chosen)
 
     owns_root = config.load is not None and loads_what_it_saves(config)
@@ -191,19 +196,19 @@ def _load_copy(
     cannot be used."""
     config, device = runtime.config.checkpoint, runtime.device.torch_device
     world = runtime.mesh["world"]
-    copy = copies.newest_copy(config, _newest(chosen), world, device)
+    copy = local_checkpoint.newest_copy(config, _newest(chosen), world, device)
     if copy is None:
         return None
     instead = "initial weights" if chosen is None else f"the checkpoint of iteration {chosen.iterations[0]}"
-    place = copies.place_of(config, world.rank)
+    place = local_checkpoint.place_of(config, world.rank)
     start = Start("the copy in", str(place), False, [copy.iteration])
     checkpoint = loaded = None
-    with copies.without_copy(copy, instead, world, device):
-        checkpoint = copies.open_copy(config, copy, world, device)
+    with local_checkpoint.without_copy(copy, instead, world, device):
+        checkpoint = local_checkpoint.open_copy(config, copy, world, device)
     if checkpoint is None:
         return None
-    refused = checks.naming(f"{start.flag} {start.root}")
-    with copies.without_copy(copy, instead, world, device, may_end=chosen is not None), refused:
+    refused = compatibility.naming(f"{start.flag} {start.root}")
+    with local_checkpoint.without_copy(copy, instead, world, device, may_end=chosen is not None), refused:
         loaded = _load_one(runtime, chunks, optimizer, checkpoint, start)
     return loaded
 
@@ -221,33 +226,33 @@ def _load_one(
     finetune, given = chosen.weights_only, f"{chosen.flag} {root}"
     if checkpoint.warning:
         print_rank_0(f"WARNING: {checkpoint.warning}")
-    checks.check_state(checkpoint.state, checkpoint.iteration, given)
+    compatibility.check_state(checkpoint.state, checkpoint.iteration, given)
     name = model_name([chunk.module for chunk in chunks], mesh["pp"], device)
     goes_on = config.load_optim and not finetune
     resizes = config.resize_token_embeddings is not None and not goes_on and isinstance(checkpoint, Checkpoint)
-    checks.check_same_model(runtime, checkpoint.state, name, given, goes_on=not finetune, resizes=resizes)
+    compatibility.check_same_model(runtime, checkpoint.state, name, given, goes_on=not finetune, resizes=resizes)
     check_lost_buffers(lost_buffers(checkpoint.state), given, allowed=config.allow_lost_buffers)
     note_other_buffers(checkpoint.state.get(BUFFERS_AT_START, {}), first_buffers(chunks, mesh["world"], device), given)
-    is_other = vocabulary.check_same_tokens(runtime, checkpoint.state, given)
+    is_other = tokenizer_compatibility.check_same_tokens(runtime, checkpoint.state, given)
     wanted = model_tensors(chunks, mesh)
     if isinstance(checkpoint, Checkpoint):  # a part of a copy names the boxes of its pieces, which must be those wanted
-        checks.check_same_parameters(wanted, checkpoint, mesh["world"], device)
-        checks.check_same_positions(runtime.config, wanted, checkpoint, mesh["world"], device)
+        compatibility.check_same_parameters(wanted, checkpoint, mesh["world"], device)
+        compatibility.check_same_positions(runtime.config, wanted, checkpoint, mesh["world"], device)
     absent: set[str] = set()
     if isinstance(checkpoint, Checkpoint):
-        absent = checks.absent_parameters(
+        absent = compatibility.absent_parameters(
             runtime.config, wanted, checkpoint, given, mesh["world"], device, goes_on=goes_on
         )
     if goes_on:
-        checks.check_same_optimizer(runtime, checkpoint.state)
+        compatibility.check_same_optimizer(runtime, checkpoint.state)
     state = optimizer_tensors(optimizer, mesh)
     if absent:  # their masters, too, were made of first values
         wanted = {name: tensor for name, tensor in wanted.items() if name not in absent}
         state = {name: tensor for name, tensor in state.items() if name.replace(_MASTER, "model/", 1) not in absent}
     if resizes:
-        rows = vocabulary.rows_that_stay(runtime, checkpoint, given)
-        wanted = vocabulary.with_rows(wanted, rows, checkpoint)
-        state = vocabulary.with_rows(state, rows, checkpoint, _MASTER)
+        rows = tokenizer_compatibility.rows_that_stay(runtime, checkpoint, given)
+        wanted = tokenizer_compatibility.with_rows(wanted, rows, checkpoint)
+        state = tokenizer_compatibility.with_rows(state, rows, checkpoint, _MASTER)
     read_tensors(checkpoint, wanted, state, mesh["world"], device, goes_on=goes_on)
     if optimizer.config.reuse_fp32_param:  # this rank has rounded only its own masters to weights; gather the others
         for chunk in chunks:
@@ -258,7 +263,7 @@ def _load_one(
         if optimizer.scaler is not None:
             optimizer.scaler.load_state(checkpoint.state.get("grad_scaler", {}))
     print_rank_0(f"loaded {'checkpoint' if goes_on else 'weights'} of iteration {checkpoint.iteration} from {root}")
-    checks.note_changes(runtime, checkpoint.state, goes_on=not finetune)
+    compatibility.note_changes(runtime, checkpoint.state, goes_on=not finetune)
     origin = origin_of_run(runtime, checkpoint, given, is_other_tokenizer=is_other or resizes)
     if finetune:
         return TrainState(origin=origin), None

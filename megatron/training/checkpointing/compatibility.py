@@ -29,8 +29,13 @@ from megatron.training.arguments.config_diff import (
     compare,
     precision_of,
 )
-from megatron.training.resume.functions import attention_problem, began_to_restart, optimizer_problem, tokenizer_problem
-from megatron.training.resume.state import TrainState
+from megatron.training.checkpointing.function_fingerprint import (
+    attention_problem,
+    began_to_restart,
+    optimizer_problem,
+    tokenizer_problem,
+)
+from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.runtime import Runtime, print_rank_0
 
 _POSITIONS = "embedding.position_embeddings.weight"

@@ -9,10 +9,9 @@ from megatron.core.dist_checkpointing.async_save import BackgroundSaves, SavedIn
 from megatron.core.dist_checkpointing.format import CheckpointError
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.parallel import collectives
-from megatron.training import checkpointing
-from megatron.training.resume import copies
-from megatron.training.resume.hf_exports import HFExports
-from megatron.training.resume.state import TrainState
+from megatron.training.checkpointing import local_checkpoint, save_and_load
+from megatron.training.checkpointing.hf_export import HFExports
+from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.runtime import Runtime, print_rank_0
 
 
@@ -26,7 +25,7 @@ class Saves:
     def __init__(
         self,
         runtime: Runtime,
-        chunks: checkpointing.Chunks,
+        chunks: save_and_load.Chunks,
         optimizer: FlatOptimizer,
         state: TrainState,
         note: Callable[[str], object],
@@ -43,7 +42,7 @@ class Saves:
         self._background = BackgroundSaves(world, device)
         runtime.held.callback(self.close)
         with collectives.together(world, device):  # now, not after hours, and no save waits for it
-            self._background.reserve(checkpointing.tensors_to_save(runtime, chunks, optimizer))
+            self._background.reserve(save_and_load.tensors_to_save(runtime, chunks, optimizer))
 
     def are_due(self, *, last: bool) -> list[Callable[[dict], None]]:
         """What follows the step that was done, in this order; each is to be called with the log's state. last: the run ends."""
@@ -74,7 +73,7 @@ class Saves:
         """Save the state after this step. Raises CheckpointError if this save fails or, with --async-save, the one before."""
         root, iteration = self._runtime.config.checkpoint.save, self._state.iteration
         if self._background is None:
-            checkpointing.save(self._runtime, self._chunks, self._optimizer, self._state, log_state)
+            save_and_load.save(self._runtime, self._chunks, self._optimizer, self._state, log_state)
             self._saved(iteration)
             return
         began, before = time.monotonic(), self._background.in_flight
@@ -82,7 +81,7 @@ class Saves:
         if (waited := time.monotonic() - began) > 0.001 and before is not None:
             advice = "a save takes longer than the steps between two: raise --save-interval"
             print_rank_0(f"WARNING: waited {waited:.3f} s for the save of iteration {before}; {advice}")
-        saving = checkpointing.to_save(self._runtime, self._chunks, self._optimizer, self._state, log_state)
+        saving = save_and_load.to_save(self._runtime, self._chunks, self._optimizer, self._state, log_state)
         stall = self._background.start(root, iteration, *saving)
         print_rank_0(
             f"saving checkpoint of iteration {iteration} beside training, which waited {stall:.3f} s for the copy"
@@ -91,10 +90,10 @@ class Saves:
     def save_copy(self, log_state: dict) -> None:
         """Write the copy for restarts while training waits. A copy that fails is told of, and the run goes on."""
         config, world = self._runtime.config.checkpoint, self._runtime.mesh["world"]
-        saving = checkpointing.to_save(self._runtime, self._chunks, self._optimizer, self._state, log_state)
+        saving = save_and_load.to_save(self._runtime, self._chunks, self._optimizer, self._state, log_state)
         began, iteration = time.monotonic(), self._state.iteration
         try:
-            copies.save_copy(config, iteration, *saving, world, self._runtime.device.torch_device)
+            local_checkpoint.save_copy(config, iteration, *saving, world, self._runtime.device.torch_device)
         except collectives.LostPeerError:
             raise
         except (CheckpointError, collectives.PeerError, OSError) as error:
@@ -114,7 +113,7 @@ class Saves:
             self.close()
 
     def _saved(self, iteration: int) -> None:
-        checkpointing.note_saved(self._runtime, self._state, iteration)
+        save_and_load.note_saved(self._runtime, self._state, iteration)
         self._note(f"Saved checkpoint\tIteration: {iteration}")
 
     def poll(self) -> None:
