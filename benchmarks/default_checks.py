@@ -35,7 +35,7 @@ import torch
 import pretrain_gpt
 from megatron.core.base import rank_status
 from megatron.training import train_step
-from megatron.training.ending import hangs
+from megatron.training.fault_tolerance import hang_watch
 from megatron.training.guard.kept_batches import KeptBatches
 from megatron.training.initialize import initialize_megatron
 from megatron.training.trainer import Trainer
@@ -71,10 +71,10 @@ class Run:
         self.trainer.config = replace(self.config, training=finite)
         self.trainer.guard._kept = [] if without == "rerun" else self.keeps
         data = self.plain if without == "rerun" else self.kept
-        watched = contextlib.nullcontext() if without == "hangs" else hangs.watching(0, 1)
+        watched = contextlib.nullcontext() if without == "hangs" else hang_watch.watching(0, 1)
         with watched:
             if without != "hangs":
-                hangs.set_limits(self.config.hangs, 10)
+                hang_watch.set_limits(self.config.hangs, 10)
             began = time.process_time(), time.perf_counter()
             for _ in range(steps):
                 self.trainer._step(data)
@@ -129,12 +129,12 @@ def alone(run: Run, collectives: int) -> None:
         for _ in range(collectives):
             rank_status.issue("all_reduce", "dp", (0, 1), 4096, -1)
             rank_status.come_back()
-        hangs.step_took(0.1)
+        hang_watch.step_took(0.1)
 
-    with hangs.watching(0, 1):
+    with hang_watch.watching(0, 1):
         noted = timed(note, calls=100)
-        looked = timed(hangs._mine._note_activity, calls=100)
-        hangs._mine.step_took(0.1)
+        looked = timed(hang_watch._mine._note_activity, calls=100)
+        hang_watch._mine.step_took(0.1)
     rows = {"finite": timed(check), "rerun": timed(keep), "hangs": noted}
     rows["hangs"] = tuple(a + b * step / 1000 for a, b in zip(noted, looked))
     print(f"a step: {step:.1f} ms of processor time, {microbatches} microbatches, {collectives} collectives")

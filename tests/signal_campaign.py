@@ -24,7 +24,7 @@ from documents import write_part
 from kill_campaign import lives
 from processes import Job
 
-from megatron.training.ending.run_folder import places_in
+from megatron.training.fault_tolerance.job_tmpdir import places_in
 
 GLOO = Path(__file__).with_name("gloo")
 SCRIPT, LAUNCHER = str(GLOO / "hanging_script.py"), str(GLOO / "forking_launcher.py")

@@ -45,8 +45,8 @@ from megatron.training.arguments.hf_config import hf_config_problems
 from megatron.training.arguments.monitor_config import watch_notes
 from megatron.training.arguments.validation import apart_from, check, filled_in
 from megatron.training.checkpointing.save_and_load import saved_products
-from megatron.training.ending import hangs
-from megatron.training.ending.exits import listen_for_requests
+from megatron.training.fault_tolerance import hang_watch
+from megatron.training.fault_tolerance.exit_conditions import listen_for_requests
 from megatron.training.memory.offload import notes_of
 from megatron.training.runtime import Runtime, print_rank_0, print_rank_last, set_runtime, vocab_size_of
 from megatron.training.watch.timers import Timers
@@ -97,7 +97,7 @@ def initialize_megatron(
     device = settings.device if settings else Device.select(local_rank=parallel_state.launched_local_rank())
     if settings:
         listen_for_requests(settings.config.training)
-        hangs.set_limits(settings.config.hangs, asked.distributed_timeout_minutes)
+        hang_watch.set_limits(settings.config.hangs, asked.distributed_timeout_minutes)
     parallel_state.start_distributed(asked.distributed_backend or device.backend, asked.distributed_timeout_minutes)
     if device.identity and (taken := parallel_state.shared_device_problem(device.identity)):
         problem = ConfigError([*(problem.problems if problem else []), taken])

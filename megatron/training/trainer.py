@@ -36,9 +36,9 @@ from megatron.training.checkpointing.checkpoint_manager import Saves
 from megatron.training.checkpointing.save_folder import prepare_folder, prepare_hf_folder, warn_of_other_checkpoints
 from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.chunks import ModelProvider, build_optimizer, build_pipeline
-from megatron.training.ending import hangs
-from megatron.training.ending.exits import Exits
 from megatron.training.evaluate import evaluate, where_to_read
+from megatron.training.fault_tolerance import hang_watch
+from megatron.training.fault_tolerance.exit_conditions import Exits
 from megatron.training.guard.check import WrongNumbersError
 from megatron.training.guard.guard import Guard
 from megatron.training.initialize import as_settings_problem, available_cores
@@ -294,7 +294,7 @@ class Trainer:
             )
             if not result.skipped:
                 self.guard.after_update(state.iteration + 1)
-        hangs.step_took(time.monotonic() - began)
+        hang_watch.step_took(time.monotonic() - began)
         state.iteration += 1
         state.consumed_train_samples += batch_size
         state.scheduled_train_samples += 0 if result.skipped else self._scheduled(batch_size)

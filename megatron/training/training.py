@@ -5,7 +5,7 @@ pretrain(train_valid_test_datasets_provider, model_provider, ModelType.encoder_o
     initialize      settings, processes, device, tokenizer              initialize.py
     build           model chunks, buffers, optimizer, data, checkpoint  Trainer(...), trainer.py
     run             the steps, then validation and test                 Trainer.run
-    leave           in order, whatever happened                         failures.py
+    leave           in order, whatever happened                         error_report.py
 """
 
 import sys
@@ -30,8 +30,8 @@ from megatron.training.arguments.checkpoint_to_load import where_to_go_on
 from megatron.training.arguments.command_line import ExtraArgs
 from megatron.training.build import DatasetsProvider, build_train_valid_test_data_iterators, setup_model_and_optimizer
 from megatron.training.chunks import ModelProvider
-from megatron.training.ending import failures, hangs, interrupt, orphans
-from megatron.training.ending.exits import stop_listening
+from megatron.training.fault_tolerance import error_report, hang_watch, keyboard_interrupt, launcher_watch
+from megatron.training.fault_tolerance.exit_conditions import stop_listening
 from megatron.training.initialize import initialize_megatron, stop_with
 from megatron.training.memory import shortage
 from megatron.training.runtime import Runtime, set_runtime
@@ -125,8 +125,8 @@ def run_script(script: Script) -> None:
 
     rank, ranks = parallel_state.launched_rank(), parallel_state.launched_world_size()
     output_streams.keep_running(rank)
-    orphans.end_with_launcher(rank)
-    with interrupt.Interrupt(rank) as ctrl_c, hangs.watching(rank, ranks):
+    launcher_watch.end_with_launcher(rank)
+    with keyboard_interrupt.Interrupt(rank) as ctrl_c, hang_watch.watching(rank, ranks):
         try:
             _run(initialize, make_trainer, ctrl_c)
         finally:
@@ -134,7 +134,7 @@ def run_script(script: Script) -> None:
 
 
 def _run(
-    initialize: Callable[[], Runtime], make_trainer: Callable[[Runtime], Trainer], ctrl_c: interrupt.Interrupt
+    initialize: Callable[[], Runtime], make_trainer: Callable[[Runtime], Trainer], ctrl_c: keyboard_interrupt.Interrupt
 ) -> None:
     """Run one job. Whatever ends it, every rank leaves in order."""
     runtime = trainer = None
@@ -142,11 +142,11 @@ def _run(
     code = 0
     try:
         runtime = initialize()
-        listener = failures.listen()
+        listener = error_report.listen()
         trainer = make_trainer(runtime)
         trainer.run()
     except (Exception, KeyboardInterrupt) as error:
-        hangs.wait_for_verdict()
+        hang_watch.wait_for_verdict()
         farewell = last_words(runtime, trainer) if ctrl_c.is_reason_of(error) else None
         error = shortage.in_words(error, runtime, None if trainer is None else trainer.memory.predicted)
         set_runtime(None)
@@ -157,13 +157,13 @@ def _run(
             stop_with(error)
         if parallel_state.launched_world_size() == 1:
             parallel_state.stop_distributed()
-            told = farewell or (f"stopping, because {error}" if failures.explains_itself(error) else None)
-            write_error_file(told or failures.account_of(error))
+            told = farewell or (f"stopping, because {error}" if error_report.explains_itself(error) else None)
+            write_error_file(told or error_report.account_of(error))
             if told is None:
                 raise
             output_streams.print_stderr(told)
-            sys.exit(failures.code_of(error) if farewell is None else interrupt.CODE)
-        code = failures.report(error, farewell)
+            sys.exit(error_report.code_of(error) if farewell is None else keyboard_interrupt.CODE)
+        code = error_report.report(error, farewell)
     finally:
         if listener is not None:
             listener.stop()
@@ -175,11 +175,11 @@ def _run(
     del trainer, runtime
     rank_status.enter("ending")
     if code:
-        failures.leave(code)
+        error_report.leave(code)
     parallel_state.stop_distributed()
 
 
 def last_words(runtime: Runtime | None, trainer: Trainer | None) -> str:
     """The message of an interrupted run: its iteration, and how to resume."""
     save = None if runtime is None else runtime.config.checkpoint.save
-    return interrupt.farewell(None if trainer is None else trainer.state.iteration, where_to_go_on(save))
+    return keyboard_interrupt.farewell(None if trainer is None else trainer.state.iteration, where_to_go_on(save))

@@ -15,11 +15,11 @@ import pytest
 from megatron.core.base import output_streams
 from megatron.core.base.rank_status import Calls, Place, Whereabouts, begin_step, group_text, ranks_of, read_place
 from megatron.training.arguments.hang_config import HangConfig
-from megatron.training.ending import hangs
-from megatron.training.ending.hangs import HangWatch
-from megatron.training.ending.outside import ProcessState, look_at, waits_for_cores
-from megatron.training.ending.run_folder import leave_run_folder, make_run_folder
-from megatron.training.ending.verdict import Seen, hang_report, judge
+from megatron.training.fault_tolerance import hang_watch
+from megatron.training.fault_tolerance.hang_diagnosis import Seen, hang_report, judge
+from megatron.training.fault_tolerance.hang_watch import HangWatch
+from megatron.training.fault_tolerance.job_tmpdir import leave_run_folder, make_run_folder
+from megatron.training.fault_tolerance.process_stat import ProcessState, look_at, waits_for_cores
 
 SLEEPS, STOPPED = ProcessState("S"), ProcessState("T")
 
@@ -244,10 +244,10 @@ def test_a_run_without_room_for_its_place_runs_unwatched_and_says_so(tmp_path, c
     """The map of a file without blocks would end the run by SIGBUS."""
     monkeypatch.setattr(output_streams, "losses", [])
     monkeypatch.setattr(
-        hangs.run_folder, "folder_of_job", lambda *words, **named: tmp_path / f"megatron-{os.getuid()}-5"
+        hang_watch.run_folder, "folder_of_job", lambda *words, **named: tmp_path / f"megatron-{os.getuid()}-5"
     )
     monkeypatch.setattr(os, "posix_fallocate", no_space)
     monkeypatch.setattr(mmap, "mmap", lambda *words: pytest.fail("there is no room"))
-    with hangs.watching(0, 1):
+    with hang_watch.watching(0, 1):
         begin_step(1)
     assert "No space left on device" in capsys.readouterr().err and len(output_streams.losses) == 1

@@ -60,7 +60,7 @@ FOREIGN = {
         "megatron/core/storage/object_store.py": "EREMOTEIO",
         "megatron/core/base/rank_status.py": "posix_fallocate",
         "megatron/report.py": "sched_getaffinity",
-        "megatron/training/ending/orphans.py": "pidfd_open",
+        "megatron/training/fault_tolerance/launcher_watch.py": "pidfd_open",
         "megatron/training/initialize.py": "sched_getaffinity",
         "tools/benchmarking/contest.py": "sched_getaffinity",
     },

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from megatron.training.arguments.config import TrainingConfig
-from megatron.training.ending import exits, interrupt
+from megatron.training.fault_tolerance import exit_conditions, keyboard_interrupt
 
 HUP = signal.SIGHUP
 
@@ -18,14 +18,14 @@ def before(monkeypatch):
     kept = signal.getsignal(HUP)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     yield lambda handler: signal.signal(HUP, handler)
-    exits.stop_listening()
+    exit_conditions.stop_listening()
     signal.signal(HUP, kept)
 
 
 def hears(asked: bool, name: str = "SIGTERM") -> bool:
     """Whether the run takes SIGHUP as a request."""
     found = signal.getsignal(HUP)
-    exits.listen_for_requests(TrainingConfig(exit_signal_handler=asked, exit_signal=name))
+    exit_conditions.listen_for_requests(TrainingConfig(exit_signal_handler=asked, exit_signal=name))
     return signal.getsignal(HUP) is not found
 
 
@@ -34,8 +34,8 @@ def test_a_lost_terminal_asks_a_run_that_handles_signals(name: str, before):
     before(signal.SIG_DFL)
     assert hears(True, name)
     os.kill(os.getpid(), HUP)
-    assert exits._heard == [HUP]
-    exits.stop_listening()
+    assert exit_conditions._heard == [HUP]
+    exit_conditions.stop_listening()
     assert signal.getsignal(HUP) is signal.SIG_DFL
 
 
@@ -73,7 +73,7 @@ class Lost:
 def test_a_warning_of_the_scheduler_ends_no_run_that_cannot_say_it(monkeypatch):
     """It used to raise in the signal's handler, in the middle of a step."""
     monkeypatch.setattr(sys, "stderr", Lost())
-    exits._say(signal.SIGUSR1, None)
+    exit_conditions._say(signal.SIGUSR1, None)
 
 
 def test_a_second_ctrl_c_ends_a_run_that_cannot_say_it(monkeypatch):
@@ -82,5 +82,5 @@ def test_a_second_ctrl_c_ends_a_run_that_cannot_say_it(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Lost())
     monkeypatch.setattr(os, "write", lambda handle, text: Lost().write(text))
     monkeypatch.setattr(os, "_exit", ended.append)
-    interrupt.Interrupt(0)._end("once more")
-    assert ended == [interrupt.CODE]
+    keyboard_interrupt.Interrupt(0)._end("once more")
+    assert ended == [keyboard_interrupt.CODE]

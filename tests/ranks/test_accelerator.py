@@ -27,7 +27,7 @@ from megatron.core.pipeline_parallel.stage_transport import Transport
 from megatron.core.tensor_parallel import linear_autograd
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.tensor_parallel.random import RngTracker, recomputed_with_states
-from megatron.training.ending import failures
+from megatron.training.fault_tolerance import error_report
 from megatron.training.memory.offload import notes_of
 
 
@@ -166,10 +166,10 @@ def repeat_for_each_thread():
 @pytest.mark.parametrize("own", [False, True])
 def test_a_rank_whose_calls_do_not_end_hears_of_the_failure_of_another(own: bool, capfd):
     store, codes = torch.distributed.HashStore(), queue.Queue()
-    listener = failures.Listener(store, 2, codes.put, every=0.01)
+    listener = error_report.Listener(store, 2, codes.put, every=0.01)
     time.sleep(0.05)
     assert codes.empty()
-    store.set(failures._FAILED, f"rank {2 if own else 5} failed")
+    store.set(error_report._FAILED, f"rank {2 if own else 5} failed")
     if own:
         time.sleep(0.05)
         assert codes.empty()

@@ -4,7 +4,7 @@
     read     any process of this machine: `read_place(path)`; no thread of the writer takes part
 
 Pure, without torch. Without `write_to` (tests with ranks as threads, tools) every call here returns at once. What the words are
-good for, who watches and what is concluded: `training/ending/hangs.py`.
+good for, who watches and what is concluded: `training/fault_tolerance/hang_watch.py`.
 """
 
 import contextlib

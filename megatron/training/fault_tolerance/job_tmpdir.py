@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron.core.base.rank_status import Place, read_place
-from megatron.training.ending.outside import look_at
+from megatron.training.fault_tolerance.process_stat import look_at
 
 _JOB = (
     *("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),

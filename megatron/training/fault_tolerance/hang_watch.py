@@ -3,7 +3,7 @@
     main thread      writes where it is: phase, iteration, last call on each axis (`core/base/rank_status.py`)
     watcher          sees that its main thread makes no progress for --hang-timeout times the median step; the first to see it
                      looks at all ranks of the machine from outside: places, processes, and then stacks
-    verdict          `verdict.py` says who hangs, or that nobody does (a slow save, a rank that went on meanwhile)
+    verdict          `hang_diagnosis.py` says who hangs, or that nobody does (a slow save, a rank that went on meanwhile)
     end              every rank that answers prints its line and exits with `HUNG`; what hangs is killed
 
 Nothing of it lives in a rank's process: places are files in memory, a process's state is the kernel's, and a stack is written by
@@ -29,9 +29,9 @@ from megatron.core.base import output_streams, rank_status
 from megatron.core.base.errors import write_error_file
 from megatron.core.base.rank_status import Place, Whereabouts, read_place
 from megatron.training.arguments.hang_config import HangConfig
-from megatron.training.ending import run_folder
-from megatron.training.ending.outside import kill, look_at, wait_for_ends, waits_for_cores
-from megatron.training.ending.verdict import Seen, Verdict, hang_report, is_hurried, judge
+from megatron.training.fault_tolerance import job_tmpdir
+from megatron.training.fault_tolerance.hang_diagnosis import Seen, Verdict, hang_report, is_hurried, judge
+from megatron.training.fault_tolerance.process_stat import kill, look_at, wait_for_ends, waits_for_cores
 
 HUNG = 4  # exit code of every rank that answers
 _ACTIVE = 0.05  # share of a core, and bytes read or written a second, from which on a process does something
@@ -53,7 +53,7 @@ class HangWatch:
         self, folder: Path, rank: int, ranks: int, limits: HangConfig, end: Callable[[int], None] = _end_process
     ):
         """Raises OSError if there can be no folder."""
-        run_folder.make_run_folder(folder)
+        job_tmpdir.make_run_folder(folder)
         self._folder, self._rank = folder, rank
         self._end, self._steps = end, deque[float](maxlen=51)
         self.limit(limits, 600.0)
@@ -85,7 +85,7 @@ class HangWatch:
         if threading.current_thread() is not self._thread:
             self._thread.join(5.0)
         rank_status.write_to(None)
-        run_folder.leave_run_folder(self._folder, self._rank)
+        job_tmpdir.leave_run_folder(self._folder, self._rank)
         if self._stacks is not None:
             faulthandler.unregister(_ASKED)
             self._stacks.close()
@@ -186,7 +186,7 @@ class HangWatch:
 
     def _look(self) -> list[Seen]:
         """All ranks of this machine."""
-        places, now = run_folder.places_in(self._folder), time.monotonic()
+        places, now = job_tmpdir.places_in(self._folder), time.monotonic()
         host = socket.gethostname()
         states = [look_at(place.pid, place.started) for place in places]
         return [Seen(one, host, state, now - one.went_on, now - one.active) for one, state in zip(places, states)]
@@ -250,7 +250,7 @@ class HangWatch:
         self._go()
 
     def _go(self) -> None:
-        run_folder.leave_run_folder(self._folder, self._rank)
+        job_tmpdir.leave_run_folder(self._folder, self._rank)
         self._end(HUNG)
 
     def _is_alarmed(self) -> bool:
@@ -296,7 +296,7 @@ _mine: HangWatch | None = None
 def watching(rank: int, ranks: int) -> Iterator[None]:
     """Watch this process in the block. Without a folder to share, nobody watches."""
     global _mine
-    folder = run_folder.folder_of_job(os.environ, alone=ranks == 1)
+    folder = job_tmpdir.folder_of_job(os.environ, alone=ranks == 1)
     try:
         _mine = HangWatch(folder, rank, ranks, HangConfig())
     except OSError as error:

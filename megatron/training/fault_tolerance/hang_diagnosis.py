@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from megatron.core.base.rank_status import PHASES, Calls, Place, ranks_of
 from megatron.core.parallel.liveness import listed
-from megatron.training.ending.outside import ProcessState
+from megatron.training.fault_tolerance.process_stat import ProcessState
 
 _FIRST_STEPS = 3  # of which nobody knows how long they take: they compile, and connect
 _HURRIED = ("training", "validating")

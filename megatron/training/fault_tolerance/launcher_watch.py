@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron.core.base import output_streams
 from megatron.core.base.errors import write_error_file
-from megatron.training.ending import hangs
+from megatron.training.fault_tolerance import hang_watch
 
 _OF_A_RANK = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "RANK")  # a wrapper that a rank was started by has the same
 
@@ -47,7 +47,7 @@ def _parent_of(pid: int) -> int:
 def _end_process(why: str) -> None:
     output_streams.print_stderr(why)  # what it prints to may have ended too
     write_error_file(why)
-    hangs.stop_watching()
+    hang_watch.stop_watching()
     os._exit(1)
 
 

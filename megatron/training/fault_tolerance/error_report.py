@@ -28,7 +28,7 @@ from megatron.core.base.errors import write_error_file
 from megatron.core.dist_checkpointing.format import CheckpointError
 from megatron.core.offload.block_file import OffloadError
 from megatron.core.parallel.collectives import PeerError
-from megatron.training.ending import hangs, interrupt
+from megatron.training.fault_tolerance import hang_watch, keyboard_interrupt
 from megatron.training.guard.check import WrongNumbersError
 from megatron.training.memory.shortage import OutOfMemory
 from megatron.training.train_step import NotFiniteError
@@ -53,7 +53,7 @@ def report(error: BaseException, farewell: str | None = None) -> int:
     """Print this rank's part of the report of `error`; returns the exit code. Each failing rank of a multi-process job calls it,
     then `leave`. farewell: of an interrupted rank, printed instead of the error if the rank is the first."""
     rank, store = parallel_state.launched_rank(), parallel_state.job_store()
-    code = code_of(error) if farewell is None else interrupt.CODE
+    code = code_of(error) if farewell is None else keyboard_interrupt.CODE
     at_first_hand = farewell is not None or not isinstance(error, PeerError)
     told = farewell or f"rank {rank} failed:{account_of(error)}"
     if at_first_hand and _claims(store):
@@ -84,7 +84,7 @@ def code_of(error: BaseException) -> int:
 def _code_after(failed: str) -> int:
     """The exit code of a rank that stops because another, in these words, failed."""
     if failed.endswith(_INTERRUPTED):
-        return interrupt.CODE
+        return keyboard_interrupt.CODE
     return WRONG_NUMBERS if failed.endswith(_IS_WRONG) else 1
 
 
@@ -117,7 +117,7 @@ def leave(code: int) -> NoReturn:
 def _end_as_it_is(code: int) -> NoReturn:
     """Exit with `code` without closing anything. The rank that hosts the store first waits for the other ranks' listeners."""
     parallel_state.say_goodbye()
-    hangs.stop_watching()
+    hang_watch.stop_watching()
     output_streams.flush()
     if parallel_state.launched_rank() == 0:
         time.sleep(2 * _LISTENS_EVERY)
