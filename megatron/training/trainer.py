@@ -39,12 +39,12 @@ from megatron.training.chunks import ModelProvider, build_optimizer, build_pipel
 from megatron.training.evaluate import evaluate, where_to_read
 from megatron.training.fault_tolerance import hang_watch
 from megatron.training.fault_tolerance.exit_conditions import Exits
-from megatron.training.guard.check import WrongNumbersError
-from megatron.training.guard.guard import Guard
 from megatron.training.initialize import as_settings_problem, available_cores
 from megatron.training.memory.dry_run import Job
 from megatron.training.memory.timeline import Forecast
 from megatron.training.memory.watch import MemoryWatch
+from megatron.training.rerun.check import WrongNumbersError
+from megatron.training.rerun.step_checks import Guard
 from megatron.training.runtime import Runtime, is_last_rank, print_rank_0, print_rank_last
 from megatron.training.samples import check_datasets, notes_of_no_validation, samples_to_request
 from megatron.training.train_step import NotFiniteError, StepResult, train_step

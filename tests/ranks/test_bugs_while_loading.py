@@ -13,7 +13,7 @@ from whole_run import run
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.training import trainer
 from megatron.training.checkpointing import save_and_load
-from megatron.training.guard.guard import Guard
+from megatron.training.rerun.step_checks import Guard
 from megatron.training.watch.log import TrainingLog
 
 BUGS = [

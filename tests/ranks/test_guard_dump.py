@@ -9,7 +9,7 @@ from said import tells
 from test_guard_judge import ALONE, WrongNumbersError, stopped
 
 from megatron.core.dist_checkpointing import open_checkpoint
-from megatron.training.guard import large_values
+from megatron.training.rerun import spike_detector
 from megatron.training.train_step import NotFiniteError
 from megatron.training.trainer import Trainer
 from tools import replay_step
@@ -20,8 +20,8 @@ DROPS = "--hidden-dropout 0.2 --nan-action stop "
 @pytest.fixture
 def anything_is_a_spike(monkeypatch):
     """From the second step on."""
-    monkeypatch.setattr(large_values, "SAMPLES", 4)
-    monkeypatch.setattr(large_values, "FACTOR", 1e-3)
+    monkeypatch.setattr(spike_detector, "SAMPLES", 4)
+    monkeypatch.setattr(spike_detector, "FACTOR", 1e-3)
 
 
 def dumped(folder: Path, flags: str, layout: Layout = ALONE, **how) -> str:

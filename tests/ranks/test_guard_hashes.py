@@ -18,9 +18,9 @@ from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
 from megatron.core.parallel.collectives import PeerError
 from megatron.core.parallel.mesh import Mesh
 from megatron.training.arguments.rerun_config import GuardConfig
-from megatron.training.guard.check import WrongNumbersError
-from megatron.training.guard.replicas import differences_of_copies
-from megatron.training.guard.state_hashes import StateCheck, changes_since, hashes_of, held_state
+from megatron.training.rerun.check import WrongNumbersError
+from megatron.training.rerun.replica_check import differences_of_copies
+from megatron.training.rerun.state_hash_check import StateCheck, changes_since, hashes_of, held_state
 
 HALF = replace(TINY_GPT2, fp64=False, bf16=True)
 STAGES = {

@@ -20,10 +20,10 @@ from torch import Tensor
 import pretrain_gpt
 from megatron.core.parallel.mesh import Mesh
 from megatron.training.checkpointing.train_state import TrainState
-from megatron.training.guard import large_values
-from megatron.training.guard.check import WrongNumbersError
 from megatron.training.guard.kept_batches import KeptBatches
-from megatron.training.guard.large_values import LargeValues
+from megatron.training.rerun import spike_detector
+from megatron.training.rerun.check import WrongNumbersError
+from megatron.training.rerun.spike_detector import LargeValues
 from megatron.training.train_step import NotFiniteError
 from megatron.training.trainer import Trainer
 
@@ -225,7 +225,7 @@ FEW = "--check-for-spiky-loss --check-for-large-grads "
 @pytest.mark.parametrize("layout", [Layout(), pytest.param(Layout(dp=2, pp=2), marks=pytest.mark.sweep)], ids=str)
 def test_a_bad_batch_is_a_spike_and_reported_by_microbatch(layout: Layout, capfd, monkeypatch):
     """Sample 9 has a loss thirty times as large, from the third step on 8 microbatches are known."""
-    monkeypatch.setattr(large_values, "SAMPLES", 8)
+    monkeypatch.setattr(spike_detector, "SAMPLES", 8)
     spoil = lambda sample, loss: loss * 30 if sample == 9 else loss  # noqa: E731
     run_ranks(
         layout.sizes, lambda mesh: run(FEW + " ".join(layout.flags), spoil=spoil, mesh=mesh), stages=layout.stages
@@ -242,7 +242,7 @@ def test_a_bad_batch_is_a_spike_and_reported_by_microbatch(layout: Layout, capfd
 @pytest.mark.full
 @pytest.mark.parametrize("action", ["skip", "stop"])
 def test_a_spike_skips_or_stops_as_asked(action: str, monkeypatch):
-    monkeypatch.setattr(large_values, "SAMPLES", 8)
+    monkeypatch.setattr(spike_detector, "SAMPLES", 8)
     spoil = lambda sample, loss: loss * 30 if sample == 9 else loss  # noqa: E731
     flags = f"{FEW} --spike-action {action}"
     if action == "stop":
@@ -254,7 +254,7 @@ def test_a_spike_skips_or_stops_as_asked(action: str, monkeypatch):
 
 @pytest.mark.full
 def test_a_large_gradient_is_found_where_the_loss_is_usual(capfd, monkeypatch):
-    monkeypatch.setattr(large_values, "SAMPLES", 2)
+    monkeypatch.setattr(spike_detector, "SAMPLES", 2)
     spoil = lambda sample, loss: loss.detach() + 60 * (loss - loss.detach()) if sample == 13 else loss  # noqa: E731
     run_ranks({}, lambda mesh: run(FEW, spoil=spoil, mesh=mesh))
     printed = capfd.readouterr().out
@@ -263,7 +263,7 @@ def test_a_large_gradient_is_found_where_the_loss_is_usual(capfd, monkeypatch):
 
 @pytest.mark.full
 def test_a_spike_that_does_not_come_again_stops_the_run(monkeypatch):
-    monkeypatch.setattr(large_values, "SAMPLES", 8)
+    monkeypatch.setattr(spike_detector, "SAMPLES", 8)
     (told,) = stopped(WrongNumbersError, FEW, spoil=once(9, 30.0))
     assert "a device computes wrongly" in told and "This was iteration 3" in told
 
@@ -272,7 +272,7 @@ def test_a_spike_that_does_not_come_again_stops_the_run(monkeypatch):
 @pytest.mark.parametrize("stage", [pytest.param("", marks=pytest.mark.sweep), "--zero-stage 3"])
 def test_a_reported_step_is_trained_with_the_numbers_it_had(stage: str, monkeypatch):
     """The step that is computed again leaves the same bits as the one that is computed once."""
-    monkeypatch.setattr(large_values, "SAMPLES", 8)
+    monkeypatch.setattr(spike_detector, "SAMPLES", 8)
     spoil = lambda sample, loss: loss * 30 if sample == 9 else loss  # noqa: E731
 
     def weights(flags: str) -> list[Tensor]:

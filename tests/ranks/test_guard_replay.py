@@ -8,8 +8,8 @@ from layouts import Layout
 from local_ranks import run_ranks
 from test_guard_judge import run, stopped, weights_of
 
-from megatron.training.guard.check import WrongNumbersError
-from megatron.training.guard.replay import COMPUTED, RECEIVED, SENT, FirstDifference, Trail, first_difference
+from megatron.training.rerun.check import WrongNumbersError
+from megatron.training.rerun.rerun_microbatch import COMPUTED, RECEIVED, SENT, FirstDifference, Trail, first_difference
 from megatron.training.trainer import Trainer
 
 LAYOUTS = {

@@ -18,11 +18,11 @@ from torch import Tensor
 from megatron.core.parallel import collectives
 from megatron.core.pipeline_parallel.microbatch_loss import ForwardStep
 from megatron.training.checkpointing.train_state import TrainState
-from megatron.training.guard.check import WrongNumbersError
-from megatron.training.guard.dump import dump_step
-from megatron.training.guard.first_bad import first_bad_tensor
 from megatron.training.guard.kept_batches import KeptBatches
-from megatron.training.guard.large_values import LargeValues
+from megatron.training.rerun.check import WrongNumbersError
+from megatron.training.rerun.nan_locator import first_bad_tensor
+from megatron.training.rerun.spike_detector import LargeValues
+from megatron.training.rerun.step_dump import dump_step
 from megatron.training.runtime import Runtime, print_rank_0
 from megatron.training.train_step import NotFiniteError, StepFigures, StepWork
 

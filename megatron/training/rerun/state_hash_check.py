@@ -20,7 +20,7 @@ from megatron.core.ops.main_grad import slot_of
 from megatron.core.ops.tensor_hash import BLOCK_WORDS, block_hashes
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.split_master import SplitMaster
-from megatron.training.guard.check import Check
+from megatron.training.rerun.check import Check
 
 
 class StateCheck(Check):
