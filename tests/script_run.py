@@ -25,7 +25,7 @@ from megatron.training import trainer as trainer_module
 from megatron.training.arguments.command_line import Arguments, parse_args
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.validation import check
-from megatron.training.memory.timeline import Forecast, RankMemory
+from megatron.training.memory.peak_along_schedule import Forecast, RankMemory
 from megatron.training.runtime import Runtime, set_runtime
 from megatron.training.trainer import Trainer
 

@@ -24,8 +24,8 @@ from megatron.core.sharding.initial_values import initialize_parameters
 from megatron.training.checkpointing.unsaved_buffers import note_buffers
 from megatron.training.chunks import ModelProvider, build_optimizer, in_buffers, make_chunks
 from megatron.training.initialize import as_settings_problem
-from megatron.training.memory.offload import Room, check_room, warn_of_room
-from megatron.training.memory.timeline import Forecast
+from megatron.training.memory.offload_capacity import Room, check_room, warn_of_room
+from megatron.training.memory.peak_along_schedule import Forecast
 from megatron.training.runtime import Runtime, get_runtime
 from megatron.training.samples import whole_set
 from megatron.training.validation_sets import sets_of

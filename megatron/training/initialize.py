@@ -47,7 +47,7 @@ from megatron.training.arguments.validation import apart_from, check, filled_in
 from megatron.training.checkpointing.save_and_load import saved_products
 from megatron.training.fault_tolerance import hang_watch
 from megatron.training.fault_tolerance.exit_conditions import listen_for_requests
-from megatron.training.memory.offload import notes_of
+from megatron.training.memory.offload_capacity import notes_of
 from megatron.training.runtime import Runtime, print_rank_0, print_rank_last, set_runtime, vocab_size_of
 from megatron.training.watch.timers import Timers
 

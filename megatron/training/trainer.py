@@ -41,8 +41,8 @@ from megatron.training.fault_tolerance import hang_watch
 from megatron.training.fault_tolerance.exit_conditions import Exits
 from megatron.training.initialize import as_settings_problem, available_cores
 from megatron.training.memory.dry_run import Job
-from megatron.training.memory.timeline import Forecast
-from megatron.training.memory.watch import MemoryWatch
+from megatron.training.memory.memory_monitor import MemoryWatch
+from megatron.training.memory.peak_along_schedule import Forecast
 from megatron.training.rerun.check import WrongNumbersError
 from megatron.training.rerun.step_checks import Guard
 from megatron.training.runtime import Runtime, is_last_rank, print_rank_0, print_rank_last

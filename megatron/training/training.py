@@ -33,7 +33,7 @@ from megatron.training.chunks import ModelProvider
 from megatron.training.fault_tolerance import error_report, hang_watch, keyboard_interrupt, launcher_watch
 from megatron.training.fault_tolerance.exit_conditions import stop_listening
 from megatron.training.initialize import initialize_megatron, stop_with
-from megatron.training.memory import shortage
+from megatron.training.memory import oom_report
 from megatron.training.runtime import Runtime, set_runtime
 from megatron.training.trainer import NonLossData, Trainer
 
@@ -148,7 +148,7 @@ def _run(
     except (Exception, KeyboardInterrupt) as error:
         hang_watch.wait_for_verdict()
         farewell = last_words(runtime, trainer) if ctrl_c.is_reason_of(error) else None
-        error = shortage.in_words(error, runtime, None if trainer is None else trainer.memory.predicted)
+        error = oom_report.in_words(error, runtime, None if trainer is None else trainer.memory.predicted)
         set_runtime(None)
         is_refusal = isinstance(error, ConfigError | collectives.PeerError) and not isinstance(
             error, collectives.LostPeerError

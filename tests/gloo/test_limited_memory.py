@@ -7,8 +7,8 @@ from shlex import split
 import pytest
 from processes import PRETRAIN_GPT, Outcome, run
 
-from megatron.training.memory.tier_bytes import Element, bytes_by_tier
-from megatron.training.memory.timeline import forecast
+from megatron.training.memory.bytes_by_tier import Element, bytes_by_tier
+from megatron.training.memory.peak_along_schedule import forecast
 from tools.estimating.job import read
 
 LIMITED = str(Path(__file__).with_name("limited.py"))

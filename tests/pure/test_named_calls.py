@@ -69,7 +69,7 @@ FOREIGN = {
         "megatron/core/base/dataclass_flags.py": "__metadata__",
         "megatron/core/distributed/non_resident.py": "__name__ __self__",
         "megatron/core/sharding/initial_values.py": "__name__",
-        "megatron/training/memory/shortage.py": "__notes__",
+        "megatron/training/memory/oom_report.py": "__notes__",
     },
     "of an error of any kind, which a store's library raises": {
         "megatron/core/storage/object_store.py": "errno strerror"

@@ -31,9 +31,9 @@ from megatron.core.optimizer.cpu_offloading.sliced_update import Segment, Sliced
 from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.optimizer.update_rules import UpdateStep, adam_update
 from megatron.core.parallel.grid import ALONE
+from megatron.training.memory.bytes_by_tier import Element, amount, bytes_by_tier, bytes_line
 from megatron.training.memory.host_memory import free_on_machine, free_to_process
-from megatron.training.memory.offload import problems_of_needs
-from megatron.training.memory.tier_bytes import Element, amount, bytes_by_tier, bytes_line
+from megatron.training.memory.offload_capacity import problems_of_needs
 
 ROOT = Path(__file__).parents[2]
 BLOCK, KINDS = 64, ("exp_avg", "exp_avg_sq")

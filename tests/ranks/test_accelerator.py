@@ -28,7 +28,7 @@ from megatron.core.tensor_parallel import linear_autograd
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.tensor_parallel.random import RngTracker, recomputed_with_states
 from megatron.training.fault_tolerance import error_report
-from megatron.training.memory.offload import notes_of
+from megatron.training.memory.offload_capacity import notes_of
 
 
 class StreamGroup:

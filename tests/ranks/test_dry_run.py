@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron.training.memory.shapes import META, ShapesOnly
+from megatron.training.memory.shapes_only import META, ShapesOnly
 
 
 def test_shapes_say_that_they_are_on_the_device_and_numbers_that_are_read_are_0():

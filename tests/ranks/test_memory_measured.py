@@ -20,10 +20,10 @@ from megatron.core.enums import ModelType
 from megatron.core.ops import blas_bf16_accumulate
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tensor_parallel import linear_autograd
-from megatron.training.memory import offload
+from megatron.training.memory import offload_capacity
 from megatron.training.memory.dry_run import dry_run, mesh_of
-from megatron.training.memory.timeline import IN_MEMORY, KINDS, RankMemory, forecast, predicted_of
-from megatron.training.memory.tracker import MemoryTracker
+from megatron.training.memory.memory_tracker import MemoryTracker
+from megatron.training.memory.peak_along_schedule import IN_MEMORY, KINDS, RankMemory, forecast, predicted_of
 from megatron.training.training import pretrain
 from tools.estimating.job import read
 from tools.estimating.measure import measure
@@ -138,7 +138,7 @@ def test_offloaded_activations_need_room_too(monkeypatch):
         with trainer_of(pretrain_gpt, mesh, f"{words} {least}"):
             pass
 
-    monkeypatch.setattr(offload, "free_on_machine", lambda: 2**20)
+    monkeypatch.setattr(offload_capacity, "free_on_machine", lambda: 2**20)
     run_ranks({"dp": 1}, partial(build, least=10**6))  # none leaves
     with pytest.raises(Exception, match=r"what is offloaded does not fit the memory of .*: 1 rank.* need [3-9].* MiB"):
         run_ranks({"dp": 1}, partial(build, least=1))

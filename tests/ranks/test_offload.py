@@ -21,7 +21,7 @@ from megatron.core.optimizer.loss_scaler import DynamicGradScaler
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.checkpointing import save_and_load
-from megatron.training.memory.tier_bytes import Element, bytes_by_tier
+from megatron.training.memory.bytes_by_tier import Element, bytes_by_tier
 
 MODELS = {"tied": TINY_GPT2, "untied": TINY_LLAMA}
 TIERS = ("host", "file", "half", "params")  # half: of the optimizer's state, in files; params: parameters too

@@ -21,7 +21,7 @@ from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
 from megatron.core.optimizer.split_master import SplitMaster, join_master, split_master
 from megatron.core.parallel.mesh import Mesh
 from megatron.training.checkpointing import save_and_load
-from megatron.training.memory.tier_bytes import Element, bytes_by_tier
+from megatron.training.memory.bytes_by_tier import Element, bytes_by_tier
 
 MODEL = replace(MODELS["tied"], fp64=False, bf16=True, num_layers=2)
 SPLIT = OptimizerConfig(clip_grad=0.5, weight_decay=0.1, reuse_fp32_param=True)

@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megatron.core.base.dataclass_flags import ConfigError
+from megatron.training.memory.device_capacity import less_with
+from megatron.training.memory.peak_along_schedule import RankMemory, forecast, worst
 from megatron.training.memory.report import amount, table
-from megatron.training.memory.room import less_with
-from megatron.training.memory.timeline import RankMemory, forecast, worst
 from tools.configuring.layouts import FLOPS_A_BYTE, Layout, Loss, Work, layouts, least_memory, loss, ranked
 from tools.configuring.sizes import words
 from tools.estimating.job import read

@@ -58,7 +58,7 @@ def _rows_of_memory() -> Iterator[str]:
     """From the prediction of tools/estimate_memory.py."""
     read, forecast = (
         import_module("tools.estimating.job").read,
-        import_module("megatron.training.memory.timeline").forecast,
+        import_module("megatron.training.memory.peak_along_schedule").forecast,
     )
     for length in (8192, 32768):
         cells = []

@@ -5,8 +5,8 @@ import sys
 from collections.abc import Sequence
 
 from megatron.core.base.dataclass_flags import ConfigError
+from megatron.training.memory.peak_along_schedule import forecast
 from megatron.training.memory.report import as_json, full_report
-from megatron.training.memory.timeline import forecast
 from tools.estimating.job import own_flags_in, read
 from tools.estimating.measure import measure, measured_report
 

@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.format import CheckpointError
 from megatron.core.offload.block_file import OffloadError
 from megatron.core.parallel.collectives import PeerError
 from megatron.training.fault_tolerance import hang_watch, keyboard_interrupt
-from megatron.training.memory.shortage import OutOfMemory
+from megatron.training.memory.oom_report import OutOfMemory
 from megatron.training.rerun.check import WrongNumbersError
 from megatron.training.train_step import NotFiniteError
 

@@ -37,9 +37,9 @@ from megatron.core.pipeline_parallel.schedule.actions import Action, Op, Schedul
 from megatron.core.tensor_parallel.broadcast_batch import BatchWithoutData
 from megatron.training.arguments.config import Config
 from megatron.training.chunks import ModelProvider, build_optimizer, build_pipeline, in_buffers, make_chunks
-from megatron.training.memory.shapes import META, Done, ShapesOnly, SilentGroup
-from megatron.training.memory.tier_bytes import Element
-from megatron.training.memory.tracker import MemoryTracker
+from megatron.training.memory.bytes_by_tier import Element
+from megatron.training.memory.memory_tracker import MemoryTracker
+from megatron.training.memory.shapes_only import META, Done, ShapesOnly, SilentGroup
 from megatron.training.runtime import Runtime, acting_as
 from megatron.training.train_step import train_step
 from megatron.training.watch.timers import Timers

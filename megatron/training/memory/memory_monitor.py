@@ -9,11 +9,11 @@ import torch
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.parallel import collectives
-from megatron.training.memory.offload import room_left, state_bytes
+from megatron.training.memory.bytes_by_tier import amount, bytes_line
+from megatron.training.memory.memory_tracker import MemoryTracker
+from megatron.training.memory.offload_capacity import room_left, state_bytes
+from megatron.training.memory.peak_along_schedule import DEVICE, IN_MEMORY, KINDS, Forecast
 from megatron.training.memory.report import short_report, table
-from megatron.training.memory.tier_bytes import amount, bytes_line
-from megatron.training.memory.timeline import DEVICE, IN_MEMORY, KINDS, Forecast
-from megatron.training.memory.tracker import MemoryTracker
 from megatron.training.runtime import Runtime, print_rank_0, print_rank_last
 
 _STEADY = 2  # the first step of a run, counted from 1, with all buffers allocated

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from megatron.core import parallel_state
+from megatron.training.memory.bytes_by_tier import amount
+from megatron.training.memory.device_capacity import less_with
 from megatron.training.memory.host_memory import free_on_machine
-from megatron.training.memory.room import less_with
-from megatron.training.memory.tier_bytes import amount
-from megatron.training.memory.timeline import ACTIVATIONS, DEVICE, IN_MEMORY, STATE, RankMemory, worst
+from megatron.training.memory.peak_along_schedule import ACTIVATIONS, DEVICE, IN_MEMORY, STATE, RankMemory, worst
 from megatron.training.runtime import Runtime
 
 
