@@ -66,7 +66,7 @@ from megatron.core.tokenizers.tokenizer_fingerprint import tokenizer_sha256
 from megatron.core.tokenizers.vocabulary_diff import token_difference, vocabulary_of
 from megatron.core.transformer.context_parallel_rules import context_parallel_problems
 from megatron.training.initialize import available_cores
-from megatron.training.watch.contention import Contention
+from megatron.training.monitor.cpu_contention import Contention
 from tools.errors import naming_flag
 from tools.generating.t5 import is_t5, reading_of, t5_problems
 from tools.generating.writer import Writer

@@ -43,16 +43,16 @@ from megatron.training.initialize import as_settings_problem, available_cores
 from megatron.training.memory.dry_run import Job
 from megatron.training.memory.memory_monitor import MemoryWatch
 from megatron.training.memory.peak_along_schedule import Forecast
+from megatron.training.monitor.cpu_contention import Contention
+from megatron.training.monitor.monitor import Watch
+from megatron.training.monitor.progress_line import heartbeat
+from megatron.training.monitor.training_log import StepNumbers, TrainingLog, print_validation
 from megatron.training.rerun.check import WrongNumbersError
 from megatron.training.rerun.step_checks import Guard
 from megatron.training.runtime import Runtime, is_last_rank, print_rank_0, print_rank_last
 from megatron.training.samples import check_datasets, notes_of_no_validation, samples_to_request
 from megatron.training.train_step import NotFiniteError, StepResult, train_step
 from megatron.training.validation_sets import EvaluatedSet, lines_of, sets_of, too_small
-from megatron.training.watch.contention import Contention
-from megatron.training.watch.heartbeat import heartbeat
-from megatron.training.watch.log import StepNumbers, TrainingLog, print_validation
-from megatron.training.watch.watchers import Watch
 
 
 @dataclass(frozen=True)

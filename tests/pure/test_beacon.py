@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron.core.base import output_streams
-from megatron.training.watch.beacon import Beacon, prometheus_text
-from megatron.training.watch.stragglers import straggler_line
+from megatron.training.monitor.health_files import Beacon, prometheus_text
+from megatron.training.monitor.straggler_detector import straggler_line
 
 LINE = re.compile(
     r'# (HELP megatron_\w+ [\w ,.]+|TYPE megatron_\w+ gauge)|megatron_\w+(\{name="[^"]*"\})? (-?[\d.e+-]+|NaN|[+-]Inf)'

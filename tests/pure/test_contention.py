@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from said import tells
 
-from megatron.training.watch.contention import Contention, ProcessorTime, processor_time
+from megatron.training.monitor.cpu_contention import Contention, ProcessorTime, processor_time
 
 
 def notes_of(samples: list[tuple[float, float]], *, ranks: int = 1, cores: int = 2, seconds: float = 6.0) -> list[int]:
@@ -92,7 +92,7 @@ def test_a_run_with_more_threads_than_cores_is_not_told_of_other_work(monkeypatc
 def test_the_system_says_how_long_a_process_waited_for_the_core_it_shares():
     code = (
         "import os, time, subprocess, sys; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-        "from megatron.training.watch.contention import processor_time\n"
+        "from megatron.training.monitor.cpu_contention import processor_time\n"
         "other = subprocess.Popen([sys.executable, '-c', 'while True: pass'])\n"
         "end = time.monotonic() + 0.4\n"
         "while time.monotonic() < end: pass\n"

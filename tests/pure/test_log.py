@@ -7,8 +7,8 @@ from datetime import datetime
 
 import pytest
 
-from megatron.training.watch import log as log_module
-from megatron.training.watch.log import (
+from megatron.training.monitor import training_log as log_module
+from megatron.training.monitor.training_log import (
     Interval,
     StepNumbers,
     TrainingLog,

@@ -44,7 +44,7 @@ OURS = {
     "megatron/core/tokenizers/tokenizer_fingerprint.py tokenizer_sha256": "beside",
     "megatron/core/transformer/compiled_layer.py _may_be_left_out": "may_be_left_out",
     "megatron/training/chunks.py _is_shared": "shared_embedding",  # Megatron's name
-    "megatron/training/watch/statistics.py _gives_hidden_states": "gives_hidden_states",  # a script's layer
+    "megatron/training/monitor/tensor_statistics.py _gives_hidden_states": "gives_hidden_states",  # a script's layer
     "tools/preprocessing/word_memory.py packer": "words",
 }
 # Those that are set in the file of their reader alone, on whatever object.

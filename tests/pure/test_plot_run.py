@@ -3,8 +3,8 @@
 import pytest
 from said import tells
 
-from megatron.training.watch.log import Interval, StepNumbers, training_line, validation_line
-from megatron.training.watch.sinks import Record, json_line
+from megatron.training.monitor.training_log import Interval, StepNumbers, training_line, validation_line
+from megatron.training.monitor.writers import Record, json_line
 from tools import plot_run
 
 LOSSES = {10: 4.0, 20: 3.0, 30: float("nan"), 40: 2.0}

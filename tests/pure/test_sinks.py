@@ -24,10 +24,10 @@ from megatron.training.arguments.monitor_config import (
     watch_notes,
     watch_problems,
 )
-from megatron.training.watch import sinks
-from megatron.training.watch.profiling import MemoryHistory, StepProfiler
-from megatron.training.watch.sinks import MetricsFile, Record, TensorBoardSink, WandbSink, json_line, lines_until
-from megatron.training.watch.watchers import Watch
+from megatron.training.monitor import writers
+from megatron.training.monitor.monitor import Watch
+from megatron.training.monitor.profiler import MemoryHistory, StepProfiler
+from megatron.training.monitor.writers import MetricsFile, Record, TensorBoardSink, WandbSink, json_line, lines_until
 
 STEP = Record("step", 7, 56, {"lm loss": 2.5, "grad-norm": 1.5})
 INTERVAL = Record("interval", 10, 80, {"lm loss": 2.0, "iteration-time": 0.5, "throughput": 3.0, "optimizer-time": 0.1})
@@ -366,10 +366,10 @@ class Broken:
         return fail
 
 
-def watch_of(*sinks) -> SimpleNamespace:
+def watch_of(*writers) -> SimpleNamespace:
     """What `Watch` needs to send a record."""
     state = SimpleNamespace(iteration=10, consumed_train_samples=80)
-    return SimpleNamespace(sinks=list(sinks), state=state)
+    return SimpleNamespace(sinks=list(writers), state=state)
 
 
 @pytest.fixture
@@ -396,7 +396,7 @@ def test_a_library_that_fails_is_left_alone_and_the_other_sinks_are_told(kind, c
 
 
 def test_an_error_of_our_own_is_not_told_as_a_lost_output(curves, losses, monkeypatch):
-    monkeypatch.setattr(sinks, "curve_points", lambda record: 1 / 0)
+    monkeypatch.setattr(writers, "curve_points", lambda record: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         Watch._send(watch_of(TensorBoardSink("folder", 5)), "interval", {})
     assert losses == []
@@ -413,7 +413,7 @@ def test_a_metrics_file_on_a_full_disk_has_whole_lines_and_says_what_is_missing(
         room[0] -= taken
         return write(handle, data[:taken])
 
-    monkeypatch.setattr(sinks.os, "write", limited)
+    monkeypatch.setattr(writers.os, "write", limited)
     sink = MetricsFile(str(path), 0)
     watch = watch_of(sink)
     for iteration, left in ((1, 1000), (2, 10), (3, 0), (4, 1000), (5, 1000)):

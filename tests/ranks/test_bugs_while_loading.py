@@ -13,8 +13,8 @@ from whole_run import run
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.training import trainer
 from megatron.training.checkpointing import save_and_load
+from megatron.training.monitor.training_log import TrainingLog
 from megatron.training.rerun.step_checks import Guard
-from megatron.training.watch.log import TrainingLog
 
 BUGS = [
     IndexError("list index out of range"),

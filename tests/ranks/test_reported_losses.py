@@ -23,7 +23,7 @@ import pretrain_gpt
 from megatron.core.models.common import language_model
 from megatron.core.parallel.mesh import Mesh
 from megatron.training.evaluate import evaluate
-from megatron.training.watch.log import Interval, StepNumbers, TrainingLog, training_line
+from megatron.training.monitor.training_log import Interval, StepNumbers, TrainingLog, training_line
 
 SMOOTHING, Z, WORDS = 0.2, 0.01, 60
 TERMS = f"--label-smoothing {SMOOTHING} --z-loss-coeff {Z} "

@@ -18,8 +18,8 @@ from script_run import trainer_of
 import pretrain_gpt
 from megatron.core.parallel.mesh import Mesh
 from megatron.training.evaluate import window
+from megatron.training.monitor.training_log import StepNumbers
 from megatron.training.trainer import Trainer
-from megatron.training.watch.log import StepNumbers
 
 MODEL = (
     "--num-layers 4 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --fp64 --micro-batch-size 2 --lr 1e-2 "

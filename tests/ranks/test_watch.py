@@ -12,8 +12,8 @@ from megatron.core.distributed.global_norms import num_zeros_in_grad, params_nor
 from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
 from megatron.core.parallel import collectives
 from megatron.training.arguments.monitor_config import ProfileConfig
-from megatron.training.watch.profiling import StepProfiler
-from megatron.training.watch.statistics import Inspector, Statistics, statistics_of
+from megatron.training.monitor.profiler import StepProfiler
+from megatron.training.monitor.tensor_statistics import Inspector, Statistics, statistics_of
 from megatron.training.watch.timers import Timers
 
 STEPS, BATCH = 2, 8
