@@ -16,7 +16,7 @@ from megatron.core.enums import ModelType
 from megatron.core.models.bert.bert_stage import BertModel
 from megatron.core.tensor_parallel.broadcast_batch import broadcast_batch
 from megatron.training import get_runtime, get_timers, get_tokenizer, pretrain
-from megatron.training.batches import get_batch_on_this_cp_rank, loss_report, mean_over_shared_samples
+from megatron.training.batch_utils import get_batch_on_this_cp_rank, loss_report, mean_over_shared_samples
 
 
 def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> nn.Module:

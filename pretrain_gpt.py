@@ -14,7 +14,7 @@ from megatron.core.datasets.gpt_samples import build_gpt_datasets
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.training import get_runtime, get_timers, get_tokenizer, pretrain
-from megatron.training.batches import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank, loss_report
+from megatron.training.batch_utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank, loss_report
 
 
 def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> nn.Module:

@@ -15,7 +15,7 @@ from megatron.core.enums import ModelType
 from megatron.core.models.T5.t5_stage import T5Model
 from megatron.core.tensor_parallel.broadcast_batch import broadcast_batch
 from megatron.training import get_runtime, get_timers, get_tokenizer, pretrain
-from megatron.training.batches import get_batch_on_this_cp_rank, loss_report
+from megatron.training.batch_utils import get_batch_on_this_cp_rank, loss_report
 
 
 def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> nn.Module:

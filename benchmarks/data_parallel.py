@@ -40,7 +40,7 @@ from megatron.core.pipeline_parallel.pipeline_driver import BatchShape, Pipeline
 from megatron.core.sharding.initial_values import initialize_parameters
 from megatron.core.transformer.layer_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.training.train_step import train_step
+from megatron.training.step import train_step
 
 LR, CLIP, DECAY = 1e-4, 1.0, 0.01
 PAIRS = (("ours 0", "ddp"), ("ours 3", "fsdp2"))

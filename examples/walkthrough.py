@@ -41,7 +41,7 @@ from megatron.core.sharding.placement import Placement, partial_axes
 from megatron.training import get_args, initialize_megatron
 from megatron.training.memory.dry_run import Job, RankParts, alone, batches_of, mesh_of, parts_of
 from megatron.training.memory.report import amount, table
-from megatron.training.train_step import train_step
+from megatron.training.step import train_step
 from tools.estimating.job import read
 
 SMALL = (

@@ -35,7 +35,7 @@ BESIDE = (
     "training/watch",
     "training/ending",
     "training/memory",
-    "training/runtime.py",
+    "training/global_vars.py",
     "core/sharding/boxes.py",
     "core/base/dataclass_flags.py",
     "core/parallel/global_state.py",

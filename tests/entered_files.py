@@ -31,7 +31,7 @@ import pretrain_gpt
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.transformer import transformer_layer
-from megatron.training import build, chunks, trainer
+from megatron.training import build, model_chunks, trainer
 from megatron.training.checkpointing import save_and_load
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,7 +45,11 @@ SUMMED, WRITTEN = "a gradient is summed", "a checkpoint's tensor is written"
 # What is done -> the functions that do it: of what, by which name.
 DOERS = {
     "a rank's model is built": [(build, "built_chunks")],
-    BUILT: [(transformer_layer, "ParallelMLP"), (build, "initialize_parameters"), (chunks, "DistributedDataParallel")],
+    BUILT: [
+        (transformer_layer, "ParallelMLP"),
+        (build, "initialize_parameters"),
+        (model_chunks, "DistributedDataParallel"),
+    ],
     TRAINED: [(trainer, "train_step")],
     SUMMED: [(DistributedDataParallel, name) for name in ("start_grad_reduce", "finish_grad_reduce")],
     WRITTEN: [(save_and_load, "save")],

@@ -25,8 +25,8 @@ from megatron.training import trainer as trainer_module
 from megatron.training.arguments.command_line import Arguments, parse_args
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.validation import check
+from megatron.training.global_vars import Runtime, set_runtime
 from megatron.training.memory.peak_along_schedule import Forecast, RankMemory
-from megatron.training.runtime import Runtime, set_runtime
 from megatron.training.trainer import Trainer
 
 TABLES: list[dict] = [OPTIMIZERS, SCHEDULES, KERNELS, TOKENIZERS]  # those that a script may add to

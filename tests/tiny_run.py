@@ -43,8 +43,8 @@ from megatron.training.arguments.command_line import parse_args
 from megatron.training.arguments.config import Config
 from megatron.training.checkpointing import save_and_load
 from megatron.training.checkpointing.train_state import TrainState
-from megatron.training.chunks import share_tables
-from megatron.training.train_step import StepResult, train_step
+from megatron.training.model_chunks import share_tables
+from megatron.training.step import StepResult, train_step
 
 VOCAB, SEQ, SEED = 61, 8, 3
 

@@ -29,7 +29,7 @@ from megatron.training.arguments.command_line import parse_args
 from megatron.training.arguments.config import COMPONENTS, Config
 from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.initialize import examine_without_device
-from megatron.training.samples import samples_to_request
+from megatron.training.num_samples import samples_to_request
 from tools.errors import exit_status
 
 

@@ -27,12 +27,12 @@ from megatron.core.dist_checkpointing import Checkpoint, CheckpointError, LocalT
 from megatron.core.dist_checkpointing.missing_buffers import lost_buffers
 from megatron.core.sharding.boxes import whole
 from megatron.training.arguments.config import COMPONENTS
-from megatron.training.guard.kept_batches import KeptBatches
+from megatron.training.batch_cache import KeptBatches
+from megatron.training.global_vars import print_rank_0, set_runtime
 from megatron.training.initialize import initialize_megatron
 from megatron.training.rerun.nan_locator import first_bad_tensor
 from megatron.training.rerun.step_dump import BATCH, exact_numbers
-from megatron.training.runtime import print_rank_0, set_runtime
-from megatron.training.train_step import StepFigures, StepWork
+from megatron.training.step import StepFigures, StepWork
 from megatron.training.trainer import Trainer
 from tools.script import script_at
 

@@ -17,7 +17,7 @@ __getattr__, __dir__ = lazy_names(
     {
         ".build": "build_train_valid_test_data_iterators setup_model_and_optimizer",
         ".classic.building": "get_model",
-        ".runtime": "get_args get_runtime get_timers get_tokenizer is_last_rank print_rank_0 print_rank_last",
+        ".global_vars": "get_args get_runtime get_timers get_tokenizer is_last_rank print_rank_0 print_rank_last",
         ".initialize": "initialize_megatron",
         ".training": "pretrain",
     },

@@ -22,12 +22,12 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
 from megatron.core.sharding.initial_values import initialize_parameters
 from megatron.training.checkpointing.unsaved_buffers import note_buffers
-from megatron.training.chunks import ModelProvider, build_optimizer, in_buffers, make_chunks
+from megatron.training.global_vars import Runtime, get_runtime
 from megatron.training.initialize import as_settings_problem
 from megatron.training.memory.offload_capacity import Room, check_room, warn_of_room
 from megatron.training.memory.peak_along_schedule import Forecast
-from megatron.training.runtime import Runtime, get_runtime
-from megatron.training.samples import whole_set
+from megatron.training.model_chunks import ModelProvider, build_optimizer, in_buffers, make_chunks
+from megatron.training.num_samples import whole_set
 from megatron.training.validation_sets import sets_of
 
 DatasetsProvider = Callable[[list[int]], tuple[Any, Any, Any]]

@@ -34,6 +34,7 @@ from megatron.core.parallel.grid import ORDER, Axis
 from megatron.core.parallel.launcher_environment import Launch, discover, threads_per_rank
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.storage.paths import is_url, path_of
+from megatron.core.timers import Timers
 from megatron.core.tokenizers import build_tokenizer
 from megatron.core.tokenizers.tokenizer_fingerprint import tokenizer_sha256
 from megatron.core.tokenizers.tokenizer_registry import Tokenizer
@@ -47,9 +48,8 @@ from megatron.training.arguments.validation import apart_from, check, filled_in
 from megatron.training.checkpointing.save_and_load import saved_products
 from megatron.training.fault_tolerance import hang_watch
 from megatron.training.fault_tolerance.exit_conditions import listen_for_requests
+from megatron.training.global_vars import Runtime, print_rank_0, print_rank_last, set_runtime, vocab_size_of
 from megatron.training.memory.offload_capacity import notes_of
-from megatron.training.runtime import Runtime, print_rank_0, print_rank_last, set_runtime, vocab_size_of
-from megatron.training.watch.timers import Timers
 
 
 @dataclass(frozen=True)

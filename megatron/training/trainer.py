@@ -35,23 +35,23 @@ from megatron.training.checkpointing import save_and_load
 from megatron.training.checkpointing.checkpoint_manager import Saves
 from megatron.training.checkpointing.save_folder import prepare_folder, prepare_hf_folder, warn_of_other_checkpoints
 from megatron.training.checkpointing.train_state import TrainState
-from megatron.training.chunks import ModelProvider, build_optimizer, build_pipeline
 from megatron.training.evaluate import evaluate, where_to_read
 from megatron.training.fault_tolerance import hang_watch
 from megatron.training.fault_tolerance.exit_conditions import Exits
+from megatron.training.global_vars import Runtime, is_last_rank, print_rank_0, print_rank_last
 from megatron.training.initialize import as_settings_problem, available_cores
 from megatron.training.memory.dry_run import Job
 from megatron.training.memory.memory_monitor import MemoryWatch
 from megatron.training.memory.peak_along_schedule import Forecast
+from megatron.training.model_chunks import ModelProvider, build_optimizer, build_pipeline
 from megatron.training.monitor.cpu_contention import Contention
 from megatron.training.monitor.monitor import Watch
 from megatron.training.monitor.progress_line import heartbeat
 from megatron.training.monitor.training_log import StepNumbers, TrainingLog, print_validation
+from megatron.training.num_samples import check_datasets, notes_of_no_validation, samples_to_request
 from megatron.training.rerun.check import WrongNumbersError
 from megatron.training.rerun.step_checks import Guard
-from megatron.training.runtime import Runtime, is_last_rank, print_rank_0, print_rank_last
-from megatron.training.samples import check_datasets, notes_of_no_validation, samples_to_request
-from megatron.training.train_step import NotFiniteError, StepResult, train_step
+from megatron.training.step import NotFiniteError, StepResult, train_step
 from megatron.training.validation_sets import EvaluatedSet, lines_of, sets_of, too_small
 
 

@@ -29,12 +29,12 @@ from megatron.core.pipeline_parallel.microbatch_loss import ForwardStep
 from megatron.training.arguments.checkpoint_to_load import where_to_go_on
 from megatron.training.arguments.command_line import ExtraArgs
 from megatron.training.build import DatasetsProvider, build_train_valid_test_data_iterators, setup_model_and_optimizer
-from megatron.training.chunks import ModelProvider
 from megatron.training.fault_tolerance import error_report, hang_watch, keyboard_interrupt, launcher_watch
 from megatron.training.fault_tolerance.exit_conditions import stop_listening
+from megatron.training.global_vars import Runtime, set_runtime
 from megatron.training.initialize import initialize_megatron, stop_with
 from megatron.training.memory import oom_report
-from megatron.training.runtime import Runtime, set_runtime
+from megatron.training.model_chunks import ModelProvider
 from megatron.training.trainer import NonLossData, Trainer
 
 __all__ = ["Trainer", "build_train_valid_test_data_iterators", "pretrain", "setup_model_and_optimizer"]

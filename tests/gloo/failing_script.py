@@ -20,7 +20,7 @@ from megatron.core.enums import ModelType
 from megatron.core.parallel import rendezvous as job
 from megatron.core.parallel_state import launched_rank
 from megatron.training import get_args, pretrain
-from megatron.training.runtime import is_dry_run
+from megatron.training.global_vars import is_dry_run
 
 calls = 0
 

@@ -26,7 +26,7 @@ from megatron.core.optimizer import OPTIMIZERS, UpdateRule
 from megatron.training.arguments.command_line import make_parser, parse_args
 from megatron.training.arguments.config import COMPONENTS
 from megatron.training.arguments.megatron_flags import NO_EFFECT, REFUSED, SHORTHAND
-from megatron.training.samples import notes_of_no_validation
+from megatron.training.num_samples import notes_of_no_validation
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ OURS = {
     "megatron/core/tensor_parallel/cross_entropy.py cross_entropy_of": "cross_entropy",
     "megatron/core/tokenizers/tokenizer_fingerprint.py tokenizer_sha256": "beside",
     "megatron/core/transformer/compiled_layer.py _may_be_left_out": "may_be_left_out",
-    "megatron/training/chunks.py _is_shared": "shared_embedding",  # Megatron's name
+    "megatron/training/model_chunks.py _is_shared": "shared_embedding",  # Megatron's name
     "megatron/training/monitor/tensor_statistics.py _gives_hidden_states": "gives_hidden_states",  # a script's layer
     "tools/preprocessing/word_memory.py packer": "words",
 }
@@ -103,7 +103,7 @@ FOREIGN = {
     },
     "ours, which scripts' classes alone have": {"megatron/training/checkpointing/model_name.py": "model_name"},
     "Megatron's, of a data set": {"megatron/core/classic/datasets.py": "dataset_path"},
-    "Megatron's, which a script sets on parameters": {"megatron/training/chunks.py": "sequence_parallel"},
+    "Megatron's, which a script sets on parameters": {"megatron/training/model_chunks.py": "sequence_parallel"},
     "Megatron's, of a tokenizer, which may be a script's": {
         "megatron/core/datasets/bert_samples.py": "name",
         "megatron/core/datasets/fill_in_the_middle.py": "vocab",

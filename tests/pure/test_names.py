@@ -131,11 +131,11 @@ def test_one_name_is_one_object_under_every_path_of_megatron():
 
 def test_the_old_flat_names_are_the_same_objects():
     import megatron.mpu
-    from megatron.training import runtime
+    from megatron.training import global_vars
 
     assert megatron.core.mpu is parallel_state and megatron.mpu.get_mesh is parallel_state.get_mesh
     assert megatron.mpu.broadcast_data is megatron.core.tensor_parallel.broadcast_data
-    assert megatron.get_args is runtime.get_args and megatron.print_rank_0 is runtime.print_rank_0
+    assert megatron.get_args is global_vars.get_args and megatron.print_rank_0 is global_vars.print_rank_0
 
 
 # ---------------------------------------------------------------- mpu

@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron.training.watch import timers as timers_module
-from megatron.training.watch.timers import Timers, time_table
+from megatron.core import timers as timers_module
+from megatron.core.timers import Timers, time_table
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
 from megatron.core.optimizer.loss_scaler import DynamicGradScaler
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.training.train_step import StepResult
+from megatron.training.step import StepResult
 from tools.estimating.measure import measure
 
 

@@ -31,7 +31,7 @@ from megatron.core.pipeline_parallel.schedule.actions import (
 from megatron.core.pipeline_parallel.schedule.lower import add_transfers
 from megatron.core.pipeline_parallel.schedule.simulate import show
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec, Transport
-from megatron.training.train_step import train_step
+from megatron.training.step import train_step
 
 ROWS, WIDTH = 2, 4  # of a microbatch
 BOUNDARY = (TensorSpec((ROWS, WIDTH), torch.float64),)

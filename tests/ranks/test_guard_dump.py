@@ -10,7 +10,7 @@ from test_guard_judge import ALONE, WrongNumbersError, stopped
 
 from megatron.core.dist_checkpointing import open_checkpoint
 from megatron.training.rerun import spike_detector
-from megatron.training.train_step import NotFiniteError
+from megatron.training.step import NotFiniteError
 from megatron.training.trainer import Trainer
 from tools import replay_step
 

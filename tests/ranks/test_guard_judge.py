@@ -19,12 +19,12 @@ from torch import Tensor
 
 import pretrain_gpt
 from megatron.core.parallel.mesh import Mesh
+from megatron.training.batch_cache import KeptBatches
 from megatron.training.checkpointing.train_state import TrainState
-from megatron.training.guard.kept_batches import KeptBatches
 from megatron.training.rerun import spike_detector
 from megatron.training.rerun.check import WrongNumbersError
 from megatron.training.rerun.spike_detector import LargeValues
-from megatron.training.train_step import NotFiniteError
+from megatron.training.step import NotFiniteError
 from megatron.training.trainer import Trainer
 
 TINY = (

@@ -25,7 +25,7 @@ from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.pipeline_driver import BatchShape
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.training.train_step import train_step
+from megatron.training.step import train_step
 
 sys.path.append(str(Path(__file__).parent.parent / "exchange"))
 from cases import CASES, LENGTH, ids, read_record, read_tensors, write_folders

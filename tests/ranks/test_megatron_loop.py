@@ -36,7 +36,7 @@ from megatron.core.pipeline_parallel.layer_split import split_layers
 from megatron.core.pipeline_parallel.pipeline_driver import BatchShape
 from megatron.core.sharding.initial_values import initialize_parameters
 from megatron.core.transformer.layer_context import LayerContext
-from megatron.training.chunks import share_tables
+from megatron.training.model_chunks import share_tables
 
 STEPS, BATCH, RATES = 3, 8, (1e-2, 7.5e-3, 5e-3)
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")

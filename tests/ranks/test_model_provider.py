@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron.training.chunks import takes_vp_stage
+from megatron.training.model_chunks import takes_vp_stage
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel.pipeline_driver import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec
 from megatron.core.sharding.boxes import slices
 from megatron.core.sharding.placement import is_counted, pieces
-from megatron.training.train_step import train_step
+from megatron.training.step import train_step
 
 SHAPES = {"matrix": (7, 5), "bias": (7,), "table": (3, 4, 2), "gain": (9,), "scalar": ()}
 HYPER = {"betas": (0.9, 0.95), "eps": 1e-6}

@@ -9,7 +9,7 @@ from tiny_run import GPT, GPT2, SEQ, Layout, assert_equal, run
 from torch import nn
 
 from megatron.core.models.gpt.gpt_stage import GPTModel
-from megatron.training.chunks import model_problems, place_plain_parameters
+from megatron.training.model_chunks import model_problems, place_plain_parameters
 
 
 def with_plain_norms(config, **parts):

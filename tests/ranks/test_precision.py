@@ -43,7 +43,7 @@ from megatron.training.checkpointing import save_and_load
 from megatron.training.checkpointing.compatibility import check_same_optimizer
 from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.monitor.training_log import StepNumbers, TrainingLog
-from megatron.training.train_step import NotFiniteError, StepResult, train_step
+from megatron.training.step import NotFiniteError, StepResult, train_step
 
 TOLERANCE = 1e-10
 BATCH = 24

@@ -16,8 +16,8 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.parallel.mesh import Mesh
 from megatron.training import build
+from megatron.training.global_vars import get_runtime
 from megatron.training.memory import offload_capacity, oom_report
-from megatron.training.runtime import get_runtime
 
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 --vocab-size 60 --mock-data "

@@ -36,7 +36,7 @@ from megatron.core.sharding.placement import Normal, Placement, pieces
 from megatron.core.transformer.layer_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.relative_position_bias import bucket_of
-from megatron.training.watch.flops import ModelShape, TwoStackShape
+from megatron.training.flops import ModelShape, TwoStackShape
 
 sys.path.append(str(Path(__file__).parent.parent / "exchange"))
 from cases import T5_CASES, read_record, read_tensors, texts, weight, write_folder, write_folders

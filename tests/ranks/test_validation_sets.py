@@ -25,7 +25,7 @@ from megatron.core.datasets import DataConfig
 from megatron.core.parallel.mesh import Mesh
 from megatron.training.arguments.config import TrainingConfig
 from megatron.training.checkpointing.train_state import TrainState
-from megatron.training.samples import samples_to_request
+from megatron.training.num_samples import samples_to_request
 from megatron.training.validation_sets import FilledUp, sets_of
 
 MODEL = (

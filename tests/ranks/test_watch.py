@@ -11,10 +11,10 @@ from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.distributed.global_norms import num_zeros_in_grad, params_norm
 from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
 from megatron.core.parallel import collectives
+from megatron.core.timers import Timers
 from megatron.training.arguments.monitor_config import ProfileConfig
 from megatron.training.monitor.profiler import StepProfiler
 from megatron.training.monitor.tensor_statistics import Inspector, Statistics, statistics_of
-from megatron.training.watch.timers import Timers
 
 STEPS, BATCH = 2, 8
 MODELS = {"gpt2": GPT2, "llama": LLAMA}

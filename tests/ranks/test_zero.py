@@ -31,7 +31,7 @@ from megatron.core.parallel.collectives import bytes_sent
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.pipeline_driver import BatchShape
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.training.train_step import train_step
+from megatron.training.step import train_step
 
 MODELS = {"gpt2-tied": TINY_GPT2, "llama-untied": TINY_LLAMA}
 BUCKET = 1500  # elements: several buckets on every rank

@@ -12,7 +12,7 @@ from megatron.core.ops.compile.compiled_region import CompileConfig, Region, new
 from megatron.core.parallel import collectives
 from megatron.training.evaluate import evaluate
 from megatron.training.initialize import initialize_megatron
-from megatron.training.train_step import train_step
+from megatron.training.step import train_step
 from megatron.training.trainer import Trainer
 from tools.benchmarking.batches import CLIP, LR, SEED, WEIGHT_DECAY, Batches, Phases
 from tools.benchmarking.work import Contender, Work

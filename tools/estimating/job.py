@@ -16,9 +16,9 @@ from megatron.training.arguments.command_line import ArgumentsError, parse_args
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.hf_config import hf_config_problems
 from megatron.training.arguments.validation import apart_from, check, filled_in
+from megatron.training.global_vars import Runtime
 from megatron.training.initialize import as_settings_problem, collected
 from megatron.training.memory.dry_run import Job, mesh_of
-from megatron.training.runtime import Runtime
 from tools.estimating.flags import add_own_flags
 from tools.script import script_at
 

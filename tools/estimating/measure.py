@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from megatron.core.offload.offload_config import make_tier
+from megatron.training.global_vars import Runtime
 from megatron.training.memory.dry_run import alone, dry_run, mesh_of, parts_of
 from megatron.training.memory.memory_tracker import MemoryTracker
 from megatron.training.memory.peak_along_schedule import IN_MEMORY, KINDS, RankMemory, predicted_of
 from megatron.training.memory.report import amount, table
-from megatron.training.runtime import Runtime
-from megatron.training.train_step import train_step
+from megatron.training.step import train_step
 from tools.estimating.job import read
 
 

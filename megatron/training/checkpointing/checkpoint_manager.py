@@ -12,7 +12,7 @@ from megatron.core.parallel import collectives
 from megatron.training.checkpointing import local_checkpoint, save_and_load
 from megatron.training.checkpointing.hf_export import HFExports
 from megatron.training.checkpointing.train_state import TrainState
-from megatron.training.runtime import Runtime, print_rank_0
+from megatron.training.global_vars import Runtime, print_rank_0
 
 
 class Saves:

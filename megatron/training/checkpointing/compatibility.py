@@ -36,7 +36,7 @@ from megatron.training.checkpointing.function_fingerprint import (
     tokenizer_problem,
 )
 from megatron.training.checkpointing.train_state import TrainState
-from megatron.training.runtime import Runtime, print_rank_0
+from megatron.training.global_vars import Runtime, print_rank_0
 
 _POSITIONS = "embedding.position_embeddings.weight"
 

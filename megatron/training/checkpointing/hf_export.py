@@ -29,7 +29,7 @@ from megatron.core.storage.paths import path_of
 from megatron.training.checkpointing.function_fingerprint import functions_of
 from megatron.training.checkpointing.model_name import model_name
 from megatron.training.checkpointing.train_state import TrainState
-from megatron.training.runtime import Runtime, print_rank_0
+from megatron.training.global_vars import Runtime, print_rank_0
 
 _LEFT = re.compile(r"iter_[0-9]{7,}(\.[0-9]+)?(\.partial|\.replaced)")  # what a killed run leaves
 

@@ -17,7 +17,7 @@ from megatron.core.parallel.grid import Axis
 from megatron.core.storage import file_layer
 from megatron.core.storage.paths import path_of
 from megatron.training.arguments.checkpoint_to_load import Start
-from megatron.training.runtime import print_rank_0
+from megatron.training.global_vars import print_rank_0
 
 _T = TypeVar("_T")
 

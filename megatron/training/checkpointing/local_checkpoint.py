@@ -35,7 +35,7 @@ from megatron.core.storage import file_layer
 from megatron.core.storage.paths import path_of
 from megatron.training.arguments.checkpoint_to_load import loads_what_it_saves
 from megatron.training.arguments.config import CheckpointConfig
-from megatron.training.runtime import print_rank_0
+from megatron.training.global_vars import print_rank_0
 
 _POINTER = "non_persistent.json"
 _MOST_POINTER = 1 << 10  # bytes

@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing import Checkpoint
 from megatron.core.parallel import collectives
 from megatron.core.storage.file_layer import is_file, read_start, size_of_file
 from megatron.training.checkpointing.local_checkpoint import OwnPart
-from megatron.training.runtime import Runtime, print_rank_0
+from megatron.training.global_vars import Runtime, print_rank_0
 
 _TOKENIZER = "tokenizer.json"
 _BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")  # name tokens too

@@ -47,7 +47,7 @@ from megatron.training.checkpointing.unsaved_buffers import (
     first_buffers,
     note_other_buffers,
 )
-from megatron.training.runtime import Runtime, print_rank_0
+from megatron.training.global_vars import Runtime, print_rank_0
 
 Chunks = Sequence[DistributedDataParallel]
 

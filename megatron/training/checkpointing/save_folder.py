@@ -21,7 +21,7 @@ from megatron.training.arguments.checkpoint_to_load import loads_what_it_saves
 from megatron.training.arguments.config import CheckpointConfig
 from megatron.training.checkpointing.hf_export import check_contents, clear_partial
 from megatron.training.checkpointing.local_checkpoint import check_place
-from megatron.training.runtime import print_rank_0
+from megatron.training.global_vars import print_rank_0
 
 
 def prepare_folder(config: CheckpointConfig, world: Axis, device: torch.device, held: contextlib.ExitStack) -> None:

@@ -35,7 +35,7 @@ from megatron.core.tokenizers.vocabulary_diff import (
     token_difference,
     vocabulary_of,
 )
-from megatron.training.runtime import Runtime, print_rank_0
+from megatron.training.global_vars import Runtime, print_rank_0
 
 _FLAG = "--resize-token-embeddings"
 # Parameters with a row for each word; the names end so in a checkpoint of the weights and of their masters.

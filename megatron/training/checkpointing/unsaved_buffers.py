@@ -26,7 +26,7 @@ from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.ops.tensor_hash import tensor_hash
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
-from megatron.training.runtime import print_rank_0
+from megatron.training.global_vars import print_rank_0
 
 _EXTRA_STATE = "_extra_state"  # the end of torch's name for what `get_extra_state` returns
 Digests = dict[str, str]

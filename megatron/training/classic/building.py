@@ -9,8 +9,8 @@ from megatron.core.base.signatures import takes
 from megatron.core.enums import ModelType
 from megatron.training.arguments import command_line
 from megatron.training.build import built_chunks
-from megatron.training.chunks import ModelProvider
-from megatron.training.runtime import get_runtime
+from megatron.training.global_vars import get_runtime
+from megatron.training.model_chunks import ModelProvider
 
 
 @takes(ignore_unknown_args=False)

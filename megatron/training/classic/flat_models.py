@@ -11,7 +11,7 @@ from megatron.core.models.bert import bert_stage
 from megatron.core.models.gpt import gpt_stage
 from megatron.core.parallel.rendezvous import join_alone
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.training.runtime import get_runtime
+from megatron.training.global_vars import get_runtime
 
 
 def parts_of_stage(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> dict[str, Any]:

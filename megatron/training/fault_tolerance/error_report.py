@@ -31,7 +31,7 @@ from megatron.core.parallel.collectives import PeerError
 from megatron.training.fault_tolerance import hang_watch, keyboard_interrupt
 from megatron.training.memory.oom_report import OutOfMemory
 from megatron.training.rerun.check import WrongNumbersError
-from megatron.training.train_step import NotFiniteError
+from megatron.training.step import NotFiniteError
 
 _CLAIMS, _FAILED = "megatron/failure/claims", "megatron/failure/rank"  # keys of the job's store
 _SAID, _LEFT = "megatron/failure/said", "megatron/failure/left"

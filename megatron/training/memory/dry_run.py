@@ -35,14 +35,14 @@ from megatron.core.pipeline_parallel.microbatch_loss import ForwardStep
 from megatron.core.pipeline_parallel.pipeline_driver import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.schedule.actions import Action, Op, Schedule
 from megatron.core.tensor_parallel.broadcast_batch import BatchWithoutData
+from megatron.core.timers import Timers
 from megatron.training.arguments.config import Config
-from megatron.training.chunks import ModelProvider, build_optimizer, build_pipeline, in_buffers, make_chunks
+from megatron.training.global_vars import Runtime, acting_as
 from megatron.training.memory.bytes_by_tier import Element
 from megatron.training.memory.memory_tracker import MemoryTracker
 from megatron.training.memory.shapes_only import META, Done, ShapesOnly, SilentGroup
-from megatron.training.runtime import Runtime, acting_as
-from megatron.training.train_step import train_step
-from megatron.training.watch.timers import Timers
+from megatron.training.model_chunks import ModelProvider, build_optimizer, build_pipeline, in_buffers, make_chunks
+from megatron.training.step import train_step
 
 PASSING = ("gradients", "activations", "communication", "slices")  # kinds that an action may change
 COMPUTES = (Op.F, Op.B, Op.I, Op.W)

@@ -9,12 +9,12 @@ import torch
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.parallel import collectives
+from megatron.training.global_vars import Runtime, print_rank_0, print_rank_last
 from megatron.training.memory.bytes_by_tier import amount, bytes_line
 from megatron.training.memory.memory_tracker import MemoryTracker
 from megatron.training.memory.offload_capacity import room_left, state_bytes
 from megatron.training.memory.peak_along_schedule import DEVICE, IN_MEMORY, KINDS, Forecast
 from megatron.training.memory.report import short_report, table
-from megatron.training.runtime import Runtime, print_rank_0, print_rank_last
 
 _STEADY = 2  # the first step of a run, counted from 1, with all buffers allocated
 

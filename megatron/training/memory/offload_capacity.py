@@ -18,11 +18,11 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.sharding.boxes import size_of
 from megatron.core.sharding.placement import pieces
+from megatron.training.global_vars import Runtime, print_rank_0
 from megatron.training.memory.bytes_by_tier import Element, amount, bytes_by_tier
 from megatron.training.memory.device_capacity import less_with, warning_of_room
 from megatron.training.memory.host_memory import free_on_machine, free_to_process
 from megatron.training.memory.peak_along_schedule import ACTIVATIONS, STATE, Forecast
-from megatron.training.runtime import Runtime, print_rank_0
 
 _ALL_THE_SAME = "--no-check-memory starts all the same"
 Bytes = dict[str, dict[str, int]]  # by tier and kind

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from megatron.core import parallel_state
+from megatron.training.global_vars import Runtime
 from megatron.training.memory.bytes_by_tier import amount
 from megatron.training.memory.device_capacity import less_with
 from megatron.training.memory.host_memory import free_on_machine
 from megatron.training.memory.peak_along_schedule import ACTIVATIONS, DEVICE, IN_MEMORY, STATE, RankMemory, worst
-from megatron.training.runtime import Runtime
 
 
 class OutOfMemory(RuntimeError):

@@ -25,13 +25,13 @@ from megatron.core.pipeline_parallel.schedule.actions import Action, Op
 from megatron.core.storage.paths import path_of
 from megatron.training.arguments.monitor_config import writes_tensorboard
 from megatron.training.checkpointing.train_state import TrainState
+from megatron.training.global_vars import Runtime, print_rank_last
 from megatron.training.monitor.health_files import Beacon
 from megatron.training.monitor.profiler import MemoryHistory, StepProfiler
 from megatron.training.monitor.straggler_detector import Stragglers
 from megatron.training.monitor.tensor_statistics import Inspector, Statistics, TensorKey
 from megatron.training.monitor.training_log import Interval, StepNumbers, has_perplexity, perplexity, progress_line
 from megatron.training.monitor.writers import MetricsFile, Record, Sink, SinkError, TensorBoardSink, WandbSink
-from megatron.training.runtime import Runtime, print_rank_last
 
 # The timer of --timing-log-level 2 that counts an action's time.
 _TIMER_OF = {

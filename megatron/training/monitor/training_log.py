@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from megatron.training.runtime import print_rank_last
+from megatron.training.global_vars import print_rank_last
 
 
 @dataclass(frozen=True)

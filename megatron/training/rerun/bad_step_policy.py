@@ -17,14 +17,14 @@ from torch import Tensor
 
 from megatron.core.parallel import collectives
 from megatron.core.pipeline_parallel.microbatch_loss import ForwardStep
+from megatron.training.batch_cache import KeptBatches
 from megatron.training.checkpointing.train_state import TrainState
-from megatron.training.guard.kept_batches import KeptBatches
+from megatron.training.global_vars import Runtime, print_rank_0
 from megatron.training.rerun.check import WrongNumbersError
 from megatron.training.rerun.nan_locator import first_bad_tensor
 from megatron.training.rerun.spike_detector import LargeValues
 from megatron.training.rerun.step_dump import dump_step
-from megatron.training.runtime import Runtime, print_rank_0
-from megatron.training.train_step import NotFiniteError, StepFigures, StepWork
+from megatron.training.step import NotFiniteError, StepFigures, StepWork
 
 # Of a norm computed again: some devices' backward kernels add in varying order. The tolerance is Megatron's.
 _NORM_TOLERANCE = 1e-3

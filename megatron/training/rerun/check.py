@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 
 from megatron.core.parallel.collectives import together
-from megatron.training.runtime import Runtime
+from megatron.training.global_vars import Runtime
 
 
 class WrongNumbersError(RuntimeError):

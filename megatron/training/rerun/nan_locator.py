@@ -19,7 +19,7 @@ from megatron.core.parallel import collectives
 from megatron.core.pipeline_parallel.microbatch_loss import ForwardStep
 from megatron.core.pipeline_parallel.pipeline_driver import Pipeline
 from megatron.core.pipeline_parallel.schedule.actions import Action, Op
-from megatron.training.train_step import StepWork
+from megatron.training.step import StepWork
 
 Order = tuple[int, ...]  # by which the tensors of a step are ordered
 _LAST = 2**62

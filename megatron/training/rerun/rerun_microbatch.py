@@ -25,9 +25,9 @@ from megatron.core.ops.tensor_hash import tensor_hash
 from megatron.core.parallel import collectives
 from megatron.core.parallel.collectives import Call
 from megatron.core.pipeline_parallel.pipeline_driver import Pipeline
+from megatron.training.global_vars import print_rank_0
 from megatron.training.rerun.check import Check
-from megatron.training.runtime import print_rank_0
-from megatron.training.train_step import StepWork
+from megatron.training.step import StepWork
 
 SENT, RECEIVED = "sends", "receives"
 COMPUTED = "computes"

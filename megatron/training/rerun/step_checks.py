@@ -6,15 +6,15 @@ from typing import Any
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.pipeline_parallel.pipeline_driver import Pipeline
+from megatron.training.batch_cache import KeptBatches
 from megatron.training.checkpointing.train_state import TrainState
-from megatron.training.guard.kept_batches import KeptBatches
+from megatron.training.global_vars import Runtime
 from megatron.training.rerun.bad_step_policy import StepJudge
 from megatron.training.rerun.check import Check
 from megatron.training.rerun.replica_check import ReplicaCheck
 from megatron.training.rerun.rerun_microbatch import ReplayCheck
 from megatron.training.rerun.state_hash_check import StateCheck
-from megatron.training.runtime import Runtime
-from megatron.training.train_step import StepFigures, StepGuard, StepWork
+from megatron.training.step import StepFigures, StepGuard, StepWork
 
 # A check runs if its setting is given.
 CHECKS: dict[str, type[Check]] = {

@@ -19,11 +19,11 @@ from megatron.core.parallel import collectives
 from megatron.core.pipeline_parallel.pipeline_driver import Pipeline
 from megatron.core.sharding.boxes import whole
 from megatron.core.storage.paths import path_of
+from megatron.training.batch_cache import KeptBatches
 from megatron.training.checkpointing import save_and_load
 from megatron.training.checkpointing.train_state import TrainState
-from megatron.training.guard.kept_batches import KeptBatches
-from megatron.training.runtime import Runtime
-from megatron.training.train_step import StepFigures, StepWork
+from megatron.training.global_vars import Runtime
+from megatron.training.step import StepFigures, StepWork
 
 BATCH = "batch/"  # of the names of a step's batches
 

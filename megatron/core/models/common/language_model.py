@@ -135,7 +135,7 @@ class LanguageModelStage(nn.Module):
 
     def batch_first(self, losses: Tensor) -> Tensor:
         """What `losses` gives, as the forward returns it [b, s]: of two the one with the terms of training. The other is its
-        attribute `cross_entropy`, which a loss function reports (`megatron.training.batches.loss_report`)."""
+        attribute `cross_entropy`, which a loss function reports (`megatron.training.batch_utils.loss_report`)."""
         if losses.dim() == 2:
             return self._batch_first(losses)
         loss, plain = (of.contiguous() for of in losses.unbind(-1))

@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel.pipeline_driver import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec
 from megatron.core.sharding.placement import Constant, Placement, placement_of
 from megatron.training.arguments.config import Config
-from megatron.training.runtime import Runtime
+from megatron.training.global_vars import Runtime
 
 ModelProvider = Callable[..., nn.Module]
 ChunksByStage = dict[int, DistributedDataParallel]

@@ -13,7 +13,7 @@ from megatron.core.ops.shard_sequence import of_my_rows
 from megatron.core.parallel import collectives
 from megatron.core.tensor_parallel.broadcast_batch import broadcast_batch
 from megatron.core.tensor_parallel.cross_entropy import cross_entropy_of
-from megatron.training.runtime import get_runtime
+from megatron.training.global_vars import get_runtime
 
 NAMES = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")  # in the order in which scripts unpack them
 

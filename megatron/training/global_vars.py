@@ -18,13 +18,13 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.device import Device
 from megatron.core.parallel.global_state import acting_on, current
 from megatron.core.parallel.mesh import Mesh
+from megatron.core.timers import Timers
 from megatron.core.tokenizers.tokenizer_config import NO_TOKENIZER
 from megatron.core.tokenizers.tokenizer_registry import Tokenizer
 from megatron.core.transformer.layer_context import LayerContext
 from megatron.training.arguments.command_line import Arguments
 from megatron.training.arguments.config import Config
-from megatron.training.watch.flops import ModelShape, TwoStackShape
-from megatron.training.watch.timers import Timers
+from megatron.training.flops import ModelShape, TwoStackShape
 
 
 def _with_these_ranks(of_config: Callable[[Config, int], Any]) -> property:

@@ -10,8 +10,8 @@ from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.loss_scaler import DynamicGradScaler, GradScaler
 from megatron.core.pipeline_parallel.microbatch_loss import ForwardStep, LossTotals
 from megatron.core.pipeline_parallel.pipeline_driver import Pipeline, SharedTotals
-from megatron.training.guard.kept_batches import KeptBatches
-from megatron.training.watch.timers import Timers
+from megatron.core.timers import Timers
+from megatron.training.batch_cache import KeptBatches
 
 
 class NotFiniteError(FloatingPointError):
