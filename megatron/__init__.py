@@ -14,9 +14,12 @@ import os
 def _check_unmixed(folder: str) -> None:
     """Raise ImportError if this folder holds files of megatron-core too, or lacks what its uninstallation took away.
 
-    Its package is also named `megatron`, so pip merges the files of both, and the later overwrites those of the same names. The
-    disk shows that before any file runs: core/package_info.py says whose it is, core/jit.py is a file of theirs alone, and their
-    metadata lie beside the package. Elsewhere on the path megatron-core is harmless: it has no `megatron/__init__.py`, so Python
+    Its package is also named `megatron`, so pip merges the files of both, and the later overwrites those of the same
+    names. The
+    disk shows that before any file runs: core/package_info.py says whose it is, core/jit.py is a file of theirs alone,
+    and their
+    metadata lie beside the package. Elsewhere on the path megatron-core is harmless: it has no `megatron/__init__.py`,
+    so Python
     finds this folder.
     """
     core = os.path.join(folder, "core")
@@ -47,5 +50,5 @@ _check_unmixed(os.path.dirname(__file__))
 from megatron.core.base.lazy_imports import lazy_names  # noqa: E402  (it may be another's)
 
 __getattr__, __dir__ = lazy_names(
-    __name__, {".training.runtime": "get_args get_timers get_tokenizer is_last_rank print_rank_0 print_rank_last"}
+    __name__, {".training.global_vars": "get_args get_timers get_tokenizer is_last_rank print_rank_0 print_rank_last"}
 )

@@ -1,4 +1,7 @@
 """Import path of Megatron 2.x."""
 
-from megatron.core.classic.transformer_config import *  # noqa: F403
-from megatron.training.classic.building import *  # noqa: F403
+from megatron.core.transformer.transformer_config import TransformerConfig as TransformerConfig
+from megatron.training.arguments.megatron_arguments import (
+    core_transformer_config_from_args as core_transformer_config_from_args,
+)
+from megatron.training.arguments.megatron_arguments import parse_args as parse_args

@@ -20,18 +20,26 @@ PRODUCT_FILES = [p for p in PYTHON_FILES if "tests" not in p.relative_to(ROOT).p
 
 # Files that load without torch, so that tools and tests of plain integers start at once.
 PURE = """
-    core.grid core.sequence_rows core.boxes core.placement core.config core.batch_size core.job.launch core.job.lines core.errors
-    core.parallel_config core.stage_map core.open_table core.storage.atomic core.storage.files core.storage.objects core.storage.paths core.distributed.data_parallel_config core.distributed.plan
-    core.distributed.traffic core.distributed.uses core.tiers.plan core.tiers.block_file core.tiers.folder
-    core.optimizer.lr_schedule core.optimizer.loss_scale core.optimizer.settings core.optimizer.muon_config core.optimizer.owners
-    core.optimizer.param_groups core.checkpoint.folder core.checkpoint.in_place core.checkpoint.publishing core.checkpoint.format core.checkpoint.writing core.checkpoint.writer core.pipeline_parallel.schedule
-    core.pipeline_parallel.table core.pipeline_parallel.zero_bubble_v core.pipeline_parallel.lower
-    core.pipeline_parallel.simulate core.pipeline_parallel.stage core.pipeline_parallel.plot
-    core.datasets.index_map training.guard.guard_config training.watch.contention training.watch.flops training.watch.heartbeat
-    core.interchange.formats.safetensors core.interchange.formats.hf_folder core.interchange.families.operations core.interchange.families.fields
-    core.interchange.formats.inert_pickle core.interchange.formats.torch_file core.interchange.formats.megatron_args core.interchange.formats.megatron_names
-    core.interchange.formats.megatron_folder core.interchange.formats.megatron_classic core.interchange.formats.megatron_dist
-    core.interchange.formats.dcp core.interchange.formats.megatron_unused core.whereabouts core.outputs core.memory_kind
+    core.parallel.grid core.parallel.sequence_shard core.sharding.boxes core.sharding.placement
+    core.base.dataclass_flags core.base.batch_size core.parallel.launcher_environment core.parallel.liveness
+    core.base.errors core.parallel.parallel_config core.parallel.stage_map core.base.registry
+    core.storage.atomic_file core.storage.file_layer core.storage.object_store core.storage.paths
+    core.distributed.data_parallel_config core.distributed.buffer_plan core.distributed.comm_volume
+    core.distributed.grad_count core.offload.offload_plan core.offload.block_file core.offload.offload_folder
+    core.optimizer.lr_schedule core.optimizer.loss_scaler core.optimizer.flat_optimizer_config
+    core.optimizer.muon_config core.optimizer.matrix_owners core.optimizer.param_groups
+    core.dist_checkpointing.checkpoint_folder core.dist_checkpointing.object_store_commit
+    core.dist_checkpointing.commit core.dist_checkpointing.format core.dist_checkpointing.write
+    core.dist_checkpointing.writer_process core.pipeline_parallel.schedule.actions
+    core.pipeline_parallel.schedule.registry core.pipeline_parallel.schedule.zb_v
+    core.pipeline_parallel.schedule.lower core.pipeline_parallel.schedule.simulate
+    core.pipeline_parallel.layer_split core.pipeline_parallel.schedule.plot core.datasets.index_map
+    training.arguments.rerun_config training.monitor.cpu_contention training.flops training.monitor.progress_line
+    convert.formats.safetensors convert.formats.hf_folder convert.families.weight_layout
+    convert.families.config_fields convert.formats.safe_unpickle convert.formats.torch_file
+    convert.formats.megatron_args convert.formats.megatron_parameter_names convert.formats.megatron_folder
+    convert.formats.megatron_torch convert.formats.megatron_torch_dist convert.formats.torch_dcp
+    convert.formats.megatron_ignored_args core.base.rank_status core.base.output_streams core.base.memory_kind
 """
 
 
@@ -92,7 +100,10 @@ def test_no_imports_in_a_circle():
         visit(name, ())
 
 
-MEETING = [CORE / "job" / "processes.py", CORE / "initialize_groups.py"]  # where processes meet and groups are made
+MEETING = [
+    CORE / "parallel" / "rendezvous.py",
+    CORE / "parallel" / "initialize_groups.py",
+]  # where processes meet and groups are made
 
 
 def test_torch_distributed_is_known_where_processes_meet_and_communicate_only():
@@ -100,7 +111,7 @@ def test_torch_distributed_is_known_where_processes_meet_and_communicate_only():
     # the tool writes torch's distributed checkpoints by torch's own writer, in one process without a group;
     # the calls of deepspeed.comm are those of a script, which it hands to torch
     allowed = {
-        CORE / "comm.py",
+        CORE / "parallel" / "collectives.py",
         *MEETING,
         *peers,
         ROOT / "tools/checkpoint_convert.py",
@@ -113,7 +124,7 @@ def test_torch_distributed_is_known_where_processes_meet_and_communicate_only():
         assert not re.search(r"torch\.distributed\.\w+\(", path.read_text()), path
 
 
-def test_comm_alone_communicates_and_creates_no_groups():
+def test_collectives_alone_communicate_and_create_no_groups():
     moves = {
         "all_reduce",
         "all_gather",
@@ -129,12 +140,12 @@ def test_comm_alone_communicates_and_creates_no_groups():
         for node in nodes_of(path):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "dist":
                 assert node.attr not in moves, f"{path.name} communicates: dist.{node.attr}"
-    assert "new_group" not in (CORE / "comm.py").read_text()
+    assert "new_group" not in (CORE / "parallel" / "collectives.py").read_text()
 
 
 def test_only_device_names_a_vendor():
     for path in PRODUCT_FILES:
-        if path == CORE / "device.py":
+        if path == CORE / "parallel" / "device.py":
             continue
         for node in nodes_of(path):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
@@ -160,24 +171,45 @@ def test_imports_stand_at_the_top_of_product_files():
 
 def test_where_a_gradient_is_summed_is_asked_of_the_mesh():
     """By `samples`, `tokens` and `grad_axes`: the axes behind them are known where grids become a mesh, and by Megatron's accessors."""
-    for path in sorted({*PRODUCT_FILES} - {CORE / "mesh.py", CORE / "grid.py"}):
+    for path in sorted({*PRODUCT_FILES} - {CORE / "parallel" / "mesh.py", CORE / "parallel" / "grid.py"}):
         text = path.read_text()
         assert not re.search(r"\b(e?dp_inner|e?dp_outer|dp_cp)\b", text), path
         assert not re.search(r"""\[["']e?dp["']\]""", text) or "benchmarks" in path.parts, path
 
 
-def test_layers_never_reach_the_current_mesh():
-    """A layer is handed its axes (`LayerContext`, `TensorParallel`); Megatron's signatures, in core/classic, look them up."""
-    reaching = {
-        "megatron.core.parallel.global_state",
-        "megatron.core.parallel_state",
-        "megatron.core.mpu",
-        "megatron.core.classic",
-    }
-    for folder in ("tensor_parallel", "transformer", "models"):
+# What asks the current mesh in the packages of layers: functions and classes with Megatron's arguments, which carry no mesh.
+ASKS_THE_PROCESS = {
+    "models/T5/t5_model.py": "T5Model",
+    "models/common/embeddings/rotary_pos_embedding.py": "RotaryEmbedding",
+    "models/common/megatron_model.py": "ModelOfMegatron",
+    "tensor_parallel/cross_entropy.py": "vocab_parallel_cross_entropy",
+    "tensor_parallel/data.py": "broadcast_data",
+    "tensor_parallel/layers.py": "tensor_parallel_of",
+    "tensor_parallel/mappings.py": "axis_of",
+    "tensor_parallel/random.py": "CudaRNGStatesTracker get_cuda_rng_tracker _TrackerOfProcess _add_states checkpoint",
+    "transformer/module.py": "settings_of context_of",
+    "transformer/transformer_layer.py": "layers_of_stage",
+}
+
+
+def test_layers_of_ours_never_ask_the_current_mesh():
+    """A layer is handed its axes (`LayerContext`, `TensorParallel`); only Megatron's constructors look them up."""
+    asking = {}
+    for folder in ("context_parallel", "models", "ops", "tensor_parallel", "transformer"):
         for path in sorted((CORE / folder).rglob("*.py")):
-            found = [name for name in imported_modules(path) if any(f"{name}.".startswith(f"{r}.") for r in reaching)]
-            assert is_import_path(path) or not found, f"{path.relative_to(ROOT)} imports {found}"
+            state = [
+                name for name in imported_modules(path) if re.search(r"global_state|parallel_state|core[.]mpu", name)
+            ]
+            names = {name.rpartition(".")[2] for name in state}
+            definitions = [
+                node.name
+                for node in ast.parse(path.read_text()).body
+                if isinstance(node, ast.FunctionDef | ast.ClassDef)
+                and names & {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+            ]
+            if state:
+                asking[path.relative_to(CORE).as_posix()] = " ".join(definitions)
+    assert asking == ASKS_THE_PROCESS
 
 
 def test_training_knows_no_model():
@@ -190,7 +222,7 @@ def test_training_knows_no_model():
         "megatron.core.transformer.model_config",
     }
     for path in sorted((ROOT / "megatron" / "training").rglob("*.py")):
-        for name in imported_modules(path) if path.parent.name != "classic" else ():
+        for name in imported_modules(path) if path.name != "megatron_arguments.py" else ():
             if name.startswith(("megatron.core.models.", "megatron.core.transformer.")):
                 assert name.rpartition(".")[0] in known, f"{path.relative_to(ROOT)} imports {name}"
 
@@ -233,33 +265,9 @@ def test_an_import_path_holds_nothing_but_names():
         _, *rest = ast.parse(path.read_text()).body
         for node in rest:
             calls = isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
-            is_table = calls and node.value.func.id in ("lazy_names", "all_names", "not_built")
+            is_table = calls and node.value.func.id in ("lazy_names", "all_names", "not_built", "names_of_megatron")
             lists = isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) == "__all__"
             assert isinstance(node, ast.Import | ast.ImportFrom) or is_table or lists, f"{path}: line {node.lineno}"
-
-
-# The rooms of another project's names, and the most lines that they and its import paths may have together.
-ROOMS_OF_FORKS = {
-    "Megatron": [CORE / "classic", ROOT / "megatron" / "training" / "classic"],
-    "DeepSpeed": [ROOT / "megatron" / "deepspeed"],
-}
-
-
-def files_for_forks_of(project: str) -> list[Path]:
-    rooms = ROOMS_OF_FORKS[project]
-    return [path for path in product_files() if path.parent in rooms or is_import_path(path, project)]
-
-
-def test_the_rooms_of_other_projects_names_are_apart():
-    of_forks = [path for project in ROOMS_OF_FORKS for path in files_for_forks_of(project)]
-    paths = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in of_forks if is_import_path(path)}
-    for path in sorted(set((ROOT / "megatron").rglob("*.py")) - set(of_forks)):
-        assert not paths & {name.rpartition(".")[0] for name in imported_modules(path)}, (
-            f"{path} imports an import path"
-        )
-        assert not any(re.search(r"[.](classic|deepspeed)[.]", name) for name in imported_modules(path)), (
-            f"{path} imports a room"
-        )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""What a model keeps of the folder that it began as, beside its numbers: the family, ids of a text's ends, the tokenizer's files.
+"""What a model keeps of the folder that it began as, beside its numbers: the family, ids of a text's ends, the
+tokenizer's files.
 
     state["origin"] of a checkpoint    {"model_type": "mistral",            the family it is written back as
                                         "folder": "/models/Mistral-7B",     where the files are
@@ -6,7 +7,8 @@
                                         "files": {"tokenizer.json": sha256},  those that are carried
                         "ends": [2, 7]}                     the ids that end a text, by all files
 
-A folder that is opened says the first three; a run that starts from it adds the others, so that what is carried later is what it
+A folder that is opened says the first three; a run that starts from it adds the others, so that what is carried later is
+what it
 began with. Plain JSON, which may come from anywhere and is checked before it is used. No torch.
 """
 
@@ -64,7 +66,8 @@ def _is_carried(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a model began. files: name -> sha256; None where the folder was opened just now, and is taken as it is. ends: None
+    """Where a model began. files: name -> sha256; None where the folder was opened just now, and is taken as it is.
+    ends: None
     where the files are still to be asked."""
 
     model_type: str
@@ -91,7 +94,8 @@ class Origin:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def with_files(self, note: Callable[[str], object]) -> "Origin":
-        """With the hashes of the files that are in the folder now, and the ids that end a text by them. note: told of a file that
+        """With the hashes of the files that are in the folder now, and the ids that end a text by them. note: told of a
+        file that
         cannot be carried or understood."""
         root, files = path_of(self.folder), {}
         for name in carried_in(root):
@@ -108,7 +112,8 @@ class Origin:
             return replace(begun, ends=_ids_in(self.kept.get(_END)))
 
     def end_ids(self) -> list[int]:
-        """The ids that end a text, as transformers' generate() takes them: those of generation_config.json if it names some, else
+        """The ids that end a text, as transformers' generate() takes them: those of generation_config.json if it names
+        some, else
         those of config.json; none if neither does. Raises CheckpointError for a file that cannot be read."""
         if self.ends is not None:
             return list(self.ends)
@@ -172,7 +177,8 @@ def check_chosen(chosen: Path) -> None:
 
 
 def carry(origin: Origin | None, chosen: Path | None, target: Path, note: Callable[[str], object]) -> list[str]:
-    """Copy the files of the folder `chosen`, or else of the origin, as they are; returns their names. tokenizer_config.json may
+    """Copy the files of the folder `chosen`, or else of the origin, as they are; returns their names.
+    tokenizer_config.json may
     change its spelling, for transformers 4.
 
     note: told, in a line, of files that should have been there. Raises CheckpointError or OSError for a file of `chosen`, or

@@ -2,7 +2,8 @@
 
     all ranks    some rows of a tensor, in its dtype: this rank's elements, zeros elsewhere
     all ranks    the sum of these rows' bytes over the ranks; each element is held by one writer, so the sum is its bits
-    rank 0       the rows of the tensor in host memory; when all are there, the tensors that the family makes of it, into the file
+    rank 0       the rows of the tensor in host memory; when all are there, the tensors that the family makes of it, into
+    the file
 
 So any layout is written: whoever saves an element in a checkpoint gives it here. A rank has at most 16 MiB of rows on its
 device; the first has one tensor of ours, and one of theirs, in host memory.

@@ -4,7 +4,8 @@
     writes    the part before, in the dtype asked for                         each stretch at its place in the file
     syncs     the file before
 
-A tensor that the family holds transposed, or of which the checkpoint has columns apart, is read as a whole and then written: a
+A tensor that the family holds transposed, or of which the checkpoint has columns apart, is read as a whole and then
+written: a
 rank has two such tensors in memory at most. The folder gets its name when it is complete.
 """
 
@@ -67,10 +68,13 @@ def write_hf_folder(
 ) -> str:
     """Write the model of a checkpoint as the folder `out`, which must not exist; returns its model_type.
 
-    Every rank of `world` must call, and writes its share of the files. kind: the model_type; default: that of the folder that
+    Every rank of `world` must call, and writes its share of the files. kind: the model_type; default: that of the folder
+    that
     the model came from, or the first family that can say what it computes. dtype: of all tensors; default: as they are.
-    most_bytes: of one file. along: the folder with the tokenizer's files; default: where the model came from, and only files that
-    are as they were then. allow_missing: writes a model that lacks tensors, without them. note: told, on the first rank, of files
+    most_bytes: of one file. along: the folder with the tokenizer's files; default: where the model came from, and only
+    files that
+    are as they were then. allow_missing: writes a model that lacks tensors, without them. note: told, on the first rank,
+    of files
     and of tensors that are not written. Raises ConfigError, CheckpointError.
     """
     partial = out.with_name(out.name + PARTIAL)
@@ -97,7 +101,8 @@ def write_hf_folder(
 
 
 def write_files(checkpoint: Checkpoint, plan: FolderPlan, folder: Path, names: list[str]) -> None:
-    """Write some of the planned files. One process calls. When this returns they are on the disk; when it raises, incomplete.
+    """Write some of the planned files. One process calls. When this returns they are on the disk; when it raises,
+    incomplete.
 
     Raises CheckpointError, OSError.
     """

@@ -124,7 +124,8 @@ def plan_folder(
     """What a folder of the model holds, file by file.
 
     state: of a checkpoint. tensors: dtypes and shapes, by the names of a checkpoint. source: of both, in errors. The rest as
-    `write_hf_folder` is given. Raises ConfigError for a model that the family cannot say, and for tensors without a place, and
+    `write_hf_folder` is given. Raises ConfigError for a model that the family cannot say, and for tensors without a
+    place, and
     CheckpointError for a model that lacks tensors.
     """
     state = _with_our_attention(state, source)
@@ -159,7 +160,8 @@ def _architecture(family: Family, model: ModelConfig, records: Collection[str]) 
 
 
 def _with_our_attention(state: dict[str, Any], source: str) -> dict[str, Any]:
-    """The state of a model whose attention is a softmax, as in all families; a script's kernel of this function is one of ours.
+    """The state of a model whose attention is a softmax, as in all families; a script's kernel of this function is one
+    of ours.
     Raises ConfigError for another function, which no config.json can say."""
     settings, function = state.get("config", {}), state.get(FUNCTIONS, {}).get("attention_backend")
     if function is None:

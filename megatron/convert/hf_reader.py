@@ -91,7 +91,8 @@ def _by_todays_names(family: Family, rows: list[Row], tensors: Mapping[str, Tens
 
 
 def check_tied(folder: HFFolder, family: Family, config: ModelConfig, root: Path) -> None:
-    """Refuse a head that differs from the word table with which the model is tied, and a copy that differs from its tensor."""
+    """Refuse a head that differs from the word table with which the model is tied, and a copy that differs from its
+    tensor."""
     tensors, pairs = _by_todays_names(family, list(family.rows), folder.tensors), list(family.copies)
     if not config.untie_embeddings_and_output_weights:
         pairs.append(family.head_and_table())
@@ -159,7 +160,8 @@ _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 
 
 def components_of(config: Mapping[str, Any], source: Path, folder: Path | None) -> dict[str, dict[str, Any]]:
-    """The settings that a config.json gives to a run, by component. source: the file; folder: where its tokenizer may lie."""
+    """The settings that a config.json gives to a run, by component. source: the file; folder: where its tokenizer may
+    lie."""
     settings, words = settings_of(config, str(source))
     dtype = dtype_in(Given(config, str(source)))
     # A folder that says its dtype says what the run is not trained in, too: a script may have another by default.

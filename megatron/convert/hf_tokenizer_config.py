@@ -4,7 +4,8 @@
     "tokenizer_class": "TokenizersBackend"          "tokenizer_class": "PreTrainedTokenizerFast"
     "extra_special_tokens": ["</s>", ...]           "additional_special_tokens": ["</s>", ...]
 
-4 knows no class of the first name, and takes an object where 5 lists further special tokens. 5 reads the older names as its own.
+4 knows no class of the first name, and takes an object where 5 lists further special tokens. 5 reads the older names as
+its own.
 tests/compat/test_transformers.py compares the ids of both.
 """
 

@@ -1,4 +1,5 @@
-"""The tokens of the tokenizer that lies in a Hugging Face folder. Its files are read as data; none of them is run. No torch."""
+"""The tokens of the tokenizer that lies in a Hugging Face folder. Its files are read as data; none of them is run. No
+torch."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -3,7 +3,8 @@
 of a head that the folder's architecture lacks    no fault: state["absent_heads"] lists them; a run draws their first values
 any other                                         refused by name, unless --allow-missing-tensors is given
 
-A bare BertModel has no pretraining heads, a LlamaModel no output layer: the `architectures` of config.json say so. Without torch.
+A bare BertModel has no pretraining heads, a LlamaModel no output layer: the `architectures` of config.json say so.
+Without torch.
 """
 
 from collections.abc import Callable, Collection, Mapping

@@ -1,10 +1,13 @@
-"""A checkpoint of torchtitan: a folder of torch.distributed.checkpoint, and the model's config.json. Reads no tensors. No torch.
+"""A checkpoint of torchtitan: a folder of torch.distributed.checkpoint, and the model's config.json. Reads no tensors.
+No torch.
 
     .metadata, __0_0.distcp, ...     tok_embeddings.weight, layers.0.attention.wq.weight, ...; optimizer.*, which is not read
-    config.json                      of the model in Hugging Face's form, put there by its user: the rest says nothing of what it
+    config.json                      of the model in Hugging Face's form, put there by its user: the rest says nothing of
+                                     what it
                                      computes
 
-Tensors get the names of a Hugging Face folder, whose table then says where they belong. Each lies in chunks, one for each rank
+Tensors get the names of a Hugging Face folder, whose table then says where they belong. Each lies in chunks, one for
+each rank
 that held a part of it.
 """
 
@@ -102,7 +105,8 @@ def divided(record: TensorRecord, chunks: Mapping[str, list[BoxInFile]]) -> Tens
 
 
 def _parts(piece: StridedPiece, chunks: list[BoxInFile]) -> Iterator[StridedPiece]:
-    """The rows of a piece that each chunk holds: from the row `first` on, each `step` rows of theirs, with all their columns."""
+    """The rows of a piece that each chunk holds: from the row `first` on, each `step` rows of theirs, with all their
+    columns."""
     width = prod(size_of(piece.box)[1:])
     first, step = piece.offset // ITEM_BYTES[piece.dtype] // width, piece.strides[0] // width
     rows = size_of(piece.box)[0]

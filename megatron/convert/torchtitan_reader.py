@@ -18,7 +18,8 @@ _NOTE = "is a checkpoint of torchtitan: its weights are read, and not its optimi
 
 
 def open_titan(root: Path, world: Axis = ALONE, device: torch.device | str = "cpu") -> StridedCheckpoint:
-    """The model in a folder of torchtitan's, with the config.json in it, as a checkpoint that any layout reads; reads no tensors.
+    """The model in a folder of torchtitan's, with the config.json in it, as a checkpoint that any layout reads; reads no
+    tensors.
 
     Every rank of `world` must call. The first rank reads what describes the tensors for all.
     """

@@ -1,21 +1,83 @@
-"""The parts that training is made of. `mpu` is Megatron's name for `parallel_state`.
+"""The parts that training is made of, each usable without the rest. Names load on first use, so that pure files load no
+torch.
 
-    grid, stage_map, boxes, config      pure integers and settings
-    mesh, comm, placement, random       which ranks work together, every collective, where a parameter lives, seeded values
-    tensor_parallel, pipeline_parallel, distributed, datasets, tokenizers      one mechanism each
-    transformer, optimizer, checkpoint  built from the mechanisms
-    models, inference, classic          whole models, generation, Megatron's signatures
+    base, storage, parallel, sharding       settings and errors; files; ranks and their communication; where a tensor lies
+    ops, offload, datasets, tokenizers      tensor operations; memory beside the device's; data
+    tensor_parallel, pipeline_parallel, context_parallel, distributed, dist_checkpointing    one mechanism each
+    transformer, optimizer, models, inference    built from the mechanisms
 
-May import: a package imports from the floors below its own (docs/architecture.md has the picture), and never from training.
-To add a package: give it a floor in ROWS of tests/test_architecture.py, and a budget of code lines in BUDGETS.
+The loose files, and the folders whose names Megatron core has, offer Megatron's names with Megatron's arguments. A
+package imports from
+the levels below its own (tests/package_graph.py), and nothing of `megatron.training`.
 """
 
 from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from megatron.core.base.lazy_imports import names_of_megatron
+
+if TYPE_CHECKING:
+    from megatron.core import parallel_state, pipeline_parallel, tensor_parallel, utils
+    from megatron.core import parallel_state as mpu
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.inference_params import InferenceParams
+    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.package_info import __package_name__, __shortversion__, __version__
+    from megatron.core.timers import Timers
+
+_other = names_of_megatron(__name__)
+_MODULES = {
+    "mpu": "parallel_state",
+    "parallel_state": "parallel_state",
+    "pipeline_parallel": "pipeline_parallel",
+    "tensor_parallel": "tensor_parallel",
+    "utils": "utils",
+}
+_NAMES = {
+    "DistributedDataParallel": "distributed",
+    "InferenceParams": "inference_params",
+    "ModelParallelConfig": "model_parallel_config",
+    "Timers": "timers",
+    "is_torch_min_version": "utils",
+}
+_INFO = (
+    "__contact_emails__",
+    "__contact_names__",
+    "__description__",
+    "__download_url__",
+    "__homepage__",
+    "__keywords__",
+    "__license__",
+    "__package_name__",
+    "__repository_url__",
+    "__shortversion__",
+    "__version__",
+)
+__all__ = [
+    "DistributedDataParallel",
+    "InferenceParams",
+    "ModelParallelConfig",
+    "Timers",
+    "__package_name__",
+    "__shortversion__",
+    "__version__",
+    "mpu",
+    "parallel_state",
+    "pipeline_parallel",
+    "tensor_parallel",
+    "utils",
+]
 
 
-def __getattr__(name):
-    if name == "mpu":
-        return import_module("megatron.core.parallel_state")
-    if name == "ModelParallelConfig":
-        return import_module("megatron.core.model_parallel_config").ModelParallelConfig
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"megatron.core.{_MODULES[name]}")
+    if name in _NAMES:
+        return getattr(import_module(f"megatron.core.{_NAMES[name]}"), name)
+    if name in _INFO:
+        return getattr(import_module("megatron.core.package_info"), name)
+    return _other(name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*_MODULES, *_NAMES, *_INFO})

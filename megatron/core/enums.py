@@ -2,6 +2,8 @@
 
 from enum import Enum
 
+from megatron.core.base.lazy_imports import names_of_megatron
+
 
 class ModelType(Enum):
     """Megatron's classes of models."""
@@ -10,3 +12,6 @@ class ModelType(Enum):
     encoder_and_decoder = 2  # two stacks, the second attends to the first: T5
     retro_encoder = 3
     retro_decoder = 4
+
+
+__getattr__ = names_of_megatron(__name__)

@@ -1,3 +1,13 @@
-"""Import path of Megatron core."""
+"""Megatron's `PackedSeqParams`: several texts in one sequence."""
 
-from megatron.core.classic.modules import *  # noqa: F403
+from dataclasses import make_dataclass
+from typing import Any
+
+_OF_PACKED = (
+    "qkv_format cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded max_seqlen_q "
+    "max_seqlen_kv local_cp_size cp_group"
+)
+
+
+# Several texts in one sequence, which our layers refuse.
+PackedSeqParams = make_dataclass("PackedSeqParams", [(name, Any, None) for name in _OF_PACKED.split()])

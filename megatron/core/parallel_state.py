@@ -1,6 +1,7 @@
 """Megatron's `mpu`: accessors over the `Mesh` of this process, for scripts.
 
-Scripts also reach `parallel/rendezvous.py` and `initialize_groups.py` through this module. Library code does not use it: it receives
+Scripts also reach `parallel/rendezvous.py` and `initialize_groups.py` through this module. Library code does not use it:
+it receives
 `Axis` objects.
 """
 
@@ -144,7 +145,8 @@ def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> No
         here.mesh.stages = loop(here.mesh["pp"].size, world_size or 1)
 
 
-# Megatron's tools set ranks and sizes to build another rank's shard. Layers here take an `Axis`, and would ignore the setting;
+# Megatron's tools set ranks and sizes to build another rank's shard. Layers here take an `Axis`, and would ignore the
+# setting;
 # so a setter accepts the actual value, or None, and refuses all others.
 def _check_again(setter: str, value: int | None, actual: int) -> None:
     if value not in (None, actual):

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import Device
 from megatron.core.parallel.grid import Axis
@@ -161,3 +162,6 @@ def time_table(seconds: Mapping[str, Mapping[int, float]], option: Option, norma
         shown = f"{high:.2f}" if option == "max" else f"({low:.2f}, {high:.2f})"
         lines.append(f"    {(name + ' ').ljust(48, '.')}: {shown}")
     return "\n".join(lines)
+
+
+__getattr__ = names_of_megatron(__name__)

@@ -1,1 +1,1 @@
-"""Import path of Megatron 2.x: its data sets, from `megatron.training.classic`."""
+"""Import path of Megatron 2.x: `megatron.legacy.data`."""

@@ -1,5 +1,5 @@
 """Import path of Megatron 2.x."""
 
-from megatron.training.classic.flat_data import build_gpt as build_train_valid_test_datasets
+from megatron.legacy.data.datasets import build_gpt as build_train_valid_test_datasets
 
 __all__ = ["build_train_valid_test_datasets"]

@@ -3,7 +3,8 @@
     init_distributed()    adopts torch.distributed if it is initialised, else follows the launcher; never initialises twice
     cdb                   the back end that is up: its name, rank and world size; None before `init_distributed`
 
-The collectives are calls of the script, not of this project: each goes to torch.distributed, whose result it has. In all of them
+The collectives are calls of the script, not of this project: each goes to torch.distributed, whose result it has. In all
+of them
 
     group       a process group of torch's, for example of `new_group`, or an `Axis` of the mesh; default: all ranks
     op          an operation of `ReduceOp`, which is torch's, a member of another enumeration with the same name, or the name
@@ -145,7 +146,8 @@ def _follow_launcher(auto_mpi_discovery: bool, port: int | None) -> None:
     if not auto_mpi_discovery:
         raise ConfigError(
             f"init_distributed(auto_mpi_discovery=False): this process was started by {launcher}, whose variables are then not "
-            "followed; leave it out, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or start with torchrun"
+            "followed; leave it out, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or start "
+            "with torchrun"
         )
     if port is not None:
         os.environ.setdefault("MASTER_PORT", str(port))
@@ -451,7 +453,8 @@ def broadcast(
 
 
 def broadcast_object_list(object_list: list[Any], src: int, group: Any = None, device: Any = None) -> None:
-    """Copy the objects of the global rank `src` into the lists of the others. They go by pickle, between ranks of one job."""
+    """Copy the objects of the global rank `src` into the lists of the others. They go by pickle, between ranks of one
+    job."""
     dist.broadcast_object_list(object_list, src, group=_process_group(group), device=device)
 
 

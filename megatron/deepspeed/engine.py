@@ -37,7 +37,8 @@ _MOST_TAG = 1 << 12  # bytes
 
 
 class DeepSpeedEngine(Engine):
-    """Runs `module` over the data-parallel ranks; made by `initialize`. What it was told is found under DeepSpeed's names."""
+    """Runs `module` over the data-parallel ranks; made by `initialize`. What it was told is found under DeepSpeed's
+    names."""
 
     make_optimizer = ZeroOptimizer
     settings: Settings
@@ -115,10 +116,13 @@ class DeepSpeedEngine(Engine):
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any]]:
-        """(folder, client state) of what `save_checkpoint` wrote, from any number of ranks and any stage. Every rank must call.
+        """(folder, client state) of what `save_checkpoint` wrote, from any number of ranks and any stage. Every rank
+        must call.
 
-        tag: as in `save_checkpoint`. None: the one that load_dir/latest names; (None, {}) and a warning without such a file. The
-        counters of steps and samples are the checkpoint's, also without the optimizer's states, but not with load_module_only.
+        tag: as in `save_checkpoint`. None: the one that load_dir/latest names; (None, {}) and a warning without such a
+        file. The
+        counters of steps and samples are the checkpoint's, also without the optimizer's states, but not with
+        load_module_only.
         load_module_strict: every weight must be there either way.
         """
         if custom_load_fn is not None:

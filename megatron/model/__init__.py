@@ -1,3 +1,5 @@
-"""Import path of Megatron 2.x: the models of `megatron.training.classic`."""
+"""Import path of Megatron 2.x: `megatron.legacy.model`."""
 
-from megatron.training.classic.flat_models import *  # noqa: F403
+from megatron.legacy.model.bert_model import BertModel as BertModel
+from megatron.legacy.model.gpt_model import GPTModel as GPTModel
+from megatron.legacy.model.module import Float16Module as Float16Module

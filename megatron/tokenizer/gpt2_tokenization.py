@@ -1,3 +1,4 @@
 """Import path of Megatron 2.x."""
 
-from megatron.core.classic.gpt2_files import *  # noqa: F403
+from megatron.training.tokenizer.gpt2_tokenization import PRETRAINED_MERGES_ARCHIVE_MAP as PRETRAINED_MERGES_ARCHIVE_MAP
+from megatron.training.tokenizer.gpt2_tokenization import PRETRAINED_VOCAB_ARCHIVE_MAP as PRETRAINED_VOCAB_ARCHIVE_MAP

@@ -20,7 +20,8 @@ NAMES = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")  # i
 
 @takes(mtp_on_this_rank=False)
 def get_batch_on_this_tp_rank(data_iterator: Iterator | None) -> dict[str, Any]:
-    """tokens, labels, position_ids: int64 [b, s]; loss_mask: float32 [b, s]; attention_mask: None where attention is causal over
+    """tokens, labels, position_ids: int64 [b, s]; loss_mask: float32 [b, s]; attention_mask: None where attention is
+    causal over
     the whole sample, which is faster than a mask, else `Documents`. Every tensor-parallel rank of the stage must call."""
     runtime = get_runtime()
     config, where = runtime.config, (runtime.mesh["tp"], runtime.device.torch_device)
@@ -49,7 +50,8 @@ def get_batch_on_this_cp_rank(batch: dict[str, Tensor | None]) -> dict[str, Tens
 def mean_over_shared_samples(total: Tensor, count: Tensor) -> Tensor:
     """A mean over the tokens of a microbatch, as `loss_func` returns it in Megatron's older form, (loss, report).
 
-    total, count: of this rank's tokens. The ranks that share the samples each get a number, of which the step takes the mean; all
+    total, count: of this rank's tokens. The ranks that share the samples each get a number, of which the step takes the
+    mean; all
     of them must call."""
     sequence = parallel_state.get_mesh().sequence
     if sequence.size > 1:
@@ -83,7 +85,8 @@ def get_ltor_masks_and_position_ids(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(attention_mask, loss_mask, position_ids) of the tokens `data` [b, s] for a left-to-right model.
 
-    attention_mask: bool [1, 1, s, s], True where attention is forbidden; with `reset_attention_mask` [b, 1, s, s], and earlier
+    attention_mask: bool [1, 1, s, s], True where attention is forbidden; with `reset_attention_mask` [b, 1, s, s], and
+    earlier
         documents are forbidden too
     loss_mask: float [b, s]; with `eod_mask_loss` 0 at end-of-document tokens
     position_ids: [b, s]; with `reset_position_ids` they restart at 0 after each end-of-document token

@@ -70,7 +70,8 @@ def refused_alike(runtime: Runtime) -> Iterator[None]:
 
 
 def name_problems(chunks: dict[int, nn.Module], pp: Axis, device: torch.device | str) -> list[str]:
-    """Parameter names that occur in several stages: those parameters would get equal initial values and overwrite each other in a
+    """Parameter names that occur in several stages: those parameters would get equal initial values and overwrite each
+    other in a
     checkpoint. Every rank of `pp` must call; all get the same answer."""
     mine = defaultdict(list)
     for stage, chunk in chunks.items():  # tied tables are left out: they belong to two stages
@@ -109,7 +110,8 @@ def build_train_valid_test_data_iterators(
 ) -> tuple[Iterator | None, Iterator | None, Iterator | None]:
     """This rank's batches of each data set from the start, for a script's own loop. Every rank must call.
 
-    None for a missing data set; a list for several validation sets. Only the first rank of a tensor-parallel group reads data;
+    None for a missing data set; a list for several validation sets. Only the first rank of a tensor-parallel group reads
+    data;
     on the others all three are None.
     """
     runtime = get_runtime()
@@ -129,3 +131,12 @@ def build_train_valid_test_data_iterators(
     iterate = lambda one: None if one is None else batches(one, 0, *where)  # noqa: E731
     valid = [iterate(one) for one in found] if isinstance(datasets[1], list) else iterate(found[0] if found else None)
     return iterate(datasets[0]), valid, iterate(datasets[2])
+
+
+@takes(wrap_with_ddp=True, config=None, pg_collection=None)
+def get_model(
+    model_provider_func: ModelProvider, model_type: ModelType = ModelType.encoder_or_decoder
+) -> list[nn.Module]:
+    """This rank's chunks in order, wrapped in their buffers, after `initialize_megatron`. Every rank must call."""
+    del model_type  # a model's `boundary` says which tensors pass between stages
+    return list(built_chunks(model_provider_func, get_runtime()).values())

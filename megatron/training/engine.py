@@ -40,7 +40,8 @@ from megatron.training.checkpointing.save_and_load import model_tensors, optimiz
 class EngineConfig:
     """How a module is trained.
 
-    micro_batch: samples of one forward on one rank, for the count of samples. precision: float16, bfloat16 or "", the module's
+    micro_batch: samples of one forward on one rank, for the count of samples. precision: float16, bfloat16 or "", the
+    module's
     own. takes_mean: a step's gradient is the mean over its micro batches and over the ranks, else the sum over the ranks of
     the mean over its micro batches. restores_hysteresis: see `DynamicGradScaler`. casts_inputs: to float16.
     """
@@ -135,7 +136,8 @@ class Engine(nn.Module):
         return self.chunk(*inputs, **options)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Add the gradients of `loss` x loss scale / accumulation steps; returns the loss. Several losses may be added before a
+        """Add the gradients of `loss` x loss scale / accumulation steps; returns the loss. Several losses may be added
+        before a
         `step`. scale_wrt_gas: False: the script has divided by the accumulation steps. Every rank must call."""
         if loss.numel() != 1:
             raise ValueError(f"engine.backward(loss): the loss has shape {tuple(loss.shape)}; it must be one number")
@@ -147,7 +149,8 @@ class Engine(nn.Module):
         return loss
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """After every backward; updates at the end of the accumulation. Every rank must call. lr_kwargs: for `lr_scheduler.step`,
+        """After every backward; updates at the end of the accumulation. Every rank must call. lr_kwargs: for
+        `lr_scheduler.step`,
         such as the metrics of ReduceLROnPlateau."""
         if self._backwards == 0:
             raise RuntimeError(
@@ -179,7 +182,8 @@ class Engine(nn.Module):
         return nullcontext()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget what another engine's backward has left in this one's parameters. Gradients of its own are kept for the step
+        """Forget what another engine's backward has left in this one's parameters. Gradients of its own are kept for the
+        step
         that they belong to, which then forgets them. Every rank must call."""
         is_first = self._backwards == 0 and self.micro_steps % self.settings.accumulation == 0
         if is_first and self.chunk.has_gradients:
@@ -192,7 +196,8 @@ class Engine(nn.Module):
         return whole_state_dict(self.module)
 
     def save(self, folder: Path | str, **more: Any) -> None:
-        """Write weights, buffers, optimizer, counters, schedule and `more`, plain JSON, to `folder`. Every rank must call."""
+        """Write weights, buffers, optimizer, counters, schedule and `more`, plain JSON, to `folder`. Every rank must
+        call."""
         flat = self.optimizer.flat
         state = {name: getattr(self, name) for name in _COUNTERS} | {
             "optimizer_steps": flat.step_count,
@@ -208,7 +213,8 @@ class Engine(nn.Module):
     def load(
         self, folder: Path | str, *, optimizer: bool = True, schedule: bool = True, counters: bool = True
     ) -> tuple[Path, dict[str, Any]]:
-        """Fill the engine from `folder`, written by any number of ranks in any stage; returns the checkpoint's own folder and
+        """Fill the engine from `folder`, written by any number of ranks in any stage; returns the checkpoint's own
+        folder and
         state. Every rank must call. False: not from the checkpoint, but as they are.
 
         optimizer: masters, moments, and the numbers of its groups (decay, betas, ...), the rate too unless the engine has a
@@ -255,7 +261,8 @@ class Engine(nn.Module):
             )
 
     def _weights(self) -> dict[str, LocalTensor]:
-        """Parameters and buffers by their names in a checkpoint. Every rank has all of a buffer; the first writes its own."""
+        """Parameters and buffers by their names in a checkpoint. Every rank has all of a buffer; the first writes its
+        own."""
         found, saved = model_tensors([self.chunk], self.mesh), self.module.state_dict(keep_vars=True)
         for name, buffer in self.module.named_buffers():
             if name in saved and buffer.numel():

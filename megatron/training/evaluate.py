@@ -48,7 +48,8 @@ def evaluate(
     first_sample: int,
     has_empty_rows: bool = False,
 ) -> dict[str, float | None]:
-    """Mean of each report entry over `num_microbatches` of each rank, None for one that counts nothing; empty outside the last
+    """Mean of each report entry over `num_microbatches` of each rank, None for one that counts nothing; empty outside
+    the last
     stage. Every rank must call.
 
     make_iterators(first sample) -> this rank's data iterators by stage. has_empty_rows: some rows count nothing, by their

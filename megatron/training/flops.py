@@ -3,14 +3,17 @@
 Model FLOPs are those of the mathematics, whatever the implementation: no recompute, no vocabulary padding.
 
     6 N + 6 L s a      6 = 2 for multiply and add, x 3 for the forward and the backward's two products
-        N              elements of all weight matrices: per layer queries h x a, keys and values h x 2k, output a x h, MLP 2 h f
+        N              elements of all weight matrices: per layer queries h x a, keys and values h x 2k, output a x h,
+                       MLP 2 h f
                        (3 h f if gated), and once the output layer h x V. Lookup tables, biases and norms do not count
         6 L s a        attention scores, and their product with the values, in L layers of width a = heads x head width and
                        sequences of s tokens. Full attention is 12 L s a; a causal query sees half the keys: (s + 1) / 2,
                        counted as s / 2
-        windows        a layer where a query sees w keys, its own among them: w s - w^2 / 2 keys a sequence instead of s^2 / 2;
+        windows        a layer where a query sees w keys, its own among them: w s - w^2 / 2 keys a sequence instead of
+                       s^2 / 2;
                        full attention would count w s
-        two stacks     an encoder of s tokens, where a query sees all keys, and a decoder of t tokens, whose queries see the keys
+        two stacks     an encoder of s tokens, where a query sees all keys, and a decoder of t tokens, whose queries see
+        the keys
                        of both; its attention to the encoder multiplies s tokens with the matrices of keys and values
 
 nanoGPT, llm.c, PaLM (Chowdhery et al. 2022, appendix B) and most releases of Megatron count full attention, 6 N + 12 L s a:

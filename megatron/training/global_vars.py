@@ -1,4 +1,5 @@
-"""`Runtime`: the parts of a run below the model, and the functions by which scripts read them (get_args, get_timers, ...)."""
+"""`Runtime`: the parts of a run below the model, and the functions by which scripts read them (get_args, get_timers,
+...)."""
 
 import contextlib
 import threading
@@ -9,6 +10,7 @@ from typing import Any
 from megatron.core import parallel_state
 from megatron.core.base import output_streams
 from megatron.core.base.dataclass_flags import ConfigError
+from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.datasets.vocab_check import within_table
 from megatron.core.offload.host_and_file_store import Tier
 from megatron.core.ops.deferred_wgrad import WeightGradStore
@@ -71,7 +73,8 @@ class Runtime:
         size = self.vocab_size_if_any
         if size is None:
             raise ConfigError(
-                "this model needs a vocabulary size: give --vocab-size N, or --tokenizer-type with its files; a script sets its "
+                "this model needs a vocabulary size: give --vocab-size N, or --tokenizer-type with its files; a "
+                "script sets its "
                 'own by pretrain(..., args_defaults={"vocab_size": N})'
             )
         return size
@@ -168,7 +171,8 @@ def acting_as(runtime: Runtime) -> Iterator[None]:
 
 
 def is_dry_run() -> bool:
-    """Whether a script is called for the memory prediction alone: `print_rank_0` and `print_rank_last` print nothing then."""
+    """Whether a script is called for the memory prediction alone: `print_rank_0` and `print_rank_last` print nothing
+    then."""
     return _override.acts
 
 
@@ -219,10 +223,14 @@ def print_rank_last(message: str) -> None:
 
 
 def _print_line(message: str) -> None:
-    """In one write: ranks under a launcher write to one place, where another's line could come before the end of this one."""
+    """In one write: ranks under a launcher write to one place, where another's line could come before the end of this
+    one."""
     try:
         print(f"{message}\n", end="", flush=True)
     except OSError as error:  # of an object that the script has put in the place of standard output
         if output_streams.answers_failed():  # it is that of a tool
             raise
         output_streams.lose("the log", error)
+
+
+__getattr__ = names_of_megatron(__name__)

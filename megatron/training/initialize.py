@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.base import output_streams, rank_status
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.errors import is_told_to_user, write_error_file
+from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.base.signatures import takes
 from megatron.core.datasets.data_fingerprint import data_sha256
 from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle
@@ -215,8 +216,10 @@ def _notes_of_settings(config: Config, world_size: int) -> Iterator[str]:
         )
     if config.optimizer.reuse_fp32_param:
         yield (
-            "--reuse-fp32-param: weights are the masters rounded to nearest even, as without the flag. A master half way between "
-            "two weights that rounds towards zero (1 in 131,072 by chance) is kept one unit in the last place nearer to zero; "
+            "--reuse-fp32-param: weights are the masters rounded to nearest even, as without the flag. A master "
+            "half way between "
+            "two weights that rounds towards zero (1 in 131,072 by chance) is kept one unit in the last place "
+            "nearer to zero; "
             "losses may in time differ in their last digits from a run without the flag"
         )
 
@@ -268,7 +271,8 @@ def examine_without_device(config: Config, world_size: int, rules: ModelRules) -
 
 
 def select_device(config: DeviceConfig) -> Device:
-    """This rank's device. Raises ConfigError if --distributed-backend cannot connect its processes; a single one may name any."""
+    """This rank's device. Raises ConfigError if --distributed-backend cannot connect its processes; a single one may
+    name any."""
     local_rank = parallel_state.launched_local_rank() if config.local_rank is None else config.local_rank
     device, backend = Device.select(config.device, local_rank), config.distributed_backend
     if backend != "gloo":
@@ -376,7 +380,8 @@ def agree_on_settings(settings: Settings | None, problem: ConfigError | None) ->
 
 
 def _remove_left_behind(config: Config, world_size: int) -> list[str]:
-    """Remove the files of offloaded state that killed runs have left on this node; the node's first rank does, with a note."""
+    """Remove the files of offloaded state that killed runs have left on this node; the node's first rank does, with a
+    note."""
     if config.offload.tier != "file" or parallel_state.launched_local_rank() != 0:
         return []
     folder = config.offload.offload_dir
@@ -439,3 +444,6 @@ def stop_with(error: ConfigError | collectives.PeerError) -> NoReturn:
         output_streams.print_stderr(told)
     parallel_state.stop_distributed()
     sys.exit(2)
+
+
+__getattr__ = names_of_megatron(__name__)

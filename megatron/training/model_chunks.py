@@ -41,7 +41,8 @@ class TakesInputTensor(Protocol):
 def make_chunks(model_provider: ModelProvider, runtime: Runtime) -> dict[int, nn.Module]:
     """This rank's model chunks by stage, uninitialized. Raises ConfigError if a chunk cannot be trained.
 
-    A provider with the parameter `vp_stage` gets the chunk number; any provider may ask mpu for it. One with `add_encoder` and
+    A provider with the parameter `vp_stage` gets the chunk number; any provider may ask mpu for it. One with
+    `add_encoder` and
     `add_decoder` is told which of two stacks have layers in the stage.
     """
     stages, config = runtime.mesh.stages, runtime.config
@@ -115,7 +116,8 @@ def takes_vp_stage(model_provider: ModelProvider, chunks: int) -> bool:
 
 
 def stacks_of_stage(model_provider: ModelProvider, config: Config, stage: int) -> dict[str, bool]:
-    """Which stacks of an encoder and a decoder have layers in a stage, for a provider that has parameters for it, as Megatron's
+    """Which stacks of an encoder and a decoder have layers in a stage, for a provider that has parameters for it, as
+    Megatron's
     have. The last stage has the decoder's end in any case."""
     parameters, encoder = inspect.signature(model_provider).parameters, config.transformer.num_layers
     if not config.transformer.decoder_layers:
@@ -131,7 +133,8 @@ def stacks_of_stage(model_provider: ModelProvider, config: Config, stage: int) -
 def place_plain_parameters(chunk: Any, dtype: torch.dtype, sequence_parallel: bool) -> None:
     """Set the placement of constant parameters of torch's own layers, such as a norm's: whole on every tensor-parallel rank.
 
-    Under sequence parallelism the script must set parameter.sequence_parallel, as in Megatron: True if the layer works on a part
+    Under sequence parallelism the script must set parameter.sequence_parallel, as in Megatron: True if the layer works
+    on a part
     of the sequence, else False. Randomly drawn parameters get no placement, as their values would depend on the layout.
     """
     for p in chunk.parameters() if isinstance(chunk, nn.Module) else ():
@@ -161,7 +164,8 @@ def model_problems(chunk: Any, *, in_pipeline: bool) -> list[str]:
             f"parameters without a placement: {', '.join(lost)}. A placement says which ranks hold which part: build the model "
             "from megatron.core.tensor_parallel's layers, or set parameter.placement = Placement(shape, init, "
             'replicated_over=("tp",)) where the parameter is created. Layers of torch with constant initial values, such as '
-            "LayerNorm, need none; under --sequence-parallel they need parameter.sequence_parallel = True, or False if every "
+            "LayerNorm, need none; under --sequence-parallel they need parameter.sequence_parallel = True, or "
+            "False if every "
             "rank has the whole sequence"
         )
     if in_pipeline and not isinstance(chunk, TakesInputTensor):

@@ -26,7 +26,8 @@ def samples_to_request(
 
 
 def whole_set(data: DataConfig, made_up: int) -> int | None:
-    """The samples to request of a validation set that --full-validation reads: None for one epoch, or so many made-up ones."""
+    """The samples to request of a validation set that --full-validation reads: None for one epoch, or so many made-up
+    ones."""
     return made_up if data.mock_data else None
 
 

@@ -20,7 +20,8 @@ class NotFiniteError(FloatingPointError):
 
 @dataclass(frozen=True)
 class StepResult:
-    """The reported numbers of one step. `losses` is empty on ranks outside the last stage, and lacks those that count nothing."""
+    """The reported numbers of one step. `losses` is empty on ranks outside the last stage, and lacks those that count
+    nothing."""
 
     losses: dict[str, float]
     grad_norm: float
@@ -51,7 +52,8 @@ _NO_TIMERS = Timers()
 class StepWork:
     """The forwards and backwards of one step.
 
-    With `KeptBatches` for iterators it can be computed again, from the same weights, batches and dropout masks. num_microbatches:
+    With `KeptBatches` for iterators it can be computed again, from the same weights, batches and dropout masks.
+    num_microbatches:
     per rank. empty(level): see `train_step`.
     """
 
@@ -125,14 +127,18 @@ def train_step(
     empty: Callable[[int], None] = lambda level: None,
     guard: StepGuard = _NO_GUARD,
 ) -> StepResult:
-    """Update the parameters once. Every rank must call; all raise NotFiniteError if a loss or the gradient is NaN or infinite.
+    """Update the parameters once. Every rank must call; all raise NotFiniteError if a loss or the gradient is NaN or
+    infinite.
 
     Gradients are summed over tokens and divided once, by the tokens of the whole step: neither the layout nor an uneven loss
-    mask changes their meaning. `loss_func` counts the tokens; its count may be a sum of weights, fractional or negative. A step
+    mask changes their meaning. `loss_func` counts the tokens; its count may be a sum of weights, fractional or negative.
+    A step
     with count 0 has no mean: its gradients (zeros if every token is masked) are used undivided.
 
-    With a loss scale, the objective is multiplied by scale / nominal tokens before the backward, because a sum over tokens would
-    leave float16's range. If the gradient overflows all the same, every rank skips the update, since all see the same norm. A
+    With a loss scale, the objective is multiplied by scale / nominal tokens before the backward, because a sum over
+    tokens would
+    leave float16's range. If the gradient overflows all the same, every rank skips the update, since all see the same
+    norm. A
     dynamic scale falls then, and no error is raised while it can fall. A NaN or infinite loss is not an overflow: the scale
     changes only the backward.
 

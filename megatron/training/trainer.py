@@ -326,7 +326,8 @@ class Trainer:
             self.runtime.device.empty_unused()
 
     def _scheduled(self, batch_size: int) -> int:
-        """Samples by which a step advances the schedules. With --train-iters every iteration counts as the run's first did."""
+        """Samples by which a step advances the schedules. With --train-iters every iteration counts as the run's
+        first did."""
         length = self.runtime.run_length
         if length.unit == "samples":
             return batch_size
@@ -403,9 +404,11 @@ class Trainer:
                     save(self.log.state())
 
     def _iterators(self, split: str, dataset: Any, first_sample: int) -> dict[int, Iterator | None]:
-        """Batches of a data set by stage; None except on the first rank of each tensor-parallel group, which alone reads data.
+        """Batches of a data set by stage; None except on the first rank of each tensor-parallel group, which alone reads
+        data.
 
-        Middle stages have iterators too, as scripts may ask before they look at their stage. Nothing is read until asked for.
+        Middle stages have iterators too, as scripts may ask before they look at their stage. Nothing is read until asked
+        for.
         """
         samples, kind = self.mesh.samples, self.config.data.dataloader_type
         where = {

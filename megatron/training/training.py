@@ -20,6 +20,7 @@ from megatron.core import parallel_state
 from megatron.core.base import output_streams, rank_status
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.errors import write_error_file
+from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.base.signatures import takes
 from megatron.core.enums import ModelType
 from megatron.core.models.common.model_rules import NO_RULES, ModelRules
@@ -75,20 +76,26 @@ def pretrain(
     """Train a model from the command line's settings. Every process of the job calls it.
 
     Arguments stand in Megatron's order; the order of Megatron 2.5, without model_type, works too.
-    Invalid settings end all processes with code 2. A later error ends them with code 1, or 3 if numbers are wrong, and with the
+    Invalid settings end all processes with code 2. A later error ends them with code 1, or 3 if numbers are wrong, and
+    with the
     message of the failing rank.
     A job of one process raises that error, unless the message alone says what to change (for example for a NaN loss).
 
-    model_type: encoder_and_decoder has a second stack of layers (--decoder-num-layers), which the pipeline's stages share too;
+    model_type: encoder_and_decoder has a second stack of layers (--decoder-num-layers), which the pipeline's stages
+    share too;
         add_encoder and add_decoder say which of the stacks a stage has layers of
 
-    train_valid_test_dataset_provider([n_train, n_valid, n_test]) -> three data sets, or None in place of a set. A data set has
-        a length, and its items are dictionaries of arrays. Every rank calls the provider, whatever its `is_distributed` says.
+    train_valid_test_dataset_provider([n_train, n_valid, n_test]) -> three data sets, or None in place of a set. A data
+    set has
+        a length, and its items are dictionaries of arrays. Every rank calls the provider, whatever its `is_distributed`
+        says.
     model_provider(pre_process, post_process[, vp_stage][, add_encoder, add_decoder]) -> this stage's part of the model
     forward_step_func(data_iterator, model) -> (output, loss_func); loss_func(output) -> (loss_sum, num_tokens, report)
     extra_args_provider(parser) adds the script's own flags; args_defaults: defaults of settings, by name
-    process_non_loss_data_func(data, iteration, writer=None) is called on the last rank after each validation. data is the result
-        of non_loss_data_func(model chunks), or a list of loss_func(output, non_loss_data=True) over the microbatches of a batch.
+    process_non_loss_data_func(data, iteration, writer=None) is called on the last rank after each validation. data is
+    the result
+        of non_loss_data_func(model chunks), or a list of loss_func(output, non_loss_data=True) over the microbatches of
+        a batch.
     get_embedding_ranks, get_position_embedding_ranks: as in `initialize_model_parallel`
     rules: the model's own rules about settings, beside the rules for every run
     group_of(name, placement) -> the group that sets how this parameter is updated
@@ -183,3 +190,6 @@ def last_words(runtime: Runtime | None, trainer: Trainer | None) -> str:
     """The message of an interrupted run: its iteration, and how to resume."""
     save = None if runtime is None else runtime.config.checkpoint.save
     return keyboard_interrupt.farewell(None if trainer is None else trainer.state.iteration, where_to_go_on(save))
+
+
+__getattr__ = names_of_megatron(__name__)

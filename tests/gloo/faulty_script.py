@@ -16,7 +16,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).res
 
 from failing_files import FailingFiles, FileCall, Killed  # noqa: E402
 
-from megatron.core.storage import file_layer, object_store
+from megatron.core.storage import file_layer, object_store  # noqa: E402
 
 
 class Dying(FailingFiles):

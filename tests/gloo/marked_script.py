@@ -26,7 +26,7 @@ from megatron.core.enums import ModelType  # noqa: E402
 from megatron.core.parallel import initialize_groups  # noqa: E402
 from megatron.core.parallel import rendezvous as job  # noqa: E402
 from megatron.training import pretrain, trainer, training  # noqa: E402
-from megatron.training.checkpointing import local_checkpoint, save_and_load
+from megatron.training.checkpointing import local_checkpoint, save_and_load  # noqa: E402
 
 
 def marked(holder: object, name: str, what: str, *, after: str | None = None) -> None:

@@ -16,10 +16,10 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.core import mpu, tensor_parallel
-from megatron.core.classic.tensor_parallel import tensor_parallel_of
 from megatron.core.enums import ModelType
 from megatron.core.models.common.output_layer import LanguageModelHead
 from megatron.core.ops.dropout import DropoutKeys
+from megatron.core.tensor_parallel.layers import tensor_parallel_of
 from megatron.core.transformer.layer_context import LayerContext
 from megatron.core.utils import init_method_normal
 from megatron.training import get_args, get_runtime, get_tokenizer, pretrain, print_rank_0

@@ -5,13 +5,27 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 NAMED = re.compile(r"context[-_ ]?parallel|(\b|_)cp(\b|_)", re.IGNORECASE)
-OWN = ("core/context_parallel/", "core/parallel/sequence_shard.py", "core/parallel/parallel_config.py")
+OWN = (
+    "core/context_parallel/",
+    "core/transformer/context_parallel_rules.py",
+    "core/parallel/sequence_shard.py",
+    "core/parallel/parallel_config.py",
+)
+# Files of Megatron's and DeepSpeed's names and fields.
 ROOMS = (
+    "core/__init__.py",
+    "core/base/megatron_names.py",
+    "core/datasets/blended_megatron_dataset_config.py",
+    "core/datasets/gpt_dataset.py",
+    "core/dist_checkpointing/mapping.py",
+    "core/model_parallel_config.py",
+    "core/models/common/embeddings/rotary_pos_embedding.py",
+    "core/packed_seq_params.py",
     "core/parallel_state.py",
-    "core/classic/",
-    "training/classic/",
+    "core/transformer/transformer_config.py",
+    "legacy/",
     "deepspeed/",
-)  # of Megatron's and DeepSpeed's names
+)
 MOST = 12
 
 

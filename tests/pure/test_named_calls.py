@@ -65,7 +65,7 @@ FOREIGN = {
         "tools/benchmarking/contest.py": "sched_getaffinity",
     },
     "Python's, on any object": {
-        "megatron/core/classic/transformer_config.py": "__name__",
+        "megatron/core/transformer/transformer_config.py": "__name__",
         "megatron/core/base/dataclass_flags.py": "__metadata__",
         "megatron/core/distributed/non_resident.py": "__name__ __self__",
         "megatron/core/sharding/initial_values.py": "__name__",
@@ -84,25 +84,27 @@ FOREIGN = {
     },
     "DeepSpeed's, of a script's arguments": {"megatron/deepspeed/engine.py": "deepspeed_config"},
     "Megatron's, of a script's arguments or config, of any of its releases": {
-        "megatron/core/classic/layers.py": "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
-        "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage window_size",
-        "megatron/core/classic/modules.py": "sequence_parallel",
-        "megatron/core/classic/schedules.py": "config params_dtype pipeline_dtype residual_dtype sequence_parallel",
-        "megatron/core/classic/tensor_parallel.py": "params_dtype sequence_parallel",
-        "megatron/core/classic/transformer_config.py": "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
-        "norm_epsilon name",
+        "megatron/core/transformer/transformer_layer.py": "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
+        "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage",
+        "megatron/core/transformer/module.py": "sequence_parallel",
+        "megatron/core/pipeline_parallel/schedules.py": "config params_dtype pipeline_dtype residual_dtype sequence_parallel",
+        "megatron/core/tensor_parallel/layers.py": "params_dtype sequence_parallel",
+        "megatron/training/arguments/megatron_arguments.py": "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
+        "norm_epsilon",
+        "megatron/core/transformer/transformer_config.py": "name",
+        "megatron/core/transformer/dot_product_attention.py": "window_size",
     },
     "Megatron's, of a spec or a class in its place": {
-        "megatron/core/classic/layers.py": "submodules",
-        "megatron/core/classic/specs.py": "module params submodules",
-        "megatron/core/classic/t5.py": "layer_specs",
+        "megatron/core/transformer/spec_utils.py": "module params submodules",
+        "megatron/core/transformer/transformer_block.py": "submodules",
+        "megatron/core/models/T5/t5_model.py": "layer_specs",
     },
     "Megatron's, of a script's model": {
-        "megatron/core/classic/modules.py": "post_process",
-        "megatron/core/classic/utils.py": "module",
+        "megatron/core/transformer/module.py": "post_process",
+        "megatron/core/utils.py": "module",
     },
     "ours, which scripts' classes alone have": {"megatron/training/checkpointing/model_name.py": "model_name"},
-    "Megatron's, of a data set": {"megatron/core/classic/datasets.py": "dataset_path"},
+    "Megatron's, of a data set": {"megatron/core/datasets/blended_dataset.py": "dataset_path"},
     "Megatron's, which a script sets on parameters": {"megatron/training/model_chunks.py": "sequence_parallel"},
     "Megatron's, of a tokenizer, which may be a script's": {
         "megatron/core/datasets/bert_samples.py": "name",

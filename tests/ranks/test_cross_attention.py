@@ -5,11 +5,11 @@ import torch
 from local_ranks import run_ranks
 from torch.nn import functional
 
-from megatron.core.classic.cross_attention import get_t5_decoder_with_local_block_spec
-from megatron.core.classic.layers import TransformerBlock
-from megatron.core.classic.transformer_config import TransformerConfig
+from megatron.core.models.T5.t5_spec import get_t5_decoder_with_local_block_spec
 from megatron.core.parallel.global_state import current, filling_by_name
 from megatron.core.sharding.initial_values import initialize_parameter
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 S, M, B, H, N = 6, 9, 2, 8, 4
 X, MEMORY = torch.randn(2, M, B, H, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).unbind()

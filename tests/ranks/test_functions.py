@@ -26,7 +26,7 @@ from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
 from megatron.core.optimizer import OPTIMIZERS, UpdateRule
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tokenizers.tokenizer_registry import TOKENIZERS, NullTokenizer, TokenizerType
-from megatron.core.transformer.attention import CoreAttention
+from megatron.core.transformer.dot_product_attention import CoreAttention
 from megatron.core.transformer.layer_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from tools import checkpoint_convert

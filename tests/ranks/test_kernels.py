@@ -10,7 +10,7 @@ from megatron.core.ops.attention.masks import Documents
 from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
 from megatron.core.parallel.grid import ALONE
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
-from megatron.core.transformer.attention import CoreAttention
+from megatron.core.transformer.dot_product_attention import CoreAttention
 from megatron.core.transformer.layer_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.arguments.command_line import parse_args

@@ -9,17 +9,19 @@ from tiny_run import my_pieces, put_together
 from torch import nn
 from torch.nn import functional
 
-from megatron.core.classic.engine_layers import TELayerNormColumnParallelLinear, TERowParallelLinear
-from megatron.core.classic.layers import MLPSubmodules, TransformerLayer, get_gpt_layer_local_spec
-from megatron.core.classic.models import GPTModel
-from megatron.core.classic.modules import IdentityOp
-from megatron.core.classic.specs import ModuleSpec, build_module
-from megatron.core.classic.transformer_config import TransformerConfig
+from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TERowParallelLinear
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel.global_state import current, filling_by_name
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.sharding.initial_values import initialize_parameter
 from megatron.core.sharding.placement import Constant, Placement
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.local_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 SEQ, BATCH, VOCAB = 6, 2, 16
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.parallel import collectives as comm
 from megatron.core.sharding.placement import Normal
-from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel import autograd_collectives
 from megatron.core.tensor_parallel.broadcast_batch import broadcast_batch
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.tensor_parallel.embedding_lookup import lookup
@@ -417,7 +417,7 @@ def test_a_move_is_its_pair_of_collectives(t: int, delayed: bool, name: str, lay
         rank = mesh["tp"].rank
         x = strange(xs[rank]).requires_grad_()
         kept = x.detach().clone()
-        y = getattr(mappings, name)(x, mesh["tp"])
+        y = getattr(autograd_collectives, name)(x, mesh["tp"])
         (grad,) = torch.autograd.grad(y, x, strange(pulls[rank]))
         assert torch.equal(x.detach(), kept), "the input is the caller's"
         return y.detach(), grad
@@ -428,7 +428,9 @@ def test_a_move_is_its_pair_of_collectives(t: int, delayed: bool, name: str, lay
 
 
 def test_the_table_of_moves_is_complete():
-    assert {name for name, value in vars(mappings).items() if isinstance(value, mappings.Move)} == set(MOVES)
+    assert {
+        name for name, value in vars(autograd_collectives).items() if isinstance(value, autograd_collectives.Move)
+    } == set(MOVES)
 
 
 def test_a_gradient_that_another_use_shares_is_not_changed():
@@ -436,7 +438,7 @@ def test_a_gradient_that_another_use_shares_is_not_changed():
 
     def work(mesh):
         x = leaf(X)
-        y = mappings.copy(x, mesh["tp"])
+        y = autograd_collectives.copy(x, mesh["tp"])
         (y + x).sum().backward()
         return x.grad
 
@@ -496,7 +498,7 @@ def test_an_axis_of_one_rank_is_free_and_unnoted():
     def work(mesh):
         tp, x = mesh["tp"], leaf(X)
         with mesh.ledger.record() as calls:
-            moved = [getattr(mappings, name)(x, tp) for name in MOVES]
+            moved = [getattr(autograd_collectives, name)(x, tp) for name in MOVES]
             x = x.detach()
             moved += [comm.all_reduce(x, tp), comm.all_gather(x, tp), comm.all_gather(x, tp, dim=-1)]
             moved += [comm.reduce_scatter(x, tp), comm.broadcast(x, tp), comm.start_all_reduce(x, tp, "max").wait()]

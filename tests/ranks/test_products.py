@@ -20,7 +20,7 @@ from megatron.core.parallel.grid import ALONE
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tensor_parallel import linear_autograd
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
-from megatron.core.transformer.attention import CoreAttention
+from megatron.core.transformer.dot_product_attention import CoreAttention
 from megatron.core.transformer.layer_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 

@@ -16,8 +16,8 @@ from local_ranks import run_ranks
 from script_run import trainer_of
 from torch import Tensor, nn
 
-from megatron.core.classic.models import BertModel
 from megatron.core.enums import ModelType
+from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.T5.t5_model import T5Model
 from megatron.core.models.T5.t5_spec import get_t5_decoder_with_local_block_spec, get_t5_encoder_with_local_block_spec
 from megatron.core.parallel.mesh import Mesh

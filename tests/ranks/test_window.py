@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.classic.transformer_config import model_config
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.inference.load_model import lone_mesh
 from megatron.core.models.common.model_rules import BERT_RULES, GPT_RULES
@@ -26,6 +25,7 @@ from megatron.core.ops.attention.sliding_window import blocks_of
 from megatron.core.transformer.layer_pattern import read_pattern
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.sliding_window_config import read_window
+from megatron.core.transformer.transformer_config import model_config
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.arguments.command_line import parse_args
 from megatron.training.arguments.config_diff import compare

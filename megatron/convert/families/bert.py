@@ -1,4 +1,5 @@
-"""BERT as published: norms behind the blocks and behind the embedding; heads for masked words and for the order of sentences."""
+"""BERT as published: norms behind the blocks and behind the embedding; heads for masked words and for the order of
+sentences."""
 
 from megatron.convert.families.config_fields import always, count, number, only, share, unused
 from megatron.convert.families.family import (

@@ -66,7 +66,8 @@ _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def dtype_in(given: Given) -> str | None:
-    """The dtype of the weights, in the spelling of transformers 4.56 and later (dtype) or before (torch_dtype); None without.
+    """The dtype of the weights, in the spelling of transformers 4.56 and later (dtype) or before (torch_dtype); None
+    without.
 
     Raises ConfigError for one that is not trained in, and where the two differ.
     """
@@ -106,7 +107,8 @@ def switch(theirs: str, ours: str, default: bool, *, opposite: bool = False) -> 
 
 
 def always(theirs: str, value: Any, *more: Any, default: Any = _NEEDED) -> Field:
-    """A key with one meaning that is built; `more`: other values with the same meaning. default: the class's own, if absent."""
+    """A key with one meaning that is built; `more`: other values with the same meaning. default: the class's own, if
+    absent."""
     default = value if default is _NEEDED else default
 
     def read(given: Given) -> ModelSettings:

@@ -1,6 +1,7 @@
 """A config.json as settings of ours, and back, by the fields of a family's table.
 
-A file that is written is read again, and must give a model that computes the same: so an option that a family cannot say stops
+A file that is written is read again, and must give a model that computes the same: so an option that a family cannot say
+stops
 the export by name, and is not left out.
 """
 

@@ -42,8 +42,10 @@ class Family:
 
     architecture: the class that transformers builds. settings: what all its models have, by names of `ModelConfig`. ignored:
     names of tensors, as regular expressions, that hold nothing to learn.
-    vocab_size: the class's own, where a config.json says none. model: our class. untied: of a config.json that leaves it to the
-    weights whether the head is the word table, the one that says that it is not; None: of any other. heads: parts of our model
+    vocab_size: the class's own, where a config.json says none. model: our class. untied: of a config.json that leaves it
+    to the
+    weights whether the head is the word table, the one that says that it is not; None: of any other. heads: parts of our
+    model
     that some of its architectures lack.
     """
 

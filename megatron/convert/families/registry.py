@@ -1,6 +1,7 @@
 """The families of models that are read and written, by the model_type of their config.json.
 
-To add one: a `Family` in a file of its own, and a line here; a fork adds its line before it calls `pretrain`. Where a model fits
+To add one: a `Family` in a file of its own, and a line here; a fork adds its line before it calls `pretrain`. Where a
+model fits
 several, it is written as the first.
 """
 

@@ -29,10 +29,13 @@ _IGNORED = (_THETA, _PARTIAL, "type", "rope_type", "finetuned")
 class RopeSpelling:
     """How the configs of a class say the rotary positions of all layers.
 
-    theta, partial: the class's own. theta None: it differs between 4 and 5, so that a config.json must say it. partial None: the
+    theta, partial: the class's own. theta None: it differs between 4 and 5, so that a config.json must say it. partial
+    None: the
     class rotates whole heads. theta_key, partial_key: what transformers 4 calls them; type_key: and the kind of a scaling.
-    of_windows: layers with a window have unscaled frequencies of a base of their own, (its key in transformers 4, the class's
-    own base; None: the base of the other layers). only_longrope: the class has no other scaling, and takes two older names for
+    of_windows: layers with a window have unscaled frequencies of a base of their own, (its key in transformers 4, the
+    class's
+    own base; None: the base of the other layers). only_longrope: the class has no other scaling, and takes two older
+    names for
     it; its own old length.
     """
 
@@ -125,7 +128,8 @@ def rope(theta: float | None = 10000.0, **more: Any) -> Field:
 
 
 def _either(given: Given, key: str, new: Mapping[str, Any], name: str, default: float | None) -> float:
-    """The number of a key, or of a name in the newer object where the key is absent or null, or the class's own. "": no key."""
+    """The number of a key, or of a name in the newer object where the key is absent or null, or the class's own. "":
+    no key."""
     if (not key or given.get(key) is None) and name in new:
         return Given(new, f"{given.source}: {_NEW}").number(name)
     return given.number(key, *([] if default is None else [default])) if key else default
@@ -166,7 +170,8 @@ def _kind(given: Given, parameters: Mapping[str, Any], renamed: Mapping[str, str
 
 
 def _scaling(given: Given, parameters: Mapping[str, Any], kind: Any, old_length: int | None) -> str | None:
-    """The scaling in the one spelling of --rope-scaling, with what config.json leaves to other keys; None if there is none."""
+    """The scaling in the one spelling of --rope-scaling, with what config.json leaves to other keys; None if there is
+    none."""
     said = {key: value for key, value in parameters.items() if key not in _IGNORED and value is not None}
     if kind == "default":
         if said:

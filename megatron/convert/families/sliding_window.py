@@ -1,6 +1,7 @@
 """Sliding windows in a config.json: their width, and which layers have one. No torch.
 
-transformers 5 lists every layer (`layer_types`), transformers 4 has a rule of each family; both are written. Their width counts
+transformers 5 lists every layer (`layer_types`), transformers 4 has a rule of each family; both are written. Their width
+counts
 the query's own key, ours the keys before it.
 """
 
@@ -34,7 +35,8 @@ def windows(
 ) -> Field:
     """absent: the class's own width; None: no window. rule: the layers, where `layer_types` is absent; keys: that it reads.
 
-    switch: the key without which there is no window. lists: whether the class has `layer_types`. rotates_with: layers without a
+    switch: the key without which there is no window. lists: whether the class has `layer_types`. rotates_with: layers
+    without a
     window do not rotate. written: the rule's keys for a list of layers.
     """
 

@@ -38,7 +38,8 @@ _TIED, _SCALED = "tie_word_embeddings", "scale_decoder_outputs"
 def _head() -> Field:
     """Whether the output layer is the word table, and its input then divided by the root of the width.
 
-    Of version 1.1, whose models have an output layer of their own, transformers 4 says tie_word_embeddings false. 5 ties every
+    Of version 1.1, whose models have an output layer of their own, transformers 4 says tie_word_embeddings false. 5 ties
+    every
     model that it makes, and says scale_decoder_outputs false of these; one that it has read may have a head all the same.
     """
 

@@ -3,7 +3,8 @@
     places(heads, theirs) -> (box of ours, view of one of theirs that holds the same elements), ...
     shapes(heads, ours)   -> the shapes of theirs, for writing
 
-Reading copies each view into its box, writing each box into its view, so the way back is exact to the bit. To add an operation:
+Reading copies each view into its box, writing each box into its view, so the way back is exact to the bit. To add an
+operation:
 two functions and a line.
 """
 
@@ -86,7 +87,8 @@ def _qkv(heads: HeadCounts, theirs: list[View]) -> Places:
 
 
 def _qkv_pairs(heads: HeadCounts, theirs: list[View]) -> Places:
-    """As `_qkv`, from queries and keys whose neighbouring rows rotate together: ours are the even rows, then the odd ones."""
+    """As `_qkv`, from queries and keys whose neighbouring rows rotate together: ours are the even rows, then the odd
+    ones."""
     g, d = heads.groups, heads.width
     parts = [x.parts((rows // g,) * g) for x, rows in zip(theirs, heads.rows)]
     found = []

@@ -1,7 +1,9 @@
 """The `args` of a checkpoint of Megatron-LM as settings of ours. No torch.
 
-Its namespace holds every flag of the run, hundreds that say nothing of the model. So what is read is a list; what would change
-the model and is not built is another, which is refused unless it is off; what says nothing of it is a third (megatron_ignored_args.py).
+Its namespace holds every flag of the run, hundreds that say nothing of the model. So what is read is a list; what would
+change
+the model and is not built is another, which is refused unless it is off; what says nothing of it is a third
+(megatron_ignored_args.py).
 The reader is told of all others that are on.
 """
 

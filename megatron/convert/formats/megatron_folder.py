@@ -117,12 +117,14 @@ def unreadable(root: Path) -> str | None:
         names = at(inner).names(inner)
     if "zero" in names and is_folder(inner / "zero") and not any(name.endswith("_optim_states.pt") for name in names):
         return (
-            "holds a universal checkpoint of DeepSpeed; what is read is the weights of the checkpoint that it was made of: in "
+            "holds a universal checkpoint of DeepSpeed; what is read is the weights of the checkpoint that it was "
+            "made of: in "
             f"that folder, python zero_to_fp32.py . OUT --safe_serialization; {_TO_HF}"
         )
     if METADATA in names and any(name.endswith(".distcp") for name in names):
         return (
-            "holds a checkpoint of torch.distributed.checkpoint, as torchtitan writes them, whose model nothing in it describes: "
+            "holds a checkpoint of torch.distributed.checkpoint, as torchtitan writes them, whose model nothing "
+            "in it describes: "
             f"put the model's config.json, of a llama or qwen3 in Hugging Face's form, and its tokenizer.json beside {METADATA}; "
             "then it is read as it lies. For other models: torchtitan's convert_to_hf.py; the tensors alone: "
             "python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIR FILE"

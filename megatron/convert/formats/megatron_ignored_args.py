@@ -7,8 +7,10 @@ words and names are those of Megatron-LM's releases from 1.0 to core 0.16, and o
 from collections.abc import Collection, Mapping
 from typing import Any
 
-# The first word of arguments of: optimizers, schedules and batches; data and tokenizers; logs, checks and checkpoints; ranks and
-# their communication; memory and precision; parts that must be off (megatron_args.py) before what is said of them could matter.
+# The first word of arguments of: optimizers, schedules and batches; data and tokenizers; logs, checks and checkpoints;
+# ranks and
+# their communication; memory and precision; parts that must be off (megatron_args.py) before what is said of them could
+# matter.
 _WORDS = """
 account accumulate activations adam adlr align allow app async autocast barrier batch bert beta biencoder block cache
 calc chat check checkpoint ckpt classes clip config consumed context cp cpu create cross cuda data dataloader ddp

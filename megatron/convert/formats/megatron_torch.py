@@ -1,6 +1,7 @@
 """Classic checkpoints of Megatron-LM: the files of all ranks as one model. Reads no tensors. No torch.
 
-A stage numbers its layers from 0 and may have several chunks of the model (`model0`, `model1`, ...): layers follow one another
+A stage numbers its layers from 0 and may have several chunks of the model (`model0`, `model1`, ...): layers follow one
+another
 chunk by chunk, and within a chunk stage by stage.
 """
 
@@ -184,7 +185,8 @@ def _joined(
 def _by_name(
     ranks: Mapping[tuple[int, int], RankChunks], layers: int
 ) -> tuple[dict[tuple[str, int | None], list[TensorInFile]], list[str]]:
-    """((our name, with {i} for the layer; its layer in the whole model) -> the tensor of each tensor-parallel rank; problems)."""
+    """((our name, with {i} for the layer; its layer in the whole model) -> the tensor of each tensor-parallel rank;
+    problems)."""
     tp, pp = (1 + max(key[axis] for key in ranks) for axis in (0, 1))
     found: dict[tuple[str, int | None], list[TensorInFile]] = {}
     problems, begin = [], 0

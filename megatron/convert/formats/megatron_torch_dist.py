@@ -1,4 +1,5 @@
-"""Megatron-core's checkpoints in torch_dist: each tensor whole, by its name, in chunks of a folder. Reads no tensors. No torch.
+"""Megatron-core's checkpoints in torch_dist: each tensor whole, by its name, in chunks of a folder. Reads no tensors. No
+torch.
 
     decoder.layers.self_attention.linear_qkv.weight [layers, rows, columns]      where all layers are alike
     decoder.layers.3.self_attention.linear_qkv.weight [rows, columns]            where they are not

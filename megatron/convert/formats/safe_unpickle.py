@@ -5,7 +5,8 @@
     Made(of, arguments, state, items)                         what that would have made; nothing is called
     Beside(place)                                             what lies beside the pickle
 
-A pickle is a program: an unpickler imports what the file names and calls it. Here a name stays a name, and one that no checkpoint
+A pickle is a program: an unpickler imports what the file names and calls it. Here a name stays a name, and one that no
+checkpoint
 needs is refused. A file may be hostile: its bytes and instructions are bounded, and no value is built by recursion.
 """
 

@@ -1,7 +1,8 @@
 """The safetensors format: a length, a JSON header of names, dtypes, shapes and byte ranges, then the values. No torch.
 
     8 bytes          length N of the header, little-endian
-    N bytes          {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ..., "__metadata__": {"format": "pt"}}
+    N bytes          {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ..., "__metadata__": {"format":
+    "pt"}}
     the rest         the values, row-major and little-endian; offsets count from here, without gaps or overlaps
 
 A file may be hostile: the header is bounded and checked whole before anything is read by it. There is no code in the format.

@@ -1,6 +1,8 @@
-"""What `torch.save` has written: the values of its pickle, and the place of each tensor in the file. No torch; nothing is run.
+"""What `torch.save` has written: the values of its pickle, and the place of each tensor in the file. No torch; nothing
+is run.
 
-    a zip (torch from 1.6 on)      archive/data.pkl, archive/data/0, archive/data/1, ...; records as they are, never compressed
+    a zip (torch from 1.6 on)      archive/data.pkl, archive/data/0, archive/data/1, ...; records as they are, never
+    compressed
     before                         five pickles, then each storage after its number of elements
 
 A file may be hostile: records must lie apart and within the file, tensors row-major and within their records.
@@ -186,7 +188,8 @@ class _Entry(NamedTuple):
         return Span(start, start + self.nbytes)
 
     def _ends_at(self, window: _Window, stop: int) -> bool:
-        """Whether the record's checksum and sizes lie between its content and what follows, or nothing if it has them elsewhere.
+        """Whether the record's checksum and sizes lie between its content and what follows, or nothing if it has them
+        elsewhere.
 
         A header whose lengths were changed would else move the content by as many bytes.
         """

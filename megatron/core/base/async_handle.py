@@ -1,4 +1,5 @@
-"""The handle of an asynchronous operation: a collective, a transfer between stages, a read, a write, a copy. Without torch."""
+"""The handle of an asynchronous operation: a collective, a transfer between stages, a read, a write, a copy. Without
+torch."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar

@@ -10,7 +10,8 @@ from megatron.core.base.dataclass_flags import ConfigError
 def problems_of_not_built(config: Any, kind: type, not_built: Sequence[str]) -> list[str]:
     """Why what `config` says cannot be computed.
 
-    kind: its dataclass, or the one whose fields it has. not_built: fields that would change the numbers, and that nothing here
+    kind: its dataclass, or the one whose fields it has. not_built: fields that would change the numbers, and that
+    nothing here
     computes; only the default is accepted, as the class that first declares the field gives it.
     """
     defaults = _first_defaults(kind)

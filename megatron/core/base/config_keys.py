@@ -1,6 +1,7 @@
 """Every key of a settings file of another program, answered: works, has no effect (and why), or is refused (and what to do).
 
-A refused key may stand with a value that asks for what happens anyway: false, null, {}, {"enabled": false}, or the value in the
+A refused key may stand with a value that asks for what happens anyway: false, null, {}, {"enabled": false}, or the value
+in the
 table. A section that is answered by its own name is not looked into.
 """
 

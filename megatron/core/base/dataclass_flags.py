@@ -50,11 +50,13 @@ def knob(
     """A dataclass field that is also a flag.
 
     `flags` replaces the spelling `--field-name`; further entries are aliases. A boolean with default False is switched on by
-    `--field-name`, a boolean with default True is switched off by `--no-field-name`; the help says what giving the flag does.
+    `--field-name`, a boolean with default True is switched off by `--no-field-name`; the help says what giving the flag
+    does.
     `required`: help and docs say so; the config, or a check across configs, refuses its absence.
     `of_model`, for a script's own knobs: a checkpoint with another value does not fit the model and is refused.
     `names`: an open table; the allowed values are its keys when the flags are read, with a script's additions.
-    `read`, for a text with a form of its own, or for `names`, to say more of others: its one spelling, or an ArgumentTypeError
+    `read`, for a text with a form of its own, or for `names`, to say more of others: its one spelling, or an
+    ArgumentTypeError
     that says what is allowed.
     """
     metadata = dict(
@@ -230,7 +232,8 @@ def value_kind(config_class: type, field: dataclasses.Field) -> Any:
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Whether a value that came as JSON is of the type of a field: bool, int, float, str, Literal[...], list[X], or X | None."""
+    """Whether a value that came as JSON is of the type of a field: bool, int, float, str, Literal[...], list[X], or X
+    | None."""
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
         return any(fits(value, one) for one in typing.get_args(kind))
     if typing.get_origin(kind) is Annotated:
@@ -247,7 +250,8 @@ def fits(value: Any, kind: Any) -> bool:
 
 
 def misfits(of: type, given: typing.Mapping[str, Any]) -> list[str]:
-    """The values among `given`, which came as JSON, that are not of the type of the field of their name in the dataclass `of`."""
+    """The values among `given`, which came as JSON, that are not of the type of the field of their name in the
+    dataclass `of`."""
     kinds = _types_of(of)
     named = [(name, kinds[name], given[name]) for name in kinds if name in given]
     return [f"{name} is {value!r:.40}" for name, kind, value in named if not fits(value, kind)]

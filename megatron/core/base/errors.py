@@ -1,4 +1,5 @@
-"""Error reports: whose fault an error is, torchrun's error file, and a hint for lengths that differ by sequence parallelism."""
+"""Error reports: whose fault an error is, torchrun's error file, and a hint for lengths that differ by sequence
+parallelism."""
 
 import contextlib
 import dis

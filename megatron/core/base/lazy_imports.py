@@ -2,9 +2,12 @@
 
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any, NoReturn
+
+from megatron.core.base.megatron_names import ELSEWHERE, NOT_BUILT, SWITCHED_OFF, reason_of
 
 
 def lazy_names(module: str, names: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
@@ -17,7 +20,7 @@ def lazy_names(module: str, names: Mapping[str, str]) -> tuple[Callable[[str], A
 
     def get(name: str) -> Any:
         if name not in home:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+            return _name_of_megatron(module, name)
         return getattr(import_module(home[name], module), name)
 
     return get, lambda: sorted(home)
@@ -58,11 +61,32 @@ def not_built(module: str, reasons: Mapping[str, str]) -> Callable[[str], Any]:
 
     def get(name: str) -> Any:
         if name not in reasons:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
-
-        def refuse(*_: Any, **__: Any) -> NoReturn:
-            raise NotImplementedError(f"{name}: {reasons[name]}")
-
-        return refuse
+            return _name_of_megatron(module, name)
+        return _refusing(name, reasons[name])
 
     return get
+
+
+def names_of_megatron(module: str) -> Callable[[str], Any]:
+    """A module's `__getattr__`: names that Megatron has at this path and that are defined elsewhere here, or refused
+    when called
+    (`megatron_names`)."""
+    return partial(_name_of_megatron, module)
+
+
+def _name_of_megatron(module: str, name: str) -> Any:
+    for home, names in ELSEWHERE.get(module, {}).items():
+        if name in names.split():
+            return getattr(import_module(home), name)
+    if name in NOT_BUILT.get(module, "").split():
+        return _refusing(name, f"not built; {reason_of(module)}")
+    if name in SWITCHED_OFF.split():
+        return False
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+
+def _refusing(name: str, reason: str) -> Callable[..., NoReturn]:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError(f"{name}: {reason}")
+
+    return refuse

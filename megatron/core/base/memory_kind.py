@@ -1,10 +1,13 @@
-"""What memory is used for, said where it is allocated. Nothing here counts; `training/memory/memory_tracker.py` does. Without torch.
+"""What memory is used for, said where it is allocated. Nothing here counts; `training/memory/memory_tracker.py` does.
+Without torch.
 
-    with memory_kind("communication"):          what this thread allocates inside is of this kind; @memory_kind(...) on functions
+    with memory_kind("communication"):          what this thread allocates inside is of this kind; @memory_kind(...) on
+    functions
         parts = torch.empty_like(x)
     set_memory_kind("activations", received)     memory that is there changes its kind
 
-Kinds: communication, gradients, activations, slices (of state in a file, on the host), other (temporary memory of an update or
+Kinds: communication, gradients, activations, slices (of state in a file, on the host), other (temporary memory of an
+update or
 a report). The innermost block decides; outside of all blocks memory is that of activations. A backward may run in another
 thread than its forward, so a backward that needs a kind says so itself.
 """

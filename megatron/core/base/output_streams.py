@@ -1,7 +1,8 @@
 """A process goes on when an output of it cannot be written any more, and says so in the others. Pure.
 
     keep_running(rank)     from now on a write to standard output or standard error raises nothing
-    until_reader_ends(f)   for a tool, whose standard output is what it was asked for: it ends when nobody reads that any more
+    until_reader_ends(f)   for a tool, whose standard output is what it was asked for: it ends when nobody reads that any
+    more
     print_stderr(text)     print on standard error, for threads and exits that must go on whatever becomes of the text
     lose(output, why)      of any other output: say it once, and remember it for those that read `losses`
 
@@ -142,7 +143,8 @@ def _lead_nowhere(handle: int) -> None:
 
 
 def keep_running(rank: int = 0, *, answers: bool = False) -> None:
-    """From now on neither standard stream ends this process. A stream that a script or a test has put in the place of one stays.
+    """From now on neither standard stream ends this process. A stream that a script or a test has put in the place of
+    one stays.
 
     rank: named in messages. A second call changes only that. answers: on standard output, a failed write still raises. A
     stream that was closed at the start (`>&-`) leads nowhere from now on: a checkpoint would be the next file to get its
@@ -184,7 +186,8 @@ def _is_open(handle: int) -> bool:
 
 
 def lose(output: str, why: object) -> None:
-    """An output has failed: say it once, on a standard stream that can be written. Any thread may call, and a signal handler."""
+    """An output has failed: say it once, on a standard stream that can be written. Any thread may call, and a signal
+    handler."""
     if any(loss.output == output for loss in losses):
         return
     loss = Loss(output, (isinstance(why, OSError) and why.strerror) or str(why))

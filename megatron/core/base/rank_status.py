@@ -1,9 +1,11 @@
-"""Where this process is: its phase, its iteration, and its last call on each axis, in a small file in memory that others read.
+"""Where this process is: its phase, its iteration, and its last call on each axis, in a small file in memory that others
+read.
 
     write    the main thread, a few words a call; the file is mapped, so that it can be read while this process is stopped
     read     any process of this machine: `read_place(path)`; no thread of the writer takes part
 
-Pure, without torch. Without `write_to` (tests with ranks as threads, tools) every call here returns at once. What the words are
+Pure, without torch. Without `write_to` (tests with ranks as threads, tools) every call here returns at once. What the
+words are
 good for, who watches and what is concluded: `training/fault_tolerance/hang_watch.py`.
 """
 

@@ -30,7 +30,8 @@ class Table(UserDict[str, Entry]):
         super().__setitem__(key, entry)
 
     def function_of(self, key: str) -> str:
-        """What the entry computes, in its own words (its field `computes`); of one that says nothing: that it is the script's.
+        """What the entry computes, in its own words (its field `computes`); of one that says nothing: that it is the
+        script's.
 
         Checkpoints keep it: two entries may have one name in two scripts, and two names may stand for one function."""
         return getattr(self[key], "computes", None) or f"{key} of a script"

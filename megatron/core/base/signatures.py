@@ -7,7 +7,8 @@ from typing import Any
 
 
 def takes(after: str = "", /, **others: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A function, or a class, with Megatron's further arguments, each with its default; NotImplementedError for any other value.
+    """A function, or a class, with Megatron's further arguments, each with its default; NotImplementedError for any
+    other value.
 
     They have the places behind the argument `after`, in this order; by default behind all of its own that have a place.
     """

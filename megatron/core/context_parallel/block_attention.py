@@ -5,7 +5,8 @@ block's scores and O its result,
 
     L = log(exp L1 + exp L2)        O = O1 exp(L1 - L) + O2 exp(L2 - L)
 
-A block's backward takes the L of all keys, and for each row the inner product of its result and its gradient: then each pair of a
+A block's backward takes the L of all keys, and for each row the inner product of its result and its gradient: then each
+pair of a
 row and a key contributes once, and nothing needs merging.
 """
 
@@ -88,7 +89,8 @@ class Upstream(NamedTuple):
 class Total:
     """Sums over blocks, [tensors, b, rows, heads, d] in float32 or wider: rows before heads, as kernels return gradients.
 
-    heads: of these, [b, heads, rows, d]. arriving: the sums of other ranks' blocks, which those of this rank are added to."""
+    heads: of these, [b, heads, rows, d]. arriving: the sums of other ranks' blocks, which those of this rank are added
+    to."""
 
     def __init__(self, heads: Tensor, tensors: int = 1, arriving: Pending[Tensor] | None = None):
         self._like, self._tensors = heads.transpose(1, 2), tensors
@@ -224,7 +226,8 @@ def _summed(x: Tensor, groups: int) -> Tensor:
 
 @dataclass(frozen=True)
 class TiledBlocks:
-    """Attention under any mask, with dropout or without, tile by tile. mask: as the kernels take it, for all of the sample; a
+    """Attention under any mask, with dropout or without, tile by tile. mask: as the kernels take it, for all of the
+    sample; a
     tensor's rows are mine, [.., rows or 1, s]. key_size: keys of a chunk, of another sequence than the rows'.
 
     bias of `add` and `add_grads`: [n, my rows, s], of `Scoring`."""

@@ -68,7 +68,8 @@ def tiles_between(
 ) -> Iterator[ScoreTile]:
     """All visible pairs in tiles of at most `queries` x `keys` scores; those at the edges hold hidden pairs too.
 
-    before: how many keys a row sees before its own; None: all. key_size: keys of a chunk, of a sequence of another length; None:
+    before: how many keys a row sees before its own; None: all. key_size: keys of a chunk, of a sequence of another
+    length; None:
     as many as rows."""
     key_size = size if key_size is None else key_size
     for at, row_chunk in enumerate(mine):

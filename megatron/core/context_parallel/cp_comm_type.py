@@ -23,7 +23,8 @@ from megatron.core.parallel.sequence_shard import chunks_of
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """The ranks that share each sample, and how their attention communicates: names of METHODS, one, or one for each layer."""
+    """The ranks that share each sample, and how their attention communicates: names of METHODS, one, or one for each
+    layer."""
 
     axis: Axis = ALONE
     types: tuple[str, ...] = ("p2p",)
@@ -41,17 +42,20 @@ class ContextParallel:
             )
 
     def method_of(self, layer: int) -> "Method | None":
-        """layer: its number in the whole model; attentions that are numbered behind all layers begin again. None: no other rank
+        """layer: its number in the whole model; attentions that are numbered behind all layers begin again. None: no
+        other rank
         has a part of its samples."""
         return None if self.axis.size == 1 else METHODS[self.types[layer % len(self.types)]]
 
 
 @dataclass(frozen=True)
 class SharedAttention:
-    """One attention: q [s / c, b, n, d]; k, v [s / c, b, groups, d], of my rows; with a tensor for a mask, keys and values of
+    """One attention: q [s / c, b, n, d]; k, v [s / c, b, groups, d], of my rows; with a tensor for a mask, keys and
+    values of
     another sequence too.
 
-    mask: as the kernels take it. A tensor, or the bias of `Biased`, has my rows, or one for all of them, and the columns of the
+    mask: as the kernels take it. A tensor, or the bias of `Biased`, has my rows, or one for all of them, and the columns
+    of the
     whole sample, as the numbers of `Documents` are.
     kernel(q, k, v, mask): the attention of whole samples. backend: its name in KERNELS.
     """
@@ -113,13 +117,15 @@ def over_heads(work: SharedAttention, axis: Axis) -> Tensor:
 
 
 def over_heads_and_blocks(work: SharedAttention, cp: ContextParallel) -> Tensor:
-    """Neighbours deal their heads out, and each then has the rows of all of them: chunks o and 2 r - 1 - o of 2 r, of a ring of
+    """Neighbours deal their heads out, and each then has the rows of all of them: chunks o and 2 r - 1 - o of 2 r, of a
+    ring of
     r groups, since the chunks of neighbours lie side by side (arXiv:2405.07719)."""
     return my_rows(over_blocks(Ring, _dealt_out(work, cp.heads), cp.ring), cp.heads)
 
 
 def _dealt_out(work: SharedAttention, axis: Axis) -> SharedAttention:
-    """This rank's share of the heads, with the rows of all ranks of the axis. Key and value heads that several need are sent to
+    """This rank's share of the heads, with the rows of all ranks of the axis. Key and value heads that several need are
+    sent to
     each."""
     heads, groups = work.q.shape[2], work.k.shape[2]
     if heads % axis.size:

@@ -1,6 +1,7 @@
 """Attention as a sum over blocks of keys: of keys that travel round a ring of ranks, or that are gathered first.
 
-Ring (arXiv:2310.01889): in step i a rank has the keys and values of rank r - i, while those of the next step are on their way. In
+Ring (arXiv:2310.01889): in step i a rank has the keys and values of rank r - i, while those of the next step are on
+their way. In
 the backward they travel again, and their gradients one hop behind them; the last hop brings these home.
 """
 
@@ -67,7 +68,8 @@ class Ring:
 
 
 class Gathered:
-    """arXiv:2407.21783, section 3.3.2. The gathered keys and values wait for the backward, unless attention is recomputed."""
+    """arXiv:2407.21783, section 3.3.2. The gathered keys and values wait for the backward, unless attention is
+    recomputed."""
 
     def __init__(self, axis: Axis):
         self.axis = axis
@@ -113,7 +115,8 @@ def attention_over_blocks(
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Attention of my rows to the keys of all ranks: q [s / c, b, n, d]; k, v [s / c, b, groups, d] -> as q. Keys and values may
+    """Attention of my rows to the keys of all ranks: q [s / c, b, n, d]; k, v [s / c, b, groups, d] -> as q. Keys and
+    values may
     be those of another sequence, of another length.
 
     sinks: [n], bias: [n, my rows, s], as of `Scoring`. Every rank that shares the sample must call, forward and backward."""
@@ -171,6 +174,8 @@ def _by_head(x: Tensor) -> Tensor:
 def _heads(x: Tensor) -> Tensor:
     """[s, b, n, d] -> [b, n, s, d], on a CPU with each head's rows side by side.
 
-    Its kernel reads them where they lie. The rows of a head of [s, b, n, d] are n d numbers apart, often a power of two, and then
-    share a few sets of the cache: 8 float32 heads of 64 and 2,048 rows took 107 + 435 ms of processor time, copied 59 + 191."""
+    Its kernel reads them where they lie. The rows of a head of [s, b, n, d] are n d numbers apart, often a power of two,
+    and then
+    share a few sets of the cache: 8 float32 heads of 64 and 2,048 rows took 107 + 435 ms of processor time, copied 59 +
+    191."""
     return _by_head(x).contiguous() if x.device.type in ("cpu", "meta") else _by_head(x)

@@ -1,4 +1,5 @@
-"""Heads exchanged for rows (DeepSpeed Ulysses, arXiv:2309.14509): a rank computes whole sequences of its share of the heads."""
+"""Heads exchanged for rows (DeepSpeed Ulysses, arXiv:2309.14509): a rank computes whole sequences of its share of the
+heads."""
 
 from typing import Any
 
@@ -11,7 +12,8 @@ from megatron.core.parallel.grid import Axis
 
 
 def whole_sequences(x: Tensor, axis: Axis) -> Tensor:
-    """[s / c, b, n, d] of my rows -> [s, b, n / c, d] in the sample's order, of my share of the heads. Every rank must call."""
+    """[s / c, b, n, d] of my rows -> [s, b, n / c, d] in the sample's order, of my share of the heads. Every rank
+    must call."""
     return x if axis.size == 1 else _Exchange.apply(x, axis, True)
 
 

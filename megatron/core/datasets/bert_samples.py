@@ -72,7 +72,8 @@ def bert_problems(config: DataConfig, masking: MaskedDataConfig, tokenizer: Any 
     problems = problems_of_flags_of_gpt(config, "BERT")
     if config.full_validation and masking.bert_binary_head:
         problems.append(
-            "--full-validation fills up the last microbatch with rows that mask no word, and the loss of the order of sentences "
+            "--full-validation fills up the last microbatch with rows that mask no word, and the loss of the "
+            "order of sentences "
             "would count them; leave it out, or give --bert-no-binary-head"
         )
     length = config.seq_length
@@ -108,7 +109,8 @@ def _pieces_of(tokenizer: Any, *, made_up: bool) -> WordPieces:
     if None in ids:
         raise ValueError(
             f"{getattr(tokenizer, 'name', 'the tokenizer')} has no [CLS], [SEP], [MASK] or [PAD]; BERT reads data made with "
-            "--tokenizer-type BertWordPieceLowerCase or BertWordPieceCase, or with a BERT's tokenizer.json (HuggingFaceTokenizer)"
+            "--tokenizer-type BertWordPieceLowerCase or BertWordPieceCase, or with a BERT's tokenizer.json "
+            "(HuggingFaceTokenizer)"
         )
     words = tuple(tokenizer.inv_vocab.get(i, "") for i in range(tokenizer.vocab_size))
     about = {"tokenizer": tokenizer_name(tokenizer), "pad_is_text": pad_is_text(tokenizer)}
@@ -119,7 +121,8 @@ class MockBertDataset(BertDataset):
     """Made-up samples: two parts of a noisy rising line, so that a hidden word lies between its neighbours, and the part of
     lower words comes first unless the parts were swapped.
 
-    Sample i depends on (seed, split, i) alone. Few words occur, each several times in a row, spread over the whole vocabulary.
+    Sample i depends on (seed, split, i) alone. Few words occur, each several times in a row, spread over the whole
+    vocabulary.
     """
 
     WORDS = 32  # different ones

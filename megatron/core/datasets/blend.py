@@ -1,6 +1,7 @@
 """Blends: which data set gives sample i. Pure functions; every choice equals Megatron's.
 
-Before each sample every data set has an error: weight x samples so far - its own samples so far. The data set with the largest
+Before each sample every data set has an error: weight x samples so far - its own samples so far. The data set with the
+largest
 error, furthest behind its share, gives the next sample:
 
     weights 0.5, 0.3, 0.2       data set      0  1  2  0  0  1  0  2  1  0 ...
@@ -102,14 +103,16 @@ class BlendIndices(NamedTuple):
 def weighted_indices(shares: list[float], size: int) -> BlendIndices:
     """The next sample always from the data set that is furthest behind its share; of several, the first.
 
-    Every choice depends on the choice before. After a wrong start the choices soon become right, since a sample that was taken
+    Every choice depends on the choice before. After a wrong start the choices soon become right, since a sample that was
+    taken
     too early is not taken again. So many lanes, each a range of rows, walk at once, one row of each at a time:
 
         lane 0      0------>           from the true counts, all 0
         lane 1          ..------>      from counts that are guessed, so many rows before its first
         lane 2                ..----->
 
-    A lane is right if it began with the counts at which the right lane before it ended. Any other lane walks again from those
+    A lane is right if it began with the counts at which the right lane before it ended. Any other lane walks again from
+    those
     counts. Thus every choice is made by the rule, in the same float64 steps.
     """
     if len(set(shares)) == 1:  # in turn; the walk below would tell a thousand ties apart at every row
@@ -133,7 +136,8 @@ def weighted_indices(shares: list[float], size: int) -> BlendIndices:
 
 
 def _guessed_counts(weights: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """About the samples of each data set before each of `rows`: its share, rounded so that the sum is right. [lanes, sets]"""
+    """About the samples of each data set before each of `rows`: its share, rounded so that the sum is right. [lanes,
+    sets]"""
     exact = weights * rows[:, None]
     counts = np.floor(exact)
     ranks = np.argsort(np.argsort(counts - exact, axis=1), axis=1)
@@ -213,7 +217,8 @@ def _walk_rows(
 
 
 def exhaustive_indices(sizes: list[int]) -> BlendIndices:
-    """The order of all samples of all data sets: shares follow the sizes, and a data set without samples left is passed over.
+    """The order of all samples of all data sets: shares follow the sizes, and a data set without samples left is passed
+    over.
 
     No data set runs out before the last few rows, so all rows before them are those of `weighted_indices`.
     """
@@ -240,7 +245,8 @@ def _number_within(chosen: np.ndarray, count: int) -> np.ndarray:
 
 
 class BlendedDataset:
-    """Samples of several data sets in the order of `indices`. Raises ValueError if a data set has fewer than the order takes."""
+    """Samples of several data sets in the order of `indices`. Raises ValueError if a data set has fewer than the
+    order takes."""
 
     def __init__(self, datasets: list, indices: BlendIndices, names: list[str]):
         self.datasets, self.indices = datasets, indices

@@ -98,7 +98,8 @@ class DataConfig(FlagConfig):
             yield f"--validation-set-names gives {', '.join(twice)} twice; each set needs a name of its own"
         if self.multiple_validation_sets and not (self.valid_data_path or self.per_split_data_args_path):
             yield (
-                "--multiple-validation-sets needs files of validation's own: give --valid-data-path A B, or a list under valid "
+                "--multiple-validation-sets needs files of validation's own: give --valid-data-path A B, or a "
+                "list under valid "
                 "in --per-split-data-args-path"
             )
         for name in ("full_validation", "multiple_validation_sets"):

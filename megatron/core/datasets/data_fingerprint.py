@@ -14,7 +14,8 @@ _BLOCK, _BLOCKS = 1 << 16, 4  # read of a long file: a blend of a thousand data 
 def data_sha256(config: DataConfig) -> str | None:
     """SHA-256 of the data sets of each split, in order, with their weights; None where no token files are named.
 
-    Each of the two files of a data set gives its size and its bytes; a long file gives blocks at its start, its end and between.
+    Each of the two files of a data set gives its size and its bytes; a long file gives blocks at its start, its end and
+    between.
     """
     if config.mock_data:
         return None

@@ -40,7 +40,8 @@ Say = Callable[[str], None]
 class Building:
     """How the processes of a run build their data sets together.
 
-    is_builder: this process builds; exactly one process of each file system that holds the cache does. wait() returns when all
+    is_builder: this process builds; exactly one process of each file system that holds the cache does. wait() returns
+    when all
     processes have called it; each calls it once, also after an error. `say` takes warnings; every process gives the same, so
     print them on one. `progress` takes a line for each split and data set and, on the builder, a line for each step.
     """
@@ -186,7 +187,8 @@ class SplitPlan:
 
 @dataclass(frozen=True)
 class SeveralSets:
-    """Plans of one split whose data sets stay apart, as the sets of --multiple-validation-sets; in the place of a `SplitPlan`."""
+    """Plans of one split whose data sets stay apart, as the sets of --multiple-validation-sets; in the place of a
+    `SplitPlan`."""
 
     plans: list[SplitPlan]
 
@@ -215,10 +217,12 @@ class SeveralSets:
 
 
 def build_datasets(config: DataConfig, kind: SampleKind, num_samples: list[int | None], building: Building) -> tuple:
-    """(train, valid, test) of the files that `config` names; None for a split without a share, documents, or samples asked for.
+    """(train, valid, test) of the files that `config` names; None for a split without a share, documents, or samples
+    asked for.
     With --multiple-validation-sets and several prefixes, valid is a list of data sets.
 
-    num_samples: of each split, None for one epoch. Every process calls. Raises ValueError on every process for data or settings
+    num_samples: of each split, None for one epoch. Every process calls. Raises ValueError on every process for data or
+    settings
     that cannot work; if the cache cannot be written, with the reason on the builder and a pointer to it on the others.
     """
     try:

@@ -1,3 +1,81 @@
-"""Import path of Megatron core."""
+"""Megatron's `GPTDataset`, `MockGPTDataset` and their config."""
 
-from megatron.core.classic.datasets import *  # noqa: F403
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.core.base.lazy_imports import names_of_megatron
+from megatron.core.datasets import gpt_samples
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig, _check_pad
+from megatron.core.datasets.index_map import build_indices
+from megatron.core.datasets.megatron_dataset import LowLevelDataset, MegatronDataset, WithMask
+
+
+@dataclass(kw_only=True)
+class GPTDatasetConfig(BlendedMegatronDatasetConfig):
+    """Of samples of token files."""
+
+    reset_position_ids: bool | None = False
+    reset_attention_mask: bool | None = False
+    eod_mask_loss: bool | None = False
+    create_attention_mask: bool = True
+    drop_last_partial_validation_sequence: bool = True
+    add_extra_token_to_sequence: bool = True
+    object_storage_cache_path: str | None = None
+    data_parallel_size: int = 1
+    sequence_parallel_size: int = 0
+    hybrid_context_parallel: bool = False
+    sequences_per_dataset: dict[str, int] | None = None
+    context_parallel_size: int | None = None
+    s3_cache_path: str | None = None
+    vocab_size: int | None = None
+
+
+class GPTDataset(MegatronDataset):
+    """Samples of a token file, as `megatron.core.datasets.gpt_samples` makes them, of tensors. The builder caches
+    their indices."""
+
+    def __init__(
+        self,
+        indexed_dataset: LowLevelDataset,
+        dataset_path: str | None,
+        indexed_indices: np.ndarray,
+        num_samples: int | None,
+        index_split: Any,
+        config: Any,
+    ):
+        super().__init__(indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config)
+
+    def _finalize(self) -> None:
+        _check_pad(self.config)
+        data = self.config.data
+        rules = gpt_samples.rules_of(data, self.config.tokenizer)
+        ids = int(self.indices[0]), int(self.indices[-1]) + 1
+        if ids[1] - ids[0] != len(self.indices):
+            raise NotImplementedError("GPTDataset: indices with gaps are not built; give a range")
+        request = gpt_samples.GPTSamples(data, self.config.random_seed, rules).request(ids, self.num_samples)
+        indices = build_indices(self.dataset.sequence_lengths, request)
+        self.samples = WithMask(gpt_samples.GPTDataset(self.dataset, indices, data.seq_length, rules), self.config)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, idx: int) -> dict[str, torch.Tensor]:
+        return self.samples[idx]
+
+
+class MockGPTDataset(MegatronDataset):
+    """Made-up samples, which need no file."""
+
+    def _finalize(self) -> None:
+        rules = gpt_samples.rules_of(self.config.data, self.config.tokenizer)
+        seed = self.config.random_seed, self.index_split.value
+        made = gpt_samples.MockGPTDataset(self.num_samples, self.config.sequence_length, seed, rules)
+        self.samples = WithMask(made, self.config)
+
+    __len__, __getitem__ = GPTDataset.__len__, GPTDataset.__getitem__
+
+
+__getattr__ = names_of_megatron(__name__)

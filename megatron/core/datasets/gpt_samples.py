@@ -48,7 +48,8 @@ _OF_ENDS = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")  # se
 class TokenRules:
     """What a sample needs of the tokenizer. tokenizer: its name, for messages.
 
-    pad_id: None without a padding token. pad_is_text: texts hold it too, as they do where it is `eod_id`; then it pads nothing.
+    pad_id: None without a padding token. pad_is_text: texts hold it too, as they do where it is `eod_id`; then it pads
+    nothing.
     """
 
     vocab_size: int
@@ -203,7 +204,8 @@ class GPTSamples(SampleKind):
         return GPTDataset(indexed, indices, self.config.seq_length, self.rules, self.fim)
 
     def look_at(self, indexed: IndexedDataset, say: Say) -> None:
-        """Warn about a dtype too small for the vocabulary: preprocessing with this tokenizer would have chosen a wider one."""
+        """Warn about a dtype too small for the vocabulary: preprocessing with this tokenizer would have chosen a
+        wider one."""
         vocab_size = 0 if self.rules is None else self.rules.vocab_size
         if indexed.dtype.kind in "iu" and vocab_size - 1 > np.iinfo(indexed.dtype).max:
             say(
@@ -212,7 +214,8 @@ class GPTSamples(SampleKind):
             )
 
     def look_at_all(self, files: list[IndexedDataset], building: Building) -> None:
-        """Note a pad that is text, and documents without an end: a warning if a flag acts on them, else a line of progress."""
+        """Note a pad that is text, and documents without an end: a warning if a flag acts on them, else a line of
+        progress."""
         if self.rules.pad_id is not None and self.rules.padding is None:
             building.progress(
                 f"the pad token ({self.rules.pad_id}) of {self.rules.tokenizer} is also a token of texts: it is text "
@@ -275,7 +278,8 @@ def build_gpt_datasets(
 ) -> tuple[GPTDataset | BlendedDataset | MockGPTDataset | None, ...]:
     """(train, valid, test), as `build_datasets` says; mock data need no builder and no wait.
 
-    tokenizer: any object with `vocab_size`, `eod` and, if it has one, `pad`. fim: fill in the middle, where its `fim_data` says
+    tokenizer: any object with `vocab_size`, `eod` and, if it has one, `pad`. fim: fill in the middle, where its
+    `fim_data` says
     so. building: the fields of `Building`.
     """
     problems = [] if config.seq_length else ["no sequence length; set --seq-length"]

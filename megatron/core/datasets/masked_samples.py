@@ -1,6 +1,7 @@
 """Samples for BERT and T5 from files of sentences: the rows of a map (`sample_map`) as items, with words hidden (`masking`).
 
-Item i hides some words of sample i with a generator seeded by i alone: BERT puts a mask in each one's place, T5 a sentinel in
+Item i hides some words of sample i with a generator seeded by i alone: BERT puts a mask in each one's place, T5 a
+sentinel in
 the place of each span, and asks for the spans.
 """
 
@@ -61,7 +62,8 @@ class BertDataset(_MaskedDataset):
     binary_head: bool = True
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        """text, types (0 or 1: which part), labels (-1 where nothing was hidden), padding_mask, loss_mask: int64 [s]; is_random
+        """text, types (0 or 1: which part), labels (-1 where nothing was hidden), padding_mask, loss_mask: int64 [s];
+        is_random
         (whether the parts are swapped) and truncated: int64."""
         text = self._text(i)
         parts, swapped = self._two_parts(text)
@@ -126,7 +128,8 @@ class T5Dataset(_MaskedDataset):
     decoder_seq_length: int
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        """text_enc, enc_mask [s]; text_dec, labels (-1 for padding), loss_mask, dec_mask [decoder_seq_length]; truncated: int64.
+        """text_enc, enc_mask [s]; text_dec, labels (-1 for padding), loss_mask, dec_mask [decoder_seq_length];
+        truncated: int64.
 
         The masks of encoder and decoder are 0 at padding, which reads as token 0; `attention_masks` makes pairs of them.
         """
@@ -163,7 +166,8 @@ class T5Dataset(_MaskedDataset):
 def attention_masks(enc_mask: np.ndarray, dec_mask: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Which keys a query may not see, for the encoder, the decoder, and the decoder's look at the encoder.
 
-    enc_mask [b, s], dec_mask [b, t]: 0 at padding, as T5's items have them. Bool [b, 1, s, s], [b, 1, t, t], [b, 1, t, s], True
+    enc_mask [b, s], dec_mask [b, t]: 0 at padding, as T5's items have them. Bool [b, 1, s, s], [b, 1, t, t], [b, 1, t,
+    s], True
     where a pair is hidden: where either is padding and, in the decoder, where the key comes after the query.
     """
 

@@ -1,4 +1,5 @@
-"""Which positions of a sample are padding: those that a data set fills up, and a pad token of the files that is nothing else.
+"""Which positions of a sample are padding: those that a data set fills up, and a pad token of the files that is nothing
+else.
 
 Many tokenizers are saved with a pad that texts hold too: the token that ends documents (Qwen 2.5, GPT-2's kin), `<unk>`
 (Llama's), the token that begins every text, or a word. Such a token is text wherever it stands in a file.

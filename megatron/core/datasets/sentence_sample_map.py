@@ -1,4 +1,5 @@
-"""Which sentences make up sample i of a masked data set, Megatron's choices to the last, as pure functions over numpy arrays.
+"""Which sentences make up sample i of a masked data set, Megatron's choices to the last, as pure functions over numpy
+arrays.
 
 A sample is a run of sentences of one document, as long as a target length that is drawn for it:
 

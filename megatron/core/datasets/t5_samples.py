@@ -128,7 +128,8 @@ def _pieces_of(tokenizer: Any, config: DataConfig, masking: MaskedDataConfig) ->
         )
     if not sentinels:
         raise ValueError(
-            "a T5 puts a sentinel in the place of each span: give --vocab-extra-ids N, or a tokenizer.json with <extra_id_0>; "
+            "a T5 puts a sentinel in the place of each span: give --vocab-extra-ids N, or a tokenizer.json with "
+            "<extra_id_0>; "
             f"the published models have 100, and --seq-length {config.seq_length} has at most {spans} spans"
         )
     words = tuple(tokenizer.inv_vocab.get(i, "") for i in range(size))
@@ -141,7 +142,8 @@ def _pieces_of(tokenizer: Any, config: DataConfig, masking: MaskedDataConfig) ->
 class MockT5Dataset(T5Dataset):
     """Made-up samples: a slowly rising line of words, so that a left out span lies between its neighbours.
 
-    Sample i depends on (seed, split, i) alone. Few words occur, each several times in a row, spread over the whole vocabulary.
+    Sample i depends on (seed, split, i) alone. Few words occur, each several times in a row, spread over the whole
+    vocabulary.
     """
 
     WORDS = 32  # different ones

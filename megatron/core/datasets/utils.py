@@ -1,3 +1,14 @@
-"""Import path of Megatron core."""
+"""Megatron's `Split`, and `compile_helpers`, which has nothing to compile."""
 
-from megatron.core.classic.datasets import *  # noqa: F403
+from enum import IntEnum
+
+from megatron.core.base.lazy_imports import names_of_megatron
+
+Split = IntEnum("Split", ["train", "valid", "test"], start=0)
+
+
+def compile_helpers() -> None:
+    """Nothing to do: sample indices are built without compiled code."""
+
+
+__getattr__ = names_of_megatron(__name__)

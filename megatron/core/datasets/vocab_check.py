@@ -1,7 +1,8 @@
 """Token ids checked against the vocabulary: an embedding has no row for an id outside it.
 
 A published tokenizer may have more ids than the model's word table has rows: that of Gemma 3 270M and 1B has 262,145, since
-it is that of the larger models too, which see images, and the tables have 262,144. A text seldom has such an id; one that has
+it is that of the larger models too, which see images, and the tables have 262,144. A text seldom has such an id; one
+that has
 is refused.
 """
 
@@ -53,7 +54,8 @@ _PLACED = ("eod", "cls", "sep", "mask", "bos", "eos")  # tokens that data sets p
 def table_problem(tokenizer: Any, rows: int) -> str | None:
     """Why a model with so many rows cannot be trained with this tokenizer; None if it can.
 
-    Ids without a row may only be added tokens, which a text seldom has, and none that every sample has: a model that lacks words
+    Ids without a row may only be added tokens, which a text seldom has, and none that every sample has: a model that
+    lacks words
     is another tokenizer's.
     """
     words = tokenizer.vocab_size

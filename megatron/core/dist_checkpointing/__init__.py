@@ -5,7 +5,8 @@
     write, commit, object_store_commit  the steps of a save, whoever takes them (no torch)
     write_balance                       who writes what several ranks hold
     save_sharded, load_sharded          collective: every rank calls
-    async_save                          a save beside training, by a process of each rank: writer_process, writer_group (no torch)
+    async_save                          a save beside training, by a process of each rank: writer_process, writer_group
+                                        (no torch)
     state_dict                          both for a dict of tensors, for a loop of one's own
     mapping, serialization              Megatron's ShardedTensor, save and load over these
 
@@ -25,6 +26,8 @@ __getattr__, __dir__ = lazy_names(
         ".state_dict": "load_state_dict load_whole_tensors save_state_dict",
         ".load_sharded": "Checkpoint open_checkpoint",
         ".mapping": "ShardedObject ShardedTensor",
-        ".serialization": "check_is_distributed_checkpoint load load_common_state_dict load_content_metadata load_plain_tensors save",
+        ".serialization": (
+            "check_is_distributed_checkpoint load load_common_state_dict load_content_metadata load_plain_tensors save"
+        ),
     },
 )

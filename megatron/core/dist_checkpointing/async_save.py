@@ -89,7 +89,8 @@ def bytes_of_snapshot(tensors: dict[str, LocalTensor]) -> int:
 
 
 def snapshot(tensors: dict[str, LocalTensor], memory: Tensor) -> list[list[Any]]:
-    """Copies what this rank writes to `memory`, uint8; what `writer.py` has to know of it. The copies of a device's tensors are
+    """Copies what this rank writes to `memory`, uint8; what `writer.py` has to know of it. The copies of a device's
+    tensors are
     complete after its next synchronization."""
     at, listed = 0, []
     with torch.no_grad():
@@ -183,7 +184,8 @@ class BackgroundSaves:
             raise CheckpointError("--async-save", f"needs {gib:.1f} GiB of host memory ({error})", advice) from error
 
     def start(self, root: Path | str, iteration: int, tensors: dict[str, LocalTensor], state: dict[str, Any]) -> float:
-        """Copies `tensors` and returns the seconds that took; `finish` must have been called. Every rank must call. `state` is
+        """Copies `tensors` and returns the seconds that took; `finish` must have been called. Every rank must call.
+        `state` is
         that of the first rank."""
         assert self._flying is None, "one save at a time"
         began, saving = time.monotonic(), Saving(path_of(root), iteration, state, print)

@@ -80,7 +80,8 @@ def latest_iteration(root: Path) -> int | None:
 
 
 def pointer_text(iteration: int) -> str:
-    """The pointer to an iteration. The number of its line ends is a check digit, in which any one flipped bit shows; programs
+    """The pointer to an iteration. The number of its line ends is a check digit, in which any one flipped bit shows;
+    programs
     and shells that read the number do not see them. A pointer written by hand has fewer."""
     return str(iteration) + "\n" * (_CHECKED + sum(map(int, str(iteration))) % 5)
 

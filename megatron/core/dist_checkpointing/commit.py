@@ -50,7 +50,8 @@ def is_ours(final: Path) -> bool:
 
 
 def publish(partial: Path, iteration: int) -> None:
-    """Makes the complete folder `partial` the latest checkpoint. If it is killed at any point, a complete checkpoint is found.
+    """Makes the complete folder `partial` the latest checkpoint. If it is killed at any point, a complete checkpoint is
+    found.
 
     A previous folder of the same iteration is renamed; `clear_leftovers` removes it.
     """
@@ -95,7 +96,8 @@ def take_name_away(path: Path) -> Path:
 
 
 def delete(folder: Path) -> None:
-    """Removes a checkpoint that is not wanted any more. If it is killed at any point, nothing looks complete, and the next save
+    """Removes a checkpoint that is not wanted any more. If it is killed at any point, nothing looks complete, and the
+    next save
     removes the rest."""
     if file_layer.is_object(folder):
         object_store_commit.delete_in_place(folder)
@@ -104,7 +106,8 @@ def delete(folder: Path) -> None:
 
 
 def set_aside(folder: Path) -> Path:
-    """Renames a damaged folder, so that nothing takes it for a checkpoint and its iteration can be saved again; its new path."""
+    """Renames a damaged folder, so that nothing takes it for a checkpoint and its iteration can be saved again; its
+    new path."""
     if file_layer.is_object(folder):
         return object_store_commit.set_aside_in_place(folder)
     names = (

@@ -4,9 +4,12 @@
     <root>/iter_0000100/manifest.json             every piece with its place and hash, and the state of the run
     <root>/iter_0000100/rank_00000.bin            pieces end to end, each starting at a multiple of 64 bytes
 
-A piece is one box of one tensor: its elements in row-major order, hashed with SHA-256. Every byte of a file belongs to a piece,
-or is a zero that aligns the next. The layout of the run is not recorded: a reader intersects its own boxes with the saved boxes.
-The manifest ends in its own hash, which also protects the state. Nothing is unpickled. A manifest may be hostile: checking it
+A piece is one box of one tensor: its elements in row-major order, hashed with SHA-256. Every byte of a file belongs to a
+piece,
+or is a zero that aligns the next. The layout of the run is not recorded: a reader intersects its own boxes with the
+saved boxes.
+The manifest ends in its own hash, which also protects the state. Nothing is unpickled. A manifest may be hostile:
+checking it
 takes time linear in its length, except for one sort.
 """
 

@@ -66,8 +66,10 @@ class Checkpoint:
         """Reads the pieces and copies of `tensors`; padding keeps its values, and `is_writer` is ignored.
 
         Every rank of `world` must call; all raise if one fails, and tensors may then be partly filled. Default: this rank
-        alone. convert: allows conversion between floating dtypes. Saved tensors that are not in `tensors` are ignored: compare
-        `names`. Takes host memory for the largest piece. in_place: reads a piece that lies in a tensor as in its file into the
+        alone. convert: allows conversion between floating dtypes. Saved tensors that are not in `tensors` are ignored:
+        compare
+        `names`. Takes host memory for the largest piece. in_place: reads a piece that lies in a tensor as in its file
+        into the
         tensor, without this memory; what is damaged is then in the tensor when this raises.
         """
         with collectives.together(world, device):
@@ -83,7 +85,8 @@ class Checkpoint:
     def runs(self, name: str, rooms: Iterator[Tensor]) -> Iterator[tuple[int, Tensor]]:
         """The elements of a tensor in flat parts: (the number of the first in row-major order, values), piece by piece.
 
-        rooms: memory for one part each, in bytes, a multiple of 8. A part is read before the hash of its piece has been checked:
+        rooms: memory for one part each, in bytes, a multiple of 8. A part is read before the hash of its piece has been
+        checked:
         what was made of it must be thrown away when this raises.
         """
         record = self.manifest.tensors[name]
@@ -194,7 +197,8 @@ def _put(saved: Tensor, parts: list[tuple[Box, Stored, Box]]) -> None:
 
 
 def _place_of_whole(piece: Piece, dtype: str, source: Box, region: Stored, target: Box) -> Tensor | None:
-    """The bytes of this rank's memory where the whole piece belongs as it lies in the file; None if it must be copied there."""
+    """The bytes of this rank's memory where the whole piece belongs as it lies in the file; None if it must be copied
+    there."""
     if isinstance(region, StoredTensor) or source != whole(size_of(piece.box)):
         return None
     place = region[slices(target)]

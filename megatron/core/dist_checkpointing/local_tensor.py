@@ -51,7 +51,8 @@ class LocalTensor:
 def part_of_whole(
     shape: tuple[int, ...], divided: Mapping[int, Sequence[int]]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """(shape of the whole tensor, where this part of `shape` begins in it, parts along each axis). divided: axis -> (number of
+    """(shape of the whole tensor, where this part of `shape` begins in it, parts along each axis). divided: axis ->
+    (number of
     this part, parts), for equal parts."""
     numbers, parts = (tuple(divided.get(axis, (0, 1))[i] for axis in range(len(shape))) for i in (0, 1))
     return tuple(map(mul, shape, parts)), tuple(map(mul, shape, numbers)), parts

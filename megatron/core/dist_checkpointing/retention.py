@@ -3,7 +3,8 @@
     saved by the run   100  200  300  400  500     keep 2, keep every multiple of 200
     deleted            100       300               400 and 500 are the newest two, and 200 is kept for ever
 
-A folder is renamed to `iter_N.1.partial` before it is removed; in an object store its manifest goes first. So a kill in between
+A folder is renamed to `iter_N.1.partial` before it is removed; in an object store its manifest goes first. So a kill in
+between
 leaves nothing that looks complete, and the next start or save removes the rest.
 """
 
@@ -21,7 +22,8 @@ def delete_older(
 ) -> tuple[list[int], list[str]]:
     """Deletes iterations of `mine`, whose newest has just been published; returns (those deleted, problems for a warning).
 
-    mine: the iterations that the run itself has saved or resumed from; no other is deleted. The newest `keep` that are whole stay
+    mine: the iterations that the run itself has saved or resumed from; no other is deleted. The newest `keep` that are
+    whole stay
     (sealed manifest, every file of its size), and so do multiples of `retain_interval`, `spared` ones, and links.
     """
     newest, *older = sorted(mine, reverse=True)

@@ -6,9 +6,11 @@
     all ranks   is every tensor I hold in it?
     rank 0      rename to iter_N/, then point latest_checkpointed_iteration.txt to it, then remove what it replaces
 
-(In an object store, which renames nothing, pieces and manifest have other places and the same order: `object_store_commit.py`.)
+(In an object store, which renames nothing, pieces and manifest have other places and the same order:
+`object_store_commit.py`.)
 
-Each line is one step of an `Agreement`: a rank that fails stops all of them with its message, and the checkpoint before stays
+Each line is one step of an `Agreement`: a rank that fails stops all of them with its message, and the checkpoint before
+stays
 what `latest` names. All ranks write below one folder, so it must lie on a file system that they share; a rank that does
 not see it, or whose files rank 0 does not see, is reported. One job at a time may save below a root: the caller sees to it.
 
@@ -75,7 +77,8 @@ class Saving:
 
 
 def write_and_publish(saving: Saving, parts: dict[str, HeldPart], ranks: Agreement) -> None:
-    """All steps of a save. On return, on any rank, the checkpoint is on disk and is the latest; if a rank fails, all raise."""
+    """All steps of a save. On return, on any rank, the checkpoint is on disk and is the latest; if a rank fails, all
+    raise."""
     try:
         with saving_together(saving.root, ranks):
             if ranks.rank == 0:
@@ -132,7 +135,8 @@ def _clear_leftovers(saving: Saving) -> None:
 
 
 def write(saving: Saving, parts: dict[str, HeldPart], ranks: Agreement) -> None:
-    """Every rank writes what it is the writer of; rank 0 writes the manifest of all, in which each rank finds what it holds."""
+    """Every rank writes what it is the writer of; rank 0 writes the manifest of all, in which each rank finds what it
+    holds."""
     partial = saving.partial
     with saving_together(saving.root, ranks):
         part_bytes = _write_part(partial, saving.iteration, ranks.rank, parts)

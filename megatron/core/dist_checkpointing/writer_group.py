@@ -62,7 +62,8 @@ class Messages:
 
 
 class Star:
-    """The agreement of the writers of all ranks. lines: at the first those to ranks 1, 2, ..., elsewhere that to the first."""
+    """The agreement of the writers of all ranks. lines: at the first those to ranks 1, 2, ..., elsewhere that to the
+    first."""
 
     def __init__(self, rank: int, lines: list[Messages]):
         self.rank, self._lines = rank, lines

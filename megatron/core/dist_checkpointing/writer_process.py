@@ -7,7 +7,8 @@
     a rank                     {"root": ..., "iteration": ..., "state": ..., "parts": ...}, and the handle of the memory
     every writer               {"done": 100, "warnings": [...]}, or {"failed": [file, wrong, advice], "elsewhere": ...}
 
-A new interpreter, so that nothing of the rank's threads, locks and devices is in it. Signals that end a job do not end it, as
+A new interpreter, so that nothing of the rank's threads, locks and devices is in it. Signals that end a job do not end
+it, as
 a rank that ends in order waits for the save in flight. It ends when its rank does, in order or not.
 """
 
@@ -68,7 +69,8 @@ def _be_killed_with_the_rank() -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Elsewhere. A rank that was killed closes nothing here that another process of it may hold open; but the parent's number
+    """Elsewhere. A rank that was killed closes nothing here that another process of it may hold open; but the parent's
+    number
     changes."""
     while os.getppid() == parent:
         time.sleep(_LOOKS_EVERY)

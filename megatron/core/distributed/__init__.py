@@ -1,14 +1,13 @@
-"""Data parallelism: gradients in contiguous buffers, summed over ranks, with or without ZeRO's shards.
+"""Data parallelism: gradients in contiguous buffers, reduced over ranks, with or without ZeRO's shards.
 
-    data_parallel               the wrapper of a model chunk
-    finalize_model_grads        the end of a step's gradients, in a loop of one's own
-    plan, buffer, bucket, slot  where a parameter lies: on paper (no torch), in memory, per collective, per parameter
-    zero, fetch, released       ZeRO stages: when gradients are reduced, and parameters gathered and released
-    elements                    parameters and gradients, each element once over all ranks: norms, zeros
-    made_in_shards              a block in which a model is built shard by shard
-    fixed_order, call_order     sums in one order for any number of ranks; a check of the order of collectives
+    data_parallel                          the wrapper of a model chunk; `distributed_data_parallel` has Megatron's arguments
+    data_parallel_config, buffer_plan, grad_count, comm_volume    on paper: settings, layout, counts, bytes (no torch)
+    grad_buffer, bucket, param_slot        where a parameter lies: in memory, per collective, per parameter
+    zero, param_gather, non_resident       when gradients are reduced, and parameters gathered and released
+    zero_init, gathered_parameters         a model built shard by shard; its parameters whole again
+    finalize_model_grads, global_norms     the end of a step's gradients; norms over all ranks
+    fixed_order_reduce, collective_order   sums in one order for any number of ranks; a check of the order of collectives
 
-May import: floors 0 and 1; no other mechanism.
 To add a strategy of reduction: a `GradReduce`, chosen in `DistributedDataParallel._choose_strategies`.
 """
 
@@ -18,7 +17,8 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         ".data_parallel_config": "DataParallelConfig",
-        "megatron.core.classic.data_parallel": "DistributedDataParallel DistributedDataParallelConfig",
+        ".distributed_data_parallel": "DistributedDataParallel",
+        ".distributed_data_parallel_config": "DistributedDataParallelConfig",
         ".finalize_model_grads": "finalize_model_grads",
         ".grad_buffer": "MemoryBuffer ParamAndGradBuffer",
     },

@@ -1,6 +1,7 @@
 """The layout of parameters in contiguous buffers, and the shard of each rank. Pure integers.
 
-    [ final norm | layer 1 fc2 |..] [ layer 1 qkv |..| layer 0 qkv |..] [..| embedding ]    one buffer per (reduce group, dtype)
+    [ final norm | layer 1 fc2 |..] [ layer 1 qkv |..| layer 0 qkv |..] [..| embedding ]    one buffer per (reduce group,
+    dtype)
       bucket 0                        bucket 1                            bucket 2          one collective per bucket
       shard 0 | shard 1 | shard 2     shard 0 | shard 1 | shard 2         ..                ZeRO: each bucket in equal shards
 

@@ -74,6 +74,7 @@ def difference(calls: list[list[str]], ranks: tuple[int, ...]) -> str:
     where = "; ".join(f"rank {', '.join(map(str, held))} {call}" for call, held in ranks_at.items())
     return (
         f"data-parallel ranks use different parts of the model at one time: {where}. In ZeRO stages 2 and 3 each rank holds a "
-        "shard of every layer, so all ranks must use the same layers in the same order; let every rank run all of them (times "
+        "shard of every layer, so all ranks must use the same layers in the same order; let every rank run all of "
+        "them (times "
         "zero where it needs none), or use --zero-stage 1, which requires no order"
     )

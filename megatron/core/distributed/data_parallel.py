@@ -1,9 +1,11 @@
 """Data parallelism: a model chunk with gradients in contiguous buffers, reduced over the ranks that hold its copies.
 
     backward        adds every gradient to its parameter's `main_grad`, a view of a buffer
-    REDUCE action   start_grad_reduce(): starts the reduction over the data-parallel ranks; with `overlap` most buckets are in
+    REDUCE action   start_grad_reduce(): starts the reduction over the data-parallel ranks; with `overlap` most buckets
+    are in
                     flight already, each since its last gradient was written
-    end of step     finish_grad_reduce(): waits, then sums partial gradients: norms under sequence parallelism over tp, a tied
+    end of step     finish_grad_reduce(): waits, then sums partial gradients: norms under sequence parallelism over tp, a
+    tied
                     embedding over the first and the last stage; `fills_grad`: the sums are in `.grad` as well
     after update    gather_params(): with ZeRO each rank has updated its shard, and an all-gather distributes it
 

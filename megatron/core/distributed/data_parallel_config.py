@@ -64,7 +64,8 @@ class DataParallelConfig(FlagConfig):
     )
     poison_released_buffers: bool = knob(
         False,
-        "fill released parameters, gradients and receive buffers with NaN, and check that all ranks issue the same ZeRO 2 and "
+        "fill released parameters, gradients and receive buffers with NaN, and check that all ranks issue the "
+        "same ZeRO 2 and "
         "3 collectives (debugging)",
     )
 
@@ -83,7 +84,8 @@ class DataParallelConfig(FlagConfig):
             yield "--main-grads-dtype bf16 needs --use-distributed-optimizer or --zero-stage 1 to 3: its float32 sums are shards"
         if self.reduce_scatter_with_fp32_accumulation and not (shards and (bf16 or self.grad_reduce_in_bf16)):
             yield (
-                "--reduce-scatter-with-fp32-accumulation sums shards of gradients sent in bfloat16; give --grad-reduce-in-bf16 "
+                "--reduce-scatter-with-fp32-accumulation sums shards of gradients sent in bfloat16; give --grad- "
+                "reduce-in-bf16 "
                 "and --use-distributed-optimizer (or --zero-stage 1 to 3) too, or leave it out"
             )
         if self.outer_dp_sharding_strategy == "optim" and (not self.zero.passes_params or instances < 2):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.base.lazy_imports import make_callable
+from megatron.core.base.lazy_imports import make_callable, names_of_megatron
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.parallel import collectives
 from megatron.core.parallel.global_state import current
@@ -40,3 +40,5 @@ def finalize_model_grads(
 
 
 make_callable(__name__, finalize_model_grads)  # imported, it takes the place of the function in its package
+
+__getattr__ = names_of_megatron(__name__)

@@ -23,7 +23,8 @@ from megatron.core.sharding.placement import Placement, placement_of
 
 @torch.no_grad()
 def start_alike(module: nn.Module, mesh: Mesh, device: torch.device | str, dtype: torch.dtype | None = None) -> None:
-    """Bring a module's tensors to the device, in `dtype` if they are floating (None: their own), with the values of the first
+    """Bring a module's tensors to the device, in `dtype` if they are floating (None: their own), with the values of the
+    first
     data-parallel rank. Every rank must call. RuntimeError if the ranks have different models.
 
     One at a time is whole of the parameters that were made in shards (`MakingInShards`).

@@ -1,6 +1,7 @@
 """The parameters and gradients of a model, each element once over all ranks, and numbers of all of them.
 
-A parameter's element is counted by the rank that owns it: `placement.owned_pieces` names the elements, and among data-parallel
+A parameter's element is counted by the rank that owns it: `placement.owned_pieces` names the elements, and among
+data-parallel
 ranks the owner is the rank that updates the shard, or the first rank if all hold copies.
 """
 
@@ -21,7 +22,8 @@ from megatron.core.sharding.placement import owned_pieces
 def my_elements(chunks: Sequence[DistributedDataParallel], mesh: Mesh, *, grads: bool) -> Iterator[tuple[str, Tensor]]:
     """(name, values) of the parameters, or gradients in the buffers, that this rank owns, in flat parts.
 
-    Every element comes once over all ranks. Only elements that this rank updates are read, so a parameter all-gather may be in
+    Every element comes once over all ranks. Only elements that this rank updates are read, so a parameter all-gather may
+    be in
     flight.
     """
     for chunk in chunks:

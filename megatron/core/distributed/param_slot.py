@@ -1,4 +1,5 @@
-"""`parameter.slot`: the data-parallel state of a trained parameter (`main_grad.slot_of`). Four attributes beside it are public:
+"""`parameter.slot`: the data-parallel state of a trained parameter (`main_grad.slot_of`). Four attributes beside it are
+public:
 
 parameter.placement    where the parameter lives; set by the layer that makes it
 parameter.main_grad    where its gradient is accumulated, a view of a gradient buffer; Megatron's name

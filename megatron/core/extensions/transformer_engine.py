@@ -1,3 +1,32 @@
-"""Import path of Megatron core, since 0.9."""
+"""The names of Transformer Engine's layers in Megatron core: our own layers, which compute the same."""
 
-from megatron.core.classic.engine_layers import *  # noqa: F403
+from typing import Any
+
+from torch import Tensor
+
+from megatron.core.base.lazy_imports import names_of_megatron
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.torch_norm import FusedLayerNorm
+
+
+class TELayerNormColumnParallelLinear(ColumnParallelLinear):
+    """A norm, and a linear layer sharded by columns. forward(x) -> (y, bias or None)"""
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any):
+        super().__init__(input_size, output_size, config=config, **options)
+        self.norm = FusedLayerNorm(config, input_size, config.layernorm_epsilon)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return super().forward(self.norm(x))
+
+
+TENorm = FusedLayerNorm
+
+
+TEColumnParallelLinear, TERowParallelLinear = ColumnParallelLinear, RowParallelLinear
+
+
+TEDotProductAttention = DotProductAttention
+
+__getattr__ = names_of_megatron(__name__)

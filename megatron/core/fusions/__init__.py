@@ -1,3 +1,1 @@
-"""Import path of Megatron core."""
-
-from megatron.core.classic.modules import *  # noqa: F403
+"""Megatron's fused operations, over ours."""

@@ -1,3 +1,6 @@
-"""Import path of Megatron core."""
+"""Megatron's `FusedLayerNorm`."""
 
-from megatron.core.classic.modules import FusedLayerNorm as FusedLayerNorm
+from megatron.core.base.lazy_imports import names_of_megatron
+from megatron.core.transformer.torch_norm import FusedLayerNorm as FusedLayerNorm
+
+__getattr__ = names_of_megatron(__name__)

@@ -1,11 +1,10 @@
 """Text from a trained model.
 
-    checkpoint_settings.py      the settings of the model in a checkpoint
-    load_model.py       this rank's stage of that model, in any layout
-    generate.py   texts continued token by token; sampling.py chooses each token
-    generate_t5.py     a T5's texts: its encoder reads the prompts, its decoder writes
+    checkpoint_settings   the settings of the model in a checkpoint
+    load_model            this rank's stage of that model, in any layout
+    generate              texts continued token by token; `sampling` chooses each token
+    generate_t5           a T5's texts: its encoder reads the prompts, its decoder writes
 
-May import: every floor of core below. Only `tools/generate.py` imports from here. Names load on first use.
 To add a sampling rule: a field of `SamplingConfig` and a line of `distribution`.
 """
 

@@ -1,10 +1,12 @@
 """Generation token by token over the ranks of one replica, with a key/value cache.
 
-    prefill     one forward of all prompts, of any lengths; each stage caches its keys and values. Ranks that share samples each
+    prefill     one forward of all prompts, of any lengths; each stage caches its keys and values. Ranks that share
+                samples each
                 compute a part, and then have the keys and values of all
     each step   the last stage samples a token per text, broadcasts them, and one forward takes only these tokens
 
-Beyond `max_length` a text is a window of its last `max_length` tokens, with positions from 0 again. Every step then shifts all
+Beyond `max_length` a text is a window of its last `max_length` tokens, with positions from 0 again. Every step then
+shifts all
 positions, so the cache is of no use: each token costs a forward over the whole window.
 
     max_length 4    a b c d | e           the scores of e from a b c d at positions 0 1 2 3
@@ -59,9 +61,11 @@ def generate_batch(
 
     A text that has reached `stop_id`, or one of several, yields None from that step on; with None no text ends. choose[i]
     samples for prompt i. model: this rank's stage of a `GPTModel` without sequence parallelism; its training mode is kept.
-    mesh: default a whole model in this process; otherwise all ranks of one replica must call with equal arguments and iterate
+    mesh: default a whole model in this process; otherwise all ranks of one replica must call with equal arguments and
+    iterate
     together. max_length: at most the model's positions; with rotary positions the sequence length of training. Without
-    `use_cache` each token costs a forward over the whole text. Raises ValueError before the first step; if a rank fails later,
+    `use_cache` each token costs a forward over the whole text. Raises ValueError before the first step; if a rank fails
+    later,
     it raises its own error and the others `comm.PeerError`.
     """
     limits = {"max_new_tokens": max_new_tokens, "max_length": max_length}
@@ -140,14 +144,16 @@ class Stage:
         return self.model.context.cache(starts, capacity, self.device)
 
     def capacity(self, columns: int, most: int) -> int:
-        """Columns of a cache for texts of so many, and at most `most`: up to where all keys would have to be rotated anew."""
+        """Columns of a cache for texts of so many, and at most `most`: up to where all keys would have to be rotated
+        anew."""
         scalings = [rope.scaling for rope in self.model.config.ropes if rope.scaling is not None]
         ends = [one.changes_after for one in scalings if one.changes_after and columns <= one.changes_after]
         return min([most, *ends])
 
     @torch.no_grad()
     def scores(self, tokens: Tensor, cache: KeyValueCache) -> Tensor | None:
-        """Logits [b, v] of each text's next token, without vocabulary padding, on the last stage; else None. tokens: [b, new]"""
+        """Logits [b, v] of each text's next token, without vocabulary padding, on the last stage; else None. tokens:
+        [b, new]"""
         config = self.model.config
         tokens, was_shared = cache.take(tokens), cache.shares
         b, new = tokens.shape
@@ -211,7 +217,8 @@ def text_pieces(tokenizer: Tokenizer, before: Sequence[int], new_ids: Iterable[i
 
 @contextlib.contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside the block; restores each module's mode. Per forward, since a caller may stop between two ids."""
+    """Evaluation mode inside the block; restores each module's mode. Per forward, since a caller may stop between two
+    ids."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -36,7 +36,8 @@ def answer_batch(
 ) -> Iterator[list[int | None]]:
     """Yields the next id that the decoder writes for each prompt, as `generate_batch`.
 
-    model: this rank's stage of a `T5Model`, without sequence parallelism. start_id: with which the decoder's texts begin; it is
+    model: this rank's stage of a `T5Model`, without sequence parallelism. start_id: with which the decoder's texts
+    begin; it is
     not yielded. Raises ValueError before the first step.
     """
     vocab_size, longest = model.vocab_size, max(map(len, prompts), default=0)

@@ -46,7 +46,8 @@ def load_model(
     decoder_seq_length: int | None = None,
     **of_context: Any,
 ) -> LanguageModelStage:
-    """This rank's stage of the model of `config` with the checkpoint's weights, in evaluation mode, without sequence parallelism.
+    """This rank's stage of the model of `config` with the checkpoint's weights, in evaluation mode, without sequence
+    parallelism.
 
     Reads only the weights. kind: one of MODELS. Every rank of `mesh` must call; default: the whole model in this process,
     without torch.distributed. of_context: further arguments of `LayerContext.on`. Raises ConfigError, CheckpointError, or

@@ -7,7 +7,8 @@ Four steps in this order, each optional but the last:
     top-p         keep the fewest of them with a total probability of at least p (arXiv:1904.09751)
     softmax       normalize, and draw
 
-Logits ("scores") are a vector [v] without vocabulary padding. The arithmetic is float64 on the CPU, so that a seed gives the same
+Logits ("scores") are a vector [v] without vocabulary padding. The arithmetic is float64 on the CPU, so that a seed gives
+the same
 draw on every device; its cost is small beside the forward.
 """
 

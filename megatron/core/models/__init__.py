@@ -1,9 +1,10 @@
-"""Whole models, one pipeline stage each, and their shared parts.
+"""Whole models: Megatron's classes in its places, and one pipeline stage of ours for each (`gpt_stage`, `bert_stage`,
+`t5_stage`).
 
-A model declares what a run must know: `rules` (its requirements on the settings), `boundary` (the tensors between two stages),
-and `model_name` where its class does not say it. Training imports no model: scripts pass theirs.
+A stage declares what a run must know: `rules` (its requirements on the settings), `boundary` (the tensors between two
+stages), and
+`model_name` where its class does not say it. Training imports no model: scripts pass theirs.
 
-May import: floors 0 to 3.
 To add a model: a `LanguageModelStage` with its head and loss, or any module that has `set_input_tensor`.
 """
 

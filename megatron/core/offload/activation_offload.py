@@ -5,7 +5,8 @@
     backward   layer 2          | layer 1          | layer 0    and return while the layer above computes its backward
                  layer 1 loads     layer 0 loads
 
-A recomputed layer offloads its input. Any other layer offloads each large storage that autograd saves, as a whole, so that all
+A recomputed layer offloads its input. Any other layer offloads each large storage that autograd saves, as a whole, so
+that all
 saved views of it keep their strides. Slots in a tier are reused by tensors of the same size.
 """
 
@@ -56,7 +57,8 @@ class StageActivations:
         return self._room
 
     def keeper(self, layer: int) -> Keep | None:
-        """How the recomputed group that begins with this layer keeps its input; None: without help. Layers are numbered within
+        """How the recomputed group that begins with this layer keeps its input; None: without help. Layers are numbered
+        within
         the stage, and must be asked for in order."""
         if layer < self.offloaded:
             return partial(_keep, self._next(first=layer == 0), self.room)
@@ -64,7 +66,8 @@ class StageActivations:
 
     @contextlib.contextmanager
     def saving(self, layer: int, x: Tensor, beside: Iterable[Tensor | None]) -> Iterator[None]:
-        """Inside the block, tensors that autograd saves for this layer are offloaded. x: its input; beside: tensors that stay
+        """Inside the block, tensors that autograd saves for this layer are offloaded. x: its input; beside: tensors that
+        stay
         resident anyway, such as parameters."""
         with torch._C.DisableTorchFunctionSubclass():  # asks a released parameter of ZeRO stage 3 for its storage only
             stays = {other.untyped_storage()._cdata for other in beside if other is not None}
@@ -79,7 +82,8 @@ class StageActivations:
             x.register_hook(lambda _: last.start())
 
     def _next(self, *, first: bool) -> "_Layer":
-        """The next layer. At most two layers are in flight to the tier: this one and, in the same forward, the previous one."""
+        """The next layer. At most two layers are in flight to the tier: this one and, in the same forward, the
+        previous one."""
         before = self._last()
         for earlier in (before if first else None, before.before if before else None):
             if earlier is not None:
@@ -194,7 +198,8 @@ class Away:
 
 
 class TierRoom:
-    """A stage's slots in a tier, and transfers to them in one order, so that a freed slot may be reused while a transfer from it
+    """A stage's slots in a tier, and transfers to them in one order, so that a freed slot may be reused while a transfer
+    from it
     is in flight. An accelerator copies to host memory on a side stream."""
 
     def __init__(self, tier: Tier, device: torch.device):

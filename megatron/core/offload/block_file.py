@@ -3,7 +3,8 @@
     | block 0 | block 1 | block 2 |     a range that covers part of a block reads the whole block to check it;
          |-- range --|                  writing part of a block reads and writes the whole block
 
-The checksums (CRC-32: detects any wrong byte and any burst of up to 32 bits) stay in memory, 4 bytes per block: no other process
+The checksums (CRC-32: detects any wrong byte and any burst of up to 32 bits) stay in memory, 4 bytes per block: no other
+process
 uses the file, and a checksum beside the data would not detect a lost write.
 """
 
@@ -44,7 +45,8 @@ class BlockFile:
             except OSError as error:
                 raise OffloadError(
                     f"{self.path}: no room for another {nbytes:,} bytes ({error.strerror}); free the disk, give another "
-                    "--offload-dir, more data-parallel ranks with a higher --zero-stage, or a lower --optimizer-offload-fraction"
+                    "--offload-dir, more data-parallel ranks with a higher --zero-stage, or a lower --optimizer- "
+                    "offload-fraction"
                 ) from error
             self._sums.extend([self._zeros_sum] * blocks)
         return start

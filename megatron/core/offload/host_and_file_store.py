@@ -1,6 +1,7 @@
 """The tiers of offloaded state: host memory, or a file.
 
-    stored = tier.zeros(1000, torch.float32)      a Tensor, or a FileTensor with the same interface (`offload/stored_tensor.py`)
+    stored = tier.zeros(1000, torch.float32)      a Tensor, or a FileTensor with the same interface
+    (`offload/stored_tensor.py`)
 
 Reads and writes of a file run on the tier's own thread, in the order in which they are started.
 """

@@ -16,7 +16,8 @@ def cut_by_fraction(
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """(offloaded, kept) runs of the held elements: at least `fraction`, cut at one of `starts`, where parameters begin.
 
-    Parameters start at aligned offsets. A cut elsewhere would change the vectorized update's remainder, and so its last bits.
+    Parameters start at aligned offsets. A cut elsewhere would change the vectorized update's remainder, and so its last
+    bits.
     """
     wanted, end = fraction * sum(stop - start for start, stop in held), max((stop for _, stop in held), default=0)
     for cut in [*starts, end]:

@@ -1,4 +1,5 @@
-"""A float32 sum of products of bfloat16 matrices on a CPU, by the BLAS inside torch's library: no function of torch offers it."""
+"""A float32 sum of products of bfloat16 matrices on a CPU, by the BLAS inside torch's library: no function of torch
+offers it."""
 
 import ctypes
 from collections.abc import Callable
@@ -10,7 +11,8 @@ from torch import Tensor
 
 
 def add_in_library(total: Tensor, grad: Tensor, x: Tensor, beta: int) -> None:
-    """total = beta total + grad^T x, exact products summed in float32. total: [out, in] float32, contiguous; grad: [tokens, out],
+    """total = beta total + grad^T x, exact products summed in float32. total: [out, in] float32, contiguous; grad:
+    [tokens, out],
     x: [tokens, in], bfloat16.
 
     RuntimeError where the library has none, or the CPU no AMX: without, it may be slower than float32 factors.

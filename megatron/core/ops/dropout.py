@@ -1,6 +1,7 @@
 """Initial weights and dropout masks, seeded by names and positions, never by ranks: the same in every layout.
 
-A weight is cut into fixed tiles. Each tile is drawn on the CPU from a generator seeded by (seed, name, tile), and a rank draws
+A weight is cut into fixed tiles. Each tile is drawn on the CPU from a generator seeded by (seed, name, tile), and a rank
+draws
 only the tiles that overlap its shard. A dropout mask is a function of (seed, site, layer, sample, head, row, column), so
 recompute and the backward draw it again, and no generator state is saved.
 """
@@ -21,7 +22,8 @@ from megatron.core.sharding.initial_values import seed_of
 class DropoutKeys:
     """The dropout keys of one model chunk: its seed, and the samples of the running microbatch.
 
-    `samples`: the number of each row's sample within the whole run. The pipeline sets them before each action. (): nobody has
+    `samples`: the number of each row's sample within the whole run. The pipeline sets them before each action. ():
+    nobody has
     named them, as in a forward that no pipeline runs; rows then are samples 0, 1, ...
     """
 
@@ -63,7 +65,8 @@ def keys_of(module: nn.Module) -> DropoutKeys | None:
 
 
 class KeyedDropout(nn.Module):
-    """Dropout with masks by (seed, site, layer, sample, row and column within the sample), whatever the rank, device or dtype."""
+    """Dropout with masks by (seed, site, layer, sample, row and column within the sample), whatever the rank, device
+    or dtype."""
 
     def __init__(self, probability: float, keys: DropoutKeys, site: str, layer: int):
         super().__init__()

@@ -1,4 +1,5 @@
-"""Dropout masks by a counter-based function: bit (line, column) follows from 64 key bits of the line and a word of the column.
+"""Dropout masks by a counter-based function: bit (line, column) follows from 64 key bits of the line and a word of the
+column.
 
     sample  -> 64 bits, a cryptographic hash of (seed, sample)          once a microbatch, in Python
     place   -> 64 bits, a cryptographic hash of (site, layer)           once
@@ -10,8 +11,10 @@
 
 `mixed` is two rounds of xor-shift and multiplication, those of lowbias32 with the constants of least known bias (C. Wellons,
 "Prospecting for hash functions", 2018), between words of a key, as in an iterated Even-Mansour cipher. A key is never added
-to a counter, which would shift one sequence of masks. All operations are of 32-bit integers that wrap, equal on every device,
-in eager and in compiled code. Any part of a mask is drawn by itself: a rank draws what it holds, and the backward draws again.
+to a counter, which would shift one sequence of masks. All operations are of 32-bit integers that wrap, equal on every
+device,
+in eager and in compiled code. Any part of a mask is drawn by itself: a rank draws what it holds, and the backward draws
+again.
 """
 
 from collections.abc import Iterable
@@ -63,7 +66,8 @@ def _draws(counter: Tensor, first: Tensor, second: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, by: int) -> Tensor:
-    """x ^ (x >> by) of unsigned words, in place. The shift of signed words brings in copies of the sign, which are cut off."""
+    """x ^ (x >> by) of unsigned words, in place. The shift of signed words brings in copies of the sign, which are
+    cut off."""
     high = x >> by
     high &= (1 << (32 - by)) - 1
     x ^= high
@@ -81,7 +85,8 @@ def keys_at(samples: Tensor, place: Tensor) -> Tensor:
 
 
 def numbered_keys(keys: Tensor, first: int, count: int) -> Tensor:
-    """Keys [..., count, 2] numbered from `first` under each of the keys [..., 2]: of heads under samples, of rows under heads."""
+    """Keys [..., count, 2] numbered from `first` under each of the keys [..., 2]: of heads under samples, of rows
+    under heads."""
     return mixed(_numbered(first, count, keys.device), keys[..., None, None, :])
 
 
@@ -96,7 +101,8 @@ def threshold_of(probability: float) -> int:
 
 
 def kept(words: MaskWords, probability: float) -> Tensor:
-    """The mask, bool [*lines, width], True where an element is kept. Holds several words an element unless it is compiled."""
+    """The mask, bool [*lines, width], True where an element is kept. Holds several words an element unless it is
+    compiled."""
     return _draws(words.columns, words.lines[..., :1], words.lines[..., 1:]) >= threshold_of(probability)
 
 

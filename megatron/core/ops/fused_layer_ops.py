@@ -148,7 +148,8 @@ def _residual_backward(
     return grad, dropped(wide_of(grad), MaskWords(lines, columns), probability).to(dtype), None, None, None, None
 
 
-# ---------------------------------------------------------------- heads: (fused, bias, cos, sin, heads of a group) -> q, k, v
+# ---------------------------------------------------------------- heads: (fused, bias, cos, sin, heads of a group) -> q,
+# k, v
 # fused: [s, b, groups, heads of a group + 2, d], its last two heads key and value; cos, sin: [s, b or 1, width / 2]; or None
 
 
@@ -185,7 +186,8 @@ def _heads_by(rotate: Rotation) -> Region:
 
 def _as_kernels_read(x: Tensor) -> Tensor:
     """Keys or values [s, b, n, d], on a CPU with the rows of each head side by side: its kernel reads them for each block of
-    queries, both ways of 4 x 12 heads of 512 float32 rows in 68 instead of 81 ms. Queries stay as they are, since the kernel's
+    queries, both ways of 4 x 12 heads of 512 float32 rows in 68 instead of 81 ms. Queries stay as they are, since the
+    kernel's
     result lies as they do."""
     if x.device.type not in ("cpu", "meta"):
         return x.contiguous()

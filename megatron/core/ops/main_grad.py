@@ -65,7 +65,8 @@ def grad_was_added(parameter: nn.Parameter | Tensor) -> None:
 
 
 class DataParallelBase(nn.Module):
-    """What a schedule calls of a model chunk under data parallelism. `DistributedDataParallel` inherits it, since the schedules
+    """What a schedule calls of a model chunk under data parallelism. `DistributedDataParallel` inherits it, since the
+    schedules
     may not import that class: a chunk of another class is a plain module to them."""
 
     def begin_microbatch(self, microbatch: int, *, backward: bool) -> None:

@@ -5,7 +5,8 @@
 
 It saves memory only where something else keeps what y is made from anyway, so only its maker may mark it.
 
-A maker's backward reads what y is made from. A reader whose own backward can wait for that one asks it for y (`ask_maker`), which
+A maker's backward reads what y is made from. A reader whose own backward can wait for that one asks it for y
+(`ask_maker`), which
 then costs no pass of its own.
 """
 
@@ -36,14 +37,16 @@ def _mark_of(x: Tensor) -> _Mark | None:
 
 
 def unmarked(made: Tensor) -> Tensor:
-    """The same tensor, to be kept by its readers: they run where ZeRO stage 3 may have released a parameter it is made from."""
+    """The same tensor, to be kept by its readers: they run where ZeRO stage 3 may have released a parameter it is
+    made from."""
     if _mark_of(made) is not None:
         del made.made_again
     return made
 
 
 def kept_for(x: Tensor) -> tuple[Again, tuple[Tensor | None, ...]]:
-    """(again, kept): again(*kept) has the values of x. kept: what to save for a backward, x itself if nobody has marked it."""
+    """(again, kept): again(*kept) has the values of x. kept: what to save for a backward, x itself if nobody has
+    marked it."""
     mark = _mark_of(x)
     if mark is None or mark.version != x._version:  # changed in place since
         return _as_kept, (x,)

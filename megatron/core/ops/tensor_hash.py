@@ -27,7 +27,8 @@ def block_hashes(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def tensor_hash(x: Tensor, first: int = 0) -> Tensor:
-    """The hash of `x`, an int64 scalar on x's device. first: where x begins in the whole tensor, in elements; this many must be
+    """The hash of `x`, an int64 scalar on x's device. first: where x begins in the whole tensor, in elements; this many
+    must be
     whole words."""
     skipped = first * x.element_size()
     assert skipped % 4 == 0, f"element {first} of {x.dtype} begins inside a word"

@@ -1,13 +1,13 @@
 """The optimizer: updates the parameters of this rank, element by element in flat buffers.
 
-    settings, param_groups              the table OPTIMIZERS and the settings; which parameters are updated alike (no torch)
-    optimizer, update, sliced, whole    the update of flat buffers, in slices, or of whole tensors
-    torch_groups, group_schedule        the update and its rates under torch's param_groups, for loops of one's own
-    step_schedules                      learning rates by steps, under DeepSpeed's names
-    muon_config, muon                   Muon: its settings (no torch), its update of whole matrices
-    lr_schedule, loss_scale             learning rate and weight decay by samples; float16's loss scale (no torch)
+    flat_optimizer_config, param_groups      OPTIMIZERS and the settings; which parameters are updated alike (no torch)
+    flat_optimizer, update_rules             the update of flat buffers; AdamW and SGD
+    full_matrix, muon_update, matrix_owners  updates of whole matrices, divided among ranks
+    cpu_offloading/, split_master            state on the host or in files; masters in two halves
+    lr_schedule, loss_scaler                 learning rate and weight decay by samples; float16's loss scale (no torch)
+    torch_param_groups, param_group_schedule, deepspeed_lr_schedules    for loops that write rates into torch's param_groups
+    megatron_optimizer, optimizer_config     Megatron's names over these
 
-May import: floors 0 to 2, of which it uses `distributed`.
 To add an optimizer: a line of OPTIMIZERS, also from a script.
 """
 
@@ -18,7 +18,8 @@ __getattr__, __dir__ = lazy_names(
     {
         ".flat_optimizer": "FlatOptimizer",
         ".flat_optimizer_config": "OPTIMIZERS UpdateRule",
-        "megatron.core.classic.optimizers": "MegatronOptimizer OptimizerConfig get_megatron_optimizer",
+        ".megatron_optimizer": "MegatronOptimizer get_megatron_optimizer",
+        ".optimizer_config": "OptimizerConfig",
         ".muon_update": "muon_update",
         ".param_groups": "ParamGroup",
         ".update_rules": "adam_l2_update adam_update sgd_update",

@@ -104,7 +104,8 @@ class OptimizerConfig(MuonConfig):
     clip_grad: NotNegative = knob(1.0, "clip the global gradient norm to this; 0: no clipping")
     reuse_fp32_param: bool = knob(
         False,
-        "with --bf16: store an fp32 master as the bf16 weight and its 16 missing bits, 2 bytes less per parameter; ties (1 in "
+        "with --bf16: store an fp32 master as the bf16 weight and its 16 missing bits, 2 bytes less per "
+        "parameter; ties (1 in "
         "131,072) lose one unit in the last place",
     )
 

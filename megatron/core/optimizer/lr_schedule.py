@@ -148,7 +148,8 @@ class LearningRateSchedule:
         return lowest + _FALLS[style](max(samples - start, 0) / (self.decay - start)) * (highest - lowest)
 
     def _risen(self, rise: float, samples: int) -> float:
-        """The part of the warm-up's rise after `samples` samples. By the logarithm it is complete an iteration before the end."""
+        """The part of the warm-up's rise after `samples` samples. By the logarithm it is complete an iteration before
+        the end."""
         if self.warmup_style == "linear":
             return rise * samples / self.warmup
         of_all = max(2.0, self.warmup / self.warmup_unit)
@@ -253,7 +254,8 @@ AnySchedule = TypeVar("AnySchedule", LearningRateSchedule, WeightDecaySchedule)
 
 
 def read_schedule(kind: type[AnySchedule], saved: Mapping[str, Any], *, what: str) -> AnySchedule:
-    """The schedule that was saved as `asdict` gives it. Raises ConfigError for what no run has saved: a checkpoint may come from
+    """The schedule that was saved as `asdict` gives it. Raises ConfigError for what no run has saved: a checkpoint may
+    come from
     anywhere. what: names the schedule in the message."""
     needed = [f.name for f in fields(kind) if f.default is MISSING]
     wrong = [f"{name} is missing" for name in needed if name not in saved]

@@ -63,7 +63,8 @@ class MuonConfig(FlagConfig):
     )
     muon_fp32_matmul_prec: Literal["medium", "high", "highest"] = knob(
         "medium",
-        "muon: products of float32 matrices in bfloat16 (medium; on a CPU without bfloat16 units as high), in TF32 where the "
+        "muon: products of float32 matrices in bfloat16 (medium; on a CPU without bfloat16 units as high), in "
+        "TF32 where the "
         "device has it (high), or in float32 (highest)",
     )
 

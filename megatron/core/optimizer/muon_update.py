@@ -5,7 +5,8 @@
     w = w - lr (scale U V^T + decay w)     of d = U S V^T, approximately: Newton-Schulz steps instead of the decomposition
 
 Matrices that lie fused in one parameter are orthogonalized one by one: gate and up, and query, key and value, each with all
-its heads. The whole matrix is gathered over the tensor-parallel ranks, which repeat each other's computation. Of ranks that hold
+its heads. The whole matrix is gathered over the tensor-parallel ranks, which repeat each other's computation. Of ranks
+that hold
 the same part of it (data-parallel ones at ZeRO stage 0), one takes the steps and sends its part of U V^T to the others: in
 bfloat16 if the steps were taken in it, which is exact.
 """
@@ -18,7 +19,8 @@ from megatron.core.optimizer.muon_config import MuonConfig, ns_coefficients
 from megatron.core.optimizer.update_rules import States, Tensors, UpdateStep
 from megatron.core.parallel.device import float32_products, multiplies_bfloat16
 
-# Megatron-LM's. A smaller matrix fades: what is zero but for rounding differs between layouts, and must not become a whole step.
+# Megatron-LM's. A smaller matrix fades: what is zero but for rounding differs between layouts, and must not become a
+# whole step.
 SMALLEST_NORM = 1e-7
 
 

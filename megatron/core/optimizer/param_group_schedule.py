@@ -1,4 +1,5 @@
-"""Rates by number of updates, rates and decays by samples, written into the groups of an optimizer: for a loop of one's own."""
+"""Rates by number of updates, rates and decays by samples, written into the groups of an optimizer: for a loop of
+one's own."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,8 @@ from megatron.core.optimizer.lr_schedule import (
 
 
 class GroupSchedule:
-    """Writes `lr` into every group of an optimizer: once when it is made, which the first update reads, and after every update.
+    """Writes `lr` into every group of an optimizer: once when it is made, which the first update reads, and after every
+    update.
 
     rates: a function of the update's number, from -1, for each group. betas: likewise Adam's of all groups.
     """
@@ -107,7 +109,8 @@ def range_test(lowest: float, size: int, rate: float, *, by_steps: bool = False)
 def one_cycle(
     sizes: tuple[float, float], stairs: tuple[int, int], start: float, top: float, *, rests: Callable[[float], float]
 ) -> Callable[[int], float]:
-    """From `start` to `top` in `sizes[0]` updates and back in `sizes[1]`, each half in so many stairs (0: none), as a function of
+    """From `start` to `top` in `sizes[0]` updates and back in `sizes[1]`, each half in so many stairs (0: none), as a
+    function of
     the update's number; then `rests`(updates since)."""
     first, second = sizes
     if min(first, second) < 1:

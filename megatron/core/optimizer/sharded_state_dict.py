@@ -17,7 +17,8 @@ from megatron.core.sharding.boxes import pieces_of_run
 
 
 def model_tensors(chunks: Sequence[DistributedDataParallel], mesh: Mesh) -> dict[str, LocalTensor]:
-    """This rank's part of every parameter (its shard in ZeRO stage 3), by checkpoint name. One without elements is left out."""
+    """This rank's part of every parameter (its shard in ZeRO stage 3), by checkpoint name. One without elements is
+    left out."""
     return {
         f"model/{name}": placed_tensor(parameter.data, parameter.placement, mesh)
         if name not in shards

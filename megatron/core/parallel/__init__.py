@@ -1,9 +1,10 @@
-"""The processes of a job.
+"""The ranks of a job, the groups they form, and everything they send to one another.
 
-    launcher_environment.py      rank, world size and meeting place, as the launcher gives them (no torch)
-    processes.py   how the processes meet, and leave
-    liveness.py       which rank is missing, and which has died (sockets, no torch)
-
-May import: `comm`, `config`, `errors`, `grid`, `current_mesh`. Only `parallel_state`, `model_parallel` and training import it.
-To add a launcher: a line of the table in `launcher_environment.py`.
+grid, stage_map, sequence_shard, parallel_config    on paper: axes, stages, parts of a sequence, sizes (no torch)
+mesh, global_state                                  the axes of this rank, and those of the process, which Megatron's
+                                                    functions ask
+collectives                                         every collective and transfer, recorded in a ledger; no other file
+                                                    communicates
+initialize_groups, rendezvous, launcher_environment, hostfile, liveness    how processes meet, leave, and miss one another
+device                                              the device of the process; the only file that names a vendor
 """

@@ -1,6 +1,7 @@
 """All collectives and point-to-point transfers, each over an `Axis` and recorded in a ledger.
 
-This is the only file that calls torch.distributed communication (`initialize_groups.py` creates the groups). On an axis of one
+This is the only file that calls torch.distributed communication (`initialize_groups.py` creates the groups). On an axis
+of one
 rank a function returns at once, so callers need no special case. `start_*` returns a `Pending` whose `wait()` gives the
 result; the tensors of a call must not be read or written before `wait()`.
 
@@ -40,7 +41,8 @@ class Call(NamedTuple):
 
 
 class Ledger:
-    """The calls of one mesh. `recent` holds the last `keep` calls, for a report of a hang; `record` holds all calls of a block.
+    """The calls of one mesh. `recent` holds the last `keep` calls, for a report of a hang; `record` holds all calls of a
+    block.
 
     While `profiled` is set, each call and each wait is a range in torch's profiler.
     """

@@ -1,4 +1,5 @@
-"""The device of this process: selection, memory statistics, copies to and from the host. The only file that names vendors."""
+"""The device of this process: selection, memory statistics, copies to and from the host. The only file that names
+vendors."""
 
 import contextlib
 import ctypes
@@ -73,7 +74,8 @@ class Device:
         return cls(name, local_rank)
 
     def check_number(self, processes: int) -> None:
-        """Raises ConfigError if `processes` of this machine see fewer devices, but more than one: with one visible device the
+        """Raises ConfigError if `processes` of this machine see fewer devices, but more than one: with one visible
+        device the
         launcher may have given each process its own."""
         count = processes if self.module is None else self.module.device_count()
         if processes > count > 1:
@@ -102,10 +104,13 @@ class Device:
         """Changes settings of the whole process for a training run.
 
         Accelerator: large pinned buffers are not rounded up to a power of two. CPU: sets the malloc thresholds for
-        `empty_level` (`DeviceConfig.empty_unused_memory_level`), and with several `ranks` aligns large tensors. CPU with `bf16`,
-        if it has the instructions: float32 matrix products round their factors to bfloat16. In a --bf16 run these factors are
+        `empty_level` (`DeviceConfig.empty_unused_memory_level`), and with several `ranks` aligns large tensors. CPU with
+        `bf16`,
+        if it has the instructions: float32 matrix products round their factors to bfloat16. In a --bf16 run these
+        factors are
         widened bfloat16 (weight gradients, `matmul.py`), so products stay exact, accumulate in float32, and take half the
-        time (13 instead of 28 ms, see `tensor_parallel/linear_autograd.py`). The one exception, float32 attention probabilities, is
+        time (13 instead of 28 ms, see `tensor_parallel/linear_autograd.py`). The one exception, float32 attention
+        probabilities, is
         rounded to bfloat16 anyway.
         """
         if self.name != "cpu":
@@ -121,7 +126,8 @@ class Device:
             matmul.fp32_precision = "bf16"
 
     def restore(self) -> None:
-        """Ends what `prepare` set for float32 products: a program that goes on after its --bf16 run computes them as before."""
+        """Ends what `prepare` set for float32 products: a program that goes on after its --bf16 run computes them as
+        before."""
         if _products_before:
             torch.backends.mkldnn.matmul.fp32_precision = _products_before.pop()
 
@@ -141,8 +147,10 @@ class Device:
 
     @contextlib.contextmanager
     def memory_that_stays(self) -> Iterator[None]:
-        """Inside, what lives as long as the run is allocated: parameters, gradients, optimizer state. After `prepare` on a CPU,
-        each block has pages of its own there, and goes back to the system when freed. Steps then find a heap without holes."""
+        """Inside, what lives as long as the run is allocated: parameters, gradients, optimizer state. After `prepare` on
+        a CPU,
+        each block has pages of its own there, and goes back to the system when freed. Steps then find a heap without
+        holes."""
         if (kept := self._kept_below) is None:
             yield
             return
@@ -154,7 +162,8 @@ class Device:
 
     def return_freed(self) -> None:
         """Gives memory that the model's start or a compilation has freed back to the system, on a CPU with glibc: it lies in
-        pieces, of which the tensors of a step use some. Call it now and then, not each step, which would fault the pages in."""
+        pieces, of which the tensors of a step use some. Call it now and then, not each step, which would fault the pages
+        in."""
         if self.module is None and (c_library := _glibc()) is not None:
             c_library.malloc_trim(0)
             self._usual = None
@@ -162,7 +171,8 @@ class Device:
     def return_freed_if_grown(self, *, surely: bool = False) -> None:
         """`return_freed`, if this process holds a twelfth more than after the first step since the last return, or `surely`.
 
-        Call it after each step: a heap in pieces takes new pages where none fits. Each of 2 tensor-parallel ranks grew by 20 MiB
+        Call it after each step: a heap in pieces takes new pages where none fits. Each of 2 tensor-parallel ranks grew
+        by 20 MiB
         a step of 0.54 s; a return takes 9 ms."""
         if surely:
             self.return_freed()
@@ -281,7 +291,8 @@ def start_to_host(x: torch.Tensor) -> Pending[torch.Tensor]:
 
 
 def lock_pages(x: torch.Tensor, device: torch.device | str) -> Callable[[], None]:
-    """Locks the pages of the host tensor `x` where it lies, so that copies from `device` are asynchronous; returns what unlocks
+    """Locks the pages of the host tensor `x` where it lies, so that copies from `device` are asynchronous; returns what
+    unlocks
     them. Nothing to do for the host's own tensors, and for devices whose libraries do not offer it."""
     if torch.device(device).type != "cuda":
         return lambda: None
@@ -302,7 +313,8 @@ def has_fused_adam(device: torch.device) -> bool:
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:
-    """Whether the device has units for products in bfloat16. On a CPU without them such products are slower than float32's."""
+    """Whether the device has units for products in bfloat16. On a CPU without them such products are slower than
+    float32's."""
     return device.type != "cpu" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
@@ -331,9 +343,12 @@ def set_malloc(threshold: int) -> None:
     """Lets malloc keep freed blocks smaller than `threshold` bytes for reuse. A no-op unless on Linux with glibc.
 
     By default glibc returns each large block to the system, and the next tensor faults in zeroed pages again: a quarter of
-    the processor time of a step (2 layers of 512, 1024 tokens). Kept blocks fragment memory, so the level lowers the threshold.
-    Where kernels have one thread, all threads share one heap: what a thread of gloo frees would else wait for that thread alone.
-    Several threads of a kernel would wait for one another: bfloat16 attention with its backward (2 x 512 tokens, 8 heads of 64)
+    the processor time of a step (2 layers of 512, 1024 tokens). Kept blocks fragment memory, so the level lowers the
+    threshold.
+    Where kernels have one thread, all threads share one heap: what a thread of gloo frees would else wait for that
+    thread alone.
+    Several threads of a kernel would wait for one another: bfloat16 attention with its backward (2 x 512 tokens, 8 heads
+    of 64)
     took 25 ms on two threads of a Xeon with AMX, and 11 with a heap for each.
     """
     if (c_library := _glibc()) is not None:
@@ -346,9 +361,12 @@ def set_malloc(threshold: int) -> None:
 def align_to_pages() -> None:
     """Has torch align tensors of 2 MB and more to pages, and ask for huge ones. No effect once torch has made a tensor.
 
-    Aligned to 64 bytes, glibc asks for a little more and frees what is over: pieces so small that a thread keeps them for its
-    next small object. A tensor that is freed then leaves a hole too small for the next one of its size, and the heap grows with
-    every step: a rank of ZeRO stage 3 with 27.6 million parameters took 1.2 GiB after 4 steps and 2.9 after 32, so aligned 0.9
+    Aligned to 64 bytes, glibc asks for a little more and frees what is over: pieces so small that a thread keeps them
+    for its
+    next small object. A tensor that is freed then leaves a hole too small for the next one of its size, and the heap
+    grows with
+    every step: a rank of ZeRO stage 3 with 27.6 million parameters took 1.2 GiB after 4 steps and 2.9 after 32, so
+    aligned 0.9
     and 1.3. Tensor parallelism grew too; one process did not, and would take 4 % more for whole pages.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

@@ -92,7 +92,8 @@ def set_mesh_of_process(mesh: Mesh | None) -> None:
 
 @contextlib.contextmanager
 def filling_by_name() -> Iterator[None]:
-    """Layers made inside the block leave initial values to `initialize_parameters`, which seeds each parameter by its name."""
+    """Layers made inside the block leave initial values to `initialize_parameters`, which seeds each parameter by its
+    name."""
     here = current()
     here.fills_by_name = True
     try:

@@ -91,7 +91,8 @@ class AxisSizes:
         (dp, tp)         0,0  0,1  1,0  1,1  2,0  2,1  3,0  3,1
         (edp, ep, etp)   000  010  020  030  100  110  120  130
 
-    order: as in Megatron, the leftmost axis varies fastest; etp takes the place of "tp" and edp of "dp". Axes of one rank may
+    order: as in Megatron, the leftmost axis varies fastest; etp takes the place of "tp" and edp of "dp". Axes of one
+    rank may
     be omitted. replicas: dp and edp are split into "_outer" (this many groups) and "_inner" (the ranks of a group, which may
     shard one copy of the optimizer state).
     """

@@ -87,7 +87,8 @@ _first_mesh_of: Any = None  # the torch.distributed group of all ranks whose fir
 def _group_maker(sizes: AxisSizes, timeout: datetime.timedelta, options: dict[str, Any]) -> MakeGroup:
     """Makes the groups of this rank's mesh, by their members alone: start-up costs no world-wide collective per group.
 
-    Not so in a job's second mesh, nor after a script's own `new_group`: torch then names a group by its ranks and by the number
+    Not so in a job's second mesh, nor after a script's own `new_group`: torch then names a group by its ranks and by the
+    number
     of groups that a member has had, which is unequal (a stage between is in no group of the word table). There all ranks
     make all groups.
     """

@@ -1,14 +1,23 @@
-"""The place of this process in its job, from the launcher's environment variables: rank, world size, address. Pure functions.
+"""The place of this process in its job, from the launcher's environment variables: rank, world size, address. Pure
+functions.
 
-| started by                               | rank, world size                            | local rank, ranks of the node        |
+| started by                               | rank, world size                            | local rank, ranks of the node
+      |
+|------------------------------------------|---------------------------------------------|--------------------------------------
 |------------------------------------------|---------------------------------------------|--------------------------------------|
-| torchrun, torch.distributed.launch, hand | RANK, WORLD_SIZE                            | LOCAL_RANK, LOCAL_WORLD_SIZE         |
-| mpirun of Open MPI                       | OMPI_COMM_WORLD_RANK, .._SIZE               | OMPI_COMM_WORLD_LOCAL_RANK, .._SIZE  |
-| mpiexec of MPICH, Intel MPI, Cray        | PMI_RANK, PMI_SIZE                          | MPI_LOCALRANKID, MPI_LOCALNRANKS     |
-| srun of SLURM                            | SLURM_PROCID, SLURM_STEP_NUM_TASKS          | SLURM_LOCALID, SLURM_STEP_TASKS_...  |
+| torchrun, torch.distributed.launch, hand | RANK, WORLD_SIZE                            | LOCAL_RANK, LOCAL_WORLD_SIZE
+      |
+| mpirun of Open MPI                       | OMPI_COMM_WORLD_RANK, .._SIZE               | OMPI_COMM_WORLD_LOCAL_RANK,
+.._SIZE  |
+| mpiexec of MPICH, Intel MPI, Cray        | PMI_RANK, PMI_SIZE                          | MPI_LOCALRANKID,
+MPI_LOCALNRANKS     |
+| srun of SLURM                            | SLURM_PROCID, SLURM_STEP_NUM_TASKS          | SLURM_LOCALID,
+SLURM_STEP_TASKS_...  |
 
-The first launcher whose variables are set counts. SLURM is last because mpirun inside a SLURM job starts one daemon per node by
-srun, and its processes inherit the daemon's SLURM_PROCID. The rendezvous address is MASTER_ADDR and MASTER_PORT; default: this
+The first launcher whose variables are set counts. SLURM is last because mpirun inside a SLURM job starts one daemon per
+node by
+srun, and its processes inherit the daemon's SLURM_PROCID. The rendezvous address is MASTER_ADDR and MASTER_PORT;
+default: this
 machine if all ranks are on it, else the first node of the SLURM step, and a port derived from the job's number.
 """
 
@@ -72,7 +81,8 @@ def discover(environment: Mapping[str, str]) -> Launch:
 
 
 def _step(environment: Mapping[str, str]) -> str | None:
-    """The number of this process's srun step; None in the batch script and salloc's shell, whose step numbers are the last of
+    """The number of this process's srun step; None in the batch script and salloc's shell, whose step numbers are the
+    last of
     32 bits."""
     step = environment.get("SLURM_STEP_ID", environment.get("SLURM_STEPID", ""))
     return step if step.isdigit() and int(step) < 0xFFFFFFF0 else None
@@ -166,7 +176,8 @@ def _slurm_local_size(environment: Mapping[str, str]) -> int:
 def threads_per_rank(environment: Mapping[str, str], launch: Launch, cores: int, *, bound: bool = False) -> int | None:
     """Threads per rank if the ranks of a node share its `cores`; None: leave it to torch.
 
-    OMP_NUM_THREADS takes precedence (torchrun sets it to 1 if it is unset). `bound`: the launcher has bound each rank to its own
+    OMP_NUM_THREADS takes precedence (torchrun sets it to 1 if it is unset). `bound`: the launcher has bound each rank to
+    its own
     cores.
     """
     if environment.get("OMP_NUM_THREADS") or launch.local_size == 1 or bound:

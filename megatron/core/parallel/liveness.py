@@ -14,7 +14,8 @@ ranks at once. A slow rank, or one that runs no Python for minutes, keeps its li
                                  {"lost": "rank 3 (on gpu07, process 4711) has ended without a word"}
                                  {"over": true}              the first rank leaves
 
-A machine that loses power does not close its lines. During the rendezvous TCP probes detect it within ten seconds. Afterwards the
+A machine that loses power does not close its lines. During the rendezvous TCP probes detect it within ten seconds.
+Afterwards the
 backend's connections or its timeout must, so that a network outage of a few seconds does not end a run.
 """
 
@@ -208,7 +209,8 @@ class Exchange:
             self._tell_all({"complete": True})
 
     def _problem_of(self, rank: int, name: str, ranks: int) -> str | None:
-        """Why a process is refused; None if it is not. The job goes on without it: it may belong to another job on this port."""
+        """Why a process is refused; None if it is not. The job goes on without it: it may belong to another job on
+        this port."""
         if ranks != self._ranks:
             return f"{name} expects {ranks} ranks, rank 0 expects {self._ranks}; give all processes the same WORLD_SIZE"
         if rank in self._came:
@@ -372,7 +374,8 @@ def answers(host: str, port: int) -> bool:
 
 
 def refuses(host: str, port: int) -> bool:
-    """Whether the host is there, and nobody listens at its port. False without an answer: the network may be gone for a while."""
+    """Whether the host is there, and nobody listens at its port. False without an answer: the network may be gone for
+    a while."""
     try:
         socket.create_connection((host, port), timeout=_ANSWERS_WITHIN).close()
     except ConnectionRefusedError:

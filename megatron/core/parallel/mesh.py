@@ -163,7 +163,8 @@ def build_mesh(
 
     stages: default one stage per pipeline rank. embedding_ranks, position_embedding_ranks: choose from the ranks of a
     pipeline those that share a table; default first and last stage for words, the first for positions.
-    ranks_per_kv_head: that many neighbours on "tp" form an axis "kv". With 2 groups on 4 ranks: tp (0,1,2,3), kv (0,1) (2,3).
+    ranks_per_kv_head: that many neighbours on "tp" form an axis "kv". With 2 groups on 4 ranks: tp (0,1,2,3), kv (0,1)
+    (2,3).
     """
     if sizes.tp % ranks_per_kv_head:
         problem = f"{ranks_per_kv_head} ranks per key/value head do not divide {sizes.tp} tensor-parallel ranks"

@@ -25,8 +25,10 @@ class ParallelConfig(FlagConfig):
     context_parallel_size: Count = knob(1, "context-parallel ranks: shards of each sequence")
     cp_comm_type: list[str] = knob(
         ["p2p"],
-        "how context-parallel ranks see each other's tokens: p2p (keys and values travel round a ring), all_gather (of keys and "
-        "values), a2a (heads are exchanged for tokens), a2a+p2p (a2a among neighbours, p2p between groups of them); one for all "
+        "how context-parallel ranks see each other's tokens: p2p (keys and values travel round a ring), "
+        "all_gather (of keys and "
+        "values), a2a (heads are exchanged for tokens), a2a+p2p (a2a among neighbours, p2p between groups of "
+        "them); one for all "
         "layers, or one for each",
         metavar="TYPE",
     )
@@ -43,8 +45,10 @@ class ParallelConfig(FlagConfig):
     )
     pipeline_schedule: str | None = knob(
         None,
-        "1f1b, interleaved, gpipe, zb-h1, zb-interleaved (interleaved, weight gradients fill the bubble), zb-v (two chunks per "
-        "rank in a V: the smallest bubble in the memory of 1f1b), or a script's own; default: 1f1b, or interleaved with several "
+        "1f1b, interleaved, gpipe, zb-h1, zb-interleaved (interleaved, weight gradients fill the bubble), zb-v "
+        "(two chunks per "
+        "rank in a V: the smallest bubble in the memory of 1f1b), or a script's own; default: 1f1b, or "
+        "interleaved with several "
         "chunks per rank",
     )
     decoder_first_pipeline_num_layers: int | None = knob(
@@ -55,7 +59,8 @@ class ParallelConfig(FlagConfig):
     )
     pipeline_model_parallel_split_rank: Count | None = knob(
         None,
-        "pretrain_t5.py: pipeline rank where the decoder begins; the ranks before it share the encoder. Default: all share all "
+        "pretrain_t5.py: pipeline rank where the decoder begins; the ranks before it share the encoder. Default: "
+        "all share all "
         "layers evenly",
     )
     account_for_embedding_in_pipeline_split: bool = knob(False, "count the embedding as a layer of the first stage")
@@ -93,7 +98,8 @@ class ParallelConfig(FlagConfig):
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
     def sizes(self, world_size: int, replicas: int = 1, order: str | None = None) -> AxisSizes:
-        """The axis sizes of a job; data parallelism takes the remaining factor. ConfigError if the world size is no multiple.
+        """The axis sizes of a job; data parallelism takes the remaining factor. ConfigError if the world size is no
+        multiple.
 
         replicas: --num-distributed-optimizer-instances. order: as in `AxisSizes`; default: `self.order`."""
         tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size

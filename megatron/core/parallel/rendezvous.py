@@ -14,7 +14,8 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-# Imported before a process group exists: imported later (torch.optim does), its functions take the group as a default argument,
+# Imported before a process group exists: imported later (torch.optim does), its functions take the group as a default
+# argument,
 # which keeps its threads alive after destroy_process_group. Seen in torch 2.13.
 from megatron.core.base import output_streams, rank_status
 from megatron.core.base.dataclass_flags import ConfigError
@@ -43,9 +44,11 @@ def _has_others_to_meet(launch: Launch) -> bool:
 
 
 def start_distributed(backend: str, timeout_minutes: float) -> None:
-    """Joins the job: adopts torch.distributed if the caller has initialised it, else follows the launcher (`launcher_environment.py`).
+    """Joins the job: adopts torch.distributed if the caller has initialised it, else follows the launcher
+    (`launcher_environment.py`).
 
-    Every rank must call. A process without a launcher is a job of one rank, without torch.distributed. Ranks may come minutes
+    Every rank must call. A process without a launcher is a job of one rank, without torch.distributed. Ranks may come
+    minutes
     apart; waiting ranks report the missing ranks every half minute. Raises ConfigError if ranks are missing after
     `timeout_minutes`, and LostPeerError if a rank dies meanwhile.
     """
@@ -275,7 +278,8 @@ def world_axis() -> Axis:
 def agreement_axis() -> Axis:
     """The axis of all ranks, with collectives in host memory, for agreement before the start.
 
-    If the backend works on devices, it goes through the store: a rank that cannot start may have no device, or another rank's.
+    If the backend works on devices, it goes through the store: a rank that cannot start may have no device, or another
+    rank's.
     """
     world = world_axis()
     if world.group is None or notices_lost_ranks():

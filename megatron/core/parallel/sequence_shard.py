@@ -1,7 +1,9 @@
 """The rows of each sample that a rank holds under context and sequence parallelism. Pure integers.
 
-Context parallelism cuts a sample into 2 c chunks, and rank r holds chunks r and 2 c - 1 - r: under a causal mask every rank then
-has the same work (Llama 3, arXiv:2407.21783, section 3.3.2). Sequence parallelism divides these rows between layers once more.
+Context parallelism cuts a sample into 2 c chunks, and rank r holds chunks r and 2 c - 1 - r: under a causal mask every
+rank then
+has the same work (Llama 3, arXiv:2407.21783, section 3.3.2). Sequence parallelism divides these rows between layers once
+more.
 
     c = 4:      rank 0: 0 7      rank 1: 1 6      rank 2: 2 5      rank 3: 3 4
 """

@@ -29,7 +29,8 @@ class Executor:
 
     chunks, data_iterators: by stage; an iterator may be None for a stage that reads no data.
     forward_step(data_iterator, model) -> (output, loss_func), as in Megatron.
-    begin(action) is called before each compute action, reduce(stage) once the stage's gradients are complete. around(action):
+    begin(action) is called before each compute action, reduce(stage) once the stage's gradients are complete.
+    around(action):
     a context for each action, such as a timer or a profiler range.
     weight_grads: the store of the chunks' linear layers, for schedules that defer weight gradients.
     nominal_tokens: tokens of a full microbatch, the weight of a loss that is a mean.
@@ -165,7 +166,8 @@ class Executor:
 class _Input:
     """An input of a stage: the tensor until the forward takes it, then its gradient for the previous stage.
 
-    A leaf tensor would serve, but the graph keeps a leaf alive until its end, even if the layers shard or offload their input.
+    A leaf tensor would serve, but the graph keeps a leaf alive until its end, even if the layers shard or offload their
+    input.
     """
 
     def __init__(self, x: Tensor, training: bool):

@@ -1,4 +1,5 @@
-"""The step of a loop of one's own: forwards and backwards, through the pipeline if there is one, and gradients of the mean loss.
+"""The step of a loop of one's own: forwards and backwards, through the pipeline if there is one, and gradients of the
+mean loss.
 
 reports = run_step([chunk], [iterator], forward_step, mesh, BatchShape(4, num_microbatches=8, tokens_per_sample=1024))
 """
@@ -38,7 +39,8 @@ def run_step(
     tensors that pass between stages. first_sample: the step's first, numbered over the run, which dropout masks follow from.
     training: False: only forwards. non_loss: the reports are loss_func(output, non_loss_data=True).
 
-    Gradients accumulate in the chunks' buffers (in `.grad` without DistributedDataParallel), are summed over data-parallel ranks
+    Gradients accumulate in the chunks' buffers (in `.grad` without DistributedDataParallel), are summed over
+    data-parallel ranks
     and divided by the tokens of the step. loss_scale: they stay multiplied by it. before_reduce(chunks): called before that.
     """
     stages, reports = loop(mesh["pp"].size, len(chunks)), []

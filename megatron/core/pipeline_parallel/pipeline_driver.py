@@ -101,7 +101,8 @@ class Pipeline:
     ) -> LossTotals:
         """Runs the forwards, backwards and the start of gradient reduction of one step; only forwards if not `training`.
 
-        Every pipeline rank must call. first_sample: the step's first sample, numbered over the run. forward_step: default: the
+        Every pipeline rank must call. first_sample: the step's first sample, numbered over the run. forward_step:
+        default: the
         pipeline's own.
         """
 

@@ -1,6 +1,7 @@
 """Transfers between pipeline stages: a tuple of tensors per microbatch, forwards and backwards over separate communicators.
 
-Without sequence parallelism, tensor-parallel ranks hold equal copies of the boundary tensors. Then each rank sends a shard, and
+Without sequence parallelism, tensor-parallel ranks hold equal copies of the boundary tensors. Then each rank sends a
+shard, and
 the receivers all-gather it over their faster links (arXiv:2104.04473, section 4.1).
 """
 
@@ -59,7 +60,8 @@ class Transport:
 
         NCCL connects a pair at its first transfer, and blocks the hosts of both ranks meanwhile. A schedule posts receives
         long before their sends, so a first transfer inside a script's schedule could deadlock. Connecting now also shows a
-        broken network at the start. All ranks use one order: pairs of even ranks with the next rank, then those of odd ranks.
+        broken network at the start. All ranks use one order: pairs of even ranks with the next rank, then those of odd
+        ranks.
         """
         for axis in self.axes.values():
             for one, other in sorted(neighbours, key=lambda pair: pair[0] % 2):

@@ -1,4 +1,5 @@
-"""Boxes: index ranges of a tensor, one per dimension. Intersecting boxes reshards a tensor between layouts. Pure integers."""
+"""Boxes: index ranges of a tensor, one per dimension. Intersecting boxes reshards a tensor between layouts. Pure
+integers."""
 
 from collections.abc import Iterable, Iterator
 from math import prod

@@ -57,7 +57,8 @@ def seed_of_next_parameter() -> int:
 def _made_by(init: Callable[[Tensor], Any], shape: tuple[int, ...], seed: int, name: str) -> Tensor:
     """The global float32 tensor filled by `init`: in place, like `torch.nn.init.xavier_normal_`, or returned.
 
-    Every rank makes the whole tensor on the CPU, since a function need not work on a shard: t ranks take t times the time and
+    Every rank makes the whole tensor on the CPU, since a function need not work on a shard: t ranks take t times the
+    time and
     memory. The function draws from torch's generator, which is seeded for the call and restored.
     """
     values, generator = torch.full(shape, torch.nan, dtype=torch.float32, device="cpu"), torch.default_generator

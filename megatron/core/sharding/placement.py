@@ -1,4 +1,5 @@
-"""The placement of a parameter: how it is sharded and replicated. Initial values, gradient sums, norms and checkpoints follow.
+"""The placement of a parameter: how it is sharded and replicated. Initial values, gradient sums, norms and checkpoints
+follow.
 
 A layer sets `parameter.placement = Placement(...)` when it creates the parameter. No other code adds to this fact.
 

@@ -1,8 +1,8 @@
-"""Storage: files that appear whole or not at all, the locks of their writers, tensors that need not be in memory.
+"""Files that appear whole or not at all, the locks of their writers, and object stores behind the same calls. No torch.
 
-One process writes, the others wait. The writer renames a temporary file, so nobody reads half a file. Only `stored` needs torch.
-`files` is the layer under checkpoints, which may lie in an object store: `paths` reads its URL, `objects` is it.
-
-May import: floor 0. The data caches, the checkpoints, the offloaded state and the tools import it.
-To add a kind of tensor outside memory: a `StoredTensor`.
+file_layer       every file call of a save and of a load; `paths` tells a local path from the URL of an object store
+object_store     an object store by way of fsspec; `read_ahead` keeps several of its requests under way
+atomic_file      written under a temporary name, synced, renamed
+file_lock        locks that the system releases when a process ends
+resize_storage   memory that is given back while its tensor stays
 """

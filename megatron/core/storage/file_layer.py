@@ -3,7 +3,8 @@
     at(path)                       the file system, or the object store, that holds `path`
     write_synced, read_start, remove_tree, make_folders, ...        what is made of its calls
 
-A test puts a double in the place of `local`, which fails, stops or cuts short any call; nothing of a checkpoint goes beside it.
+A test puts a double in the place of `local`, which fails, stops or cuts short any call; nothing of a checkpoint goes
+beside it.
 To add a file system: a class with the methods of `LocalFiles`. `ObjectFiles` is one for all object stores of fsspec.
 """
 
@@ -169,7 +170,8 @@ def open_at(path: Path, start: int) -> BinaryIO:
 
 @contextlib.contextmanager
 def reading_ahead(spans: Sequence[FileSpan]) -> Iterator[Callable[[Path, int], BinaryIO]]:
-    """`open_at`, for `spans` that are read in this order, each to its end or none after it. Those of an object store are fetched
+    """`open_at`, for `spans` that are read in this order, each to its end or none after it. Those of an object store are
+    fetched
     several at a time, in up to 72 MiB of memory."""
     if not spans or not is_object(spans[0].path):
         yield open_at

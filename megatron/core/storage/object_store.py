@@ -6,7 +6,8 @@ What differs from a file system, and is left to those who write checkpoints (`di
     nothing is renamed, nothing is locked, and a folder is no more than what names begin with
     an error of the network says nothing of the bytes that are stored
 
-An object of up to `PART` bytes is one request. A longer one is sent in parts as it is written, so a writer holds a part or two.
+An object of up to `PART` bytes is one request. A longer one is sent in parts as it is written, so a writer holds a part
+or two.
 Nothing is cached: another process may have changed the store since.
 """
 

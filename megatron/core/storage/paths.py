@@ -63,7 +63,8 @@ def holds(root: str, folder: str) -> bool:
 
 
 def path_of(text: str | Path) -> Path:
-    """The path of a folder as a user gives it, with the methods of `Path` that ask no system. Raises ConfigError for a URL that
+    """The path of a folder as a user gives it, with the methods of `Path` that ask no system. Raises ConfigError for a
+    URL that
     this installation cannot read, and for no text at all."""
     if isinstance(text, PurePosixPath):
         return text

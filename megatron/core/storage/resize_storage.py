@@ -1,4 +1,5 @@
-"""Memory that is given back and taken again while its tensor stays. No operator tells of it: who counts memory listens here."""
+"""Memory that is given back and taken again while its tensor stays. No operator tells of it: who counts memory
+listens here."""
 
 from collections.abc import Callable
 

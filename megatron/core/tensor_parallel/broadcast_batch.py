@@ -57,7 +57,8 @@ _MOST_DIMENSIONS = 5
 def broadcast_tensors(
     keys: list[str], data: dict[str, Tensor] | None, dtype: torch.dtype, axis: Axis, device: torch.device | str = "cpu"
 ) -> dict[str, Tensor]:
-    """The tensors `keys` of the first rank's `data`, of at most 5 dimensions, on every rank of the axis, in two messages: of the
+    """The tensors `keys` of the first rank's `data`, of at most 5 dimensions, on every rank of the axis, in two
+    messages: of the
     shapes, and of the values. Every rank must call. TypeError for another dtype than `dtype`."""
     shapes = torch.full((len(keys), _MOST_DIMENSIONS), -1, dtype=torch.int64)
     if axis.is_first:

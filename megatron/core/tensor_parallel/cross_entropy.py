@@ -23,6 +23,7 @@ from megatron.core.base.errors import sequence_parallel_hint
 from megatron.core.base.lazy_imports import lazy_names
 from megatron.core.ops.cross_entropy_kernels import Factors, grad_of_rows, sums_of_rows
 from megatron.core.parallel import collectives
+from megatron.core.parallel.global_state import get_mesh
 from megatron.core.parallel.grid import Axis
 from megatron.core.tensor_parallel.token_id_check import check_word_ids
 
@@ -148,13 +149,15 @@ def sharded_losses(
     compiled: bool = False,
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(the loss of each token with label smoothing and z-loss, its cross entropy), in float32 or wider. Without smoothing and
+    """(the loss of each token with label smoothing and z-loss, its cross entropy), in float32 or wider. Without
+    smoothing and
     z-loss both are the same tensor; else the cross entropy has no gradient.
 
     logits: [s, b, v/t], this rank's shard of the vocabulary; target: [s, b] global ids; -> [s, b] each. Columns beyond
     `vocab_size` are padding, with probability 0. Every rank of the axis must call.
 
-    compiled: run the work on rows compiled (`megatron/core/ops/compile/compiled_region.py`). overwrite: the backward writes the gradient
+    compiled: run the work on rows compiled (`megatron/core/ops/compile/compiled_region.py`). overwrite: the backward
+    writes the gradient
     into the memory of `logits`, which nobody may read after that.
     """
     has_terms = bool(label_smoothing or z_loss)
@@ -177,4 +180,9 @@ def _losses(
     return _VocabParallelCrossEntropy.apply(logits, target, axis, vocab_size, label_smoothing, z_loss, how)
 
 
-__getattr__, __dir__ = lazy_names(__name__, {"megatron.core.classic.tensor_parallel": "vocab_parallel_cross_entropy"})
+def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """The loss of each token. vocab_parallel_logits: [s, b, v/t]; target: [s, b] -> [s, b]."""
+    return sharded_cross_entropy(vocab_parallel_logits, target, get_mesh()["tp"], label_smoothing=label_smoothing)
+
+
+__getattr__, __dir__ = lazy_names(__name__, {})

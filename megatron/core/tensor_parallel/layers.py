@@ -1,11 +1,147 @@
-"""Megatron's path of its parallel layers. Our layers, which take their axis, are in `linear_layers`."""
+"""Tensor-parallel layers with Megatron's arguments, over ours in `linear_layers`."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.init import xavier_normal_
 
 from megatron.core.base.lazy_imports import lazy_names
+from megatron.core.ops.matmul import NATIVE
+from megatron.core.parallel.global_state import current, get_mesh
+from megatron.core.sharding.placement import Constant, InitialValue, Normal
+from megatron.core.tensor_parallel import autograd_collectives, linear_layers
+from megatron.core.tensor_parallel.linear_layers import TensorParallel
 
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "megatron.core.classic.tensor_parallel": "ColumnParallelLinear RowParallelLinear VocabParallelEmbedding",
-        "megatron.core.tensor_parallel.linear_layers": "TensorParallel",
-    },
+# Megatron's arguments without effect: weights are always drawn for the whole tensor, and gradients accumulate in place.
+_WITHOUT_EFFECT = set(  # where they are False, None or empty
+    [
+        "keep_master_weight_for_test",
+        "skip_weight_param_allocation",
+        "is_expert",
+        "embedding_activation_buffer",
+        "grad_output_buffer",
+        "disable_grad_reduce",
+        "use_cpu_initialization",
+        "gradient_accumulation_fusion",
+        "tp_group",
+    ]
 )
+
+
+def tensor_parallel_of(config: Any = None) -> TensorParallel:
+    """The `TensorParallel` of the current mesh for a model's config."""
+    here, mesh = current(), get_mesh()
+    divided = getattr(config, "sequence_parallel", here.sequence_parallel) and mesh["tp"].size > 1
+    dtype = getattr(config, "params_dtype", torch.get_default_dtype())
+    options = {"kv": mesh["kv"], "products": here.products or NATIVE, "fills": not here.fills_by_name}
+    return TensorParallel(mesh["tp"], divided, dtype, here.device, **options)
+
+
+def _checked(layer: str, init_method: Any, stride: int, others: dict[str, Any]) -> InitialValue:
+    """The initial value. TypeError for unsupported arguments."""
+    strange = [
+        name
+        for name, value in others.items()
+        if name != "tp_comm_buffer_name" and (name not in _WITHOUT_EFFECT or value)
+    ]
+    if stride != 1:
+        strange.append(f"stride={stride} (fused parts are `blocks` of megatron.core.tensor_parallel.linear_layers)")
+    if strange:
+        raise TypeError(f"{layer}: not built: {', '.join(strange)}")
+    init_method = init_method or xavier_normal_
+    if not isinstance(init_method, Normal | Constant) and not callable(init_method):
+        raise TypeError(
+            f"{layer}: init_method must be init_method_normal(std), scaled_init_method_normal(std, layers) or a function of "
+            f"the whole tensor, such as torch.nn.init.xavier_normal_, not {type(init_method).__name__}"
+        )
+    return init_method
+
+
+class ColumnParallelLinear(linear_layers.ColumnParallelLinear):
+    """Y = X A + b with A sharded by columns -> (y, bias or None).
+
+    gather_output: default True without `config`, as in Megatron 2, and False with it, as in Megatron core.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        gather_output: bool | None = None,
+        init_method: Any = xavier_normal_,
+        stride: int = 1,
+        keep_master_weight_for_test: bool = False,
+        skip_bias_add: bool = False,
+        *,
+        config: Any = None,
+        tp: TensorParallel | None = None,
+        **others: Any,
+    ):
+        init = _checked(
+            "ColumnParallelLinear",
+            init_method,
+            stride,
+            others | {"keep_master_weight_for_test": keep_master_weight_for_test},
+        )
+        if gather_output is None:
+            gather_output = config is None and tp is None
+        options = {"bias": bias, "gather_output": gather_output, "skip_bias_add": skip_bias_add}
+        super().__init__(input_size, output_size, tp=tp or tensor_parallel_of(config), init=init, **options)
+
+
+class RowParallelLinear(linear_layers.RowParallelLinear):
+    """Z = Y B + b with B sharded by rows -> (z, bias or None). `input_is_parallel`: y is sharded, else whole on each
+    rank."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        input_is_parallel: bool = False,
+        init_method: Any = xavier_normal_,
+        stride: int = 1,
+        keep_master_weight_for_test: bool = False,
+        skip_bias_add: bool = False,
+        *,
+        config: Any = None,
+        tp: TensorParallel | None = None,
+        **others: Any,
+    ):
+        init = _checked(
+            "RowParallelLinear",
+            init_method,
+            stride,
+            others | {"keep_master_weight_for_test": keep_master_weight_for_test},
+        )
+        tp = tp or tensor_parallel_of(config)
+        super().__init__(input_size, output_size, tp=tp, init=init, bias=bias, skip_bias_add=skip_bias_add)
+        self.input_is_parallel = input_is_parallel
+
+    def forward(self, y: Tensor) -> tuple[Tensor, Tensor | None]:
+        return super().forward(y if self.input_is_parallel else autograd_collectives.scatter_last(y, self.tp.axis))
+
+
+class VocabParallelEmbedding(linear_layers.VocabParallelEmbedding):
+    """A table sharded by rows: ids [s, b] -> [s, b, h], or [s/t, b, h] with `reduce_scatter_embeddings`."""
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        init_method: Any = xavier_normal_,
+        reduce_scatter_embeddings: bool = False,
+        *,
+        config: Any = None,
+        tp: TensorParallel | None = None,
+        **others: Any,
+    ):
+        init = _checked("VocabParallelEmbedding", init_method, 1, others)
+        tp = tp or tensor_parallel_of(config)
+        super().__init__(num_embeddings, embedding_dim, tp=tp, init=init)
+        self.sequence_parallel = reduce_scatter_embeddings and tp.axis.size > 1
+
+
+__getattr__, __dir__ = lazy_names(__name__, {"megatron.core.tensor_parallel.linear_layers": "TensorParallel"})

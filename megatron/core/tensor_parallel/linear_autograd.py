@@ -185,7 +185,8 @@ def _defers(ctx) -> bool:
 
 
 def _asks(ctx, grad: Tensor) -> bool:
-    """Whether x's maker will give it, and the weight gradient is made then: it goes to a buffer, and hides no communication."""
+    """Whether x's maker will give it, and the weight gradient is made then: it goes to a buffer, and hides no
+    communication."""
     if ctx.axis.size > 1 or main_grad_of(ctx.weight) is None:
         return False
     return ask_maker(ctx.maker, lambda x: weight_gradient(ctx.weight, grad, x, ctx.way))

@@ -21,7 +21,7 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
 from megatron.core.sharding.initial_values import initialize_parameter, seed_of_next_parameter
 from megatron.core.sharding.placement import Constant, InitialValue, Placement, Rows
-from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel import autograd_collectives
 from megatron.core.tensor_parallel.embedding_lookup import lookup
 from megatron.core.tensor_parallel.linear_autograd import LinearFunction, linear
 from megatron.core.tensor_parallel.token_id_check import check_word_ids
@@ -128,7 +128,7 @@ class ColumnParallelLinear(nn.Module):
         if self.bias is not None and not self.skip_bias_add:
             y = y.add_(self.bias)  # no backward needs the product without its bias
         if self.gather_output:
-            y = _whole_blocks(mappings.gather_last(y, self.tp.axis), self.blocks, self.tp.axis.size)
+            y = _whole_blocks(autograd_collectives.gather_last(y, self.tp.axis), self.blocks, self.tp.axis.size)
         return y, self.bias if self.skip_bias_add else None
 
 
@@ -159,7 +159,9 @@ class RowParallelLinear(nn.Module):
     ):
         super().__init__()
         self.tp, self.skip_bias_add = tp, skip_bias_add
-        self.leave = mappings.reduce_scatter_sequence if tp.sequence_parallel else mappings.reduce
+        self.leave = (
+            autograd_collectives.reduce_scatter_sequence if tp.sequence_parallel else autograd_collectives.reduce
+        )
         columns = size_per_rank("input size of a row-parallel layer", input_size, tp.axis)
         self.weight = tp.parameter(
             (output_size, columns), Placement((output_size, input_size), init, shard={tp.axis.name: 1})
@@ -215,7 +217,7 @@ class VocabParallelEmbedding(nn.Module):
         elsewhere = (ids < self.first) | (ids >= self.last)
         found = lookup((ids - self.first).masked_fill(elsewhere, 0), self.weight)
         found = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        leave = mappings.reduce_scatter_sequence if self.sequence_parallel else mappings.reduce
+        leave = autograd_collectives.reduce_scatter_sequence if self.sequence_parallel else autograd_collectives.reduce
         return leave(found, self.axis)  # [s, b, h] or [s/t, b, h]
 
 

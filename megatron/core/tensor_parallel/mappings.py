@@ -1,80 +1,112 @@
-"""Moves of an activation between layouts over the tensor-parallel axis; each is a pair of collectives.
-
-| move                    | forward                 | backward         | use                                             |
-|-------------------------|-------------------------|------------------|------------------------------------------------
--|
-| copy                    | identity                | all-reduce       | replicated input of a column-parallel layer     |
-| reduce                  | all-reduce              | identity         | partial output of a row-parallel layer          |
-| gather_sequence         | all-gather, dim 0       | reduce-scatter   | sequence-split input of a column-parallel layer |
-| whole_sequence          | all-gather, dim 0       | my part          | sequence-split to replicated, same use on all   |
-| reduce_scatter_sequence | reduce-scatter, dim 0   | all-gather       | partial output, result split along the sequence |
-| scatter_sequence        | my part of dim 0        | all-gather       | replicated to sequence-split                    |
-| scatter_last            | my part of the last dim | all-gather, last | replicated to feature-split                     |
-| gather_last             | all-gather, last dim    | my part          | feature-split to replicated                     |
-
-Every rank of the axis must call, forward and backward.
-"""
+"""Megatron's regions: autograd collectives over the tensor-parallel axis of the current mesh."""
 
 from collections.abc import Callable
-from functools import partial
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from megatron.core.base.lazy_imports import all_names
-from megatron.core.parallel import collectives
+from megatron.core.base.lazy_imports import names_of_megatron
+from megatron.core.base.signatures import takes
+from megatron.core.parallel.global_state import get_mesh
 from megatron.core.parallel.grid import Axis
-
-Direction = Callable[[Tensor, Axis], Tensor]
-
-
-class Move:
-    """An autograd function from its two directions. ctx holds the axis, since a backward looks nothing up."""
-
-    def __init__(self, name: str, forward: Direction, backward: Direction):
-        self.forward, self.backward = forward, backward
-
-        def run_forward(ctx, x: Tensor, axis: Axis) -> Tensor:
-            ctx.axis = axis
-            return forward(x, axis)
-
-        def run_backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-            return backward(grad, ctx.axis), None
-
-        methods = {"forward": staticmethod(run_forward), "backward": staticmethod(run_backward)}
-        self.function = type(name, (torch.autograd.Function,), methods)
-
-    def __call__(self, x: Tensor, axis: Axis) -> Tensor:
-        return x if axis.size == 1 else self.function.apply(x, axis)
+from megatron.core.parallel.initialize_groups import torch_group
+from megatron.core.tensor_parallel import autograd_collectives
 
 
-def _identity(x: Tensor, axis: Axis) -> Tensor:
-    return x.view_as(x)
+def axis_of(group: Any = None) -> Axis:
+    """The tensor-parallel axis. group: None or its torch.distributed group; NotImplementedError for another."""
+    if group is not None and group is not torch_group("tp"):
+        raise NotImplementedError("group: only the tensor-parallel group is built; leave it out")
+    return get_mesh()["tp"]
 
 
-def _all_reduce(x: Tensor, axis: Axis) -> Tensor:
-    return collectives.all_reduce(x.clone(memory_format=torch.contiguous_format), axis)
+def _region(move: autograd_collectives.Move) -> Callable[..., Tensor]:
+    def region(input_: Tensor, group: Any = None) -> Tensor:
+        return move(input_, axis_of(group))
+
+    return region
 
 
-_all_gather_last = partial(collectives.all_gather, dim=-1)
+def _directions(move: autograd_collectives.Move, region: Callable[..., Tensor]) -> Any:
+    class Directions:
+        apply = staticmethod(region)
+
+        @staticmethod
+        def symbolic(graph: Any, input_: Tensor, *_: Any) -> Tensor:
+            return move.forward(input_, axis_of())
+
+        @staticmethod
+        def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+            return move.backward(grad_output, axis_of())
+
+    return Directions
 
 
-def _part(x: Tensor, axis: Axis) -> Tensor:
-    return x[collectives.my_part(x.shape[0], axis)].contiguous()
+copy_to_tensor_model_parallel_region = _region(autograd_collectives.copy)
 
 
-def _part_last(x: Tensor, axis: Axis) -> Tensor:
-    return x[..., collectives.my_part(x.shape[-1], axis)].contiguous()
+reduce_from_tensor_model_parallel_region = _region(autograd_collectives.reduce)
 
 
-copy = Move("copy", _identity, _all_reduce)
-reduce = Move("reduce", _all_reduce, _identity)
-gather_sequence = Move("gather_sequence", collectives.all_gather, collectives.reduce_scatter)
-whole_sequence = Move("whole_sequence", collectives.all_gather, _part)
-reduce_scatter_sequence = Move("reduce_scatter_sequence", collectives.reduce_scatter, collectives.all_gather)
-scatter_sequence = Move("scatter_sequence", _part, collectives.all_gather)
-scatter_last = Move("scatter_last", _part_last, _all_gather_last)
-gather_last = Move("gather_last", _all_gather_last, _part_last)
+scatter_to_tensor_model_parallel_region = _region(autograd_collectives.scatter_last)
+
+
+gather_from_tensor_model_parallel_region = _region(autograd_collectives.gather_last)
+
+
+scatter_to_sequence_parallel_region = _region(autograd_collectives.scatter_sequence)
+
+
+reduce_scatter_to_sequence_parallel_region = takes(input_split_sizes=None, use_global_buffer=False)(
+    _region(autograd_collectives.reduce_scatter_sequence)
+)
+
+
+@takes(output_split_sizes=None, use_global_buffer=False)
+def gather_from_sequence_parallel_region(
+    input_: Tensor, tensor_parallel_output_grad: bool = True, group: Any = None
+) -> Tensor:
+    """All-gather of the sequence. `tensor_parallel_output_grad`: the ranks' output gradients are partial sums, else
+    equal."""
+    move = autograd_collectives.gather_sequence if tensor_parallel_output_grad else autograd_collectives.whole_sequence
+    return move(input_, axis_of(group))
+
+
+_CopyToModelParallelRegion = _directions(autograd_collectives.copy, copy_to_tensor_model_parallel_region)
+
+
+_ReduceFromModelParallelRegion = _directions(autograd_collectives.reduce, reduce_from_tensor_model_parallel_region)
+
+
+_ScatterToModelParallelRegion = _directions(autograd_collectives.scatter_last, scatter_to_tensor_model_parallel_region)
+
+
+_GatherFromModelParallelRegion = _directions(autograd_collectives.gather_last, gather_from_tensor_model_parallel_region)
+
+
+_ScatterToSequenceParallelRegion = _directions(
+    autograd_collectives.scatter_sequence, scatter_to_sequence_parallel_region
+)
+
+
+_ReduceScatterToSequenceParallelRegion = _directions(
+    autograd_collectives.reduce_scatter_sequence, reduce_scatter_to_sequence_parallel_region
+)
+
+
+class _GatherFromSequenceParallelRegion(
+    _directions(autograd_collectives.gather_sequence, gather_from_sequence_parallel_region)
+):
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        move = (
+            autograd_collectives.gather_sequence
+            if ctx.tensor_parallel_output_grad
+            else autograd_collectives.whole_sequence
+        )
+        return move.backward(grad_output, axis_of()), None
+
 
 # Megatron's names; they use the mesh's tensor-parallel axis.
-__getattr__ = all_names(__name__, "megatron.core.classic.regions")
+
+__getattr__ = names_of_megatron(__name__)

@@ -1,5 +1,52 @@
-"""Megatron's path of its arithmetic for sharded tensors."""
+"""Megatron's arithmetic for sharded tensors and vocabularies."""
 
-from megatron.core.base.lazy_imports import all_names
+from collections.abc import Sequence
 
-__getattr__ = all_names(__name__, "megatron.core.classic.utils megatron.core.classic.regions")
+import torch
+from torch import Tensor
+
+from megatron.core.base.lazy_imports import names_of_megatron
+from megatron.core.base.signatures import takes
+from megatron.core.parallel import collectives
+from megatron.core.tensor_parallel.mappings import axis_of
+from megatron.core.utils import divide
+
+
+@takes(tp_group=None)
+def split_tensor_into_1d_equal_chunks(tensor: Tensor, new_buffer: bool = False) -> Tensor:
+    """This tensor-parallel rank's part of the numbers of a tensor that all ranks hold: a view, or a copy."""
+    part = tensor.reshape(-1)[collectives.my_part(tensor.numel(), axis_of())]
+    return part.clone() if new_buffer else part
+
+
+@takes(tp_group=None)
+def gather_split_1d_tensor(tensor: Tensor) -> Tensor:
+    """The ranks' parts, one after the other. Every rank of the axis must call."""
+    return collectives.all_gather(tensor.reshape(-1), axis_of())
+
+
+def split_tensor_along_last_dim(
+    tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
+) -> Sequence[Tensor]:
+    """Equal parts of the last dimension: views, or contiguous copies."""
+    parts = torch.split(tensor, divide(tensor.shape[-1], num_partitions), dim=-1)
+    return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else parts
+
+
+class VocabUtility:
+    """The rows [first, last) of the vocabulary on a rank."""
+
+    @staticmethod
+    def vocab_range_from_per_partition_vocab_size(
+        per_partition_vocab_size: int, rank: int, world_size: int
+    ) -> tuple[int, int]:
+        del world_size  # in Megatron's signature
+        return rank * per_partition_vocab_size, (rank + 1) * per_partition_vocab_size
+
+    @staticmethod
+    def vocab_range_from_global_vocab_size(global_vocab_size: int, rank: int, world_size: int) -> tuple[int, int]:
+        per_rank = divide(global_vocab_size, world_size)
+        return VocabUtility.vocab_range_from_per_partition_vocab_size(per_rank, rank, world_size)
+
+
+__getattr__ = names_of_megatron(__name__)

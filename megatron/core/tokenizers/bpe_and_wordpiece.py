@@ -35,7 +35,8 @@ TIK_PATTERNS = {
 class LibraryTokenizer:
     """A tokenizer of the `tokenizers` library. path: the file that it was read from.
 
-    special: token -> id of special tokens that the library does not know, so that no text gives them. words: a pattern that cuts
+    special: token -> id of special tokens that the library does not know, so that no text gives them. words: a pattern
+    that cuts
     text into words which no token crosses, None without such a pattern; never: strings that tokens may cross all the same.
     pad_is_text: texts hold `pad` too.
     """
@@ -121,7 +122,8 @@ class LibraryTokenizer:
 class WordPieceTokenizer(LibraryTokenizer):
     """BERT's word pieces, with [BOS], [EOS] and the <extra_id_...> sentinels after the ids of the file, as in Megatron.
 
-    rows: words of the model, None if it has as many as the tokenizer. A published BERT has a row for each line of its file and
+    rows: words of the model, None if it has as many as the tokenizer. A published BERT has a row for each line of its
+    file and
     no more; its tokenizer then has the ids of the file alone, and no token that ends a document.
     """
 

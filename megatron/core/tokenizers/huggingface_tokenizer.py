@@ -30,7 +30,8 @@ _SENTINEL = re.compile(r"<extra_id_(\d+)>")
 def huggingface_tokenizer(config: Any) -> LibraryTokenizer:
     """The ids of transformers' AutoTokenizer for the folder, as `special_tokens` says.
 
-    Its end-of-document token is the eos_token, or where no file names one, the first of EOD_NAMES among the special tokens; None
+    Its end-of-document token is the eos_token, or where no file names one, the first of EOD_NAMES among the special
+    tokens; None
     without either, as for a BERT. Likewise for padding, [CLS], [SEP] and [MASK].
     """
     library = optional_package("tokenizers", config.tokenizer_type)
@@ -89,7 +90,8 @@ def _apply(reading: SpecialTokens, tokenizer: Any, library: Any) -> tuple[dict[s
 
 
 def _is_in_texts(pad: int, tokenizer: Any, own: dict[int, Any], named: dict[str, int | None], folder: str) -> bool:
-    """Whether texts hold the pad of a folder: it is a word, stands for unknown words, or begins or ends a text by the template or
+    """Whether texts hold the pad of a folder: it is a word, stands for unknown words, or begins or ends a text by the
+    template or
     by another name that the folder gives it. own: the added tokens of the tokenizer.json; a word is none of them."""
     if pad not in own and tokenizer.model.token_to_id(tokenizer.id_to_token(pad)) == pad:
         return True
@@ -124,7 +126,8 @@ def _cut_as_5(files: Files, tokenizer: Any, library: Any) -> None:
 def _cut_as_told(files: Files, tokenizer: Any, library: Any, version: str) -> list[Any]:
     """Cut text as tokenizer_config.json tells the classes of transformers; returns what has changed, for a hash.
 
-    do_lower_case, strip_accents and tokenize_chinese_chars hold for a BERT, split_special_tokens for all. add_prefix_space holds
+    do_lower_case, strip_accents and tokenize_chinese_chars hold for a BERT, split_special_tokens for all.
+    add_prefix_space holds
     for all in 4.57, in 5.x for `SPACED_BY_CONFIG` alone: refused where the two then differ and no version is chosen.
     """
     changes: list[Any] = []

@@ -1,7 +1,8 @@
 """Tokenizers that the package `sentencepiece` runs, from a tokenizer.model: plain, GPT-style and Llama-style.
 
 Plain: special tokens are added after the model's own pieces, as Megatron numbers them, and text may hold them by name.
-GPT-style: the model's pieces alone. Llama-style: those, and every text begins with `<s>`. The file of a published T5, which the
+GPT-style: the model's pieces alone. Llama-style: those, and every text begins with `<s>`. The file of a published T5,
+which the
 files beside it tell, has the sentinels of transformers in the place of Megatron's tokens.
 """
 
@@ -45,7 +46,8 @@ class PieceTokenizer:
         return [self._first + ids + self._last for ids in self.tokenize_sentences(texts)]
 
     def tokenize_sentences(self, texts: list[str]) -> list[list[int]]:
-        """`tokenize` of each without what begins and ends every text: parts of a sample, around which data sets put tokens."""
+        """`tokenize` of each without what begins and ends every text: parts of a sample, around which data sets put
+        tokens."""
         return self._model.encode(texts, out_type=int, num_threads=1)
 
     def detokenize(self, ids: list[int]) -> str:
@@ -102,7 +104,8 @@ class SpecialPieceTokenizer(PieceTokenizer):
 
 
 class T5PieceTokenizer(SpecialPieceTokenizer):
-    """The sentencepiece model of a published T5, with the ids of transformers: after the pieces come the sentinels, the first of
+    """The sentencepiece model of a published T5, with the ids of transformers: after the pieces come the sentinels, the
+    first of
     them last, and `</s>` ends a text, which has no begin."""
 
     def __init__(self, name: str, path: str, model: Any, extra_ids: int):
@@ -120,7 +123,8 @@ _OF_T5 = ("T5Tokenizer", "MT5Tokenizer")
 def _sentinels_of_t5(path: str) -> int | None:
     """How many sentinels transformers adds to the model `path`; None if it is not that of a published T5.
 
-    The folder says so, by tokenizer_class in tokenizer_config.json, or by model_type in config.json where there is no such class.
+    The folder says so, by tokenizer_class in tokenizer_config.json, or by model_type in config.json where there is no
+    such class.
     """
     folder = os.path.dirname(path)
     config = object_in(folder, "tokenizer_config.json")

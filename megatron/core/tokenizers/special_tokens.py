@@ -1,11 +1,13 @@
 """The tokens that a folder's tokenizer.json lacks and the files beside it name, with the ids that transformers gives them.
 
-    tokenizer_config.json     added_tokens_decoder, bos_token, eos_token, ..., additional_special_tokens, extra_special_tokens,
+    tokenizer_config.json     added_tokens_decoder, bos_token, eos_token, ..., additional_special_tokens,
+                              extra_special_tokens,
                               add_bos_token, add_eos_token
     special_tokens_map.json   the same names, and
     added_tokens.json         token -> id; both are read only where tokenizer_config.json has no added_tokens_decoder
 
-A token that tokenizer.json does not have gets the next free id, in this order: those of added_tokens_decoder by its ids (which
+A token that tokenizer.json does not have gets the next free id, in this order: those of added_tokens_decoder by its ids
+(which
 count for the order alone), the named ones, the others. transformers 4.57 and 5.23 read the files in slightly different ways:
 
                                                    4.57                         5.23
@@ -16,8 +18,10 @@ count for the order alone), the named ones, the others. transformers 4.57 and 5.
     order of the others                            additional_special_tokens,   then the lists
                                                    then those with a name
 
-`SpecialTokens` is what one of them makes of the files. How text is cut is what tokenizer.json says, which 4.57 follows, and a
-few keys of tokenizer_config.json (do_lower_case, split_special_tokens, add_prefix_space and the like). 5.23 has rules of its own
+`SpecialTokens` is what one of them makes of the files. How text is cut is what tokenizer.json says, which 4.57 follows,
+and a
+few keys of tokenizer_config.json (do_lower_case, split_special_tokens, add_prefix_space and the like). 5.23 has rules of
+its own
 for a LlamaTokenizer (no space is put before a text that begins with one) and a GPT2Tokenizer, which count where that version
 was chosen (`hugging_face`).
 """
@@ -107,7 +111,8 @@ class Files:
 
     @classmethod
     def beside(cls, path: str) -> "Files":
-        """Those beside the tokenizer.json `path`; without any, nothing is said. Raises ValueError for one that cannot be read."""
+        """Those beside the tokenizer.json `path`; without any, nothing is said. Raises ValueError for one that cannot
+        be read."""
         folder = os.path.dirname(path)
         config = object_in(folder, "tokenizer_config.json")
         kind = config.get("tokenizer_class")
@@ -172,7 +177,8 @@ class Files:
         return list(found.values())
 
     def listed_as_5(self) -> list[Token]:
-        """What 5.x takes for the list: the newer key's, else the older's, which the newer of special_tokens_map.json adds to."""
+        """What 5.x takes for the list: the newer key's, else the older's, which the newer of special_tokens_map.json
+        adds to."""
         older, newer = _LISTS
         extra = self.config.get(newer)
         if isinstance(extra, list) and extra:
@@ -198,8 +204,10 @@ _LISTS = ("additional_special_tokens", "extra_special_tokens")
 class SpecialTokens:
     """What one version of transformers makes of a folder.
 
-    named: eos_token and the like -> content, None where the files say there is none; added: tokens that tokenizer.json has not,
-    or has with other flags, in the order of their new ids; template: whether begin and end are put around a text, (begin, end);
+    named: eos_token and the like -> content, None where the files say there is none; added: tokens that tokenizer.json
+    has not,
+    or has with other flags, in the order of their new ids; template: whether begin and end are put around a text,
+    (begin, end);
     None: as tokenizer.json says.
     """
 
@@ -298,7 +306,8 @@ def _template(files: Files, kind: str | None, is_4: bool) -> tuple[bool, bool] |
 
 
 def chosen(found: list[SpecialTokens], library: Any, folder: str, version: str | None) -> SpecialTokens:
-    """The reading that counts. version: --tokenizer-transformers-version. Raises ValueError where it is needed and not given."""
+    """The reading that counts. version: --tokenizer-transformers-version. Raises ValueError where it is needed and
+    not given."""
     if version is not None:
         return next((reading for reading in found if reading.version.startswith(version)), found[-1])
     one, other = found[0], found[-1]

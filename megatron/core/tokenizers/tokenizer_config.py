@@ -35,7 +35,8 @@ class TokenizerConfig(FlagConfig):
     )
     tokenizer_transformers_version: Literal["4", "5"] | None = knob(
         None,
-        "of a folder that transformers 4.57 and 5 read differently, HuggingFaceTokenizer gives the ids of this one; without the "
+        "of a folder that transformers 4.57 and 5 read differently, HuggingFaceTokenizer gives the ids of this "
+        "one; without the "
         "flag such a folder is refused",
     )
     vocab_size: Count | None = knob(

@@ -14,7 +14,8 @@ from megatron.core.tokenizers import bpe_and_wordpiece, huggingface_tokenizer, s
 
 
 class Tokenizer(Protocol):
-    """What the rest of the code relies on. A tokenizer may also have `tokenize_batch`, many texts in one call, and `pad_is_text`:
+    """What the rest of the code relies on. A tokenizer may also have `tokenize_batch`, many texts in one call, and
+    `pad_is_text`:
     whether texts hold its pad too.
 
     Those made for masked words have cls, sep, mask (ids) and vocab, inv_vocab (token to id and back) besides, and where

@@ -1,11 +1,14 @@
 """The layers that models are made of, and their settings.
 
-Every part is built from (config, its layer's number, a `LayerContext`) and looks nothing up.
+    model_config, *_config                     settings: shape, positions, attention, layer (no torch)
+    transformer_layer, parallel_transformer    one layer; the layers of a pipeline stage
+    attention, cross_attention, dot_product_attention, mlp, norm, qk_norm, rotary    the parts
+    recompute, compiled_layer, tiled_compute   ways to run a layer with less memory or time
+    transformer_config, transformer_block, spec_utils, module, ...    Megatron's names over these
 
-May import: floors 0 to 2 (`tensor_parallel`, and the type of a boundary). Models, inference and training import it.
-To add an attention kernel: a line of `KERNELS` (`kernels`).
-To add a layer, an attention or an MLP: pass it as `make_layer`, `make_attention`, `make_mlp`.
-To add a setting: a knob of a config in `model_config`; an axis: a field of the context.
+A part of ours is built from (config, its layer's number, a `LayerContext`). To add an attention kernel: a line of
+`KERNELS` in
+`core/ops/attention/kernels`. To add a layer, an attention or an MLP: pass it as `make_layer`, `make_attention`, `make_mlp`.
 """
 
 from megatron.core.base.lazy_imports import lazy_names
@@ -18,11 +21,10 @@ __getattr__, __dir__ = lazy_names(
         "megatron.core.ops.attention.kernels": "KERNELS Kernel",
         ".mlp": "ParallelMLP",
         ".parallel_transformer": "ParallelTransformer",
-        ".transformer_layer": "ParallelTransformerLayer",
         ".model_config": "ModelConfig",
-        "megatron.core.classic.layers": "TransformerLayer TransformerLayerSubmodules",
-        "megatron.core.classic.modules": "MegatronModule",
-        "megatron.core.classic.specs": "ModuleSpec build_module",
-        "megatron.core.classic.transformer_config": "TransformerConfig",
+        ".transformer_layer": "ParallelTransformerLayer TransformerLayer TransformerLayerSubmodules",
+        ".module": "MegatronModule",
+        ".spec_utils": "ModuleSpec build_module",
+        ".transformer_config": "TransformerConfig",
     },
 )

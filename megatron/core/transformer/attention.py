@@ -1,87 +1,32 @@
 """Self-attention with heads sharded over the tensor-parallel ranks, around a kernel of KERNELS."""
 
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from megatron.core.base.lazy_imports import lazy_names
-from megatron.core.context_parallel.cp_comm_type import SharedAttention
-from megatron.core.ops.attention.kernels import AttentionCase, Scoring, kernel_for
+from megatron.core.base.signatures import takes
 from megatron.core.ops.attention.kv_cache import KeyValueCache
-from megatron.core.ops.attention.masks import Biased, Mask, windowed
+from megatron.core.ops.attention.masks import Mask, windowed
 from megatron.core.ops.compile.compiled_region import compiles
-from megatron.core.ops.dropout import AttentionDropout
 from megatron.core.ops.fused_layer_ops import REGIONS
 from megatron.core.ops.rotary_formulas import apply_rotary, cosines_and_sines, rotated, rotated_interleaved
-from megatron.core.parallel.grid import ALONE
-from megatron.core.sharding.placement import Normal, Placement, Rows
-from megatron.core.tensor_parallel.linear_layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    TensorParallel,
-    size_per_rank,
-)
+from megatron.core.sharding.placement import Rows
+from megatron.core.tensor_parallel import linear_layers
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.linear_layers import TensorParallel, size_per_rank
+from megatron.core.transformer.cross_attention import ParallelCrossAttention
+from megatron.core.transformer.dot_product_attention import CoreAttention, DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.layer_context import LayerContext, MakePart
 from megatron.core.transformer.model_config import ModelConfig, query_group_problem
+from megatron.core.transformer.module import context_of, settings_of
 from megatron.core.transformer.qk_norm import make_query_key_norms, normed_heads
 from megatron.core.transformer.recompute import recomputed
-
-
-class CoreAttention(nn.Module):
-    """forward(q [s, b, n, d], k, v [s, b, groups, d], mask) -> [s, b, n d] of this rank's heads; a mask of None is causal.
-
-    is_whole: every rank has these samples whole, whatever the context says."""
-
-    def __init__(self, config: ModelConfig, layer: int, context: LayerContext):
-        super().__init__()
-        self.cp, self.method = context.cp, context.cp.method_of(layer)
-        # Of the ranks that share the heads of a tensor-parallel rank.
-        self.sharing = ALONE if self.method is None else self.method.deals_over(context.cp)
-        place = context.tp.axis.rank * self.sharing.size + self.sharing.rank
-        first_head = place * config.num_attention_heads // (context.tp.axis.size * self.sharing.size)
-        self.dropout = AttentionDropout(config.attention_dropout, context.keys, layer, first_head)
-        self.backend, self.way = config.attention_backend, context.tp.products.attention
-        self.factor, self.cap = config.query_factor(layer), config.attn_logit_softcapping
-        self.sinks, self.softmax_offset = config.softmax_type != "vanilla", None
-        if config.softmax_type == "learnable":
-            n, tp = config.num_attention_heads, context.tp
-            placement = Placement((n,), Normal(config.init_method_std), shard={tp.axis.name: 0})
-            self.softmax_offset = tp.parameter((size_per_rank("--num-attention-heads", n, tp.axis),), placement)
-        self.compiled = compiles(config, context.tp.device)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask = None, is_whole: bool = False) -> Tensor:
-        dtype = q.dtype
-        heads = [x.float() for x in (q, k, v)] if self.way == "widened" else [q, k, v]  # to round once, at the end
-        if self.factor != 1:
-            heads[0] = heads[0] * self.factor
-        if self.method is None or is_whole:
-            out = self.of_whole_samples(*heads, mask)
-        else:
-            scoring = self.scoring(heads[0].movedim(2, 1))
-            shared = SharedAttention(*heads, mask, self.dropout, self.backend, self.of_whole_samples, scoring)
-            out = self.method.attend(shared, self.cp)
-        return out.flatten(2).to(dtype)  # [s, b, n * d]
-
-    def of_whole_samples(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-        """q [s, b, n, d]; k, v [s, b, groups, d] -> as q, by a kernel of KERNELS."""
-        heads = [x.permute(1, 2, 0, 3) for x in (q, k, v)]  # [b, n, s, d]
-        mask, bias = (mask.within, mask.bias) if isinstance(mask, Biased) else (mask, None)
-        scoring = self.scoring(heads[0], bias)
-        probability = self.dropout.probability if self.training else 0.0
-        case = AttentionCase(*heads[:2], mask, probability, self.compiled, scoring)
-        more = () if scoring is None else (scoring,)  # which a script's own kernel need not take
-        return kernel_for(self.backend, case).compute(*heads, mask, self.dropout, *more).permute(2, 0, 1, 3)
-
-    def scoring(self, q: Tensor, bias: Tensor | None = None) -> Scoring | None:
-        """What differs from a plain softmax of the scores of q [b, n, s, d], n of this rank's heads. bias: of `Biased`."""
-        if self.cap is None and not self.sinks:
-            return None if bias is None else Scoring(None, None, bias)
-        ones = q.new_zeros(q.shape[1]) if self.sinks and self.softmax_offset is None else None
-        if self.softmax_offset is None:
-            return Scoring(self.cap, ones, bias)
-        first = self.sharing.rank * q.shape[1] if q.shape[1] < len(self.softmax_offset) else 0
-        return Scoring(self.cap, self.softmax_offset[first : first + q.shape[1]], bias)
+from megatron.core.transformer.spec_utils import _is_own, build_module, get_module
+from megatron.core.transformer.torch_norm import FusedLayerNorm
 
 
 class ParallelAttention(nn.Module):
@@ -119,7 +64,7 @@ class ParallelAttention(nn.Module):
         shared = groups < tp.axis.size
         self.groups = 1 if shared else groups // tp.axis.size
         self.heads_per_group, self.head_width = heads // self.groups, d
-        self.linear_qkv = ColumnParallelLinear(
+        self.linear_qkv = linear_layers.ColumnParallelLinear(
             config.hidden_size,
             (n + 2 * groups) * d,
             tp=tp,
@@ -140,7 +85,7 @@ class ParallelAttention(nn.Module):
         self.rotation = rotated_interleaved if config.rotary_interleaved else rotated
         self.rotated_heads = REGIONS["heads_interleaved" if config.rotary_interleaved else "heads"]
         self.recomputes_core = config.recomputes("core_attn")
-        self.linear_proj = RowParallelLinear(
+        self.linear_proj = linear_layers.RowParallelLinear(
             n * d, config.hidden_size, tp=tp, init=config.output_init, bias=config.has_proj_bias
         )
 
@@ -165,7 +110,8 @@ class ParallelAttention(nn.Module):
         return attend(heads.q, k, v, mask)
 
     def heads_of(self, fused: Tensor, bias: Tensor | None, angles: Tensor | None = None) -> "Heads":
-        """The heads of a product with the fused q/k/v weight, to which `bias` is still to be added, normalized and rotated."""
+        """The heads of a product with the fused q/k/v weight, to which `bias` is still to be added, normalized and
+        rotated."""
         fused = fused.view(*fused.shape[:2], self.groups, self.heads_per_group + 2, self.head_width)
         if angles is not None:
             angles = None if self.rope is None else angles[self.rope] if angles.dim() == 4 else angles
@@ -211,11 +157,105 @@ def shared_group_rows(n: int, groups: int, d: int, tp: TensorParallel) -> tuple[
     return Rows(mine * d, (mine + queries) * d), Rows(key * d, (key + 2) * d, shared_over=tp.kv.name)
 
 
+@dataclass
+class SelfAttentionSubmodules:
+    linear_qkv: Any = None
+    core_attention: Any = None
+    linear_proj: Any = None
+    q_layernorm: Any = None
+    k_layernorm: Any = None
+
+
+class SelfAttention(ParallelAttention):
+    """forward(hidden_states [s, b, h], attention_mask, rotary_pos_emb=[s, 1, 1, d]) -> (output [s, b, h], bias or None)"""
+
+    @takes(cp_comm_type=None, pg_collection=None)
+    def __init__(
+        self,
+        config: Any,
+        submodules: SelfAttentionSubmodules,
+        layer_number: int,
+        attn_mask_type: Any = AttnMaskType.padding,
+    ):
+        norms = {"qk_layernorm": True} if FusedLayerNorm in (submodules.q_layernorm, submodules.k_layernorm) else {}
+        ours, made = settings_of(config, **norms), submodules.core_attention
+        of_core = {"layer_number": layer_number, "attn_mask_type": attn_mask_type, "attention_type": "self"}
+        own_core = lambda *_: build_module(made, config=config, **of_core)  # noqa: E731
+        core = {"make_core": own_core} if _is_own(made, DotProductAttention) else {}
+        super().__init__(ours, layer_number - 1, context_of(ours, config), **core)
+        self.config = config
+        self.layer_number, self.attn_mask_type = layer_number, attn_mask_type
+        h, d = ours.hidden_size, ours.head_width
+        queries = ours.num_attention_heads * d
+        options = {"config": config, "is_expert": False}
+        if _is_own(submodules.linear_qkv, ColumnParallelLinear):
+            of_qkv = {"gather_output": False, "skip_bias_add": False, "tp_comm_buffer_name": "qkv"}
+            of_qkv |= {"init_method": config.init_method, "bias": config.add_bias_linear or config.add_qkv_bias}
+            width = queries + 2 * ours.query_groups * d
+            self.linear_qkv = build_module(submodules.linear_qkv, h, width, **options, **of_qkv)
+        self.linear_proj.skip_bias_add = True
+        if _is_own(submodules.linear_proj, RowParallelLinear):
+            of_proj = {"input_is_parallel": True, "skip_bias_add": True, "tp_comm_buffer_name": "proj"}
+            of_proj |= {"init_method": config.output_layer_init_method, "bias": config.add_bias_linear}
+            self.linear_proj = build_module(submodules.linear_proj, queries, h, **options, **of_proj)
+        of_norm = {"config": config, "hidden_size": d, "eps": ours.norm_epsilon}
+        if _is_own(submodules.q_layernorm, FusedLayerNorm):
+            self.q_layernorm = build_module(submodules.q_layernorm, **of_norm)
+        if _is_own(submodules.k_layernorm, FusedLayerNorm):
+            self.k_layernorm = build_module(submodules.k_layernorm, **of_norm)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        rotary_pos_emb: Tensor | None = None,
+        inference_params: None = None,
+        packed_seq_params: None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        if inference_params is not None or packed_seq_params is not None:
+            raise NotImplementedError("inference_params and packed_seq_params are not built yet; leave them out")
+        angles = None
+        if rotary_pos_emb is not None:
+            angles = rotary_pos_emb[:, :, 0, : rotary_pos_emb.shape[-1] // 2]
+        return self.linear_proj(self.attended(hidden_states, attention_mask, angles))
+
+
+@dataclass
+class CrossAttentionSubmodules:
+    linear_q: Any = None
+    linear_kv: Any = None
+    core_attention: Any = None
+    linear_proj: Any = None
+
+
+_OURS = [ColumnParallelLinear, ColumnParallelLinear, DotProductAttention, RowParallelLinear]
+
+
+class CrossAttention(ParallelCrossAttention):
+    """forward(hidden_states [s, b, h], attention_mask bool [.., s, m], key_value_states [m, b, h]) -> (output, bias
+    or None)"""
+
+    @takes(cp_comm_type=None, pg_collection=None)
+    def __init__(
+        self,
+        config: Any,
+        submodules: CrossAttentionSubmodules,
+        layer_number: int,
+        attn_mask_type: Any = AttnMaskType.padding,
+    ):
+        if [get_module(part) for part in vars(submodules).values()] != _OURS:
+            raise NotImplementedError("CrossAttention: parts of a script's own are not built; leave those of ours")
+        ours = settings_of(config)
+        super().__init__(ours, layer_number - 1, context_of(ours, config))
+        self.config, self.attn_mask_type = config, attn_mask_type
+        self.layer_number, self.linear_proj.skip_bias_add = layer_number, True
+
+    @takes(inference_params=None, rotary_pos_emb=None, packed_seq_params=None)
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None, key_value_states: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        return self.linear_proj(self.attended(hidden_states, key_value_states, attention_mask))
+
+
 # Megatron's names.
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "megatron.core.classic.cross_attention": "CrossAttention CrossAttentionSubmodules",
-        "megatron.core.classic.layers": "SelfAttention SelfAttentionSubmodules",
-    },
-)
+__getattr__, __dir__ = lazy_names(__name__, {})

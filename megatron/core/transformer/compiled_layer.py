@@ -4,12 +4,14 @@
     after    x, heads -> x + drop(heads Wproj^T + b), then x + drop(W2 f(W1 norm(x)))
 
 A program has the products and all that lies between them. The attention between the two is the kernel that its table chooses
-for each forward. As in a `Region` both directions are formulas, so what waits for the backward is declared: the inputs of both
+for each forward. As in a `Region` both directions are formulas, so what waits for the backward is declared: the inputs
+of both
 norms, the product before the activation, the heads. The backward makes the results of norms and activation again, in passes
 that read their inputs anyway; with regions in passes of their own. The gradient of a matrix is no part of a program: it goes
 where a linear layer's goes, unrounded in half precision, to `main_grad` or to the schedule that defers it.
 
-All layers of one shape share the programs. A layer in whose way something stands, which `WholeLayer.why_in_parts` names, runs
+All layers of one shape share the programs. A layer in whose way something stands, which `WholeLayer.why_in_parts` names,
+runs
 as with `--compile regions`.
 """
 
@@ -42,7 +44,8 @@ class WholeLayer:
         self.why_in_parts = _why_in_parts(config, tp) or self._of_the_script()
 
     def takes(self, cache: object) -> bool:
-        """Whether a forward may take the programs: it calls none of the parts, whom a cache or somebody's hook may wait for."""
+        """Whether a forward may take the programs: it calls none of the parts, whom a cache or somebody's hook may
+        wait for."""
         if self.why_in_parts or cache is not None or self._of_the_script():
             return False
         hooks = (hook for part in self._parts() for held in _hooks_of(part) for hook in held.values())
@@ -154,7 +157,8 @@ class _Before(torch.autograd.Function):
 class _After(torch.autograd.Function):
     """x, heads -> the layer's result.
 
-    numbers: epsilon of the norm, probabilities of both dropouts. given: weight and bias of the norm, matrix and vector of three
+    numbers: epsilon of the norm, probabilities of both dropouts. given: weight and bias of the norm, matrix and vector
+    of three
     linear layers, the words of two masks.
     """
 

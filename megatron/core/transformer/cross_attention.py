@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from megatron.core.ops.attention.kv_cache import DecoderCache
 from megatron.core.ops.attention.masks import HoldsTensors, Mask, tensors_of
 from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear, RowParallelLinear, size_per_rank
-from megatron.core.transformer.attention import CoreAttention
+from megatron.core.transformer.dot_product_attention import CoreAttention
 from megatron.core.transformer.layer_context import LayerContext, MakePart
 from megatron.core.transformer.model_config import ModelConfig
 
@@ -17,8 +17,10 @@ class ParallelCrossAttention(nn.Module):
     """Queries from x, keys and values from another sequence; each rank computes n/t heads.
 
     The fused key/value weight holds the heads one after the other, each as its key head and its value head.
-    forward(x [s, b, h], memory [m, b, h], mask, kept) -> [s, b, h]. mask: bool [.., s or 1, m], True where attention is masked;
-    None: all of the other sequence is seen. kept: layer -> keys and values; the first forward adds its own, further ones use them
+    forward(x [s, b, h], memory [m, b, h], mask, kept) -> [s, b, h]. mask: bool [.., s or 1, m], True where attention is
+    masked;
+    None: all of the other sequence is seen. kept: layer -> keys and values; the first forward adds its own, further ones
+    use them
     and need no memory. Source: "Attention Is All You Need", Vaswani et al. 2017, section 3.2.3.
     """
 
@@ -69,7 +71,8 @@ Kept = dict[int, tuple[Tensor, Tensor]]  # layer -> keys, values [m, b, n/t, d]
 class BesideEncoder(HoldsTensors):
     """In place of a mask: what a decoder's layers see.
 
-    own: of the decoder's own text. memory: the encoder's result, [s, b, h], or [s/t, b, h] under sequence parallelism; None once
+    own: of the decoder's own text. memory: the encoder's result, [s, b, h], or [s/t, b, h] under sequence parallelism;
+    None once
     the cache has what was made of it. hidden: [b, 1, 1, s], True where the encoder's text is padding. cache: in generation.
     """
 

@@ -1,3 +1,28 @@
-"""Import path of Megatron core."""
+"""Identities, for parts that a layer does without."""
 
-from megatron.core.classic.modules import *  # noqa: F403
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from megatron.core.base.lazy_imports import names_of_megatron
+
+
+class IdentityOp(nn.Module):
+    """forward(x, ...) -> x. The constructor takes any arguments."""
+
+    def __init__(self, *_: Any, **__: Any):
+        super().__init__()
+
+    def forward(self, x: Any, *_: Any, **__: Any) -> Any:
+        return x
+
+
+class IdentityFuncOp(IdentityOp):
+    """forward(...) -> a function that returns its first argument."""
+
+    def forward(self, *_: Any, **__: Any) -> Callable[..., Any]:
+        return super().forward
+
+
+__getattr__ = names_of_megatron(__name__)

@@ -35,7 +35,8 @@ class BlockConfig(PositionConfig):
     norm_bias: bool = knob(True, "LayerNorm without a bias")
     norm_placement: str = knob(
         "pre",
-        "pre: x + A(N x), then x + M(N x); branch: x + N(A x); sandwich: x + N(A(N x)); post: N(x + A x), as BERT; parallel: "
+        "pre: x + A(N x), then x + M(N x); branch: x + N(A x); sandwich: x + N(A(N x)); post: N(x + A x), as "
+        "BERT; parallel: "
         "x + A(N1 x) + M(N2 x); parallel-one-norm: x + A y + M y with y = N x",
         names=NORM_PLACEMENTS,
     )

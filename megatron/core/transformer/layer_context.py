@@ -16,7 +16,7 @@ from megatron.core.ops.shard_sequence import positions_of
 from megatron.core.parallel.grid import ALONE, Axis
 from megatron.core.parallel.sequence_shard import SequenceRows
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec
-from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel import autograd_collectives
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.model_config import ModelConfig
 
@@ -69,10 +69,11 @@ class LayerContext:
         return positions_of(self.rows.within_layers, held, device)
 
     def first_token(self, x: Tensor) -> Tensor:
-        """[b, h], the first row of whole samples, of hidden states x between two layers, on every rank that has rows of them. All
+        """[b, h], the first row of whole samples, of hidden states x between two layers, on every rank that has rows of
+        them. All
         of these must call."""
-        mine = mappings.whole_sequence(x[:1], self.tp.axis) if self.tp.sequence_parallel else x[:1]
-        return mappings.gather_sequence(mine[:1], self.cp.axis)[0]
+        mine = autograd_collectives.whole_sequence(x[:1], self.tp.axis) if self.tp.sequence_parallel else x[:1]
+        return autograd_collectives.gather_sequence(mine[:1], self.cp.axis)[0]
 
     def cache(self, starts: Sequence[int], capacity: int, device: torch.device | str) -> KeyValueCache:
         """The cache of a chunk's layers; arguments as of `KeyValueCache`."""

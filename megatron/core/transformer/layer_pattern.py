@@ -10,7 +10,8 @@ LONGEST = 10_000  # layers in a list
 def is_exception(pattern: str | None, layer: int, *, marked: int) -> bool:
     """Whether a pattern leaves this layer out. layer: from 0, over the whole model.
 
-    pattern: as `read_pattern` returns it: N leaves out layers N - 1, 2 N - 1, ..., a list those with the number `marked`; None
+    pattern: as `read_pattern` returns it: N leaves out layers N - 1, 2 N - 1, ..., a list those with the number
+    `marked`; None
     leaves out no layer.
     """
     if pattern is None:

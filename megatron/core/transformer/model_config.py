@@ -113,7 +113,8 @@ class PrecisionConfig(FlagConfig):
     fp16: bool = knob(False, "train in float16, with fp32 master weights and loss scaling")
     cpu_half_products: Literal["auto", "measure", "native", "widened"] = knob(
         "auto",
-        "matrix products of --bf16 or --fp16 on a CPU: native; widened: in fp32, rounded once; measure: the faster per kind; "
+        "matrix products of --bf16 or --fp16 on a CPU: native; widened: in fp32, rounded once; measure: the "
+        "faster per kind; "
         "auto: the resumed run's choice, else measure",
     )
     fp64: bool = knob(False, "train in float64: slow; for comparing layouts without rounding")

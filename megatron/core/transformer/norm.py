@@ -33,7 +33,8 @@ class Norm(nn.Module):
         self.region, self.carries = REGIONS[name].chosen(config, tp.device), compiles(config, tp.device)
 
     def forward(self, x: Tensor, *, beside_input: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """norm(x). beside_input: (x, norm(x)); one that `carries` adds the gradients of both in its own pass, and the products
+        """norm(x). beside_input: (x, norm(x)); one that `carries` adds the gradients of both in its own pass, and the
+        products
         of norm(x), which must be of the same layer, make it again."""
         both = self.region(x, self.weight, self.bias, self.epsilon)
         return both if beside_input else unmarked(both[1])

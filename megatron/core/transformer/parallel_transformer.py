@@ -64,7 +64,8 @@ class ParallelTransformer(HoldsActivations):
         if cache is not None:
             if self.rows.length_of(1) != cache.sharing.size:
                 raise ValueError(
-                    "a cache needs the whole sequence on every rank, or a part for each rank of its `sharing`; build the model "
+                    "a cache needs the whole sequence on every rank, or a part for each rank of its `sharing`; "
+                    "build the model "
                     "without sequence parallelism, and make the cache by its context: model.context.cache(...)"
                 )
             mask = cache.mask(length)

@@ -15,7 +15,8 @@ from megatron.core.transformer.shape_config import ShapeConfig
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How frequencies are scaled for texts longer than those of pretraining; the keys are those of Hugging Face's config.json.
+    """How frequencies are scaled for texts longer than those of pretraining; the keys are those of Hugging Face's
+    config.json.
 
     linear (position interpolation, arXiv:2306.15595), dynamic (NTK), llama3, yarn (arXiv:2309.00071), longrope
     (arXiv:2402.13753).

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from megatron.core.ops.fused_formulas import wide_of
 from megatron.core.parallel.grid import Axis
 from megatron.core.sharding.placement import Constant, Placement, Rows
-from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel import autograd_collectives
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.layer_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
@@ -63,7 +63,8 @@ def make_query_key_norms(config: ModelConfig, context: LayerContext) -> QueryKey
 
 
 def normed_heads(norms: QueryKeyNorms, q: Tensor, k: Tensor, over: Axis | None) -> tuple[Tensor, Tensor]:
-    """Queries [s, b, n/t, d] and keys [s, b, groups/t, d], normalized. over: the ranks over whose heads a mean is taken; None:
+    """Queries [s, b, n/t, d] and keys [s, b, groups/t, d], normalized. over: the ranks over whose heads a mean is taken;
+    None:
     each head by itself."""
     of_q, of_k = norms
     if over is None:
@@ -78,6 +79,6 @@ def _mean_squares(q: Tensor, k: Tensor, axis: Axis) -> Tensor:
     A key head that several neighbours hold is counted as often in the sum as in the number.
     """
     squares = torch.stack([wide_of(x).square().sum(dim=(-2, -1)) for x in (q, k)])
-    total = mappings.copy(mappings.reduce(squares, axis), axis) if axis.size > 1 else squares
+    total = autograd_collectives.copy(autograd_collectives.reduce(squares, axis), axis) if axis.size > 1 else squares
     counts = [x.shape[-2] * x.shape[-1] * axis.size for x in (q, k)]
     return total / torch.tensor(counts, dtype=total.dtype, device=total.device)[:, None, None]

@@ -1,4 +1,5 @@
-"""Relative positions by buckets (arXiv:1910.10683, section 2.1): a head adds to a score what the distance of query and key says.
+"""Relative positions by buckets (arXiv:1910.10683, section 2.1): a head adds to a score what the distance of query and
+key says.
 
     far 4, buckets 4, looking back only         bidirectional, buckets 8
     key      0 1 2 3 4 5 6                      key      0 1 2 3 4 5 6
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megatron.core.parallel.grid import Axis
-from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel import autograd_collectives
 from megatron.core.transformer.layer_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 
@@ -64,12 +65,13 @@ class RelativeBias:
     def of(self, table: Tensor, length: int, rows: Tensor) -> Tensor:
         """[heads/t, rows, length], in float32 or wider. table: [buckets, heads]. rows: places of the queries, on the CPU.
 
-        The table is equal on all ranks of the tensor-parallel axis, and so is its gradient, by an all-gather in the backward.
+        The table is equal on all ranks of the tensor-parallel axis, and so is its gradient, by an all-gather in the
+        backward.
         Every rank must call.
         """
         if (pair := (length, len(rows))) not in self._rows:
             self._rows[pair] = self._buckets_of_pairs(length, rows).to(table.device)
-        mine = mappings.scatter_last(table, self.axis)
+        mine = autograd_collectives.scatter_last(table, self.axis)
         # Thousands of pairs share a row, whose gradient is their sum.
         wide = mine.to(torch.promote_types(mine.dtype, torch.float32))
         return functional.embedding(self._rows[pair], wide).permute(2, 0, 1)

@@ -18,7 +18,8 @@ def rotary_angles(positions: Tensor, width: int, base: float, *, like: Tensor) -
 
 
 def angles_of(ropes: Sequence[Rope], positions: Tensor, width: int, tokens: int, *, like: Tensor) -> Tensor | None:
-    """The angles of a model whose layers rotate in these ways: as `rotary_angles` if there is one way, [ways, ...] if there are
+    """The angles of a model whose layers rotate in these ways: as `rotary_angles` if there is one way, [ways, ...] if
+    there are
     more, None if no layer rotates. tokens: the length of the texts, which some scalings depend on."""
     made = [_angles(positions, _frequencies(rope, width, tokens, like), like) for rope in ropes]
     return torch.stack(made) if len(made) > 1 else made[0] if made else None
@@ -51,7 +52,8 @@ def _linear(frequencies: Tensor, scaling: RopeScaling, base: float, tokens: int)
 
 
 def _llama3(frequencies: Tensor, scaling: RopeScaling, base: float, tokens: int) -> Tensor:
-    """Pairs that turn often over the old length stay, pairs that turn seldom are slowed down, and those between are blended."""
+    """Pairs that turn often over the old length stay, pairs that turn seldom are slowed down, and those between are
+    blended."""
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     stays = ((turns - low) / (high - low)).clamp(0, 1)

@@ -10,7 +10,8 @@ from megatron.core.transformer.layer_pattern import is_exception, layer_pattern
 def keys_before(size: str | None, skip_freq: str | None, layer: int) -> int | None:
     """Keys before its own that a query of the layer sees; None: all. layer: from 0, over the whole model.
 
-    size: as `read_window` returns it. skip_freq: as `read_pattern`: N leaves layers N - 1, 2 N - 1, ... without a window, and
+    size: as `read_window` returns it. skip_freq: as `read_pattern`: N leaves layers N - 1, 2 N - 1, ... without a
+    window, and
     of a list those with a 0; None leaves out no layer.
     """
     if size is None:

@@ -13,7 +13,8 @@ from megatron.core.transformer.recompute import recomputed
 
 
 def in_tiles(run: Callable[..., Tensor], tiles: int, keys: DropoutKeys, *inputs: Tensor) -> Tensor:
-    """run(*inputs), computed for equal parts of their dimension 0; at most so many as they have rows. One tile is run as it is.
+    """run(*inputs), computed for equal parts of their dimension 0; at most so many as they have rows. One tile is run as
+    it is.
 
     Ranks that communicate in `run` must have as many rows, and as many tiles.
     """

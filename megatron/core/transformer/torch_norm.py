@@ -1,3 +1,32 @@
-"""Import path of Megatron core."""
+"""Megatron's `WrappedTorchNorm`."""
 
-from megatron.core.classic.modules import WrappedTorchNorm as WrappedTorchNorm
+from typing import Any
+
+from megatron.core.base.lazy_imports import names_of_megatron
+from megatron.core.base.signatures import takes
+from megatron.core.transformer.module import context_of, settings_of
+from megatron.core.transformer.norm import Norm
+
+
+class FusedLayerNorm(Norm):
+    """The norm of `config.normalization` over the last dimension. forward(x) -> the shape of x"""
+
+    @takes(sequence_parallel=False, zero_centered_gamma=False)
+    def __init__(
+        self,
+        config: Any,
+        hidden_size: int,
+        eps: float = 1e-5,
+        persist_layer_norm: bool = True,
+        *,
+        normalization: str = "LayerNorm",
+    ):
+        del persist_layer_norm, normalization  # in Megatron's signature
+        ours = settings_of(config, norm_epsilon=eps)
+        super().__init__(ours, context_of(ours, config), hidden_size)
+        self.config = config
+
+
+WrappedTorchNorm = FusedLayerNorm
+
+__getattr__ = names_of_megatron(__name__)

@@ -1,22 +1,31 @@
 """One transformer layer."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
 from megatron.core.base.lazy_imports import lazy_names
+from megatron.core.base.signatures import takes
 from megatron.core.ops.attention.kv_cache import KeyValueCache
 from megatron.core.ops.compile.compiled_region import compiles
 from megatron.core.ops.dropout import HiddenDropout
 from megatron.core.ops.fused_layer_ops import REGIONS
+from megatron.core.parallel.global_state import current
+from megatron.core.pipeline_parallel.layer_split import split_layers
 from megatron.core.transformer.attention import ParallelAttention
+from megatron.core.transformer.bias_dropout_add import get_bias_dropout_add
 from megatron.core.transformer.compiled_layer import WholeLayer
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.layer_context import LayerContext, MakePart
 from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.model_config import ModelConfig
+from megatron.core.transformer.module import MegatronModule, context_of, settings_of
 from megatron.core.transformer.norm import Norm, make_norm
 from megatron.core.transformer.recompute import give_up, recomputed
+from megatron.core.transformer.spec_utils import _is_own, build_module
 
 
 class ParallelTransformerLayer(nn.Module):
@@ -115,7 +124,107 @@ def _normed(norm: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     return norm(x, beside_input=True) if isinstance(norm, Norm) and norm.carries else (x, norm(x))
 
 
+def layers_of_stage(config: Any, num_layers: int | None = None) -> range:
+    """The layers, from 0 over the whole model, of the stage that is being built. num_layers: of the model, else the
+    config's."""
+    here = current()
+    stages = here.mesh.stages
+    layers = split_layers(
+        num_layers or config.num_layers,
+        len(stages.ranks),
+        stages=stages,
+        first=getattr(config, "num_layers_in_first_pipeline_stage", None),
+        last=getattr(config, "num_layers_in_last_pipeline_stage", None),
+        embedding_as_layer=getattr(config, "account_for_embedding_in_pipeline_split", False),
+        loss_as_layer=getattr(config, "account_for_loss_in_pipeline_split", False),
+    )
+    return layers[stages.of_rank(here.mesh["pp"].rank)[here.virtual_rank or 0]]
+
+
+@dataclass
+class TransformerLayerSubmodules:
+    input_layernorm: Any = IdentityOp
+    self_attention: Any = IdentityOp
+    self_attn_bda: Any = IdentityFuncOp
+    pre_cross_attn_layernorm: Any = IdentityOp
+    cross_attention: Any = IdentityOp
+    cross_attn_bda: Any = IdentityFuncOp
+    pre_mlp_layernorm: Any = IdentityOp
+    mlp: Any = IdentityOp
+    mlp_bda: Any = IdentityFuncOp
+    sharded_state_dict_keys_map: dict[str, str] = field(default_factory=dict)
+
+
+class TransformerLayer(MegatronModule):
+    """x + drop(attention(norm(x))), then x + drop(mlp(norm(x))), of the parts in `submodules`.
+
+    layer_number: from 1, within the stage. forward(hidden_states [s, b, h], attention_mask, rotary_pos_emb=) -> (hidden
+    states, context). Norms that a part holds itself, as Transformer Engine's do, are IdentityOp here.
+    """
+
+    @takes(pg_collection=None, vp_stage=None)
+    def __init__(
+        self,
+        config: Any,
+        submodules: TransformerLayerSubmodules,
+        layer_number: int = 1,
+        hidden_dropout: float | None = None,
+    ):
+        super().__init__(config)
+        self.submodules_config, self.layer_number = submodules, layer_number + self._get_layer_offset()
+        self.hidden_dropout = config.hidden_dropout if hidden_dropout is None else hidden_dropout
+        of_norm = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
+        self.input_layernorm = build_module(submodules.input_layernorm, **of_norm)
+        number = self.layer_number
+        self.self_attention = build_module(submodules.self_attention, config=config, layer_number=number)
+        self.self_attn_bda = build_module(submodules.self_attn_bda)
+        self.pre_mlp_layernorm = build_module(submodules.pre_mlp_layernorm, **of_norm)
+        self.mlp = build_module(submodules.mlp, config=config)
+        self.mlp_bda = build_module(submodules.mlp_bda)
+        context = context_of(settings_of(config), config)
+        self.attention_dropout = context.hidden_dropout(self.hidden_dropout, "after attention", number - 1)
+        self.mlp_dropout = context.hidden_dropout(self.hidden_dropout, "after mlp", number - 1)
+        self.cross_attention: Any = None
+        if _is_own(submodules.cross_attention):
+            self.pre_cross_attn_layernorm = build_module(submodules.pre_cross_attn_layernorm, **of_norm)
+            self.cross_attention = build_module(submodules.cross_attention, config=config, layer_number=number)
+            self.cross_attn_bda = build_module(submodules.cross_attn_bda)
+            self.cross_dropout = context.hidden_dropout(self.hidden_dropout, "after cross attention", number - 1)
+
+    def _get_layer_offset(self) -> int:
+        """The layers of earlier stages."""
+        return layers_of_stage(self.config).start
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        context: Any = None,
+        context_mask: Any = None,
+        rotary_pos_emb: Tensor | None = None,
+        inference_params: None = None,
+        packed_seq_params: None = None,
+    ) -> tuple[Tensor, Any]:
+        if inference_params is not None or packed_seq_params is not None:
+            raise NotImplementedError("inference_params and packed_seq_params are not built yet; leave them out")
+        rotary = {} if rotary_pos_emb is None else {"rotary_pos_emb": rotary_pos_emb}
+        x = hidden_states
+        out = self.self_attention(self.input_layernorm(x), attention_mask=attention_mask, **rotary)
+        x = self._added(self.self_attn_bda, out, x, self.attention_dropout)
+        if self.cross_attention is not None:
+            y = self.pre_cross_attn_layernorm(x)
+            out = self.cross_attention(y, attention_mask=context_mask, key_value_states=context)
+            x = self._added(self.cross_attn_bda, out, x, self.cross_dropout)
+        out = self.mlp(self.pre_mlp_layernorm(x))
+        return self._added(self.mlp_bda, out, x, self.mlp_dropout), context
+
+    def _added(self, bda: Any, out: Any, residual: Tensor, dropout: nn.Module) -> Tensor:
+        """residual + dropout(out + bias), or what a user's `bda` makes of them."""
+        if bda is not get_bias_dropout_add:
+            return bda(self.training, self.config.bias_dropout_fusion)(out, residual, self.hidden_dropout)
+        x, bias = out if isinstance(out, tuple) else (out, None)
+        return residual + dropout(x if bias is None else x + bias)
+
+
 # Megatron's names.
-__getattr__, __dir__ = lazy_names(
-    __name__, {"megatron.core.classic.layers": "TransformerLayer TransformerLayerSubmodules"}
-)
+__getattr__, __dir__ = lazy_names(__name__, {})

@@ -1,4 +1,5 @@
-"""The command line and the settings of a run: one dataclass a component, the rules between them, Megatron's flags, help, YAML.
+"""The command line and the settings of a run: one dataclass a component, the rules between them, Megatron's flags, help,
+YAML.
 
     command_line                 argv -> settings
     config, *_config             the dataclasses whose fields are the flags
@@ -17,7 +18,7 @@ from megatron.core.base.lazy_imports import lazy_names
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "megatron.core.transformer.transformer_config": "TransformerConfig core_transformer_config_from_args",
-        "megatron.training.classic.building": "parse_args",
+        ".megatron_arguments": "core_transformer_config_from_args parse_args",
+        "megatron.core.transformer.transformer_config": "TransformerConfig",
     },
 )

@@ -116,7 +116,8 @@ _OFF = {  # switch -> the name that it sets to False
     "--torch-fsdp2-no-reshard-after-forward": "torch_fsdp2_reshard_after_forward",
 }
 
-# Megatron's defaults: a value, and the names that have it. A flag of megatron_flags.py that is missing here is False, if it is a
+# Megatron's defaults: a value, and the names that have it. A flag of megatron_flags.py that is missing here is False, if
+# it is a
 # switch, or None.
 _TABLE = """
     False: apply_wd_to_qk_layernorm checkpoint_activations create_all_gather_group

@@ -88,7 +88,8 @@ def as_flags(
     parser: FlagParser,
     defaults: Mapping[str, Any],
 ) -> Taken:
-    """The settings `wanted` that are not given and differ from what the script would have without them; notes say where given
+    """The settings `wanted` that are not given and differ from what the script would have without them; notes say where
+    given
     ones differ. defaults: the script's args_defaults."""
     words: list[str] = []
     settings: dict[str, Any] = {}
@@ -147,7 +148,8 @@ def of_model_and_tokenizer(
 ) -> Iterator[tuple[str, Any]]:
     """(setting, the saved value) of the model, of its precision unless another is given, and likewise of the tokenizer.
 
-    A setting of the model that is not saved has our default, and not the script's: so does the comparison with the checkpoint.
+    A setting of the model that is not saved has our default, and not the script's: so does the comparison with the
+    checkpoint.
     """
     model, tokenizer = saved.get("transformer", {}), saved.get("tokenizer", {})
     keeps_precision = not config.allow_precision_change and not any(given.get(name) for name in PRECISION)

@@ -34,7 +34,8 @@ class Start(NamedTuple):
 def where_to_start(config: CheckpointConfig) -> Start | None:
     """The checkpoint to start from; None if --load has no checkpoint yet and the run may start anew.
 
-    Raises ConfigError otherwise, with the folder's content: a run that starts anew by mistake costs more than a refused run. Call
+    Raises ConfigError otherwise, with the folder's content: a run that starts anew by mistake costs more than a refused
+    run. Call
     on one rank for all, since a shared file system may look different to each.
     """
     try:
@@ -92,7 +93,8 @@ def _iterations(config: CheckpointConfig) -> tuple[list[int], str, tuple[int, ..
 
 
 def _beside_the_pointer(root: Path, saved: list[int]) -> tuple[list[int], tuple[int, ...]]:
-    """(the iterations to choose from where the pointer is damaged, or names no complete checkpoint; the one that is spoiled)."""
+    """(the iterations to choose from where the pointer is damaged, or names no complete checkpoint; the one that is
+    spoiled)."""
     try:
         named = latest_iteration(root)
     except CheckpointError:

@@ -236,7 +236,8 @@ def _over(settings: Mapping[str, Any], lower: Mapping[str, Any]) -> dict[str, An
 
 
 def _usable(defaults: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The script's defaults, without a default tokenizer that has none of its files: errors would blame a choice nobody made."""
+    """The script's defaults, without a default tokenizer that has none of its files: errors would blame a choice
+    nobody made."""
     kind = TOKENIZERS.get(defaults.get("tokenizer_type"))
     guessed = kind is not None and bool(kind.needs) and all(settings.get(name) is None for name in kind.needs)
     return {name: value for name, value in defaults.items() if not (guessed and name == "tokenizer_type")}

@@ -135,7 +135,8 @@ class CheckpointConfig(FlagConfig):
     )
     hf_config: str | None = knob(
         None,
-        "config.json of Hugging Face, or a folder with one: its model, trained from scratch, for flags that are not given; a "
+        "config.json of Hugging Face, or a folder with one: its model, trained from scratch, for flags that are "
+        "not given; a "
         "flag that describes another model is refused. A folder's tokenizer.json is taken too",
         metavar="FILE",
     )
@@ -161,7 +162,8 @@ class CheckpointConfig(FlagConfig):
     )
     allow_rope_change: bool = knob(
         False,
-        "load weights of a model that rotated in another way (--rotary-base, --rope-scaling, --use-rope-scaling), for a longer "
+        "load weights of a model that rotated in another way (--rotary-base, --rope-scaling, --use-rope-scaling), "
+        "for a longer "
         "context",
     )
     allow_tokenizer_change: bool = knob(
@@ -169,7 +171,8 @@ class CheckpointConfig(FlagConfig):
     )
     resize_token_embeddings: Literal["tokens", "ids"] | None = knob(
         None,
-        "load weights alone for another vocabulary: rows of the word table stay for tokens, or for ids, that both tokenizers "
+        "load weights alone for another vocabulary: rows of the word table stay for tokens, or for ids, that both "
+        "tokenizers "
         "have; the others get first values",
     )
     allow_missing_tensors: bool = knob(
@@ -188,7 +191,8 @@ class CheckpointConfig(FlagConfig):
             )
         if self.non_persistent_local_ckpt_algo != "atomic":
             yield (
-                "--non-persistent-local-ckpt-algo fully_parallel divides what ranks hold alike, so that each needs the others' "
+                "--non-persistent-local-ckpt-algo fully_parallel divides what ranks hold alike, so that each "
+                "needs the others' "
                 "disks to go on; it is not built: leave it out"
             )
         if (kind is None) != (interval is None):
@@ -205,7 +209,8 @@ class CheckpointConfig(FlagConfig):
             yield "--no-save-optim leaves a copy for restarts nothing to go on from; leave out --non-persistent-save-interval"
         if self.allow_tokenizer_change and self.resize_token_embeddings is not None:
             yield (
-                "--allow-tokenizer-change keeps every row of the word table, --resize-token-embeddings those of the tokens or "
+                "--allow-tokenizer-change keeps every row of the word table, --resize-token-embeddings those of "
+                "the tokens or "
                 "ids that both tokenizers have; leave one of them out"
             )
         if (kind == "local") != (self.non_persistent_local_ckpt_dir is not None):
@@ -299,7 +304,8 @@ class Config:
         return training.train_iters or self.batch_sizes(world_size).steps(0, training.train_samples)
 
     def run_length(self, world_size: int) -> RunLength:
-        """Length of the run, in the unit of its schedules. An iteration counts the batch size asked for, even if rounded down."""
+        """Length of the run, in the unit of its schedules. An iteration counts the batch size asked for, even if
+        rounded down."""
         training = self.training
         if training.train_samples is not None:
             return RunLength(training.train_samples, "samples")
@@ -353,7 +359,8 @@ class Config:
 
     @property
     def restarts_angles(self) -> bool:
-        """Whether rotary angles restart with each document. Within documents alone they need not: scores depend on distances."""
+        """Whether rotary angles restart with each document. Within documents alone they need not: scores depend on
+        distances."""
         restarts = self.data.reset_position_ids and not self.data.reset_attention_mask
         return restarts and bool(self.transformer.ropes)
 
@@ -395,7 +402,8 @@ class Config:
         return self.component_values() | self.own.as_json()
 
     def changed_lines(self) -> list[str]:
-        """Lines for the start of the log: settings that are not at their default, by component, and all flags of the script."""
+        """Lines for the start of the log: settings that are not at their default, by component, and all flags of the
+        script."""
         groups = {title_of(component): changes(getattr(self, name)) for name, component in COMPONENTS.items()}
         groups = {title: dict(sorted(pairs.items())) for title, pairs in groups.items()}
         for title, flags in self.own.by_title().items():

@@ -110,7 +110,8 @@ def compare(
 ) -> Changes:
     """The settings that differ between a run and a checkpoint, except those in `skipped`.
 
-    own_defaults: of the script's own flags. A setting that the checkpoint lacks counts as its default; a checkpoint without any
+    own_defaults: of the script's own flags. A setting that the checkpoint lacks counts as its default; a checkpoint
+    without any
     own flags is not compared in them.
     """
     changes, leave_out = Changes(), {*skipped, *(name for names in NOT_COMPARED.values() for name in names)}

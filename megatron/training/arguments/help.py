@@ -1,4 +1,5 @@
-"""--help: first the flags that every run needs, then all that work, by component; --help-all adds the other flags of Megatron."""
+"""--help: first the flags that every run needs, then all that work, by component; --help-all adds the other flags of
+Megatron."""
 
 import argparse
 from collections.abc import Iterator, Mapping

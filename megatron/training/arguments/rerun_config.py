@@ -25,7 +25,8 @@ class GuardConfig(FlagConfig):
     )
     rerun_mode: Literal["disabled", "validate_results", "report_stats"] = knob(
         "validate_results",
-        "validate_results computes a step with wrong numbers again, to tell a device that fails from data, weights and program; "
+        "validate_results computes a step with wrong numbers again, to tell a device that fails from data, "
+        "weights and program; "
         "report_stats only counts how often a microbatch computed twice has other bits",
     )
     rerun_interval: Count | None = knob(

@@ -32,7 +32,8 @@ class HFConfig(FlagConfig):
 
     save_hf: str | None = knob(
         None,
-        "write the model as a Hugging Face folder, DIR/iter_0000100, where the run ends (after its checkpoint); training waits, "
+        "write the model as a Hugging Face folder, DIR/iter_0000100, where the run ends (after its checkpoint); "
+        "training waits, "
         "with --async-save too",
         metavar="DIR",
     )

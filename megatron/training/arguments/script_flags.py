@@ -40,7 +40,8 @@ class OwnFlags:
 
 
 def own_flags(parser: FlagParser, settings: Mapping[str, Any], ours: Collection[str]) -> OwnFlags:
-    """The flags that a script added to `parser`, with values from `settings` or their defaults. Aliases of the settings `ours`
+    """The flags that a script added to `parser`, with values from `settings` or their defaults. Aliases of the settings
+    `ours`
     are left out."""
     titles = {id(action): group.title for group in parser._action_groups for action in group._group_actions}
     flags: dict[str, OwnFlag] = {}

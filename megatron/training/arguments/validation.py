@@ -52,14 +52,16 @@ def _checkpoint_problems(config: Config, _: int) -> Iterator[str]:
         yield "--finetune needs weights to load: give --load DIR, or leave it out to start from initial weights"
     if checkpoint.finetune and config.learning_rate.use_checkpoint_opt_param_scheduler:
         yield (
-            "--use-checkpoint-opt_param-scheduler goes on with the schedules of the checkpoint's run, and --finetune takes its "
+            "--use-checkpoint-opt_param-scheduler goes on with the schedules of the checkpoint's run, and "
+            "--finetune takes its "
             "weights alone and begins at iteration 0; leave one of them out"
         )
     if checkpoint.load is None and checkpoint.exit_on_missing_checkpoint:
         yield "--exit-on-missing-checkpoint needs --load, the folder whose checkpoint may be missing"
     if checkpoint.load is None and config.training.skip_train and not config.validates:
         yield (
-            "--skip-train with --eval-iters 0 leaves nothing to do; raise --eval-iters to validate (with --load DIR), or leave "
+            "--skip-train with --eval-iters 0 leaves nothing to do; raise --eval-iters to validate (with --load "
+            "DIR), or leave "
             "out --skip-train to train"
         )
     if config.hf.save_hf is not None and config.training.skip_train:
@@ -109,7 +111,8 @@ def _guard_problems(config: Config, _: int) -> Iterator[str]:
     guard, training = config.guard, config.training
     if guard.iterations_to_skip and config.data.dataloader_type == "external":
         yield (
-            "--iterations-to-skip passes over samples by their number, and --dataloader-type external has none; leave one of "
+            "--iterations-to-skip passes over samples by their number, and --dataloader-type external has none; "
+            "leave one of "
             "them out"
         )
     folders = {"--save": config.checkpoint.save, "--load": config.checkpoint.load}
@@ -164,7 +167,8 @@ def _data_problems(config: Config, _: int) -> Iterator[str]:
     yield from unclear or data.validation_problems()
     if data.full_validation and data.mock_data and config.training.eval_iters == 0:
         yield (
-            "--full-validation reads --mock-data, which have no end, for --eval-iters batches, and that is 0; raise --eval-iters"
+            "--full-validation reads --mock-data, which have no end, for --eval-iters batches, and that is 0; "
+            "raise --eval-iters"
         )
     if config.fim.fim_data and config.data.mock_data:
         yield "--fim-data rearranges text, and --mock-data has no text; leave one of them out"

@@ -163,7 +163,8 @@ class _Reader:
             self.words += [action.option_strings[0], *texts] if several else [f"{flag}={' '.join(texts)}"]
 
     def _read_switch(self, key: str, value: Any, action: argparse.Action, *, when: bool) -> None:
-        """Give the switch's flag if the value equals `when` (False for a switch that turns its field off), else the field's other
+        """Give the switch's flag if the value equals `when` (False for a switch that turns its field off), else the
+        field's other
         value."""
         switch = _SWITCH.get(str(value.value).lower())
         if switch is None:

@@ -1,4 +1,13 @@
-"""Resuming from a checkpoint: which folder, whether its model and settings fit, and the lock on --save.
+"""Saving, loading and resuming a run.
 
-May import: core, `training.settings` and `training.runtime`. To let a setting change between runs: add a line to `compared`.
+save_and_load                      a run on disk: tensors as boxes, everything else as JSON
+checkpoint_manager, hf_export      what a run writes, and when; folders of Hugging Face beside checkpoints
+local_checkpoint                   copies for restarts, on the nodes' own disks
+load_with_fallback                 the newest checkpoint without damage
+compatibility, function_fingerprint, tokenizer_compatibility, unsaved_buffers    does a checkpoint fit this run?
+train_state, provenance, model_name, save_folder    position of the run; where its model came from; the lock on --save
 """
+
+from megatron.core.base.lazy_imports import names_of_megatron
+
+__getattr__ = names_of_megatron(__name__)

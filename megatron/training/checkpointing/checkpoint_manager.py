@@ -1,4 +1,5 @@
-"""What a run writes: checkpoints, while training waits or, with --async-save, beside it; copies; folders of Hugging Face form."""
+"""What a run writes: checkpoints, while training waits or, with --async-save, beside it; copies; folders of Hugging
+Face form."""
 
 import time
 from collections.abc import Callable
@@ -45,7 +46,8 @@ class Saves:
             self._background.reserve(save_and_load.tensors_to_save(runtime, chunks, optimizer))
 
     def are_due(self, *, last: bool) -> list[Callable[[dict], None]]:
-        """What follows the step that was done, in this order; each is to be called with the log's state. last: the run ends."""
+        """What follows the step that was done, in this order; each is to be called with the log's state. last: the
+        run ends."""
         config, iteration = self._runtime.config.checkpoint, self._state.iteration
         due = config.save_interval is not None and iteration % config.save_interval == 0
         found: list[Callable[[dict], None]] = []
@@ -63,14 +65,16 @@ class Saves:
         self._exports.write()
 
     def export_if_missing(self, *, last: bool = True) -> None:
-        """Write the folder of an iteration that was done by an earlier run, if that run was killed before it was written. last:
+        """Write the folder of an iteration that was done by an earlier run, if that run was killed before it was
+        written. last:
         nothing is left to train."""
         if self._exports.is_missing(last=last):
             with rank_status.during("saving", then="training"):
                 self._exports.write()
 
     def save(self, log_state: dict) -> None:
-        """Save the state after this step. Raises CheckpointError if this save fails or, with --async-save, the one before."""
+        """Save the state after this step. Raises CheckpointError if this save fails or, with --async-save, the one
+        before."""
         root, iteration = self._runtime.config.checkpoint.save, self._state.iteration
         if self._background is None:
             save_and_load.save(self._runtime, self._chunks, self._optimizer, self._state, log_state)

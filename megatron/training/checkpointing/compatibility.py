@@ -67,10 +67,12 @@ def absent_parameters(
     *,
     goes_on: bool,
 ) -> set[str]:
-    """The parameters of this run's model that a checkpoint does not hold, and that keep their first values. Every rank must call.
+    """The parameters of this run's model that a checkpoint does not hold, and that keep their first values. Every rank
+    must call.
 
     Those of heads that its architecture lacks are named in one line. Any other is refused, unless --allow-missing-tensors is
-    given, which names each. Names are those of a checkpoint. goes_on: with the optimizer's state, which nobody could make up.
+    given, which names each. Names are those of a checkpoint. goes_on: with the optimizer's state, which nobody could
+    make up.
     """
     state, there = checkpoint.state, {*checkpoint.names}
     texts = collectives.all_gather_texts(json.dumps([name for name in mine if name not in there]), world, device)
@@ -148,7 +150,8 @@ def check_state(state: dict[str, Any], iteration: int, given: str) -> None:
 
 
 def _misfits(state: Any, where: str, kinds: tuple[type, ...]) -> Iterator[str]:
-    """The problems of the entry `where`: missing, or of another type. If a parent is at fault, only the parent is reported."""
+    """The problems of the entry `where`: missing, or of another type. If a parent is at fault, only the parent is
+    reported."""
     found: list[tuple[str, Any]] = [("", state)]
     *parents, last = where.split("/")
     for name in parents:
@@ -202,9 +205,11 @@ def naming(given: str) -> Iterator[None]:
 def check_same_model(
     runtime: Runtime, saved: dict[str, Any], model: str, given: str, *, goes_on: bool, resizes: bool = False
 ) -> None:
-    """Refuse a checkpoint of another model or tokenizer, and if `goes_on` of another precision. Names all settings that differ.
+    """Refuse a checkpoint of another model or tokenizer, and if `goes_on` of another precision. Names all settings that
+    differ.
 
-    model: `model_name` of this run. given: the checkpoint's flag and folder. resizes: to another vocabulary, so that words and
+    model: `model_name` of this run. given: the checkpoint's flag and folder. resizes: to another vocabulary, so that
+    words and
     tokenizer may differ.
     """
     changes, config = _changes(runtime, saved), runtime.config

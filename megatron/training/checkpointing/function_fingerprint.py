@@ -1,8 +1,11 @@
 """What the entries of open tables compute that a run uses, compared at a resume.
 
-A script may add to KERNELS, OPTIMIZERS and TOKENIZERS, or replace an entry. The name of an entry says how it is computed, and by
-which flag. What is computed is the entry's `computes`, which a checkpoint keeps under "functions": kernels of one function may be
-exchanged, an entry of one name and another function may not. SCHEDULES and METHODS promise the numbers of one process, whatever
+A script may add to KERNELS, OPTIMIZERS and TOKENIZERS, or replace an entry. The name of an entry says how it is
+computed, and by
+which flag. What is computed is the entry's `computes`, which a checkpoint keeps under "functions": kernels of one
+function may be
+exchanged, an entry of one name and another function may not. SCHEDULES and METHODS promise the numbers of one process,
+whatever
 the entry.
 """
 
@@ -32,7 +35,8 @@ def _of_attention(backend: str) -> str:
 def function_before(state: Mapping[str, Any], setting: str) -> str | None:
     """What the checkpoint's run computed by the setting; None if the checkpoint does not say it.
 
-    One that is older than this record has the name of its kernel, which is taken for the kernel of this script, if there is one.
+    One that is older than this record has the name of its kernel, which is taken for the kernel of this script, if there
+    is one.
     """
     said = state.get(FUNCTIONS, {}).get(setting)
     if said is not None or setting != "attention_backend":
@@ -68,7 +72,8 @@ def tokenizer_problem(config: Config, state: Mapping[str, Any], given: str) -> s
 
 
 def began_to_restart(config: Config, state: Mapping[str, Any]) -> bool:
-    """Whether --reset-position-ids restarts rotary angles now and did nothing in the checkpoint's run, of an older version."""
+    """Whether --reset-position-ids restarts rotary angles now and did nothing in the checkpoint's run, of an older
+    version."""
     before = state["config"].get("data", {}).get("reset_position_ids")
     return bool(before) and config.restarts_angles and function_before(state, "reset_position_ids") is None
 

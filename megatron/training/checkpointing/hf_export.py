@@ -4,7 +4,8 @@
     SAVE_HF/iter_0000100.partial/     being written; the next run removes it
     SAVE_HF/iter_0000100.replaced/    complete: the folder of iteration 100 before, while the new one takes its name
 
-What stands in the way of an export, an option that the family cannot say or a folder that is no place for one, refuses the run at
+What stands in the way of an export, an option that the family cannot say or a folder that is no place for one, refuses
+the run at
 its start, and not after hours.
 """
 
@@ -61,7 +62,8 @@ class HFExports:
         return self._config.is_due(self._state.iteration, last=last)
 
     def is_missing(self, *, last: bool) -> bool:
-        """Whether the iteration that is done should have a folder and has none, as where a run was killed while it wrote it."""
+        """Whether the iteration that is done should have a folder and has none, as where a run was killed while it
+        wrote it."""
         return self._state.iteration > 0 and self.is_due(last=last) and not self._is_there()
 
     def _is_there(self) -> bool:

@@ -28,7 +28,8 @@ def load_undamaged(
     """What `load` returns for the first of `start.iterations` in which no rank finds damage. Every rank must call.
 
     Hashes are checked as the tensors are read, so damage may show after some of them are filled: `load` must fill the same
-    tensors from any of the checkpoints. owns_root: this run saves there; then damaged folders are renamed, so that nothing takes
+    tensors from any of the checkpoints. owns_root: this run saves there; then damaged folders are renamed, so that
+    nothing takes
     them for checkpoints. Raises CheckpointError, with every damage, if there is nothing else to go back to.
     """
     root, left = path_of(start.root), [*start.iterations] or [None]
@@ -66,7 +67,8 @@ def newest_readable(start: Start) -> Checkpoint:
 
 
 def _damage_on_any_rank(error: Exception, world: Axis, device: torch.device | str) -> str | None:
-    """The damage that a rank has found; None if all ranks fail for another reason. Every rank must call, with its own error."""
+    """The damage that a rank has found; None if all ranks fail for another reason. Every rank must call, with its own
+    error."""
     if isinstance(error, collectives.LostPeerError):
         return None
     mine = ""

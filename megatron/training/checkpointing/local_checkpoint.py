@@ -1,10 +1,12 @@
 """Copies of a run's state for restarts, beside its checkpoints: --non-persistent-save-interval.
 
     SAVE/non_persistent.json                    which copy counts: {"iteration": 7, "slot": "slot_1", "token": "a3..."}
-    local     LOCAL/NAME-HASH/rank_00003/slot_1/iter_0000007/    on each machine's disk: all that one rank holds, in its pieces
+    local     LOCAL/NAME-HASH/rank_00003/slot_1/iter_0000007/    on each machine's disk: all that one rank holds, in its
+              pieces
     global    SAVE/non_persistent/slot_1/iter_0000007/           a checkpoint of all ranks, on a file system that they share
 
-A copy is written into the slot that does not count; the pointer names it once every rank has written its part; then the other
+A copy is written into the slot that does not count; the pointer names it once every rank has written its part; then the
+other
 slot goes. So a run that is killed anywhere has the copy before or the new one. A rank finds its part by the pointer, and the
 pointer's token in it: parts of different saves are never mixed, and without the --save folder a copy is nobody's.
 
@@ -207,7 +209,8 @@ def _usable(config: CheckpointConfig, newest: int | None) -> Copy | None:
 
 
 def state_of_copy(config: CheckpointConfig, newest: int | None) -> dict[str, Any] | None:
-    """The state of the copy that the run would go on from; None if there is none. For the first rank; raises CheckpointError."""
+    """The state of the copy that the run would go on from; None if there is none. For the first rank; raises
+    CheckpointError."""
     copy = _usable(config, newest)
     return None if copy is None else open_checkpoint(place_of(config, 0) / copy.slot, copy.iteration).state
 

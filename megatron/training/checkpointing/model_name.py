@@ -14,7 +14,8 @@ from megatron.core.parallel.grid import Axis
 def model_name(chunks: Iterable[nn.Module], pp: Axis, device: torch.device | str) -> str:
     """`GPTModel`, or `GPTModel of SideBySideLayer` if it contains a script's modules; the same in every layout.
 
-    A class may set its name, `model_name = "GPTModel"`, if it computes the same from the same parameters; it must, if pipeline
+    A class may set its name, `model_name = "GPTModel"`, if it computes the same from the same parameters; it must, if
+    pipeline
     stages have different classes. Every rank of `pp` must call.
     """
     chunks = list(chunks)

@@ -23,7 +23,8 @@ def origin_of_run(
 ) -> Origin | None:
     """The origin of a run that starts from a checkpoint, or from a folder of another project; None if it has none.
 
-    given: the flag and folder. is_other_tokenizer: the run's is known to be another than the model's. Every rank must call: the
+    given: the flag and folder. is_other_tokenizer: the run's is known to be another than the model's. Every rank must
+    call: the
     first reads the folder's files for all. Raises ConfigError.
     """
 
@@ -35,7 +36,8 @@ def origin_of_run(
 
 
 def origin_of_new_run(runtime: Runtime) -> Origin | None:
-    """The origin of a run that starts from initial weights: that of --hf-config, which gives a tokenizer if it is a folder; None
+    """The origin of a run that starts from initial weights: that of --hf-config, which gives a tokenizer if it is a
+    folder; None
     without the flag. Every rank must call. Raises ConfigError."""
     path = runtime.config.checkpoint.hf_config
     return None if path is None else _agreed(runtime, lambda: _as_of_now(runtime, {}, described_by(Path(path)).origin))

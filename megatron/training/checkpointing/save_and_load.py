@@ -115,7 +115,8 @@ def to_save(
 
 
 def note_saved(runtime: Runtime, state: TrainState, iteration: int) -> None:
-    """Write down that this run has saved `iteration`, and delete those of its checkpoints that --keep-checkpoints does not keep.
+    """Write down that this run has saved `iteration`, and delete those of its checkpoints that --keep-checkpoints does
+    not keep.
     Every rank calls."""
     state.checkpoints = sorted({*state.checkpoints, iteration})
     if runtime.mesh["world"].is_first:
@@ -141,7 +142,8 @@ def _products_of(runtime: Runtime) -> dict[str, Any]:
 
 
 def saved_products(config: CheckpointConfig, world: Axis, device: torch.device) -> dict[str, Any] | None:
-    """The checkpoint's record of how half-precision products are computed; None if there is none, or it is unreadable (`load`
+    """The checkpoint's record of how half-precision products are computed; None if there is none, or it is unreadable
+    (`load`
     reports that). Every rank must call."""
     found = None
     if world.is_first:
@@ -165,7 +167,8 @@ def choose_start(config: CheckpointConfig, world: Axis, device: torch.device) ->
 def load(runtime: Runtime, chunks: Chunks, optimizer: FlatOptimizer) -> tuple[TrainState, dict[str, Any] | None]:
     """Fill parameters and optimizer from --load; returns (train state, log state). Every rank must call.
 
-    The checkpoint may come from any layout. Without a checkpoint in --load the run starts from --pretrained-checkpoint, or from
+    The checkpoint may come from any layout. Without a checkpoint in --load the run starts from --pretrained-checkpoint,
+    or from
     initial weights, with a note.
     """
     config, mesh = runtime.config.checkpoint, runtime.mesh
@@ -192,7 +195,8 @@ def load(runtime: Runtime, chunks: Chunks, optimizer: FlatOptimizer) -> tuple[Tr
 def _load_copy(
     runtime: Runtime, chunks: Chunks, optimizer: FlatOptimizer, chosen: Start | None
 ) -> tuple[TrainState, dict[str, Any] | None] | None:
-    """`load` of the copy for restarts that is newer than the checkpoint to start from; None if there is none, or any rank's part
+    """`load` of the copy for restarts that is newer than the checkpoint to start from; None if there is none, or any
+    rank's part
     cannot be used."""
     config, device = runtime.config.checkpoint, runtime.device.torch_device
     world = runtime.mesh["world"]
@@ -286,7 +290,8 @@ def read_tensors(
     """Fill the parameters and, if `goes_on`, the optimizer state. Masters not in the checkpoint are filled from the weights.
     Every rank must call."""
     masters = {name: tensor for name, tensor in state.items() if name.startswith(_MASTER)}
-    # Asked of all ranks: a rank's part of a local copy has no master if the rank owns no element, and the ranks must read alike.
+    # Asked of all ranks: a rank's part of a local copy has no master if the rank owns no element, and the ranks must
+    # read alike.
     has_masters = any(name.startswith(_MASTER) for name in checkpoint.names)
     saves_masters = bool(
         collectives.all_reduce(torch.tensor([has_masters], dtype=torch.int32, device=device), world, "max").item()

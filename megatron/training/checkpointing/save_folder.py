@@ -27,7 +27,8 @@ from megatron.training.global_vars import print_rank_0
 def prepare_folder(config: CheckpointConfig, world: Axis, device: torch.device, held: contextlib.ExitStack) -> None:
     """Check at the start, not after hours, that --save, and folders of copies, are writable. Every rank must call.
 
-    Locks the folder until `held` is closed, and removes incomplete checkpoints of earlier runs. An object store has no locks.
+    Locks the folder until `held` is closed, and removes incomplete checkpoints of earlier runs. An object store has no
+    locks.
     """
     root = config.save
     with collectives.together(world, device):

@@ -1,6 +1,8 @@
-"""The tokenizer of the weights that a run starts from, beside the run's own: the same tokens, or rows of the table that stay.
+"""The tokenizer of the weights that a run starts from, beside the run's own: the same tokens, or rows of the table that
+stay.
 
-compared    a folder's tokenizer.json, vocab.json, vocab.txt or sentencepiece model, token by token: another is refused, unless
+compared    a folder's tokenizer.json, vocab.json, vocab.txt or sentencepiece model, token by token: another is refused,
+            unless
             --allow-tokenizer-change is given. (Checkpoints of ours hold a hash: compatibility.py.)
 resized     --resize-token-embeddings tokens: rows of equal tokens stay; ids: rows of equal ids, as transformers'
             resize_token_embeddings keeps them. All other rows keep their first values, the same in every layout.
@@ -43,9 +45,11 @@ _BY_WORD = (WORD_TABLE, f"{OUTPUT}.weight", f"{OUTPUT}.bias", "word_bias.bias")
 
 
 def check_same_tokens(runtime: Runtime, state: Mapping[str, Any], given: str) -> bool:
-    """Refuse a folder's weights under another tokenizer than the folder's; returns whether it is another, which then is allowed.
+    """Refuse a folder's weights under another tokenizer than the folder's; returns whether it is another, which then is
+    allowed.
 
-    Every rank must call: the first reads the folder's files for all. A run without tokens, as one with NullTokenizer, cannot be
+    Every rank must call: the first reads the folder's files for all. A run without tokens, as one with NullTokenizer,
+    cannot be
     compared. Raises ConfigError.
     """
     mine = None if runtime.tokenizer is None else vocabulary_of(runtime.tokenizer)
@@ -89,7 +93,8 @@ def _compared(runtime: Runtime, state: Mapping[str, Any], given: str, mine: Voca
 
 
 def _cut_otherwise(runtime: Runtime, state: Mapping[str, Any], given: str) -> str:
-    """How another tokenizer.json with the folder's tokens cuts text, in words; "" as the folder's does, or for another type."""
+    """How another tokenizer.json with the folder's tokens cuts text, in words; "" as the folder's does, or for
+    another type."""
     origin, config = Origin.in_state(state, given), runtime.config.tokenizer
     if origin is None or is_url(origin.folder) or not isinstance(runtime.tokenizer, LibraryTokenizer):
         return ""
@@ -136,7 +141,8 @@ def rows_that_stay(runtime: Runtime, checkpoint: Checkpoint, given: str) -> list
 
 
 def _vocabulary_of_run(state: Mapping[str, Any], given: str) -> Vocabulary:
-    """The tokens of the tokenizer that a model was trained with. Raises ConfigError, with what to do where they are not known."""
+    """The tokens of the tokenizer that a model was trained with. Raises ConfigError, with what to do where they are
+    not known."""
     otherwise = f"{_FLAG} ids keeps the rows of equal ids"
     try:
         if (sha256 := state.get("tokenizer_sha256")) is None:
@@ -157,7 +163,8 @@ def _vocabulary_of_run(state: Mapping[str, Any], given: str) -> Vocabulary:
 def with_rows(
     tensors: Mapping[str, LocalTensor], runs: Sequence[RowRun], checkpoint: Checkpoint, prefix: str = "model/"
 ) -> dict[str, LocalTensor]:
-    """The tensors as they are read: of those with a row for each word, the rows that stay, at their places in the checkpoint.
+    """The tensors as they are read: of those with a row for each word, the rows that stay, at their places in the
+    checkpoint.
 
     Names: `prefix` and that of the parameter. Rows that are not read keep their values.
     """

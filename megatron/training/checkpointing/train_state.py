@@ -14,14 +14,16 @@ class TrainState:
     iteration: int = 0  # steps done
     consumed_train_samples: int = 0
     scheduled_train_samples: int = 0  # without skipped steps; the learning rate follows this count
-    # With --train-iters: scheduled samples per iteration, the run's first batch size. It stays when the batch size changes, so
+    # With --train-iters: scheduled samples per iteration, the run's first batch size. It stays when the batch size
+    # changes, so
     # the schedules keep their position. 0: not known yet, or the run has --train-samples.
     samples_per_iter: int = 0
     requested_train_samples: int = 0  # from the data set; its order may depend on this number
     # Parameters of the schedules of learning rate and weight decay.
     schedules: dict[str, dict[str, Any]] = field(default_factory=dict)
     guard: dict[str, dict[str, Any]] = field(default_factory=dict)  # what losses and gradients are compared with
-    # The iterations below --save that this run, over all restarts, has saved or resumed from, and has not deleted. No part of the
+    # The iterations below --save that this run, over all restarts, has saved or resumed from, and has not deleted. No
+    # part of the
     # position, so it stands beside it in a checkpoint.
     checkpoints: list[int] = field(default_factory=list, compare=False)
     origin: Origin | None = field(default=None, compare=False)  # the folder that the model began as; beside it, too

@@ -3,10 +3,12 @@
     at the start     a WARNING names the persistent buffers, and the modules with an extra state (torch's `get_extra_state`)
     at a save        the manifest's "lost_buffers" names those that have changed since the model was built; so does a WARNING
                      its "buffers_at_start" says with which values the buffers began
-    at a resume      a checkpoint that names some is refused without --allow-lost-buffers; a WARNING names those that begin with
+    at a resume      a checkpoint that names some is refused without --allow-lost-buffers; a WARNING names those that
+    begin with
                      other values than in the checkpoint's run
 
-A buffer that never changes is made again by the model's constructor, so nothing of it is lost if that makes the same. One that
+A buffer that never changes is made again by the model's constructor, so nothing of it is lost if that makes the same.
+One that
 is drawn at random is another under another --seed.
 """
 
@@ -65,7 +67,8 @@ def changed_buffers(chunks: Collection[DistributedDataParallel], world: Axis, de
 
 
 def first_buffers(chunks: Collection[DistributedDataParallel], world: Axis, device: torch.device | str) -> Digests:
-    """The digest of each buffer as the model began with it, of those that are equal on all ranks that have them. Every rank must
+    """The digest of each buffer as the model began with it, of those that are equal on all ranks that have them. Every
+    rank must
     call."""
     mine = [(name, text) for chunk in chunks for name, text in (chunk.buffers_at_start or {}).items()]
     mine = [(name, text) for name, text in mine if not name.endswith(_EXTRA_STATE)]
@@ -77,7 +80,8 @@ def first_buffers(chunks: Collection[DistributedDataParallel], world: Axis, devi
 
 
 def note_other_buffers(before: Digests, now: Digests, given: str) -> None:
-    """A WARNING names the buffers that do not begin as in the checkpoint's run. Those of another shape or dtype, as a layout or a
+    """A WARNING names the buffers that do not begin as in the checkpoint's run. Those of another shape or dtype, as a
+    layout or a
     precision may make them, are not compared. given: the checkpoint's flag and folder."""
     alike = [name for name, text in before.items() if name in now and _form_of(text) == _form_of(now[name])]
     if names := [name for name in alike if before[name] != now[name]]:
@@ -120,7 +124,8 @@ def _is_empty(value: Any) -> bool:
 
 
 def digest(value: Any) -> str:
-    """Equal for equal values, bit by bit. value: a tensor, whose dtype and shape come first; or what a module's extra state is,
+    """Equal for equal values, bit by bit. value: a tensor, whose dtype and shape come first; or what a module's extra
+    state is,
     with any tensors inside."""
     if isinstance(value, Tensor):
         return _digest_of_leaf(value)

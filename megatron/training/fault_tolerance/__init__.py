@@ -1,4 +1,9 @@
-"""The end of a run: at its last step, on request (signal, duration, iteration), at Ctrl-C, or with an error.
+"""The end of a run: at its last step, on request, at Ctrl-C, with an error, or because a rank hangs or died.
 
-May import: core, `training.settings`, and the errors that it reports. To add a reason to stop: add it to `exits`.
+    exit_conditions                     requests to stop: a signal, duration, iteration
+    error_report, keyboard_interrupt    an error ends all ranks in order, with one message; Ctrl-C with one line
+    hang_watch, hang_diagnosis          a rank that hangs is found, named and ended
+    launcher_watch, process_stat, job_tmpdir    dead launchers; processes by /proc; the folder of a running job
+
+To add a reason to stop: `exit_conditions`.
 """

@@ -4,10 +4,12 @@
     other ranks     their collectives fail, since a peer is gone; they read its rank from the store, print one line, leave
 
 A killed process leaves nothing in the store: the others know its rank, host and process from their line to it
-(`core/parallel/liveness.py`). Ctrl-C is a failure too; it usually reaches several ranks, and one of them reports it. Messages also go to
+(`core/parallel/liveness.py`). Ctrl-C is a failure too; it usually reaches several ranks, and one of them reports it.
+Messages also go to
 torchrun's error file. torchrun shows the file of the rank that ended first, so the other ranks repeat the first error there.
 
-Under NCCL a collective does not fail when a peer is gone: its kernel waits until the timeout. There each rank has a thread that
+Under NCCL a collective does not fail when a peer is gone: its kernel waits until the timeout. There each rank has a
+thread that
 watches the store (`Listener`), and the process exits without closing its groups, which would wait for collectives in flight.
 """
 
@@ -50,7 +52,8 @@ def explains_itself(error: BaseException) -> bool:
 
 
 def report(error: BaseException, farewell: str | None = None) -> int:
-    """Print this rank's part of the report of `error`; returns the exit code. Each failing rank of a multi-process job calls it,
+    """Print this rank's part of the report of `error`; returns the exit code. Each failing rank of a multi-process job
+    calls it,
     then `leave`. farewell: of an interrupted rank, printed instead of the error if the rank is the first."""
     rank, store = parallel_state.launched_rank(), parallel_state.job_store()
     code = code_of(error) if farewell is None else keyboard_interrupt.CODE
@@ -96,7 +99,8 @@ def account_of(error: BaseException) -> str:
 def leave(code: int) -> NoReturn:
     """Leave the job in order and exit with `code`.
 
-    The rank that hosts the store closes its groups, by which the others notice the failure, and stays until they have read the
+    The rank that hosts the store closes its groups, by which the others notice the failure, and stays until they have
+    read the
     store; after a rank's death it need not stay, as all ranks know.
     """
     if not parallel_state.notices_lost_ranks():
@@ -115,7 +119,8 @@ def leave(code: int) -> NoReturn:
 
 
 def _end_as_it_is(code: int) -> NoReturn:
-    """Exit with `code` without closing anything. The rank that hosts the store first waits for the other ranks' listeners."""
+    """Exit with `code` without closing anything. The rank that hosts the store first waits for the other ranks'
+    listeners."""
     parallel_state.say_goodbye()
     hang_watch.stop_watching()
     output_streams.flush()
@@ -204,7 +209,8 @@ def _tell(text: str, *, follows: bool = False, more: Callable[[], str] = str) ->
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Release the objects in the error's frames. Process groups among them have threads that would abort the process at exit."""
+    """Release the objects in the error's frames. Process groups among them have threads that would abort the process
+    at exit."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

@@ -119,7 +119,8 @@ def listen_for_requests(config: TrainingConfig) -> None:
 def _hears_of_a_lost_terminal(environment: Mapping[str, str]) -> bool:
     """Whether SIGHUP is for this process to handle.
 
-    Under `nohup` it is not, unless torchrun sends it: torchrun handles the signal even there, passes it on to its ranks, which
+    Under `nohup` it is not, unless torchrun sends it: torchrun handles the signal even there, passes it on to its ranks,
+    which
     are in sessions of their own, and kills those that ignore it after 30 seconds.
     """
     before = signal.getsignal(signal.SIGHUP)

@@ -2,11 +2,13 @@
 
 W waits for R      W is in call n of a group, and R, of the same group, has issued fewer; in a transfer, its peer
 hangs              a rank that is stopped, or that cannot be heard; if there is none: a rank that is waited for and waits for
-                   nobody; else ranks of other machines that are waited for; during the start-up, before any call: a rank in the
+                   nobody; else ranks of other machines that are waited for; during the start-up, before any call: a rank
+                   in the
                    earliest phase, but never one that meets the others: it waits for ranks that have not come
 slow               such a rank in a phase whose length nobody knows (start-up, first steps, a save), as long as it computes,
                    reads or writes now and then; and on a crowded machine any rank that answers, as long as it has not stood
-                   still for the allowed time without counting what the ranks waited for a core; both until the back end gives up
+                   still for the allowed time without counting what the ranks waited for a core; both until the back end
+                   gives up
 """
 
 import re
@@ -70,7 +72,8 @@ def judge(
 ) -> Verdict:
     """The verdict on ranks of which some have made no progress for longer than allowed.
 
-    unheard: ranks that no machine reports. rest, patience: seconds that a rank may do nothing, and that others may wait for it,
+    unheard: ranks that no machine reports. rest, patience: seconds that a rank may do nothing, and that others may wait
+    for it,
     in a phase of unknown length. allowed: seconds that a rank may stand still in a step while it has a core.
     """
     by_rank = {one.rank: one for one in seen}

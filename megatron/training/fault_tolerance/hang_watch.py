@@ -1,12 +1,14 @@
 """Find a rank that hangs, say who waits for it in which call, and end the job. Each rank has a thread that watches.
 
     main thread      writes where it is: phase, iteration, last call on each axis (`core/base/rank_status.py`)
-    watcher          sees that its main thread makes no progress for --hang-timeout times the median step; the first to see it
+    watcher          sees that its main thread makes no progress for --hang-timeout times the median step; the first to
+                     see it
                      looks at all ranks of the machine from outside: places, processes, and then stacks
     verdict          `hang_diagnosis.py` says who hangs, or that nobody does (a slow save, a rank that went on meanwhile)
     end              every rank that answers prints its line and exits with `HUNG`; what hangs is killed
 
-Nothing of it lives in a rank's process: places are files in memory, a process's state is the kernel's, and a stack is written by
+Nothing of it lives in a rank's process: places are files in memory, a process's state is the kernel's, and a stack is
+written by
 a signal handler that needs no interpreter lock (`faulthandler`). So it works whichever rank is stopped, the first one too.
 """
 

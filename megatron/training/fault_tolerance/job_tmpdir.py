@@ -1,4 +1,5 @@
-"""The folder of a running job on one machine: a few kilobytes in memory, which its processes share and the last of them removes.
+"""The folder of a running job on one machine: a few kilobytes in memory, which its processes share and the last of them
+removes.
 
     rank_00003          where the rank is (`core/base/rank_status.py`)
     rank_00003.stack    its stacks, when somebody asks by SIGUSR2
@@ -8,7 +9,8 @@
     slow                when it was last said that a rank is only slow
     go                  all have, or there is no more time: end
 
-It is named after the job as the launcher describes it, so that all ranks find it without talking. Of runs that were killed whole,
+It is named after the job as the launcher describes it, so that all ranks find it without talking. Of runs that were
+killed whole,
 the next run of this user on the machine removes it. Pure.
 """
 

@@ -1,7 +1,8 @@
 """Ctrl-C: a run ends at once, on every rank, with one line and exit code 130.
 
     main thread      the first SIGINT raises KeyboardInterrupt; unfinished files never have their final names
-    second thread    receives each SIGINT too, even while the main thread waits inside a library (for a device or a lost peer).
+    second thread    receives each SIGINT too, even while the main thread waits inside a library (for a device or a lost
+    peer).
                      It ends the process at the second SIGINT, or if the first has no effect for some seconds
 
 A terminal and a launcher may both send SIGINT for one Ctrl-C: signals within a second count once.
@@ -23,7 +24,8 @@ _PATIENCE = 5.0  # seconds that the run has to react to the first signal
 class Interrupt:
     """Handles SIGINT within a `with` block; an uncaught KeyboardInterrupt becomes exit code 130 at the end of the block.
 
-    Active only in the main thread, and only if Python's default handler is installed: background jobs ignore the signal, and a
+    Active only in the main thread, and only if Python's default handler is installed: background jobs ignore the signal,
+    and a
     script may have its own handler. rank: named in messages.
     """
 

@@ -1,8 +1,11 @@
 """Ends a rank whose launcher has ended: nobody would stop it or start it again, and the next job may save where it saves.
 
-torchrun starts each rank in a session of its own, so the system tells a rank nothing when the agent is killed. A thread waits for
-the end of the agent's process, on a descriptor of it (Linux 5.3 or later; elsewhere nobody waits). It costs nothing until then.
-Slurm, MPI and DeepSpeed's launcher end their ranks themselves, or are ended with them. A rank whose agent is killed before this
+torchrun starts each rank in a session of its own, so the system tells a rank nothing when the agent is killed. A thread
+waits for
+the end of the agent's process, on a descriptor of it (Linux 5.3 or later; elsewhere nobody waits). It costs nothing
+until then.
+Slurm, MPI and DeepSpeed's launcher end their ranks themselves, or are ended with them. A rank whose agent is killed
+before this
 module is imported finds that the launcher's store is gone (`core/parallel/rendezvous.py`).
 """
 

@@ -1,4 +1,5 @@
-"""A process as seen from outside, by /proc: whether it lives, is stopped, computes, and in which call of the kernel it waits.
+"""A process as seen from outside, by /proc: whether it lives, is stopped, computes, and in which call of the kernel it
+waits.
 
 Linux; elsewhere a process only lives or does not. Pure.
 """
@@ -83,7 +84,8 @@ def _bytes(folder: Path) -> int:
 
 
 def waits_for_cores(pid: int) -> dict[int, float]:
-    """Thread -> seconds, since its start, in which it was ready to run and had no core. Empty where the system does not tell."""
+    """Thread -> seconds, since its start, in which it was ready to run and had no core. Empty where the system does
+    not tell."""
     waits = {}
     for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
         words = _text(path).split()  # nanoseconds on a core, nanoseconds ready without one, turns

@@ -43,7 +43,8 @@ def bytes_by_tier(
     {"device": {"parameters": .., "gradients": ..}, "host": {"masters": .., "moments": .., "slices": ..}}
 
     stage: of ZeRO; shards: ranks that share the state; outer: further ranks that share masters and moments; tier: home of
-    `fraction` of masters and moments, and with `offload_params` of the parameters. "slices": host buffers for state in a file.
+    `fraction` of masters and moments, and with `offload_params` of the parameters. "slices": host buffers for state in a
+    file.
     """
     part = -(-numel // shards) if stage else numel
     updated = -(-part // outer)

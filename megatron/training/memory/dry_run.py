@@ -1,4 +1,5 @@
-"""A step of one rank of any layout in this process alone, counted: its model by the script's own provider, its neighbours silent.
+"""A step of one rank of any layout in this process alone, counted: its model by the script's own provider, its
+neighbours silent.
 
 dry_run(job, pp_rank)      with shapes only: what each action of the pipeline adds, and has at its peak
 `alone`, `parts_of`        the same parts with real tensors, for a measurement (tools/estimate_memory.py --measure)
@@ -49,7 +50,8 @@ COMPUTES = (Op.F, Op.B, Op.I, Op.W)
 
 
 class Job(NamedTuple):
-    """A training job: the settings, from a run or from the flags of `tools/estimate_memory.py`, and the script's functions."""
+    """A training job: the settings, from a run or from the flags of `tools/estimate_memory.py`, and the script's
+    functions."""
 
     runtime: Runtime
     model_provider: ModelProvider
@@ -213,7 +215,8 @@ def _drawing_nothing() -> Iterator[None]:
 
 
 def dry_run(job: Job, rank: int, *, values: bool = False) -> Profile:
-    """The step of one rank. values: with real tensors, on this CPU; else with shapes only, which takes no memory to speak of."""
+    """The step of one rank. values: with real tensors, on this CPU; else with shapes only, which takes no memory to
+    speak of."""
     config = job.runtime.config
     mesh, device = mesh_of(config, job.runtime.world_size, rank), Device("cpu")
     tier = None if config.offload.tier == "device" else ShapesTier(config.offload.tier)

@@ -9,7 +9,8 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_on_machine(proc: Path = Path("/proc"), cgroup: Path = _CGROUP) -> int | None:
-    """Bytes that processes here can still allocate together: the system's, or the container's if it has less. None: unknown."""
+    """Bytes that processes here can still allocate together: the system's, or the container's if it has less. None:
+    unknown."""
     known = [_line_bytes(proc / "meminfo", "MemAvailable:")]
     known += [_left_in(folder, names) for folder, names in _groups_of_process(proc, cgroup)]
     return min((n for n in known if n is not None), default=None)
@@ -41,7 +42,8 @@ _V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_
 
 
 def _groups_of_process(proc: Path, cgroup: Path) -> Iterator[tuple[Path, _Names]]:
-    """The control groups of this process and those around them, of either version. A container may see its own as the root."""
+    """The control groups of this process and those around them, of either version. A container may see its own as the
+    root."""
     lines = ["0::/", "1:memory:/", *_text(proc / "self" / "cgroup").splitlines()]
     for _, controllers, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
         is_v1 = "memory" in controllers.split(",")

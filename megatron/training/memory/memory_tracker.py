@@ -1,7 +1,9 @@
 """Resident bytes by kind, as tensors come and go; predictions are compared with them. Any device; made for CPUs.
 
-`TorchDispatchMode` sees every operator, so each new storage is counted until it is freed. The code that allocates says the kind
-(`core/base/memory_kind.py`): copies of a bucket and transfers between stages are communication, temporary memory of the optimizer is
+`TorchDispatchMode` sees every operator, so each new storage is counted until it is freed. The code that allocates says
+the kind
+(`core/base/memory_kind.py`): copies of a bucket and transfers between stages are communication, temporary memory of the
+optimizer is
 "other", all else is activations. `assign` names the tensors that stay.
 """
 
@@ -37,7 +39,8 @@ class _Memory:
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Counts inside its `with` block, in the thread that entered it. `live`, `peak`: bytes by kind; peak["total"]: of all kinds
+    """Counts inside its `with` block, in the thread that entered it. `live`, `peak`: bytes by kind; peak["total"]: of
+    all kinds
     together, without "other"."""
 
     def __init__(self, *, shapes_only: bool = False) -> None:

@@ -149,7 +149,8 @@ def _need_of(runtime: Runtime, needs: Mapping[str, int], room: Room) -> dict[str
 
 
 def problems_of_needs(needs: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
-    """(problems of disks, problems of memory) from the needs of all ranks. Ranks share a disk or machine of the same name."""
+    """(problems of disks, problems of memory) from the needs of all ranks. Ranks share a disk or machine of the same
+    name."""
     advice = f"less with {needs[0]['less_with']}; {_ALL_THE_SAME}"
     disks = [
         f"what is offloaded does not fit the disk of --offload-dir {first['dir']}: {lack}; free the disk, give an "

@@ -1,4 +1,5 @@
-"""A failed allocation as advice: the size and place of the allocation, the prediction of the run, the flags that reduce it."""
+"""A failed allocation as advice: the size and place of the allocation, the prediction of the run, the flags that
+reduce it."""
 
 import re
 import traceback

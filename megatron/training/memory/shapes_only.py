@@ -86,7 +86,8 @@ def _number(x: Tensor) -> float | int:
 
 
 def _distinct(most: int, x: Tensor, return_inverse: bool = False, return_counts: bool = False, **_: Any) -> Any:
-    """The result of torch.unique if as many elements as possible (`most`) differ. Counts: a real tensor, as if all were equal."""
+    """The result of torch.unique if as many elements as possible (`most`) differ. Counts: a real tensor, as if all
+    were equal."""
     counts = torch.tensor([x.numel()], device="cpu") if return_counts else None
     found = [torch.empty(most, dtype=x.dtype), *([torch.empty_like(x)] if return_inverse else [])]
     found += [] if counts is None else [counts]
@@ -118,7 +119,8 @@ class _Fused(torch.autograd.Function):
 
 
 def _attention(on_cpu: bool, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **_: Any) -> Tensor:
-    """The kernel that torch would choose, which the meta device has no choice of. A bool mask becomes numbers to be added."""
+    """The kernel that torch would choose, which the meta device has no choice of. A bool mask becomes numbers to be
+    added."""
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(attn_mask.logical_not(), -math.inf)
     return _Fused.apply(q, k, v, attn_mask)

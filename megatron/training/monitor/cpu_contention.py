@@ -1,6 +1,7 @@
 """Detect that other work on the machine keeps this process waiting for cores.
 
-OpenMP threads that wait by spinning (libgomp's default) burn the time slices that the awaited thread needs: two threads on two
+OpenMP threads that wait by spinning (libgomp's default) burn the time slices that the awaited thread needs: two threads
+on two
 busy cores made a step 20 times as slow. Such a process looks fully busy; only the scheduler knows how long it waits (Linux:
 /proc/self/task/*/schedstat).
 """

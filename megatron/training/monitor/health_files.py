@@ -1,6 +1,7 @@
 """Two small files for those who supervise a run: a heartbeat in JSON, and numbers for Prometheus' textfile collector. Pure.
 
-Both are replaced whole, at most once a second and at every save, by the rank that logs. A run does not end because they cannot be
+Both are replaced whole, at most once a second and at every save, by the rank that logs. A run does not end because they
+cannot be
 written; it says so once, and tries again. They also say which other outputs of that rank are lost.
 """
 

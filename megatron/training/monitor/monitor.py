@@ -135,7 +135,8 @@ class Watch:
     def report(
         self, step: StepNumbers, losses: Mapping[str, float], interval: Interval | None, tensors: Measured
     ) -> None:
-        """Send the last step's numbers to the sinks. interval: of its log line, None if none was due. Every rank must call."""
+        """Send the last step's numbers to the sinks. interval: of its log line, None if none was due. Every rank must
+        call."""
         self._tell_of_losses()
         self._beacon.step(step.iteration, step.consumed_samples, losses)
         if self._line_is_due and self._stragglers is not None:
@@ -153,7 +154,8 @@ class Watch:
             self._send("inspect", statistics.values(), {"what": what, "name": name})
 
     def report_validation(self, what: str, losses: Mapping[str, float | None], *, at_end: bool) -> None:
-        """Send losses to the sinks. what: test, validation, or validation-NAME for one of several sets. losses: None for one that
+        """Send losses to the sinks. what: test, validation, or validation-NAME for one of several sets. losses: None for
+        one that
         counted no token. at_end: after the last step."""
         losses = {name: loss for name, loss in losses.items() if loss is not None}
         values = {f"{name} {what}": value for name, value in losses.items()}
@@ -187,7 +189,8 @@ class Watch:
                 output_streams.lose(error.sink, error.why)
 
     def _tell_of_losses(self) -> None:
-        """Put the outputs that were lost since the last call into those that are left. A loss among these is told next time."""
+        """Put the outputs that were lost since the last call into those that are left. A loss among these is told
+        next time."""
         news = output_streams.losses[self._losses_told :]
         self._losses_told += len(news)
         for loss in news:

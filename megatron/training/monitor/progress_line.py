@@ -12,7 +12,8 @@ _SECONDS = 5.0
 def heartbeat(
     what: str, say: Callable[[str], None], *, so_far: Callable[[], str] | None = None, every: float = _SECONDS
 ) -> Iterator[None]:
-    """While the block runs, `say` every `every` seconds `   building the model: 15 s so far`. A shorter block prints nothing.
+    """While the block runs, `say` every `every` seconds `   building the model: 15 s so far`. A shorter block prints
+    nothing.
 
     so_far() describes the progress; a second thread calls it and `say`.
     """

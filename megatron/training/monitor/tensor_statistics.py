@@ -1,6 +1,7 @@
 """--inspect statistics of whole tensors: every element counts once, in any layout (`core/distributed/global_norms.py`).
 
-Activations are divided over data-parallel ranks and microbatches; tensor-parallel ranks hold copies of a layer's output, or parts
+Activations are divided over data-parallel ranks and microbatches; tensor-parallel ranks hold copies of a layer's output,
+or parts
 under sequence parallelism.
 """
 
@@ -22,7 +23,8 @@ from megatron.core.parallel.mesh import Mesh
 
 @dataclass(frozen=True)
 class Statistics:
-    """Statistics of a set of elements. mean, distances (sum of squared distances from the mean), largest: of the finite ones."""
+    """Statistics of a set of elements. mean, distances (sum of squared distances from the mean), largest: of the
+    finite ones."""
 
     finite: int = 0
     mean: float = 0.0
@@ -81,7 +83,8 @@ def _gives_hidden_states(module: nn.Module) -> bool:
 
 
 class Inspector:
-    """Statistics of one step: create before the step, `finish` after it. Steps without --inspect have no hook and no cost."""
+    """Statistics of one step: create before the step, `finish` after it. Steps without --inspect have no hook and no
+    cost."""
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], mesh: Mesh, *, sequence_parallel: bool):
         self._chunks, self._mesh = chunks, mesh

@@ -100,7 +100,8 @@ class TrainingLog:
         self.counts: dict[str, int] = in_all | state.get("counts", {})
 
     def add(self, losses: Mapping[str, float], is_nan: bool = False, *, skipped: bool = False) -> None:
-        """Count one step. Averages leave out the losses of skipped steps, as in Megatron, and of steps that counted no token."""
+        """Count one step. Averages leave out the losses of skipped steps, as in Megatron, and of steps that counted
+        no token."""
         if not skipped:
             for name, value in losses.items():
                 self.sums[name] = self.sums.get(name, 0.0) + value

@@ -8,7 +8,8 @@ The loop makes `Record`s; each sink writes the kinds it needs. Only the last ran
     inspect      statistics of one tensor, every --inspect steps
     lost output  an output of the run cannot be written any more
 
-A sink that fails ends no run: its write says so by `SinkError`, once. TensorBoard and wandb are left alone from then on, since
+A sink that fails ends no run: its write says so by `SinkError`, once. TensorBoard and wandb are left alone from then on,
+since
 what they have kept is unknown; the JSONL file is tried again at each record.
 """
 
@@ -160,7 +161,8 @@ class MetricsFile:
     On a full disk records are missing: a line of the kind "lost output", with their number, stands in their place once
     there is space.
 
-    A NaN or infinite number is null, and `not_finite` holds its text. A run resumed at `iteration` first truncates the file to
+    A NaN or infinite number is null, and `not_finite` holds its text. A run resumed at `iteration` first truncates the
+    file to
     it, since it will write later records again. Raises ValueError for a file with other content.
     """
 
@@ -235,7 +237,8 @@ def json_line(record: Record) -> str:
 def lines_until(text: str, iteration: int, name: str) -> str:
     """The lines of a metrics file that a run resumed at `iteration` does not write again.
 
-    Validations at the end of the run are dropped: the resumed run repeats them. A last line without a newline was cut by a kill,
+    Validations at the end of the run are dropped: the resumed run repeats them. A last line without a newline was cut by
+    a kill,
     and is dropped too.
     """
     kept = []

@@ -130,7 +130,8 @@ def compared(first: StepFigures, again: StepFigures, world: Any, device: torch.d
     same_norm = _is_same(first.norm, again.norm) or abs(first.norm - again.norm) <= _NORM_TOLERANCE * abs(first.norm)
     if not ranks and same_norm and _is_same(first.shared.loss, again.shared.loss):
         return True, (
-            "Computed again, the numbers are the same: the data, the weights or the program are the reason, and no device that "
+            "Computed again, the numbers are the same: the data, the weights or the program are the reason, and "
+            "no device that "
             "fails at times."
         )
     where = f"the losses of ranks {' '.join(map(str, ranks))} differ" if ranks else "only gradients differ"

@@ -38,7 +38,8 @@ class Check:
     def before_save(self) -> None: ...
 
     def stop_if(self, problem: str) -> None:
-        """Raise WrongNumbersError on the ranks with a problem, and PeerError with its text on the others. Every rank must call;
+        """Raise WrongNumbersError on the ranks with a problem, and PeerError with its text on the others. Every rank
+        must call;
         one all-reduce of a number."""
         with together(self.mesh["world"], self.device):
             if problem:

@@ -1,6 +1,7 @@
 """The first tensor of a step that is NaN or infinite, found by computing the step again with a check after each module.
 
-Order: the weights before the step; then by microbatch, numbered over all ranks, its forward before its backward, in the order of
+Order: the weights before the step; then by microbatch, numbered over all ranks, its forward before its backward, in the
+order of
 computation; then the summed gradients. Names are the model's, so they are the same in every layout.
 """
 
@@ -26,7 +27,8 @@ _LAST = 2**62
 
 
 def first_bad_tensor(work: StepWork, device: torch.device | str = "cpu") -> str:
-    """A sentence that names it, or says that none is found. Every rank must call; the step must not be updated afterwards, as a
+    """A sentence that names it, or says that none is found. Every rank must call; the step must not be updated
+    afterwards, as a
     model whose modules are watched may round differently."""
     pipeline, mesh = work.pipeline, work.pipeline.mesh
     chunks: list[DistributedDataParallel] = list(pipeline.chunks.values())

@@ -1,6 +1,7 @@
 """One microbatch computed twice, to the bit the same? It shows a device that computes wrongly, and which one, in any layout.
 
-Before every N-th step all ranks run its first microbatch twice, and forget the gradients. In both runs a rank hashes whatever it
+Before every N-th step all ranks run its first microbatch twice, and forget the gradients. In both runs a rank hashes
+whatever it
 sends in a collective or a transfer, whatever it receives, and at the end its loss and gradients:
 
     received the same so far, and sends something else      this rank computed wrongly in one of the runs

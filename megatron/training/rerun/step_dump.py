@@ -1,7 +1,9 @@
 """The dump of a bad step: all that it takes to compute it again elsewhere, as a checkpoint that any layout reads.
 
-    DIR/iter_0000041/       of the 42nd step: the weights before it, and "batch/<key>" [samples of the step, ...] of its batches
-    manifest.json, state    the run's settings and position, and under "bad_step" what was wrong and the numbers to compare with
+    DIR/iter_0000041/       of the 42nd step: the weights before it, and "batch/<key>" [samples of the step, ...] of its
+                            batches
+    manifest.json, state    the run's settings and position, and under "bad_step" what was wrong and the numbers to
+                            compare with
 
 `tools/replay_step.py DIR` computes the step again.
 """
@@ -29,7 +31,8 @@ BATCH = "batch/"  # of the names of a step's batches
 
 
 def dump_step(runtime: Runtime, state: TrainState, work: StepWork, figures: StepFigures, text: str) -> str:
-    """Write the dump below --bad-step-dir; returns a sentence about it. Every rank must call. A failure is told, not raised: the
+    """Write the dump below --bad-step-dir; returns a sentence about it. Every rank must call. A failure is told, not
+    raised: the
     error that follows matters more."""
     root = path_of(runtime.config.guard.bad_step_dir)
     chunks: Sequence[DistributedDataParallel] = list(work.pipeline.chunks.values())

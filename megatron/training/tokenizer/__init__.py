@@ -2,4 +2,4 @@
 
 from megatron.core.base.lazy_imports import lazy_names
 
-__getattr__, __dir__ = lazy_names(__name__, {"megatron.training.classic.tokenizers": "build_tokenizer"})
+__getattr__, __dir__ = lazy_names(__name__, {".tokenizer": "build_tokenizer"})

@@ -1,5 +1,34 @@
-"""Import path of Megatron core."""
+"""Megatron's names for building a tokenizer."""
 
-from megatron.core.base.lazy_imports import lazy_names
+from dataclasses import fields
+from typing import Any
 
-__getattr__, __dir__ = lazy_names(__name__, {"megatron.training.classic.tokenizers": "_NullTokenizer build_tokenizer"})
+from megatron.core.base.lazy_imports import names_of_megatron
+from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
+from megatron.core.tokenizers.tokenizer_config import build_tokenizer as build
+from megatron.core.tokenizers.tokenizer_registry import NullTokenizer, Tokenizer
+
+
+class _NullTokenizer(NullTokenizer):
+    """Text that is numbers already: "5 17 3" is [5, 17, 3]; `vocab_size` numbers, and one more for the end of a document."""
+
+    cls = sep = -1
+    mask, additional_special_tokens_ids = -1, None
+
+    def __init__(self, vocab_size: int):
+        super().__init__(int(vocab_size))
+
+
+def build_tokenizer(args: Any, **kwargs: Any) -> Tokenizer:
+    """The tokenizer that `args` names. Sets `args.padded_vocab_size` if it is not set: a multiple of
+    make_vocab_size_divisible_by x tensor_model_parallel_size. kwargs: further settings, by the names of flags."""
+    values = {**vars(args), **kwargs}
+    names = [one.name for one in fields(TokenizerConfig) if values.get(one.name) is not None]
+    tokenizer = build(TokenizerConfig(**{name: values[name] for name in names}))
+    if values.get("padded_vocab_size") is None:
+        multiple = values.get("make_vocab_size_divisible_by", 128) * values.get("tensor_model_parallel_size", 1)
+        args.padded_vocab_size = -(-tokenizer.vocab_size // multiple) * multiple
+    return tokenizer
+
+
+__getattr__ = names_of_megatron(__name__)

@@ -1,3 +1,148 @@
-"""Import path of Megatron core."""
+"""Megatron's `T5Model`, built from two `TransformerConfig`s, the specs of both stacks and the current mesh."""
 
-from megatron.core.classic.t5 import T5Model as T5Model
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.base.lazy_imports import names_of_megatron
+from megatron.core.base.signatures import takes
+from megatron.core.models.common.megatron_model import ModelOfMegatron
+from megatron.core.models.T5 import t5_stage
+from megatron.core.models.T5.t5_spec import get_t5_decoder_with_local_block_spec, get_t5_encoder_with_local_block_spec
+from megatron.core.parallel.global_state import current
+from megatron.core.transformer.transformer_layer import layers_of_stage
+
+_OURS = {
+    "encoder": get_t5_encoder_with_local_block_spec(1).layer_specs[0],
+    "decoder": get_t5_decoder_with_local_block_spec(1).layer_specs[0],
+}
+
+
+def _refuse_own_layers(**specs: Any) -> None:
+    for stack, spec in specs.items():
+        if any(layer != _OURS[stack] for layer in getattr(spec, "layer_specs", [spec])):
+            raise NotImplementedError(
+                f"T5Model: layers of a script's own in the {stack} are not built; give get_t5_{stack}_with_local_block_spec(n)"
+            )
+
+
+class T5Model(ModelOfMegatron, t5_stage.T5Model):
+    """One stage of a T5: `config` is of the decoder, `encoder_config` of the encoder.
+
+    forward(encoder_input_ids [b, s], decoder_input_ids [b, t], encoder_attn_mask bool [b, 1, s or 1, s], decoder_attn_mask,
+    encoder_decoder_attn_mask, lm_labels [b, t]): True where attention is masked. The first mask says which of the encoder's
+    tokens are padding; the decoder is causal, and sees all others. As Megatron's, with tied weights the scores have a
+    bias, and
+    hidden states are not divided by the root of their width.
+    """
+
+    @takes(pg_collection=None)
+    def __init__(
+        self,
+        config: Any,
+        encoder_config: Any,
+        transformer_encoder_layer_spec: Any,
+        transformer_decoder_layer_spec: Any,
+        vocab_size: int,
+        max_sequence_length: int,
+        pre_process: bool = True,
+        post_process: bool = True,
+        fp16_lm_cross_entropy: bool = False,
+        parallel_output: bool = True,
+        share_embeddings_and_output_weights: bool = False,
+        position_embedding_type: str = "learned_absolute",
+        rotary_percent: float = 1.0,
+        seq_len_interpolation_factor: None = None,
+        relative_attention_num_buckets: int = 32,
+        relative_attention_max_distance: int = 128,
+        add_encoder: bool = True,
+        add_decoder: bool = True,
+    ):
+        del fp16_lm_cross_entropy, rotary_percent  # the loss is taken in float32; there are no rotary positions
+        if position_embedding_type == "rope" or seq_len_interpolation_factor is not None:
+            raise NotImplementedError(
+                "T5Model: rotary positions are not built for a T5; relative or learned_absolute are"
+            )
+        _refuse_own_layers(encoder=transformer_encoder_layer_spec, decoder=transformer_decoder_layer_spec)
+        run = current().run
+        data = None if run is None else run.config.data
+        options = {
+            "num_layers": encoder_config.num_layers,
+            "decoder_num_layers": config.num_layers,
+            "position_embedding_type": position_embedding_type,
+            "tied": share_embeddings_and_output_weights,
+            "add_output_bias": share_embeddings_and_output_weights,
+            "scale_decoder_outputs": False,
+        }
+        if position_embedding_type == "relative":
+            options["relative_attention_num_buckets"] = relative_attention_num_buckets
+            options["relative_attention_max_distance"] = relative_attention_max_distance
+        self.encoder_layers = encoder_config.num_layers
+        super().__init__(
+            config,
+            None,
+            vocab_size,
+            max_sequence_length,
+            (pre_process, post_process),
+            parallel_output,
+            None,
+            options,
+            decoder_seq_length=(data and data.decoder_seq_length) or max_sequence_length,
+        )
+        self.encoder_config = encoder_config
+        self.add_encoder, self.add_decoder = add_encoder, add_decoder
+        for stack, asked, made in (("encoder", add_encoder, self.encoder), ("decoder", add_decoder, self.decoder)):
+            if made is not None and not asked:
+                raise ValueError(
+                    f"T5Model: add_{stack}=False for a stage that has layers of the {stack}; pass on what model_provider is "
+                    "given, and --pipeline-model-parallel-split-rank says where the decoder begins"
+                )
+
+    def _layers(self, spec: None, config: Any) -> dict[str, Any]:
+        here, both = current(), (self.encoder_layers, config.num_layers)
+        if here.run is None:
+            return {"layers": layers_of_stage(config, sum(both))}
+        asked = here.run.config.transformer
+        if both != (asked.num_layers, asked.decoder_layers):
+            raise ValueError(
+                f"T5Model: {both[0]} layers of the encoder and {both[1]} of the decoder, but the run divides {asked.num_layers} "
+                f"and {asked.decoder_layers} among its stages; give --encoder-num-layers and --decoder-num-layers as the configs "
+                "have them"
+            )
+        return {
+            "layers": here.run.config.layer_split[
+                here.mesh.stages.of_rank(here.mesh["pp"].rank)[here.virtual_rank or 0]
+            ]
+        }
+
+    @property
+    def encoder(self) -> nn.Module | None:
+        return self.language_model.encoder
+
+    def set_input_tensor(self, input_tensor: Any) -> None:
+        """What the stage before hands on."""
+        self.language_model.set_input_tensor(input_tensor)
+
+    @takes(
+        encoder_hidden_states=None,
+        output_encoder_hidden_only=False,
+        inference_context=None,
+        packed_seq_params=None,
+        inference_params=None,
+    )
+    def forward(
+        self,
+        encoder_input_ids: Tensor | None,
+        decoder_input_ids: Tensor | None,
+        encoder_attn_mask: Tensor,
+        decoder_attn_mask: Tensor | None,
+        encoder_decoder_attn_mask: Tensor | None,
+        lm_labels: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, ...]:
+        del decoder_attn_mask, encoder_decoder_attn_mask  # a text's padding stands at its end, where no token looks
+        seen = ~encoder_attn_mask.flatten(1, -2).all(dim=1)  # [b, s]: a key that any query sees
+        return super().forward(encoder_input_ids, decoder_input_ids, seen.to(torch.int64), lm_labels)
+
+
+__getattr__ = names_of_megatron(__name__)

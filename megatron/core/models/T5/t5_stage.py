@@ -1,4 +1,5 @@
-"""T5 (arXiv:1910.10683): an encoder that sees a text with spans left out, and a decoder that looks at it and writes the spans.
+"""T5 (arXiv:1910.10683): an encoder that sees a text with spans left out, and a decoder that looks at it and writes the
+spans.
 
 What the pipeline's stages hand on, forwards, and backwards as gradients:
 
@@ -7,7 +8,8 @@ What the pipeline's stages hand on, forwards, and backwards as gradients:
     decoder's layers  y - - - - - - - - - - - - - y ------- y ------------- y ---- final norm, scores
     tables            of relative positions, one for each stack, used by all of its layers
 
-So the first stage alone has the tables' parameters, the word table is on the first and, if tied, the last, as a GPT's is, and
+So the first stage alone has the tables' parameters, the word table is on the first and, if tied, the last, as a GPT's
+is, and
 a stage may end in any place, in the middle of a stack too.
 """
 
@@ -67,9 +69,12 @@ class T5DecoderLayer(ParallelTransformerLayer):
 class EncoderDecoder(nn.Module):
     """One pipeline stage of a model of two stacks.
 
-    forward(encoder ids [b, s], decoder ids [b, t], hidden keys of the encoder [b, 1, 1, s]) -> (x [s, b, h], y [t, b, h], the
-    tables of relative positions if the model has them), what the next stage starts from; under sequence parallelism a part of
-    each text. Ranks that share samples each give their rows of both texts, and all hidden keys. layers: numbers over the whole
+    forward(encoder ids [b, s], decoder ids [b, t], hidden keys of the encoder [b, 1, 1, s]) -> (x [s, b, h], y [t, b,
+    h], the
+    tables of relative positions if the model has them), what the next stage starts from; under sequence parallelism a
+    part of
+    each text. Ranks that share samples each give their rows of both texts, and all hidden keys. layers: numbers over the
+    whole
     model, those of the encoder first; their names count each stack from 0. With a cache, in generation, further words of the
     decoder alone: `go_on`.
     """
@@ -188,12 +193,16 @@ class EncoderDecoder(nn.Module):
 class T5Model(LanguageModelStage):
     """One pipeline stage of a T5. The other keyword arguments are those of `EncoderDecoder`.
 
-    forward(encoder_input_ids [b, s], decoder_input_ids [b, t], encoder_mask [b, s] (1 for a token, 0 for padding; every stage
-    needs it), lm_labels [b, t]): what the next stage starts from; on the last stage the loss of each token [b, t], or without
-    labels the scores [b, t, padded vocabulary / t]. cache: for generation, filled by the first forward of a batch; each further
+    forward(encoder_input_ids [b, s], decoder_input_ids [b, t], encoder_mask [b, s] (1 for a token, 0 for padding; every
+    stage
+    needs it), lm_labels [b, t]): what the next stage starts from; on the last stage the loss of each token [b, t], or
+    without
+    labels the scores [b, t, padded vocabulary / t]. cache: for generation, filled by the first forward of a batch; each
+    further
     one takes the next words of the decoder alone, and hands on their hidden states alone.
 
-    The decoder is causal and has no mask of its own: padding stands at the end, where no token looks. With tied weights hidden
+    The decoder is causal and has no mask of its own: padding stands at the end, where no token looks. With tied weights
+    hidden
     states are divided by the square root of their width before the scores, as the published models of version 1.0 have it;
     `scale_decoder_outputs` False leaves that out.
     """

@@ -74,10 +74,12 @@ class BertHead(nn.Module):
 class BertModel(LanguageModelStage):
     """One pipeline stage of a BERT. The other keyword arguments are those of `TransformerLanguageModel`.
 
-    forward(input_ids, attention_mask, tokentype_ids, lm_labels, all [b, s]): hidden states [s, b, h]; on the last stage a pair:
+    forward(input_ids, attention_mask, tokentype_ids, lm_labels, all [b, s]): hidden states [s, b, h]; on the last stage
+    a pair:
         the loss of each token [b, s], or without labels the scores [b, s, padded vocabulary / t];
         the scores of the two orders of sentences [b, 2], or None without `add_binary_head`.
-    Of ranks that share samples each gives its rows of them, but all columns of the attention_mask: 1 for a token, 0 for padding,
+    Of ranks that share samples each gives its rows of them, but all columns of the attention_mask: 1 for a token, 0 for
+    padding,
     which no query attends to; every stage needs it.
     """
 

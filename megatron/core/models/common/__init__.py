@@ -1,3 +1,1 @@
-"""Import path of Megatron core."""
-
-from megatron.core.classic.modules import *  # noqa: F403
+"""What language models share: embeddings, the stage of a model, the output layer, rules about settings."""

@@ -12,7 +12,7 @@ from megatron.core.models.common.output_layer import LanguageModelHead
 from megatron.core.ops.attention.kv_cache import KeyValueCache
 from megatron.core.ops.compile.compiled_region import compiles
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec
-from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel import autograd_collectives
 from megatron.core.tensor_parallel.cross_entropy import sharded_losses
 from megatron.core.transformer.layer_context import LayerContext, MakePart
 from megatron.core.transformer.model_config import ModelConfig
@@ -88,7 +88,8 @@ class TransformerLanguageModel(nn.Module):
 def scores_of(head: LanguageModelHead, embedding: Embedding | None, x: Tensor, *losses: Any) -> Tensor:
     """What the last stage of a model makes of hidden states [s, b, h]: scores [s, b, padded vocabulary / t].
 
-    losses: labels [s, b], and loss(scores, labels) -> [s, b, ..], which then is the result. embedding: has the word table, if the
+    losses: labels [s, b], and loss(scores, labels) -> [s, b, ..], which then is the result. embedding: has the word
+    table, if the
     head has no weight of its own."""
     # ZeRO stage 3 would gather a table that is passed in vain.
     weight = None if head.weight is not None else embedding.word_embeddings.weight
@@ -144,12 +145,13 @@ class LanguageModelStage(nn.Module):
         return made
 
     def _batch_first(self, losses: Tensor) -> Tensor:
-        """[s, b] -> [b, s]: a view, whose sums add in the order of the sequence, or its copy for a script that flattens it."""
+        """[s, b] -> [b, s]: a view, whose sums add in the order of the sequence, or its copy for a script that
+        flattens it."""
         return losses.t().contiguous() if self.flattens else losses.t()
 
     def returned(self, scores: Tensor) -> Tensor:
         """Scores [s, b, v/t] as the forward returns them: [b, s, v/t], or [b, s, v] without `parallel_output`."""
-        whole = scores if self.parallel_output else mappings.gather_last(scores, self.axis)
+        whole = scores if self.parallel_output else autograd_collectives.gather_last(scores, self.axis)
         return whole.transpose(0, 1).contiguous()  # scripts flatten them by a view
 
     def boundary(self, micro_batch_size: int, seq_length: int) -> tuple[TensorSpec, ...]:

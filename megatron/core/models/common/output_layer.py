@@ -13,7 +13,8 @@ from megatron.core.transformer.tiled_compute import declare_tiles, in_tiles
 
 
 class LanguageModelHead(nn.Module):
-    """x -> x W^T (+ b) for this rank's rows of W: its own weight, or, if tied, the word table passed to forward. Scores are then
+    """x -> x W^T (+ b) for this rank's rows of W: its own weight, or, if tied, the word table passed to forward. Scores
+    are then
     multiplied and capped where the config says so.
 
     shares_table: this stage's embedding holds the same tensor.

@@ -1,3 +1,30 @@
-"""Import path of Megatron core."""
+"""Layer specs of a GPT."""
 
-from megatron.core.classic.layers import *  # noqa: F403
+from megatron.core.base.lazy_imports import names_of_megatron
+from megatron.core.base.signatures import takes
+from megatron.core.transformer.local_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+
+@takes(
+    use_te_op_fuser=False,
+    use_kitchen=False,
+    use_te_activation_func=False,
+    use_kitchen_attention=False,
+    kitchen_attention_backend="sdpa",
+)
+def get_gpt_layer_with_transformer_engine_spec(
+    num_experts: int | None = None,
+    moe_grouped_gemm: bool = False,
+    qk_layernorm: bool = False,
+    multi_latent_attention: bool = False,
+    fp8: str | None = None,
+    moe_use_legacy_grouped_gemm: bool = False,
+    qk_l2_norm: bool = False,
+) -> ModuleSpec:
+    """The same: layers of ours."""
+    given = (num_experts, moe_grouped_gemm, qk_layernorm, multi_latent_attention, fp8, moe_use_legacy_grouped_gemm)
+    return get_gpt_layer_local_spec(*given, qk_l2_norm=qk_l2_norm)
+
+
+__getattr__ = names_of_megatron(__name__)

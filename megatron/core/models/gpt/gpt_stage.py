@@ -12,7 +12,8 @@ class GPTModel(LanguageModelStage):
 
     forward(input_ids [b, s], position_ids [b, s], attention_mask, labels [b, s]): hidden states [s, b, h]; on the last
     stage
-        the loss of each token [b, s] (`LanguageModelStage.losses`), or without labels the scores [b, s, padded vocabulary / t].
+        the loss of each token [b, s] (`LanguageModelStage.losses`), or without labels the scores [b, s, padded
+        vocabulary / t].
     attention_mask: [b or 1, 1, s, s], True where attention is masked; None (causal) and `Documents` are faster.
     cache: keys and values of earlier tokens, for generation; the last stage then gives the scores of the last token,
     [b, 1, ..].

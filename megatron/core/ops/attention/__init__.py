@@ -1,10 +1,9 @@
-"""Kernels of attention that are ours: rows of the table in `attention/kernels.py`.
+"""Attention kernels, and what hides keys from queries.
 
-    tiles.py               tiles of scores, which stay in the cache
-    tiled_compiled.py     causal attention in tiles, with compiled formulas
-    tiled_eager.py         attention under any mask in tiles, by torch's operations
-    sliding_window.py                torch's fused kernel on the blocks of a sliding window
-
-May import: masks and scoring beside it, compiling.
-To add a kernel: a file with its function, and a line of KERNELS.
+kernels            KERNELS, the table behind --attention-backend, and which kernel a case gets
+masks              documents, windows, biases: a kernel that computes by them holds no s x s tensor
+softmax_options    soft caps and sinks
+sliding_window     torch's fused kernel over blocks of the band
+tiled_eager, tiled_compiled, tiles    attention in tiles, with dropout or without
+kv_cache           keys and values of generation
 """

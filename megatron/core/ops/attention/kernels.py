@@ -103,7 +103,8 @@ class Kernel:
     """compute(q, k, v, mask, dropout), with the shapes of `plain_attention`; scoring too, if it `takes_scoring`.
 
     refuses(case): the reason why the kernel cannot compute this case, None if it can. instead: the name of a kernel for
-    refused cases, which computes the same function; without it, a refusal ends the run. computes: the function, in words that
+    refused cases, which computes the same function; without it, a refusal ends the run. computes: the function, in words
+    that
     are equal for kernels of equal results; default: that of `instead`, else the entry's own.
     """
 
@@ -132,9 +133,11 @@ def _not_for_eager_tiles(case: AttentionCase) -> str | None:
 
 
 def _not_for_fused(case: AttentionCase) -> str | None:
-    """torch's backward on a CPU takes blocks of 512 keys whole: half of the scores of 512 causal queries, and they are hidden.
+    """torch's backward on a CPU takes blocks of 512 keys whole: half of the scores of 512 causal queries, and they are
+    hidden.
 
-    bfloat16, milliseconds of a step's backward with it and with compiled tiles: 8 layers of 512 at 2 x 512 tokens 322 and 289,
+    bfloat16, milliseconds of a step's backward with it and with compiled tiles: 8 layers of 512 at 2 x 512 tokens 322
+    and 289,
     GPT-2 at 2 x 1024 tokens 1720 and 1860."""
     if case.dropout:
         return "has no dropout by samples"

@@ -82,7 +82,8 @@ class KeyValueCache:
 class DecoderCache(KeyValueCache):
     """Of the layers of a decoder beside an encoder: also what they have made of the encoder's result, once for a batch.
 
-    All texts begin in the first column. memory: layer -> keys and values of the encoder's result. tables: of relative positions.
+    All texts begin in the first column. memory: layer -> keys and values of the encoder's result. tables: of relative
+    positions.
     """
 
     def __init__(self, texts: int, capacity: int, device: torch.device | str = "cpu"):

@@ -100,7 +100,8 @@ def hidden_keys(mask: Mask, queries: int, keys: int, device: torch.device) -> Te
 
 
 def hidden_in_tile(mask: Mask, tile: Tile, scores: tuple[int, ...], device: torch.device) -> Tensor:
-    """The tile's part of `hidden_keys`, [heads or 1, queries, keys]. scores: the shape of all, [b, n, s, s]. Unless the mask is
+    """The tile's part of `hidden_keys`, [heads or 1, queries, keys]. scores: the shape of all, [b, n, s, s]. Unless the
+    mask is
     a tensor, the tile's last query is its last key."""
     heads, queries = tile.rows
     keys, numbers = tile.columns[1], torch.arange(heads.start, heads.stop, device=device)

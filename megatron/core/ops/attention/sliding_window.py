@@ -1,4 +1,5 @@
-"""Attention in a window by torch's fused kernel, over blocks of the band: no tensor of s x s is held. Forward and backward."""
+"""Attention in a window by torch's fused kernel, over blocks of the band: no tensor of s x s is held. Forward and
+backward."""
 
 from typing import Any, NamedTuple
 
@@ -72,7 +73,8 @@ def _visible(size: int, seen: int, before: int, device: torch.device) -> Tensor:
 
 
 class _Ranges(torch.autograd.Function):
-    """Overlapping ranges of x [b, n, s, d] along s, as views. Their gradients meet in one tensor, summed in float32 or wider;
+    """Overlapping ranges of x [b, n, s, d] along s, as views. Their gradients meet in one tensor, summed in float32 or
+    wider;
     the backward of plain slices would make a tensor of x's size for each."""
 
     @staticmethod

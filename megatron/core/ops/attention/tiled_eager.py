@@ -1,6 +1,7 @@
 """Attention in tiles by torch operations, for any mask, with dropout or without: no scores wait for the backward.
 
-The forward saves q, k, v and the words of dropout's masks. The backward computes a tile's softmax again, by the operations of
+The forward saves q, k, v and the words of dropout's masks. The backward computes a tile's softmax again, by the
+operations of
 the forward, and its gradient by those of autograd: the numbers are those of `plain_attention` but for the order of sums.
 """
 

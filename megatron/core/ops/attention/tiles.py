@@ -1,4 +1,5 @@
-"""Tiles of attention's scores: some queries of some heads, with all the keys that they meet, so a softmax needs no rescaling.
+"""Tiles of attention's scores: some queries of some heads, with all the keys that they meet, so a softmax needs no
+rescaling.
 
 keys        0   1   2   3           a tile of queries meets the keys up to its own last: 10 of 16 tiles of scores here;
 queries 0   x                       its scores stay in the cache between the product that makes them and the product

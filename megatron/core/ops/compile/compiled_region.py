@@ -41,7 +41,8 @@ class CompileConfig(FlagConfig):
 
     compile: Literal["off", "regions", "layers"] = knob(
         "off",
-        "torch.compile: regions: the work between matrix products (norms, activations, rotary positions, cross entropy); layers: "
+        "torch.compile: regions: the work between matrix products (norms, activations, rotary positions, cross "
+        "entropy); layers: "
         "a layer's products with it, where nothing stands in the way, which the log names; "
         "needs a C++ compiler for a CPU, Triton elsewhere, and is off without",
     )
@@ -153,13 +154,15 @@ def news_of_compiling() -> str | None:
 
 
 def _compile(formula: Formula) -> Formula:
-    """torch.compile, prepared: small programs one after the other do not repay a pool of compiling processes, and one formula
+    """torch.compile, prepared: small programs one after the other do not repay a pool of compiling processes, and one
+    formula
     serves many dtypes and kinds of argument."""
     global _imported_in
     began = time.perf_counter()
     cache_folder()
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    # As an argument: a setting of torch's is one of the thread that made it, and ranks and backwards have threads of their own.
+    # As an argument: a setting of torch's is one of the thread that made it, and ranks and backwards have threads of
+    # their own.
     known = "recompile_limit" in inspect.signature(torch.compile).parameters  # torch 2.11 knows the setting alone
     limit = {"recompile_limit": _MOST_PROGRAMS} if known else {}
     torch._dynamo.config.recompile_limit = _MOST_PROGRAMS
@@ -222,10 +225,12 @@ class Compiled:
 class Region:
     """A differentiable function between two products: its eager form, and the same as two formulas.
 
-    eager(*inputs): by torch's operations, the reference. forward(*inputs) -> its results, then what the backward needs beside
+    eager(*inputs): by torch's operations, the reference. forward(*inputs) -> its results, then what the backward needs
+    beside
     the inputs in `reads` (their positions). backward(*gradients of the results, *read inputs, *kept) -> the gradient of each
     input, None for numbers. carries: the first input is the first result too, as the residual stream is; backward then gets
-    the gradient of both and adds them in the same pass. again(*read inputs, *kept) -> the last result, which the backward makes
+    the gradient of both and adds them in the same pass. again(*read inputs, *kept) -> the last result, which the
+    backward makes
     in the same pass for a reader that does not keep it; None: as forward(*read inputs) makes it.
     """
 
@@ -250,7 +255,8 @@ class Region:
             object.__setattr__(self, name, Compiled(formula))
 
     def compiled(self, *inputs: Any) -> Any:
-        """What `eager` gives, by the compiled formulas. The result is marked if the backward keeps all that it is made from."""
+        """What `eager` gives, by the compiled formulas. The result is marked if the backward keeps all that it is
+        made from."""
         made = _Differentiable.apply(self, *inputs)
         if self.results == 1 and all(i in self.reads for i, x in enumerate(inputs) if isinstance(x, Tensor)):
             result = made[-1] if self.carries else made

@@ -65,7 +65,8 @@ def gpipe(p: int, m: int, v: int = 1) -> Schedule:
 
 
 def one_f_one_b(p: int, m: int, v: int = 1) -> Schedule:
-    """One forward, one backward, after a warm-up (PipeDream-Flush, arXiv:2104.04473, section 2.2.1): the bubble of GPipe, but
+    """One forward, one backward, after a warm-up (PipeDream-Flush, arXiv:2104.04473, section 2.2.1): the bubble of
+    GPipe, but
     min(p - rank, m) microbatches in flight. The default."""
     check_sizes("1f1b", p, m, v, chunks=1)
     return _alternate(p, m, 1, warmup=lambda rank: p - rank - 1)
@@ -75,7 +76,8 @@ def interleaved(p: int, m: int, v: int) -> Schedule:
     """1F1B over v chunks per rank: 1/v of the bubble for v times the transfers (arXiv:2104.04473, section 2.2.2).
     m must be a multiple of p.
 
-    The first backward reaches `rank` after microbatch 0 has passed all chunks, (v - 1) * p forwards, and has gone to the last
+    The first backward reaches `rank` after microbatch 0 has passed all chunks, (v - 1) * p forwards, and has gone to the
+    last
     rank and back, 2 * (p - rank - 1) steps. The warm-up fills that time with forwards, where 1F1B waits: so v = 1 has more
     microbatches in flight than `one_f_one_b` for the same bubble.
     """
@@ -87,7 +89,8 @@ def zb_h1(p: int, m: int, v: int = 1) -> Schedule:
     """ZB-H1: 1F1B whose weight gradients fill the bubble, with the memory of 1F1B (arXiv:2401.10241, section 2.2).
 
     In 1F1B rank r has p - r microbatches in flight; a low rank idles most at the end of the step, a high rank at its start.
-    With memory for p microbatches, as rank 0 has, rank r can defer r of its W: the I come r * tW earlier, and W fill the end.
+    With memory for p microbatches, as rank 0 has, rank r can defer r of its W: the I come r * tW earlier, and W fill the
+    end.
     With p = 3, m = 4 and F, I, W of equal time:
 
         rank 0 |F0F1F2    I0W0F3I1W1I2W2I3W3|

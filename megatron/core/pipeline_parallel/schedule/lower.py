@@ -7,13 +7,17 @@
     add_reduce     F0.0 SEND_F0.0 POST_B0.0 RECV_B0.0 SENT_F0.0 B0.0 REDUCE0
                    POST_F1.0 RECV_F1.0 F1.0 B1.0 SEND_B1.0 REDUCE1 SENT_B1.0
 
-A transfer starts at both ends, with SEND and POST, which never wait. It overlaps with compute; SENT and RECV wait for its end.
-Activations use one communicator, gradients another, and a communicator runs a rank's transfers strictly in the order in which
+A transfer starts at both ends, with SEND and POST, which never wait. It overlaps with compute; SENT and RECV wait for
+its end.
+Activations use one communicator, gradients another, and a communicator runs a rank's transfers strictly in the order in
+which
 they start (NCCL does). So the ranks must start transfers in orders that agree: each direction has ONE global order, and each
 rank's order is a projection of it.
 
-Why it cannot deadlock: take compute and transfers in order of time, a transfer at the moment its producer ends. Its SEND stands
-right behind the producer, its POST no later than that moment. All transfers that start before it in its direction precede it in
+Why it cannot deadlock: take compute and transfers in order of time, a transfer at the moment its producer ends. Its SEND
+stands
+right behind the producer, its POST no later than that moment. All transfers that start before it in its direction
+precede it in
 the global order, so they are complete. SENT and RECV stand later, so they wait for a transfer that can run.
 """
 

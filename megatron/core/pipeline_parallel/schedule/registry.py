@@ -1,4 +1,5 @@
-"""Training schedules by name, each checked when it is made, and what follows from a name alone: stage map, chunks per rank."""
+"""Training schedules by name, each checked when it is made, and what follows from a name alone: stage map, chunks per
+rank."""
 
 import inspect
 from collections import Counter

@@ -31,7 +31,8 @@ def make_schedule(name: str, p: int, m: int, v: int = 1) -> Schedule:
 def simulate(schedule: Schedule, cost: Mapping[Op, float] = DEFAULT_COST, transfer: float = 0.0) -> Timeline:
     """Start and end of every action, in the unit of `cost`, if each rank runs its list as early as possible.
 
-    schedule: compute actions only, before `lower.add_transfers`. transfer: time of a result to another rank; it overlaps with
+    schedule: compute actions only, before `lower.add_transfers`. transfer: time of a result to another rank; it overlaps
+    with
     compute. Raises ValueError if the lists deadlock.
     """
     _check_cost(schedule, cost)
@@ -64,9 +65,11 @@ def bubble_in_theory(
 ) -> float | None:
     """The closed form of `bubble`; None for a script's schedule, or if transfers take time.
 
-    (p - 1) / (v m) where backwards are whole (arXiv:2104.04473, section 2.2). ZB-H1 idles for (p - 1)(tF + tI - tW) if m >= p
+    (p - 1) / (v m) where backwards are whole (arXiv:2104.04473, section 2.2). ZB-H1 idles for (p - 1)(tF + tI - tW) if m
+    >= p
     and no op is cheaper than W (arXiv:2401.10241, table 1). The form below extends it to all costs, all m and chunks; it is
-    empirical and tested over a grid. ZB-V idles for p - 1 forwards of a chunk, until the last rank has work, if m >= p and F, I
+    empirical and tested over a grid. ZB-V idles for p - 1 forwards of a chunk, until the last rank has work, if m >= p
+    and F, I
     and W take equally long; None for others.
     """
     if transfer or name not in _PEAK_LIVE:
@@ -92,7 +95,8 @@ def peak_live(schedule: Schedule) -> list[int]:
     return peak_bytes(schedule, [1] * count_stages(schedule))
 
 
-# Microbatches of chunks in flight on a rank, at most v m: section 2.2 of the same papers; the last two are tested over a grid.
+# Microbatches of chunks in flight on a rank, at most v m: section 2.2 of the same papers; the last two are tested over a
+# grid.
 _PEAK_LIVE = {
     "gpipe": lambda rank, p, m, v: m,
     "1f1b": lambda rank, p, m, v: p - rank,
@@ -113,7 +117,8 @@ def peak_bytes(schedule: Schedule, bytes_of_stage: Sequence[float], kept_for_wei
     """Per rank, the peak bytes of saved activations, if an F of a stage saves `bytes_of_stage[stage]`.
 
     B and W free them. I frees the share 1 - `kept_for_weights`: it drops the tensors saved by attention and norms, keeps the
-    inputs of the linear layers, and adds their output gradients for W, so the share kept may exceed 1. Transfer buffers are not
+    inputs of the linear layers, and adds their output gradients for W, so the share kept may exceed 1. Transfer buffers
+    are not
     counted.
     """
     share = {Op.F: 1, Op.B: -1, Op.I: kept_for_weights - 1, Op.W: -kept_for_weights}

@@ -14,7 +14,8 @@ from megatron.core.pipeline_parallel.schedule.actions import (
 
 
 def zb_v(p: int, m: int, v: int = 2) -> Schedule:
-    """ZB-V: two chunks per rank in a V, so that rank 0 has the first stage and the loss; half the bubble of ZB-H1, with at most
+    """ZB-V: two chunks per rank in a V, so that rank 0 has the first stage and the loss; half the bubble of ZB-H1, with
+    at most
     the memory of 1F1B (arXiv:2401.10241, section 6). Any m.
 
     With p = 3, m = 4 and F, I, W of equal time, lower case for the second chunk:
@@ -47,7 +48,8 @@ def _forwards_and_input_grads(rank: int, p: int, m: int) -> list[Action]:
 
 
 def _fill_with_weight_grads(schedule: Schedule) -> Schedule:
-    """The lists of F and I with the W of each I: at once while the rank has forwards to come, which need the memory; after its
+    """The lists of F and I with the W of each I: at once while the rank has forwards to come, which need the memory;
+    after its
     last forward only where it would wait, if F, I and W take one unit of time each.
 
     W run in the order of their I, so a stage's gradients are summed in the order of its microbatches, as by B.

@@ -1,3 +1,18 @@
-"""Import path of Megatron core."""
+"""The package grouped_gemm, which nothing here uses, as Megatron's scripts ask for it."""
 
-from megatron.core.classic.grouped_gemm import *  # noqa: F403
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+
+def grouped_gemm_is_available() -> bool:
+    return find_spec("grouped_gemm") is not None
+
+
+def assert_grouped_gemm_is_available() -> None:
+    assert grouped_gemm_is_available(), (
+        "the package grouped_gemm is not installed; experts are multiplied one by one without"
+    )
+
+
+ops: Any = import_module("grouped_gemm").ops if grouped_gemm_is_available() else None

@@ -1,3 +1,7 @@
-"""Import path of Megatron core."""
+"""Embeddings: ours, and Megatron's `LanguageModelEmbedding` and `RotaryEmbedding` over it."""
 
-from megatron.core.classic.modules import *  # noqa: F403
+from megatron.core.base.lazy_imports import lazy_names
+
+__getattr__, __dir__ = lazy_names(
+    __name__, {".language_model_embedding": "LanguageModelEmbedding", ".rotary_pos_embedding": "RotaryEmbedding"}
+)

@@ -23,7 +23,8 @@ class WholeEmbedding(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Word table + position table + token type table in the dtype of the residual stream, a norm with `--norm-placement post`,
+    """Word table + position table + token type table in the dtype of the residual stream, a norm with `--norm-placement
+    post`,
     then dropout.
 
     forward(input_ids, position_ids, tokentype_ids, all [b, s]) -> [s, b, h], or [s/t, b, h] under sequence parallelism.

@@ -1,3 +1,36 @@
-"""Import path of Megatron core."""
+"""Megatron's `RotaryEmbedding`."""
 
-from megatron.core.classic.modules import RotaryEmbedding as RotaryEmbedding
+import torch
+from torch import Tensor, nn
+
+from megatron.core.base.lazy_imports import names_of_megatron
+from megatron.core.base.signatures import takes
+from megatron.core.parallel.global_state import current
+from megatron.core.transformer.rotary import rotary_angles
+
+
+class RotaryEmbedding(nn.Module):
+    """The rotary angles. forward(max_seq_len, offset=0) -> [s, 1, 1, width], each angle for both features of its pair."""
+
+    @takes(rope_scaling=False, rope_scaling_factor=8.0, use_cpu_initialization=False, cp_group=None)
+    def __init__(
+        self,
+        kv_channels: int,
+        rotary_percent: float,
+        rotary_interleaved: bool = False,
+        seq_len_interpolation_factor: float | None = None,
+        rotary_base: int = 10000,
+    ):
+        super().__init__()
+        if rotary_interleaved:
+            raise NotImplementedError("rotary_interleaved is not built yet; leave it out")
+        self.width, self.base = int(kv_channels * rotary_percent), rotary_base
+        self.factor = seq_len_interpolation_factor or 1.0
+
+    def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
+        positions = (torch.arange(max_seq_len)[:, None] + offset) / self.factor
+        angles = rotary_angles(positions, self.width, self.base, like=torch.empty(0, device=current().device))
+        return torch.cat((angles, angles), dim=-1)[:, :, None]
+
+
+__getattr__ = names_of_megatron(__name__)

@@ -1,11 +1,7 @@
-"""Megatron core's `OptimizerConfig`, `get_megatron_optimizer` and `OptimizerParamScheduler` over our optimizer of flat buffers.
-
-optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3), [chunk])      chunks in DistributedDataParallel
-ok, norm, zeros = optimizer.step()                                         after get_forward_backward_func()
-"""
+"""Megatron's `MegatronOptimizer` and `get_megatron_optimizer` over our flat optimizer."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
@@ -20,79 +16,10 @@ from megatron.core.ops.main_grad import slot_of
 from megatron.core.optimizer import flat_optimizer_config
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.loss_scaler import LossScaleConfig, make_grad_scaler
-from megatron.core.optimizer.lr_schedule import LearningRateConfig, LearningRateSchedule, WeightDecaySchedule
-from megatron.core.optimizer.param_group_schedule import SampleSchedule
+from megatron.core.optimizer.optimizer_config import NOT_BUILT, OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGroup, default_group
 from megatron.core.optimizer.sharded_state_dict import optimizer_tensors
 from megatron.core.optimizer.torch_param_groups import GroupedOptimizer, by_number
-
-NOT_BUILT = (
-    "apply_wd_to_qk_layernorm",
-    "exp_avg_dtype",
-    "exp_avg_sq_dtype",
-    "fp8_recipe",
-    "main_grads_dtype",
-    "main_params_dtype",
-    "optimizer_cpu_offload",
-    "reuse_grad_buf_for_mxfp8_param_ag",
-    "use_precision_aware_optimizer",
-)
-
-
-@dataclass
-class OptimizerConfig:
-    """Which update, its numbers, and the loss scale. The stage of ZeRO is that of the chunks."""
-
-    lr: float | None = None
-    min_lr: float | None = None
-    decoupled_lr: float | None = None
-    decoupled_min_lr: float | None = None
-    weight_decay: float = 0.01
-    apply_wd_to_qk_layernorm: bool = False
-    fp8_recipe: str | None = None
-    fp16: bool = False
-    bf16: bool = False
-    reuse_grad_buf_for_mxfp8_param_ag: bool = False
-    params_dtype: torch.dtype = torch.float32
-    use_precision_aware_optimizer: bool = False
-    store_param_remainders: bool = True
-    main_grads_dtype: torch.dtype = torch.float32
-    main_params_dtype: torch.dtype = torch.float32
-    exp_avg_dtype: torch.dtype = torch.float32
-    exp_avg_sq_dtype: torch.dtype = torch.float32
-    optimizer: str = "adam"
-    loss_scale: float | None = None
-    initial_loss_scale: float = 4294967296.0
-    min_loss_scale: float = 1.0
-    loss_scale_window: float = 1000
-    hysteresis: int = 2
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    adam_eps: float = 1e-08
-    decoupled_weight_decay: bool = True
-    sgd_momentum: float = 0.9
-    muon_momentum: float = 0.95
-    muon_split_qkv: bool = True
-    muon_use_nesterov: bool = False
-    muon_scale_mode: str = "spectral"
-    muon_fp32_matmul_prec: str = "medium"
-    muon_num_ns_steps: int = 5
-    muon_tp_mode: str = "blockwise"
-    muon_extra_scale_factor: float = 1.0
-    use_distributed_optimizer: bool = False
-    overlap_param_gather: bool = False
-    overlap_param_gather_with_optimizer_step: bool = False
-    optimizer_cpu_offload: bool = False
-    optimizer_offload_fraction: float = 0.0
-    use_torch_optimizer_for_cpu_offload: bool = False
-    overlap_cpu_optimizer_d2h_h2d: bool = False
-    pin_cpu_grads: bool = True
-    pin_cpu_params: bool = True
-    clip_grad: float = 1.0
-    log_num_zeros_in_grad: bool = False
-    barrier_with_L1_time: bool = False
-    timers: Callable[..., Any] | None = None
-    config_logger_dir: str = ""
 
 
 class MegatronOptimizer(GroupedOptimizer):
@@ -167,7 +94,8 @@ class MegatronOptimizer(GroupedOptimizer):
     def sharded_state_dict(
         self, model_sharded_state_dict: dict[str, Any], is_loading: bool = False, **_: Any
     ) -> dict[str, Any]:
-        """`state_dict` for `dist_checkpointing`, which loads it in any layout: each tensor says which part of the whole it is."""
+        """`state_dict` for `dist_checkpointing`, which loads it in any layout: each tensor says which part of the
+        whole it is."""
         del model_sharded_state_dict, is_loading  # parameters have placements
         kinds: dict[str, dict[str, LocalTensor]] = {}
         for key, tensor in optimizer_tensors(self.flat, self.flat.mesh).items():
@@ -176,7 +104,8 @@ class MegatronOptimizer(GroupedOptimizer):
         return {**self.state_dict(), "state": kinds}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave, or `dist_checkpointing.load`. Groups go by their multipliers: a stage may have others
+        """Take over what `state_dict` gave, or `dist_checkpointing.load`. Groups go by their multipliers: a stage may
+        have others
         than the rank that saved, and those keep their numbers until the scheduler's next step."""
         kind_of = itemgetter("wd_mult", "lr_mult", "is_decoupled_lr")
         saved = {kind_of(group): group for group in state_dict["param_groups"]}
@@ -197,7 +126,8 @@ def get_megatron_optimizer(
 ) -> MegatronOptimizer:
     """The optimizer of chunks that DistributedDataParallel wraps. Every rank must call.
 
-    no_weight_decay_cond(name, parameter): default: vectors do not decay. scale_lr_cond: whose rate is multiplied by `lr_mult`.
+    no_weight_decay_cond(name, parameter): default: vectors do not decay. scale_lr_cond: whose rate is multiplied by
+    `lr_mult`.
     """
     del use_gloo_process_groups, pg_collection  # the mesh knows the groups
     if config_overrides:
@@ -213,38 +143,3 @@ def get_megatron_optimizer(
         return replace(group, lr_multiplier=lr_mult) if scaled else group
 
     return MegatronOptimizer(config, model_chunks, group_of)
-
-
-class OptimizerParamScheduler(SampleSchedule):
-    """Sets `lr` and `weight_decay` of an optimizer's groups. The unit of a step is the caller's: samples, in Megatron's loop."""
-
-    def __init__(
-        self,
-        optimizer: Any,
-        init_lr: float,
-        max_lr: float,
-        min_lr: float,
-        lr_warmup_steps: int,
-        lr_decay_steps: int,
-        lr_decay_style: str,
-        start_wd: float,
-        end_wd: float,
-        wd_incr_steps: int,
-        wd_incr_style: str,
-        use_checkpoint_opt_param_scheduler: bool | None = True,
-        override_opt_param_scheduler: bool | None = False,
-        wsd_decay_steps: int | None = None,
-        lr_wsd_decay_style: str | None = None,
-    ):
-        wsd = (wsd_decay_steps, lr_wsd_decay_style or "exponential")
-        rate = LearningRateSchedule(max_lr, min_lr, init_lr, lr_warmup_steps, lr_decay_steps, lr_decay_style, *wsd)
-        decay = WeightDecaySchedule(start_wd, end_wd, wd_incr_style, wd_incr_steps)
-        super().__init__(optimizer, rate, decay)
-        self._choice = LearningRateConfig(
-            override_opt_param_scheduler=bool(override_opt_param_scheduler),
-            use_checkpoint_opt_param_scheduler=bool(use_checkpoint_opt_param_scheduler),
-        )
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where the saved one was. Raises ConfigError if it was another schedule and no option says which counts."""
-        self.resume(state_dict, self._choice)

@@ -1,4 +1,4 @@
-"""The data sets of Megatron 2.5 and 23.04: what `megatron.data` calls `build_train_valid_test_datasets`, twice."""
+"""The data sets of Megatron 2.5 and 23.04: `build_train_valid_test_datasets` of GPT and of BERT."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,0 +1,338 @@
+"""Names that Megatron core 0.16 has at a path of ours and that are defined elsewhere here, or nowhere: where, or why not.
+
+A script that imports one of them is not stopped by the import. One that is not built raises NotImplementedError when it
+is called.
+"""
+
+from collections.abc import Mapping
+
+# Module -> the module that defines the name here -> names, separated by blanks.
+ELSEWHERE: Mapping[str, Mapping[str, str]] = {
+    "megatron.core.datasets.bert_dataset": {
+        "megatron.core.datasets.indexed_dataset": "IndexedDataset MMapIndexedDataset",
+        "megatron.core.datasets.utils": "Split",
+    },
+    "megatron.core.datasets.blended_dataset": {
+        "megatron.core.datasets.blended_megatron_dataset_config": "BlendedMegatronDatasetConfig",
+        "megatron.core.datasets.megatron_dataset": "MegatronDataset",
+    },
+    "megatron.core.datasets.blended_megatron_dataset_builder": {
+        "megatron.core.datasets.blended_megatron_dataset_config": "BlendedMegatronDatasetConfig",
+        "megatron.core.datasets.megatron_dataset": "MegatronDataset",
+    },
+    "megatron.core.datasets.blended_megatron_dataset_config": {"megatron.core.datasets.utils": "Split"},
+    "megatron.core.datasets.gpt_dataset": {
+        "megatron.core.datasets.indexed_dataset": "IndexedDataset MMapIndexedDataset",
+        "megatron.core.datasets.utils": "Split",
+    },
+    "megatron.core.datasets.megatron_dataset": {
+        "megatron.core.datasets.indexed_dataset": "MMapIndexedDataset",
+        "megatron.core.datasets.utils": "Split",
+    },
+    "megatron.core.dist_checkpointing.serialization": {"megatron.core.dist_checkpointing.mapping": "ShardedTensor"},
+    "megatron.core.models.T5": {"megatron.core.models.T5.t5_model": "T5Model"},
+    "megatron.core.models.T5.t5_spec": {
+        "megatron.core.tensor_parallel.layers": "ColumnParallelLinear RowParallelLinear",
+        "megatron.core.transformer.dot_product_attention": "DotProductAttention",
+        "megatron.core.transformer.enums": "AttnMaskType",
+    },
+    "megatron.core.models.bert.bert_layer_specs": {
+        "megatron.core.tensor_parallel.layers": "ColumnParallelLinear RowParallelLinear",
+        "megatron.core.transformer.attention": "SelfAttention SelfAttentionSubmodules",
+        "megatron.core.transformer.bias_dropout_add": "get_bias_dropout_add",
+        "megatron.core.transformer.dot_product_attention": "DotProductAttention",
+        "megatron.core.transformer.identity_op": "IdentityOp",
+        "megatron.core.transformer.mlp": "MLP MLPSubmodules",
+        "megatron.core.transformer.spec_utils": "ModuleSpec",
+        "megatron.core.transformer.torch_norm": "FusedLayerNorm",
+        "megatron.core.transformer.transformer_layer": "TransformerLayer TransformerLayerSubmodules",
+    },
+    "megatron.core.models.gpt.gpt_layer_specs": {
+        "megatron.core.tensor_parallel.layers": "ColumnParallelLinear RowParallelLinear",
+        "megatron.core.transformer.attention": "SelfAttention SelfAttentionSubmodules",
+        "megatron.core.transformer.bias_dropout_add": "get_bias_dropout_add",
+        "megatron.core.transformer.dot_product_attention": "DotProductAttention",
+        "megatron.core.transformer.enums": "AttnMaskType",
+        "megatron.core.transformer.identity_op": "IdentityOp",
+        "megatron.core.transformer.mlp": "MLP MLPSubmodules",
+        "megatron.core.transformer.torch_norm": "FusedLayerNorm",
+        "megatron.core.transformer.transformer_block": "TransformerBlockSubmodules",
+        "megatron.core.transformer.transformer_layer": "TransformerLayer TransformerLayerSubmodules",
+    },
+    "megatron.core.optimizer": {
+        "megatron.core.transformer.module": "MegatronModule",
+        "megatron.core.utils": "get_model_config",
+    },
+    "megatron.core.transformer.enums": {"megatron.core.enums": "ModelType"},
+    "megatron.core.transformer.transformer_block": {
+        "megatron.core.transformer.enums": "AttnMaskType",
+        "megatron.core.transformer.module": "MegatronModule",
+        "megatron.core.transformer.torch_norm": "FusedLayerNorm",
+        "megatron.core.transformer.transformer_layer": "TransformerLayer",
+    },
+    "megatron.legacy.model.module": {"megatron.core.transformer.module": "MegatronModule"},
+    "megatron.training.checkpointing": {"megatron.training.global_vars": "print_rank_0"},
+    "megatron.training.training": {"megatron.training.build": "get_model"},
+}
+# Switches that say whether an optional package of Megatron's is used: none is.
+SWITCHED_OFF = (
+    "HAVE_TE HAVE_APEX HAVE_DTENSOR HAVE_EINOPS HAVE_FA3 HAVE_FMLA HAVE_FSDP2 HAVE_FUSED_LAYER_NORM "
+    "HAVE_FUSED_QKV_ROPE HAVE_NVTX "
+    "HAVE_PACKAGING HAVE_PERSIST_LAYER_NORM HAVE_TORCH_SYMM_MEM HAVE_TRITON IS_CHECKPOINTING"
+)
+
+# Why names of a module, or of the modules in a package, are not built, and what to use.
+REASONS: Mapping[str, str] = {
+    "megatron.core": "nothing here unpickles, so no globals are registered as safe",
+    "megatron.core.datasets": (
+        "use GPTDataset, BERTMaskedWordPieceDataset, or a data set of your own from the script's provider "
+        "(docs/adding_a_model.md)"
+    ),
+    "megatron.core.datasets.indexed_dataset": (
+        "write token files by tools/preprocess_data.py or "
+        "megatron.core.datasets.indexed_dataset_writer.IndexedDatasetWriter"
+    ),
+    "megatron.core.dist_checkpointing": (
+        "checkpoints are cut by each parameter's placement (docs/checkpoint_format.md); save and load take plain and "
+        "ShardedTensor entries"
+    ),
+    "megatron.core.distributed": "sharding of parameters is --zero-stage 3 or --use-megatron-fsdp",
+    "megatron.core.enums": "there is no fp8 or fp4 here",
+    "megatron.core.extensions": "Transformer Engine is not used; its layer specs are built from our own layers",
+    "megatron.core.fusions": "fused operations are chosen by --compile",
+    "megatron.core.models": (
+        "build GPTModel, BertModel or T5Model with the specs that are here, or a model of your own "
+        "(docs/adding_a_model.md)"
+    ),
+    "megatron.core.optimizer": (
+        "get_megatron_optimizer makes the optimizer; groups of parameters are ParamGroups (docs/optimizers.md)"
+    ),
+    "megatron.core.optimizer_param_scheduler": (
+        "OptimizerParamScheduler takes no overrides; rates of groups are ParamGroups (docs/optimizers.md)"
+    ),
+    "megatron.core.parallel_state": (
+        "ranks are placed by initialize_model_parallel, and their groups are asked by the accessors that are here"
+    ),
+    "megatron.core.pipeline_parallel": (
+        "a step runs by get_forward_backward_func(); its schedule is a list of actions (docs/schedules.md)"
+    ),
+    "megatron.core.tensor_parallel": (
+        "split layers are ColumnParallelLinear, RowParallelLinear and VocabParallelEmbedding; their regions are in "
+        "mappings"
+    ),
+    "megatron.core.timers": "Timers makes the timers of a run",
+    "megatron.core.tokenizers": (
+        "tokenizers are built by megatron.core.tokenizers.build_tokenizer (docs/data_preparation.md)"
+    ),
+    "megatron.core.transformer": (
+        "layers are built from the specs that are here, or are your own modules (docs/adding_a_model.md)"
+    ),
+    "megatron.core.utils": "it serves parts of Megatron that are not here",
+    "megatron.legacy.model": "legacy models are GPTModel and BertModel; build others from megatron.core.models",
+    "megatron.training": (
+        "the loop is pretrain(), whose steps are observed by flags (docs/training_run.md); a loop of your own uses "
+        "get_forward_backward_func"
+    ),
+    "megatron.training.global_vars": "a run is read by get_args, get_tokenizer and get_timers, and ended by its end",
+    "megatron.training.initialize": "initialize_megatron sets everything up",
+    "megatron.training.tokenizer": "tokenizers are built by build_tokenizer (docs/data_preparation.md)",
+    "megatron.training.utils": "it serves parts of Megatron's loop; the loop here is pretrain()",
+}
+# Module -> names that are not built.
+NOT_BUILT: Mapping[str, str] = {
+    "megatron.core.tensor_parallel.utils": "dist_all_gather_func",
+    "megatron.core": "register_safe_globals",
+    "megatron.core.datasets.blended_megatron_dataset_builder": "DistributedDataset MidLevelDataset TopLevelDataset",
+    "megatron.core.datasets.blended_megatron_dataset_config": (
+        "convert_split_vector_to_split_matrix parse_and_normalize_split"
+    ),
+    "megatron.core.datasets.gpt_dataset": "MockGPTLowLevelDataset",
+    "megatron.core.datasets.indexed_dataset": (
+        "DType IndexedDatasetBuilder OBJECT_STORAGE_BIN_READERS get_bin_path get_idx_path"
+    ),
+    "megatron.core.datasets.utils": "get_blend_from_list normalize",
+    "megatron.core.dist_checkpointing": "LocalNonpersistentObject load_tensors_metadata remove_sharded_tensors",
+    "megatron.core.dist_checkpointing.mapping": (
+        "CommonStateDict FactoryBuildFn FactoryMergeFn LocalNonpersistentObject ReplicaId ShardedBase ShardedStateDict "
+        "ShardedTensorFactory StateDict apply_factories apply_factory_merges is_main_replica"
+    ),
+    "megatron.core.dist_checkpointing.serialization": (
+        "CkptShardedMetadata get_default_load_sharded_strategy get_default_save_common_strategy "
+        "get_default_save_sharded_strategy load_sharded_metadata load_tensors_metadata remove_sharded_tensors"
+    ),
+    "megatron.core.distributed": (
+        "FullyShardedDataParallel TorchFullyShardedDataParallel TorchFullyShardedDataParallelConfig"
+    ),
+    "megatron.core.distributed.finalize_model_grads": "reset_model_temporary_tensors",
+    "megatron.core.enums": "Fp4Recipe Fp8Recipe",
+    "megatron.core.extensions.transformer_engine": (
+        "SplitAlongDim TEActivationOp TEColumnParallelGroupedLinear TECudaRNGStatesTracker TEDelayedScaling TEFusedMLP "
+        "TEGroupedLinear TELinear TEQuantizationParams TEQuantizationRecipe TERowParallelGroupedLinear "
+        "TransformerEngineConfigType condition_init_method current_te_version fused_apply_rotary_pos_emb "
+        "fused_apply_rotary_pos_emb_thd fused_compute_score_for_moe_aux_loss fused_moe_aux_loss fused_permute "
+        "fused_permute_with_probs fused_sort_chunks_by_index fused_sort_chunks_by_index_with_probs "
+        "fused_topk_with_score_function fused_unpermute get_cpu_offload_context set_save_original_input "
+        "split_te_layernorm_column_parallel_linear te_checkpoint te_general_gemm te_parallel_cross_entropy"
+    ),
+    "megatron.core.fusions.fused_bias_dropout": (
+        "bias_dropout_add_fused_inference bias_dropout_add_fused_train bias_dropout_add_unfused"
+    ),
+    "megatron.core.models.T5.t5_model": "T5LMHead t5_extended_attention_mask t5_position_ids",
+    "megatron.core.models.T5.t5_spec": (
+        "LNImpl decoder_model_with_local_spec decoder_model_with_transformer_engine_default_spec "
+        "encoder_model_with_local_spec encoder_model_with_transformer_engine_default_spec"
+    ),
+    "megatron.core.models.bert.bert_layer_specs": "LNImpl get_bert_layer_with_transformer_engine_spec",
+    "megatron.core.models.bert.bert_model": "get_te_version",
+    "megatron.core.models.common.embeddings": "MultimodalRotaryEmbedding YarnRotaryEmbedding apply_rotary_pos_emb",
+    "megatron.core.models.common.embeddings.rotary_pos_embedding": "MultimodalRotaryEmbedding",
+    "megatron.core.models.gpt.gpt_layer_specs": (
+        "LNImpl get_gpt_decoder_block_spec get_gpt_decoder_layer_specs get_gpt_layer_with_inference_spec "
+        "get_gpt_mtp_block_spec get_gpt_mtp_block_spec_for_backend get_mlp_module_spec get_mlp_module_spec_for_backend"
+    ),
+    "megatron.core.optimizer": (
+        "AdamOptimizerConfig ChainedOptimizer ConstantGradScaler DistributedOptimizer DynamicGradScaler FP32Optimizer "
+        "Float16OptimizerWithFloat16Params HybridDeviceOptimizer ParamGroupOverride ParamKey ParamPredicate "
+        "ParamWithNamePredicate ProcessGroupCollection SGDOptimizerConfig USING_PYTORCH_OPTIMIZER "
+        "check_config_overrides_consistency combine_param_group_overrides get_global_unique_param_name get_pg_rank "
+        "get_pg_size get_standard_config_overrides is_te_min_version log_single_rank parallel_state "
+        "param_group_identifier_keys param_group_override_to_tuple"
+    ),
+    "megatron.core.optimizer.cpu_offloading": "HybridDeviceOptimizer",
+    "megatron.core.optimizer.optimizer_config": (
+        "AdamOptimizerConfig ParamKey ParamPredicate ParamWithNamePredicate SGDOptimizerConfig"
+    ),
+    "megatron.core.optimizer_param_scheduler": (
+        "ParamGroupOverride combine_param_group_overrides get_canonical_lr_for_logging param_group_override_to_tuple"
+    ),
+    "megatron.core.parallel_state": (
+        "RankGenerator create_group create_hierarchical_groups create_hybrid_dp_cp_groups default_embedding_ranks "
+        "default_position_embedding_ranks destroy_global_memory_buffer destroy_global_symmetric_memory_buffer "
+        "generate_masked_orthogonal_rank_groups get_all_ranks get_data_modulo_expert_parallel_group "
+        "get_expert_data_parallel_group_gloo get_expert_model_parallel_src_rank get_expert_tensor_and_model_parallel_rank "
+        "get_expert_tensor_and_model_parallel_world_size get_global_symmetric_memory_buffer "
+        "get_hybrid_data_context_parallel_groups get_inter_distributed_optimizer_instance_group "
+        "get_intra_distributed_optimizer_instance_group get_nccl_options get_tensor_and_context_parallel_rank "
+        "get_tensor_and_context_parallel_world_size has_separate_all_gather_group overwrite_nccl_comm_cfgs "
+        "set_expert_tensor_parallel_rank set_expert_tensor_parallel_world_size update_pg_timeout"
+    ),
+    "megatron.core.pipeline_parallel.schedules": (
+        "Shape backward_step check_first_val_step clear_embedding_activation_buffer custom_backward "
+        "finish_embedding_wgrad_compute forward_step forward_step_calc_loss get_pp_rank_microbatches get_schedule_table "
+        "get_tensor_shapes set_current_microbatch"
+    ),
+    "megatron.core.tensor_parallel": (
+        "CheckpointWithoutOutput InferenceLayerNormColumnParallelLinear InferenceRowParallelLinear "
+        "all_gather_last_dim_from_tensor_parallel_region all_to_all all_to_all_hp2sp all_to_all_sp2hp "
+        "convert_cuda_rng_state copy_tensor_model_parallel_attributes get_data_parallel_rng_tracker_name "
+        "get_expert_parallel_rng_tracker_name is_graph_safe_cuda_rng_tracker "
+        "linear_with_grad_accumulation_and_async_allreduce param_is_not_tensor_parallel_duplicate "
+        "reduce_scatter_last_dim_to_tensor_parallel_region set_defaults_if_not_set_tensor_model_parallel_attributes "
+        "set_tensor_model_parallel_attributes"
+    ),
+    "megatron.core.tensor_parallel.cross_entropy": "VocabParallelCrossEntropy",
+    "megatron.core.tensor_parallel.layers": (
+        "custom_bwd custom_fwd dist_all_gather_func dist_reduce_scatter_func LinearWithFrozenWeight "
+        "LinearWithGradAccumulationAndAsyncCommunication copy_tensor_model_parallel_attributes "
+        "linear_with_frozen_weight linear_with_grad_accumulation_and_async_allreduce "
+        "param_is_not_tensor_parallel_duplicate set_defaults_if_not_set_tensor_model_parallel_attributes "
+        "set_tensor_model_parallel_attributes"
+    ),
+    "megatron.core.tensor_parallel.mappings": (
+        "dist_all_gather_func dist_reduce_scatter_func all_gather_last_dim_from_tensor_parallel_region all_to_all "
+        "all_to_all_hp2sp all_to_all_sp2hp "
+        "reduce_scatter_last_dim_to_tensor_parallel_region"
+    ),
+    "megatron.core.tensor_parallel.random": (
+        "dist_all_gather_func CheckpointFunction CheckpointWithoutOutput CheckpointWithoutOutputFunction "
+        "convert_cuda_rng_state "
+        "get_all_rng_states get_data_parallel_rng_tracker_name get_expert_parallel_rng_tracker_name "
+        "initialize_rng_tracker is_checkpointing is_graph_safe_cuda_rng_tracker"
+    ),
+    "megatron.core.timers": "dist_all_gather_func DummyTimer TimerBase",
+    "megatron.core.tokenizers": "MegatronTokenizer MegatronTokenizerBase",
+    "megatron.core.transformer": "MLATransformerConfig",
+    "megatron.core.transformer.attention": (
+        "Attention CoreAttentionBuilder LinearLayer LinearLayerBuilder LinearQkv LinearQkvBuilder"
+    ),
+    "megatron.core.transformer.enums": "CudaGraphScope",
+    "megatron.core.transformer.mlp": "apply_swiglu_sharded_factory",
+    "megatron.core.transformer.module": (
+        "GraphableMegatronModule conversion_helper float16_to_fp32 fp32_to_float16 param_is_not_shared"
+    ),
+    "megatron.core.transformer.torch_norm": "L2Norm",
+    "megatron.core.transformer.transformer_block": (
+        "LayerNormImpl get_cpu_offload_context get_num_layers_to_build te_checkpoint"
+    ),
+    "megatron.core.transformer.transformer_config": "MLATransformerConfig",
+    "megatron.core.transformer.transformer_layer": "BaseTransformerLayer MoETransformerLayer get_transformer_layer_offset",
+    "megatron.core.transformer.utils": (
+        "attention_mask_func cuda_graph_attr_cache ensure_metadata_has_dp_cp_group erf_gelu gelu_impl "
+        "get_default_causal_mask get_linear_layer get_sliding_window_causal_mask init_cuda_graph_cache "
+        "is_layer_window_attention make_sharded_object_for_checkpoint openai_gelu set_model_to_sequence_parallel "
+        "sharded_state_dict_default toggle_cuda_graphs"
+    ),
+    "megatron.core.utils": (
+        "dist_all_gather_func ExperimentalNotEnabledError GlobalSymmetricMemoryBuffer MakeViewlessTensor "
+        "StragglerDetector WrappedTensor "
+        "assert_viewless_tensor check_param_hashes_across_dp_replicas configure_nvtx_profiling deprecate_inference_params "
+        "deprecated drain_embedding_wgrad_compute experimental_api experimental_cls experimental_fn get_asyncio_loop "
+        "get_batch_on_this_cp_rank get_batch_on_this_hybrid_cp_rank get_causal_conv1d_version "
+        "get_data_parallel_group_if_dtensor get_fa_version get_full_tensor_if_necessary "
+        "get_mamba_inference_state_config_from_model get_mamba_version get_model_type get_model_xattn get_pg_rank "
+        "get_pg_size get_pg_src_rank get_te_version get_tensor_model_parallel_group_if_none get_thd_batch_on_this_cp_rank "
+        "get_torch_version internal_api is_causal_conv1d_min_version is_fa_min_version is_mamba_min_version is_submodule "
+        "is_te_min_version is_using_quantization_scales local_multi_tensor_applier local_multi_tensor_l2_norm "
+        "local_multi_tensor_scale log_on_each_pipeline_stage make_viewless_tensor null_decorator nvtx_decorator "
+        "nvtx_range_pop nvtx_range_push prepare_input_tensors_for_wgrad_compute safely_set_viewless_tensor_data "
+        "to_local_if_dtensor trace_async_exceptions"
+    ),
+    "megatron.legacy.model": "LayerNorm RMSNorm T5Model get_language_model",
+    "megatron.legacy.model.bert_model": (
+        "BertLMHead bert_extended_attention_mask bert_position_ids post_language_model_processing"
+    ),
+    "megatron.legacy.model.gpt_model": "post_language_model_processing",
+    "megatron.legacy.model.language_model": (
+        "Embedding Pooler TransformerLanguageModel get_language_model parallel_lm_logits"
+    ),
+    "megatron.legacy.model.module": "conversion_helper float16_to_fp32 fp32_to_float16 param_is_not_shared",
+    "megatron.training": (
+        "get_adlr_autoresume get_one_logger get_signal_handler get_tensorboard_writer get_train_valid_test_num_samples "
+        "get_wandb_writer set_startup_timestamps"
+    ),
+    "megatron.training.global_vars": (
+        "destroy_global_vars get_adlr_autoresume get_energy_monitor get_one_logger get_signal_handler "
+        "get_tensorboard_writer get_wandb_writer rebuild_tokenizer set_args set_global_variables unset_global_variables"
+    ),
+    "megatron.training.initialize": "set_jit_fusion_options setup_logging write_args_to_tensorboard",
+    "megatron.training.tokenizer.gpt2_tokenization": (
+        "GPT2Tokenizer MERGES_NAME PRETRAINED_VOCAB_POSITIONAL_EMBEDDINGS_SIZE_MAP SPECIAL_TOKENS_NAME VOCAB_NAME "
+        "bytes_to_unicode get_pairs"
+    ),
+    "megatron.training.tokenizer.tokenizer": (
+        "CustomTikTokenizer PATTERN_TIKTOKEN PATTERN_TIKTOKEN_V2 reload_mergeable_ranks"
+    ),
+    "megatron.training.training": (
+        "MAX_NUM_CHECKPOINTS_MEMORY_REPORTED build_train_valid_test_data_loaders build_train_valid_test_datasets "
+        "checkpoint_and_decide_exit compute_throughputs_and_append_to_progress_log cyclic_iter destroy_global_state "
+        "disable_forward_pre_hook dummy_train_step enable_forward_pre_hook evaluate evaluate_and_print_results "
+        "force_param_sync get_megatron_optimizer_config get_optimizer_param_scheduler get_start_time_from_progress_log "
+        "get_train_valid_test_num_samples has_nvidia_modelopt has_rl_utils num_checkpoints_memory_reported "
+        "num_floating_point_operations post_training_step_callbacks preprocess_common_state_dict print_datetime "
+        "save_checkpoint_and_time set_startup_timestamps should_disable_forward_pre_hook stimer train train_step "
+        "training_log update_train_iters"
+    ),
+    "megatron.training.utils": (
+        "append_to_progress_log calc_dtensor_params_l2_norm calc_params_l2_norm check_adlr_autoresume_termination "
+        "get_blend_and_blend_per_split get_device_arch_version get_nvtx_range is_first_or_last_pipeline_stage is_rank0 "
+        "logical_and_across_model_parallel_group print_params_min_max_norm reduce_max_stat_across_model_parallel_group "
+        "report_memory to_empty_if_meta_device update_use_dist_ckpt warn_rank_0"
+    ),
+}
+
+
+def reason_of(module: str) -> str:
+    """Why names of a module are not built: that of the module, or of the package around it."""
+    while module not in REASONS:
+        module = module.rpartition(".")[0]
+    return REASONS[module]

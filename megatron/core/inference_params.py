@@ -1,0 +1,9 @@
+"""Megatron's `InferenceParams`, which nothing here reads: `megatron.core.inference.generate` keeps a cache of its own."""
+
+
+class InferenceParams:
+    def __init__(self, max_batch_size: int, max_sequence_length: int):
+        raise NotImplementedError(
+            f"InferenceParams({max_batch_size}, {max_sequence_length}): models here take no cache of Megatron's; generate "
+            "text by megatron.core.inference.generate.generate, or tools/generate.py"
+        )
