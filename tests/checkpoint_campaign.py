@@ -110,7 +110,7 @@ class Loader:
 def silence() -> Iterator[list[str]]:
     """What the first rank would print; the block prints nothing."""
     lines: list[str] = []
-    modules = (save_and_load, load_with_fallback, save_folder, save_and_load.checks)
+    modules = (save_and_load, load_with_fallback, save_folder, save_and_load.compatibility)
     before = [module.print_rank_0 for module in modules]
     for module in modules:
         module.print_rank_0 = lines.append

@@ -50,39 +50,39 @@ class Mutation:
     new: str
 
 
-_MERGED = "transformer/context_parallel/merged.py"
+_MERGED = "context_parallel/ring_attention.py"
 _OWN = "self.transfers.pop(action.with_op(BEGIN_OF[action.op]))"
 # What, in which file, the test that finds it, the text, and the text without the wait.
 MUTATIONS = [
     Mutation(*row)
     for row in [
-        ("a call's wait", "comm.py", CALLS, "work.wait()\n        whereabouts", "None\n        whereabouts"),
+        ("a call's wait", "parallel/collectives.py", CALLS, "work.wait()\n        whereabouts", "None\n        whereabouts"),
         (
             "all-reduce",
-            "comm.py",
+            "parallel/collectives.py",
             CALLS,
             "start_all_reduce(x, axis, op).wait()",
             "start_all_reduce(x, axis, op)._keep[0]",
         ),
-        ("all-gather", "comm.py", CALLS, "start_all_gather(x, axis).wait()", "start_all_gather(x, axis)._keep[0]"),
+        ("all-gather", "parallel/collectives.py", CALLS, "start_all_gather(x, axis).wait()", "start_all_gather(x, axis)._keep[0]"),
         (
             "all-gather of another dimension",
-            "comm.py",
+            "parallel/collectives.py",
             CALLS,
             "start_all_gather(x.movedim(dim, 0), axis).wait()",
             "start_all_gather(x.movedim(dim, 0), axis)._keep[0]",
         ),
         (
             "reduce-scatter",
-            "comm.py",
+            "parallel/collectives.py",
             CALLS,
             "start_reduce_scatter(x, axis).wait()",
             "start_reduce_scatter(x, axis)._keep[0]",
         ),
-        ("parts that are summed wide", "comm.py", CALLS, "exchanging.wait().chunk", "exchanging._keep[0].chunk"),
+        ("parts that are summed wide", "parallel/collectives.py", CALLS, "exchanging.wait().chunk", "exchanging._keep[0].chunk"),
         (
             "broadcast",
-            "comm.py",
+            "parallel/collectives.py",
             CALLS,
             "start_broadcast(x, axis, source).wait()",
             "start_broadcast(x, axis, source)._keep[0]",
@@ -189,21 +189,21 @@ MUTATIONS = [
         ),
         (
             "the writes of one slice, while others are updated",
-            "cpu_offloading/sliced_update.py",
+            "optimizer/cpu_offloading/sliced_update.py",
             WRITES,
             "            writing.wait()\n",
             "",
         ),
         (
             "the last slice's writes",
-            "cpu_offloading/sliced_update.py",
+            "optimizer/cpu_offloading/sliced_update.py",
             WRITES,
             "here)\n        writing.wait()\n",
             "here)\n",
         ),
         (
             "tensors of a transfer",
-            "async_handle.py",
+            "base/async_handle.py",
             TRAINS,
             "tuple(one.wait() for one in started)",
             "tuple(one._keep[0] for one in started)",
@@ -239,7 +239,7 @@ MUTATIONS = [
         ),
         (
             "gradients that travel behind them",
-            "transformer/context_parallel/block_kernels.py",
+            "context_parallel/block_attention.py",
             RING,
             "self._arriving.wait(), None",
             "self._arriving._keep[0], None",
@@ -318,28 +318,28 @@ MUTATIONS = [
         ),
         (
             "a matrix that a Hugging Face folder has transposed",
-            "interchange/families/operations.py",
+            "convert/families/weight_layout.py",
             f"{_SCORES}[gpt2]",
             "shape=self.shape[::-1], strides=self.strides[::-1]",
             "shape=self.shape[::-1], strides=self.strides[::-1] if len(self.shape) < 2 else (self.shape[0], 1)",
         ),
         (
             "queries, keys and values of a Hugging Face folder, group by group",
-            "interchange/families/operations.py",
+            "convert/families/weight_layout.py",
             f"{_SCORES}[llama]",
             "for group in zip(*parts) for x in group",
             "for part in parts for x in part",
         ),
         (
             "gate over up",
-            "interchange/families/operations.py",
+            "convert/families/weight_layout.py",
             f"{_SCORES}[llama]",
             '"gate_up": Operation(_stacked,',
             '"gate_up": Operation(lambda heads, theirs: _stacked(heads, theirs[::-1]),',
         ),
         (
             "rows of a part of a tensor",
-            "interchange/families/operations.py",
+            "convert/families/weight_layout.py",
             f"{_SCORES}[gpt2]",
             "start=self.start + start * self.strides[0]",
             "start=start * self.strides[0]",

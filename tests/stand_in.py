@@ -314,7 +314,7 @@ def stand_in() -> None:
     torch.Generator = lambda device=None, make=torch.Generator: make()
     torch.Event = lambda device=None: _Event()
     host_and_file_store.ThreadPoolExecutor = AtOnce
-    training.failures.report = reraise
+    training.error_report.report = reraise
     trainer.train_step = count_steps(trainer.train_step)
 
 

@@ -17,7 +17,7 @@ from megatron.core.base.dataclass_flags import ConfigError, knob
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.ops.attention.kv_cache import KeyValueCache
 from megatron.core.sharding.placement import Normal
-from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel import autograd_collectives
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.transformer.attention import ParallelAttention
 from megatron.core.transformer.layer_context import LayerContext
@@ -86,7 +86,7 @@ class SideBySideModel(GPTModel):
             return super().forward(tokens, position_ids, attention_mask, labels, cache)
         x = self.language_model(tokens, position_ids, attention_mask)  # [s, b, h], or [s/t, b, h]
         words = sharded_cross_entropy(self.language_model.scores(x), labels.t(), self.axis, self.vocab_size)
-        whole = mappings.whole_sequence(x, self.axis) if self.gathers else x
+        whole = autograd_collectives.whole_sequence(x, self.axis) if self.gathers else x
         scores = whole.to(words.dtype) @ self.restart_head.to(words.dtype)  # [s, b]
         begins = functional.binary_cross_entropy_with_logits(scores, restarts.t().to(words.dtype), reduction="none")
         return words.t(), begins.t()

@@ -244,7 +244,7 @@ def test_a_run_without_room_for_its_place_runs_unwatched_and_says_so(tmp_path, c
     """The map of a file without blocks would end the run by SIGBUS."""
     monkeypatch.setattr(output_streams, "losses", [])
     monkeypatch.setattr(
-        hang_watch.run_folder, "folder_of_job", lambda *words, **named: tmp_path / f"megatron-{os.getuid()}-5"
+        hang_watch.job_tmpdir, "folder_of_job", lambda *words, **named: tmp_path / f"megatron-{os.getuid()}-5"
     )
     monkeypatch.setattr(os, "posix_fallocate", no_space)
     monkeypatch.setattr(mmap, "mmap", lambda *words: pytest.fail("there is no room"))

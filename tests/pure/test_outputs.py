@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 START = f"""
 import os, resource, signal, sys, threading
 sys.path.insert(0, {str(ROOT)!r})
-from megatron.core import outputs
+from megatron.core.base import output_streams as outputs
 outputs.keep_running(3)
 def end():
     open(sys.argv[1], "w").write(repr([tuple(loss) for loss in outputs.losses]))

@@ -80,10 +80,11 @@ def test_the_package_is_known_also_where_it_lies_among_the_libraries(tmp_path: P
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("")
         (tmp_path / name / "part.py").write_text("def fail():\n    raise ValueError('told')\n")
-    core = tmp_path / "megatron" / "core"
-    core.mkdir()
-    (core / "__init__.py").write_text("")
-    (core / "errors.py").write_text(Path(errors.__file__).read_text())
+    base = tmp_path / "megatron" / "core" / "base"
+    base.mkdir(parents=True)
+    for folder in (base.parent, base):
+        (folder / "__init__.py").write_text("")
+    (base / "errors.py").write_text(Path(errors.__file__).read_text())
     code = (
         "import sysconfig; sysconfig.get_path = lambda name: {path!r}\n"
         "import importlib; from megatron.core.base.errors import is_told_to_user\n"

@@ -106,7 +106,7 @@ def test_what_an_uninstalled_megatron_core_took_away_is_said(name: str, tmp_path
 
 def test_the_writer_of_checkpoints_finds_the_package_from_any_folder(tmp_path):
     """Its process imports the package of the process that started it, wherever both run and whatever is installed."""
-    code = "import sys; sys.path.insert(0, sys.argv[1]); from megatron.core.dist_checkpointing import writer; print(writer._PACKAGE_PARENT)"
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from megatron.core.dist_checkpointing import writer_process; print(writer_process._PACKAGE_PARENT)"
     command = [sys.executable, "-I", "-c", code, str(ROOT)]
     found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.strip()
     assert Path(found) == ROOT

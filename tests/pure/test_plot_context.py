@@ -48,7 +48,7 @@ def test_the_drawing_sends_what_the_ring_sends(monkeypatch):
     from megatron.core.parallel.grid import Axis
 
     sent = []
-    monkeypatch.setattr(ring_attention.comm, "start_shift", lambda x, axis: sent.append(x) or done(x))
+    monkeypatch.setattr(ring_attention.collectives, "start_shift", lambda x, axis: sent.append(x) or done(x))
     for rank in range(4):
         visited = []
         ring_attention.Ring(Axis("cp", (0, 1, 2, 3), rank)).forward(
@@ -87,7 +87,7 @@ def test_in_half_precision_the_ring_sends_the_bytes_of_the_page(monkeypatch):
     from megatron.core.parallel.grid import Axis
 
     sent = []
-    monkeypatch.setattr(ring_attention.comm, "start_shift", lambda x, axis: sent.append(x.nbytes) or done(x))
+    monkeypatch.setattr(ring_attention.collectives, "start_shift", lambda x, axis: sent.append(x.nbytes) or done(x))
     keys = torch.zeros(2, 1, 2, 16, 8, dtype=torch.bfloat16)  # keys and values of 1 sample, 2 heads, 64 / 4 rows
     ring = ring_attention.Ring(Axis("cp", (0, 1, 2, 3), 1))
     home = ring.backward(keys, lambda chunks, here, arriving: torch.zeros_like(here, dtype=torch.float32))

@@ -84,9 +84,8 @@ class DataParallelConfig(FlagConfig):
             yield "--main-grads-dtype bf16 needs --use-distributed-optimizer or --zero-stage 1 to 3: its float32 sums are shards"
         if self.reduce_scatter_with_fp32_accumulation and not (shards and (bf16 or self.grad_reduce_in_bf16)):
             yield (
-                "--reduce-scatter-with-fp32-accumulation sums shards of gradients sent in bfloat16; give --grad- "
-                "reduce-in-bf16 "
-                "and --use-distributed-optimizer (or --zero-stage 1 to 3) too, or leave it out"
+                "--reduce-scatter-with-fp32-accumulation sums shards of gradients sent in bfloat16; give "
+                "--grad-reduce-in-bf16 and --use-distributed-optimizer (or --zero-stage 1 to 3) too, or leave it out"
             )
         if self.outer_dp_sharding_strategy == "optim" and (not self.zero.passes_params or instances < 2):
             yield "--outer-dp-sharding-strategy optim needs --zero-stage 3 and --num-distributed-optimizer-instances 2 or more"

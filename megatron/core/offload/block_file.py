@@ -45,8 +45,8 @@ class BlockFile:
             except OSError as error:
                 raise OffloadError(
                     f"{self.path}: no room for another {nbytes:,} bytes ({error.strerror}); free the disk, give another "
-                    "--offload-dir, more data-parallel ranks with a higher --zero-stage, or a lower --optimizer- "
-                    "offload-fraction"
+                    "--offload-dir, more data-parallel ranks with a higher --zero-stage, or a lower "
+                    "--optimizer-offload-fraction"
                 ) from error
             self._sums.extend([self._zeros_sum] * blocks)
         return start

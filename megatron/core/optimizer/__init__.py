@@ -2,7 +2,7 @@
 
     flat_optimizer_config, param_groups      OPTIMIZERS and the settings; which parameters are updated alike (no torch)
     flat_optimizer, update_rules             the update of flat buffers; AdamW and SGD
-    full_matrix, muon_update, matrix_owners  updates of whole matrices, divided among ranks
+    full_matrix, muon_orthogonalize, matrix_owners  updates of whole matrices, divided among ranks
     cpu_offloading/, split_master            state on the host or in files; masters in two halves
     lr_schedule, loss_scaler                 learning rate and weight decay by samples; float16's loss scale (no torch)
     torch_param_groups, param_group_schedule, deepspeed_lr_schedules    for loops that write rates into torch's param_groups
@@ -20,7 +20,7 @@ __getattr__, __dir__ = lazy_names(
         ".flat_optimizer_config": "OPTIMIZERS UpdateRule",
         ".megatron_optimizer": "MegatronOptimizer get_megatron_optimizer",
         ".optimizer_config": "OptimizerConfig",
-        ".muon_update": "muon_update",
+        ".muon_orthogonalize": "muon_update",
         ".param_groups": "ParamGroup",
         ".update_rules": "adam_l2_update adam_update sgd_update",
     },
