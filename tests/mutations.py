@@ -56,7 +56,13 @@ _OWN = "self.transfers.pop(action.with_op(BEGIN_OF[action.op]))"
 MUTATIONS = [
     Mutation(*row)
     for row in [
-        ("a call's wait", "parallel/collectives.py", CALLS, "work.wait()\n        whereabouts", "None\n        whereabouts"),
+        (
+            "a call's wait",
+            "parallel/collectives.py",
+            CALLS,
+            "work.wait()\n        whereabouts",
+            "None\n        whereabouts",
+        ),
         (
             "all-reduce",
             "parallel/collectives.py",
@@ -64,7 +70,13 @@ MUTATIONS = [
             "start_all_reduce(x, axis, op).wait()",
             "start_all_reduce(x, axis, op)._keep[0]",
         ),
-        ("all-gather", "parallel/collectives.py", CALLS, "start_all_gather(x, axis).wait()", "start_all_gather(x, axis)._keep[0]"),
+        (
+            "all-gather",
+            "parallel/collectives.py",
+            CALLS,
+            "start_all_gather(x, axis).wait()",
+            "start_all_gather(x, axis)._keep[0]",
+        ),
         (
             "all-gather of another dimension",
             "parallel/collectives.py",
@@ -79,7 +91,13 @@ MUTATIONS = [
             "start_reduce_scatter(x, axis).wait()",
             "start_reduce_scatter(x, axis)._keep[0]",
         ),
-        ("parts that are summed wide", "parallel/collectives.py", CALLS, "exchanging.wait().chunk", "exchanging._keep[0].chunk"),
+        (
+            "parts that are summed wide",
+            "parallel/collectives.py",
+            CALLS,
+            "exchanging.wait().chunk",
+            "exchanging._keep[0].chunk",
+        ),
         (
             "broadcast",
             "parallel/collectives.py",
