@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 from local_ranks import run_ranks
-from test_bert import BERT
 from test_compiled_runs import GATED, GELU, as_written, zero
 from test_compiled_runs import RUNS as OF_REGIONS
 from test_memory_measured import SMALL, check
+from tiny_bert import BERT
 from tiny_run import GPT, Layout, Subject, assert_equal, build_chunks, run
 from torch import nn
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from local_ranks import run_ranks
-from test_bert import BERT
 from test_memory_measured import SMALL, check
+from tiny_bert import BERT
 from tiny_run import GPT, TINY_GPT2, TINY_LLAMA, Layout, Subject, TinyTrainer, assert_equal, run
 
 from megatron.core.distributed.data_parallel import DataParallelConfig

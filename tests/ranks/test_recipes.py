@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pretrain_t5
 import pytest
-from test_bert import BERT
 from test_t5 import T5
+from tiny_bert import BERT
 from tiny_run import GPT, Layout, run
 
 from megatron.core.inference.load_model import lone_mesh
