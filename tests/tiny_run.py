@@ -341,6 +341,7 @@ def train_rank(
     texts: Texts = Texts(),
     subject: Subject = GPT,
     group_of: GroupRule = default_group,
+    make_scaler: Callable[[], DynamicGradScaler | None] = lambda: None,
 ) -> dict:
     """Train this rank's part; returns what it knows of the outcome."""
     tiny = TinyTrainer(
@@ -352,6 +353,7 @@ def train_rank(
         texts=texts,
         subject=subject,
         group_of=group_of,
+        scaler=make_scaler(),
     )
     known: dict = {"losses": [], "norms": [], "grads": []}
     for step in range(steps):
@@ -429,8 +431,9 @@ def run(
     texts: Texts = Texts(),
     subject: Subject = GPT,
     group_of: GroupRule = default_group,
+    make_scaler: Callable[[], DynamicGradScaler | None] = lambda: None,
 ) -> Outcome:
-    """Train `steps` steps under a layout and collect the outcome from all ranks."""
+    """Train `steps` steps under a layout and collect the outcome from all ranks. make_scaler: of each rank's loss."""
     optimizer = optimizer or OptimizerConfig(clip_grad=0.5, weight_decay=0.1)
     work = partial(
         train_rank,
@@ -442,6 +445,7 @@ def run(
         texts=texts,
         subject=subject,
         group_of=group_of,
+        make_scaler=make_scaler,
     )
     sharing = config.ranks_per_kv_head(layout.tp)
     ranks = run_ranks(
@@ -451,7 +455,8 @@ def run(
         ranks_per_kv_head=sharing,
         stages=layout.stages if layout.pp > 1 else None,
     )
-    assert all(rank["norms"] == ranks[0]["norms"] for rank in ranks), "ranks disagree on the gradient norm"
+    said = {repr(rank["norms"]) for rank in ranks}  # texts, by which NaN is NaN
+    assert len(said) == 1, f"ranks disagree on the gradient norm: {said}"
     return Outcome(
         losses=[rank for rank in ranks if rank["calls"][0] == layout.stages.rank_of_last][-1]["losses"],
         norms=ranks[0]["norms"],
