@@ -4,173 +4,178 @@
     python tests/golden.py record after.json        at the change, on the same machine
     python tests/golden.py compare before.json after.json
 
-What is recorded, each under a name of its own:
+    --only layout,zero/dp2      groups of entries, or whatever their names begin with (tests/golden_entries.py says what they are)
+    --quick                     one or two of each group, in a minute: for every commit
 
-    layout/...     the 190 triples of layout_space: losses, norms, gradients, weights, and what each rank sends in a step (the ledger)
-    zero/...       the triples of zero_matrix: the same for stages, hybrids, overlap, accumulation, recompute and offload
-    schedule/...   the lowered lists of every schedule over a grid of sizes
-    initial/...    names, shapes and values of the parameters that a run starts with
-    manifest/...   what a checkpoint's manifest says
-    help/...       what --help prints
+Where the change moves or renames modules, the tests change with them; so that they do not change the record, it can be taken by the
+tests of an earlier commit:
+
+    python tests/golden.py record after.json --harness PARENT [--product COMMIT_OR_FOLDER]
+
+runs tests/ of PARENT in a copy of the product (this checkout by default), whose tests/renamed_modules.json says where each module
+that they import is now (`renamed_modules`). What --help prints is meant to change: it is compared with --help-too.
 
 Bits depend on the machine, its number of threads (one here) and the release of torch: a record is compared with one of the same
 machine, and none is kept in the repository. A change that is meant to change numbers names the entries that it changes.
 """
 
 import argparse
-import hashlib
 import json
-import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
-from functools import partial
+import time
+import traceback
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import layout_space
-import parity_cases
-import zero_matrix
-from local_ranks import run_ranks
-from tiny_run import GPT2, LLAMA, Layout, Outcome, TinyTrainer, run
-
-from megatron.core.pipeline_parallel.schedule.lower import add_reduce, add_transfers
-from megatron.core.pipeline_parallel.schedule.registry import SCHEDULES
-
 ROOT = Path(__file__).resolve().parent.parent
-MODELS = {"gpt2": GPT2, "llama": LLAMA}
-SAVED = {"one": Layout(), "tp2-pp2": Layout(tp=2, pp=2, m=2), "zero3": Layout(dp=2)}
-SCRIPTS = ("pretrain_gpt.py", "pretrain_bert.py", "examples/minimal_fork/pretrain.py")
+TABLE = "renamed_modules.json"
 
 
-def entries() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """(name, what makes its value, plain JSON) of the whole record."""
-    for case in layout_space.covering_cases(3):
-        yield f"layout/{case}", partial(of_layout, case)
-    for case in zero_matrix.covering_cases(3):
-        yield f"zero/{case}", partial(of_zero, case)
-    for name in SCHEDULES:
-        yield f"schedule/{name}", partial(of_schedule, name)
-    for name in MODELS:
-        yield f"initial/{name}", partial(of_initial, name)
-        for layout in SAVED:
-            yield f"manifest/{name}-{layout}", partial(of_manifest, name, layout)
-    for script in [*SCRIPTS, *(f"tools/{path.name}" for path in sorted((ROOT / "tools").glob("*.py")))]:
-        if "__main__" in (ROOT / script).read_text() or script in SCRIPTS:
-            yield f"help/{script}", partial(of_help, script)
+# ---------------------------------------------------------------- a record
 
 
-# ---------------------------------------------------------------- values
+def chosen_names(names: Iterable[str], only: str, quick: bool) -> list[str]:
+    """only: what names begin with, separated by commas; empty for all. quick: of each group the first entry and the middle one."""
+    begins = tuple(word for word in only.split(",") if word)
+    chosen = [name for name in names if not begins or name.startswith(begins)]
+    if not quick:
+        return chosen
+    groups: dict[str, list[str]] = {}
+    for name in chosen:
+        groups.setdefault(name.split("/")[0], []).append(name)
+    return [name for group in groups.values() for name in dict.fromkeys((group[0], group[len(group) // 2]))]
 
 
-def digest(tensors: dict[str, torch.Tensor]) -> str:
-    """SHA-256 of names, types, shapes and bits."""
-    sha = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        sha.update(tensor.contiguous().view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
-    return sha.hexdigest()
+def record(makers: dict[str, Callable[[], Any]], processes: int) -> dict[str, Any]:
+    """The values of these entries, each made in a process of its own that is forked from this one."""
+    made: dict[str, Any] = {}
+    waiting, running = list(makers), {}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            while waiting or running:
+                while waiting and len(running) < processes:
+                    name = waiting.pop(0)
+                    output = Path(folder) / str(len(waiting))
+                    running[_forked(makers[name], output)] = name, output, time.monotonic()
+                pid, status = os.wait()
+                name, output, began = running.pop(pid)
+                if status:
+                    raise RuntimeError(f"{name} failed:\n{output.with_suffix('.said').read_text()[-4000:]}")
+                made[name] = json.loads(output.read_text())
+                done = f"{len(made)} of {len(makers)}: {name}"
+                print(f"{done}  {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+        finally:
+            for pid in running:
+                os.kill(pid, 9)
+                os.waitpid(pid, 0)
+    return {name: made[name] for name in makers}
 
 
-def of_outcome(outcome: Outcome) -> dict[str, Any]:
-    return {
-        "losses": [loss.hex() for loss in outcome.losses],
-        "norms": [norm.hex() for norm in outcome.norms],
-        "gradients": [digest(grads) for grads in outcome.grads],
-        "weights": digest(outcome.weights),
-        "ledger": [
-            [rank, *sorted(f"{op} {axis} {size} x{times}" for (op, axis, size), times in calls.items())]
-            for rank, calls in outcome.calls
-        ],
+def _forked(make: Callable[[], Any], output: Path) -> int:
+    """The process that writes the value to a file, and what is printed meanwhile to another."""
+    pid = os.fork()
+    if pid:
+        return pid
+    with output.with_suffix(".said").open("w") as said:
+        try:
+            os.dup2(said.fileno(), 1)
+            os.dup2(said.fileno(), 2)
+            sys.stdout = sys.stderr = said
+            output.write_text(json.dumps(make()))
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        said.flush()
+        os._exit(code)
+
+
+def loaded_from_elsewhere(roots: Iterable[Path]) -> list[str]:
+    """The files of modules that lie in none of these folders: of another checkout, which an editable install may name."""
+    inside = tuple(f"{root}{os.sep}" for root in roots)
+    files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
+    return sorted({file for file in files if file and os.path.isabs(file) and not file.startswith(inside)})
+
+
+def record_here(output: Path, only: str, quick: bool, processes: int) -> None:
+    """By the tests beside this file, of the code beside their folder."""
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+    import torch
+    from golden_entries import entries
+
+    torch.set_num_threads(1)
+    roots = [ROOT, sys.prefix, sys.base_prefix, os.environ.get("RENAMED_MODULES_SITE", ROOT)]
+    if elsewhere := loaded_from_elsewhere(map(Path, roots)):
+        sys.exit(f"not of {ROOT}: {' '.join(elsewhere)}")
+    makers = dict(entries())
+    names = chosen_names(makers, only, quick)
+    began = time.monotonic()
+    made = record({name: makers[name] for name in names}, processes)
+    output.write_text(json.dumps(made, indent=1) + "\n")
+    print(f"wrote {output}: {len(made)} entries in {time.monotonic() - began:.0f} s")
+
+
+# ---------------------------------------------------------------- a record of a product by the tests of another commit
+
+
+def unpack(commit: str, folder: Path, *paths: str) -> None:
+    """Files of a commit of this repository."""
+    command = ["git", "-C", str(ROOT), "archive", "--format=tar", commit, *paths]
+    archive = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
+    subprocess.run(["tar", "-x", "-C", str(folder)], input=archive, check=True)
+
+
+def copy_checkout(checkout: Path, folder: Path) -> None:
+    """The files of a checkout as they are now, without those that git ignores."""
+    command = ["git", "-C", str(checkout), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.run(command, check=True, capture_output=True, text=True).stdout.split("\0"):
+        if name and (checkout / name).is_file():  # one that is deleted but not yet committed is not
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(checkout / name, folder / name)
+
+
+def assemble(product: str, harness: str, folder: Path) -> dict[str, str]:
+    """A copy of the product with the tests of another commit in place of its own; the environment that these run in."""
+    folder.mkdir()
+    if Path(product).is_dir():
+        copy_checkout(Path(product).resolve(), folder)
+    else:
+        unpack(product, folder)
+    table = folder.parent / TABLE
+    theirs = folder / "tests" / TABLE
+    table.write_text(theirs.read_text() if theirs.exists() else "{}")
+    shutil.rmtree(folder / "tests")
+    unpack(harness, folder, "tests")
+    return environment_of(folder, table, folder.parent / "site")
+
+
+def environment_of(root: Path, table: Path, site: Path) -> dict[str, str]:
+    """In which every Python process finds the code under `root`, and the modules of the table by their old names."""
+    site.mkdir()
+    shutil.copy2(ROOT / "tests" / "renamed_modules.py", site)
+    (site / "sitecustomize.py").write_text("import renamed_modules\n\nrenamed_modules.install_from_environment()\n")
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join((str(site), str(root))),
+        "RENAMED_MODULES": str(table),
+        "RENAMED_MODULES_ROOT": str(root),
+        "RENAMED_MODULES_SITE": str(site),
     }
 
 
-def of_layout(case: layout_space.Case) -> dict[str, Any]:
-    layout, texts = parity_cases.layout_of(case), parity_cases.texts_of(case)
-    return of_outcome(run(parity_cases.model_of(case), layout, global_batch=case.global_batch, texts=texts))
+def record_elsewhere(product: str, harness: str, arguments: list[str]) -> int:
+    with tempfile.TemporaryDirectory(prefix="golden-") as temporary:
+        root = Path(temporary).resolve() / "product"
+        environment = assemble(product, harness, root)
+        command = [sys.executable, str(root / "tests" / "golden.py"), "record", *arguments]
+        return subprocess.run(command, env=environment).returncode
 
 
-def of_zero(case: zero_matrix.ZeroCase) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder, zero_matrix.several_slices():
-        return of_outcome(run(case.model, replace(case.run_layout, offload=case.offload_to(folder))))
-
-
-def of_schedule(name: str) -> dict[str, str]:
-    """The lists of every rank, in short where they are long."""
-    lists = {}
-    for p, m, v in ((1, 3, 1), (2, 4, 1), (2, 4, 2), (4, 4, 1), (4, 8, 2), (4, 12, 3), (8, 16, 1)):
-        try:
-            made = SCHEDULES[name](p, m, v)
-        except ValueError as refusal:
-            lists[f"{p} {m} {v}"] = str(refusal)
-            continue
-        rows = "\n".join(" ".join(map(str, row)) for row in add_reduce(add_transfers(made)))
-        lists[f"{p} {m} {v}"] = rows if p < 4 else hashlib.sha256(rows.encode()).hexdigest()
-    return lists
-
-
-def of_initial(name: str) -> dict[str, list]:
-    """Of each parameter its shape and the SHA-256 of its first values."""
-
-    def values(mesh) -> dict[str, list]:
-        chunk = TinyTrainer(mesh, MODELS[name], Layout()).model[0]
-        return {n: [list(p.shape), digest({n: p.data})] for n, p in chunk.module.named_parameters()}
-
-    return run_ranks(Layout().sizes, values)[0]
-
-
-def of_manifest(name: str, layout: str) -> dict[str, Any]:
-    chosen = SAVED[layout]
-    if layout == "zero3":
-        chosen = replace(chosen, data_parallel=replace(chosen.data_parallel, zero_stage=3))
-    with tempfile.TemporaryDirectory() as folder:
-
-        def save(mesh) -> None:
-            tiny = TinyTrainer(mesh, MODELS[name], chosen)
-            tiny.step(0)
-            tiny.save(Path(folder), 1)
-
-        run_ranks(chosen.sizes, save)
-        (path,) = Path(folder).glob("iter_*/manifest.json")
-        manifest = json.loads(path.read_text().replace(folder, "FOLDER"))
-        del manifest["sha256"]  # of a text that names the folder
-        return manifest
-
-
-def of_help(script: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
-    command = [sys.executable, str(ROOT / script), "--help"]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-
-
-# ---------------------------------------------------------------- the command
-
-
-def _value_of(name: str) -> tuple[str, Any]:
-    torch.set_num_threads(1)
-    return name, _MAKERS[name]()
-
-
-_MAKERS: dict[str, Callable[[], Any]] = {}
-
-
-def record(names: Iterable[str], processes: int) -> dict[str, Any]:
-    """The values of these entries."""
-    _MAKERS.update(entries())
-    chosen, made = [name for name in _MAKERS if name in set(names)], {}
-    with multiprocessing.get_context("fork").Pool(processes) as pool:
-        for number, (name, value) in enumerate(pool.imap_unordered(_value_of, chosen), 1):
-            made[name] = value
-            if number % 25 == 0:
-                print(f"{number} of {len(chosen)} entries", file=sys.stderr, flush=True)
-    return {name: made[name] for name in chosen}
+# ---------------------------------------------------------------- two records
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
@@ -197,27 +202,40 @@ def _parts_that_differ(before: Any, after: Any, at: str = "") -> list[str]:
     ]
 
 
+def compare(before: dict[str, Any], after: dict[str, Any], help_too: bool) -> int:
+    """Say what differs; 1 if it must not."""
+    found = differences(before, after)
+    texts = [] if help_too else [line for line in found if line.startswith("help/")]
+    failing = [line for line in found if line not in texts]
+    print("\n".join([*failing, f"{len(failing)} of {len(before.keys() | after.keys())} entries differ"]))
+    if texts:
+        print(f"help texts differ, which is no failure without --help-too: {len(texts)}")
+    return 1 if failing else 0
+
+
 def main(arguments: list[str] | None = None) -> int:
     """0 if a record was made or two are equal, 1 if they differ."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    recording = commands.add_parser("record", help="write the record of this code")
+    recording = commands.add_parser("record", help="write the record of this code, or of another product")
     recording.add_argument("output", type=Path)
-    recording.add_argument("--only", default="", help="entries whose name begins so")
+    recording.add_argument("--only", default="", metavar="GROUP[,GROUP]", help="entries whose names begin so")
+    recording.add_argument("--quick", action="store_true", help="one or two entries of each group")
     recording.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    recording.add_argument("--product", metavar="COMMIT_OR_FOLDER", help="whose numbers; default: this checkout's")
+    recording.add_argument("--harness", metavar="COMMIT", help="whose tests record; default, with --product: HEAD's")
     comparing = commands.add_parser("compare", help="say which entries of two records differ")
     comparing.add_argument("before", type=Path)
     comparing.add_argument("after", type=Path)
+    comparing.add_argument("--help-too", action="store_true", help="fail if what --help prints differs")
     given = parser.parse_args(arguments)
-    if given.command == "record":
-        names = [name for name, _ in entries() if name.startswith(given.only)]
-        given.output.write_text(json.dumps(record(names, given.processes), indent=1) + "\n")
-        print(f"wrote {given.output}: {len(names)} entries")
+    if given.command == "compare":
+        return compare(*(json.loads(path.read_text()) for path in (given.before, given.after)), given.help_too)
+    if given.product is None and given.harness is None:
+        record_here(given.output, given.only, given.quick, given.processes)
         return 0
-    before, after = (json.loads(path.read_text()) for path in (given.before, given.after))
-    found = differences(before, after)
-    print("\n".join([*found, f"{len(found)} of {len(before.keys() | after.keys())} entries differ"]))
-    return 1 if found else 0
+    again = [str(given.output.resolve()), "--only", given.only, "--processes", str(given.processes)]
+    return record_elsewhere(given.product or str(ROOT), given.harness or "HEAD", again + ["--quick"] * given.quick)
 
 
 if __name__ == "__main__":

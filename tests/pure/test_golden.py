@@ -3,9 +3,28 @@
 import json
 
 import golden
+import golden_entries
 import pytest
 import torch
 from layout_space import covering_cases
+
+GROUPS = {
+    *(
+        "layout",
+        "zero",
+        "t5",
+        "bert",
+        "context",
+        "muon",
+        "half",
+        "regions",
+        "engine",
+        "generation",
+        "convert",
+        "memory",
+    ),
+    *("schedule", "initial", "manifest", "help"),
+}
 
 
 def test_differences_are_named_by_entry_and_part(tmp_path, capsys):
@@ -20,20 +39,48 @@ def test_differences_are_named_by_entry_and_part(tmp_path, capsys):
     assert golden.main(["compare", str(tmp_path / "before"), str(tmp_path / "before")]) == 0
 
 
+def test_help_texts_differ_without_failing_unless_asked(tmp_path, capsys):
+    for name, text in (("before", "usage: a"), ("after", "usage: b")):
+        (tmp_path / name).write_text(json.dumps({"help/a.py": text, "initial/gpt2": {}}))
+    records = [str(tmp_path / "before"), str(tmp_path / "after")]
+    assert golden.main(["compare", *records]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said == ["0 of 2 entries differ", "help texts differ, which is no failure without --help-too: 1"]
+    assert golden.main(["compare", *records, "--help-too"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "1 of 2 entries differ"
+
+
+def test_entries_are_chosen_by_what_their_names_begin_with():
+    names = ["zero/a", "zero/b", "zero/c", "t5/a", "help/a"]
+    assert golden.chosen_names(names, "zero,t5", quick=False) == names[:4]
+    assert golden.chosen_names(names, "zero/b,help", quick=False) == ["zero/b", "help/a"]
+    assert golden.chosen_names(names, "", quick=True) == ["zero/a", "zero/b", "t5/a", "help/a"]
+
+
+def test_an_entry_that_fails_ends_the_record_and_says_why():
+    def fails() -> None:
+        print("what it printed")
+        raise ValueError("what is wrong")
+
+    assert golden.record({"a/1": lambda: {"x": 1}, "a/2": lambda: None}, processes=2) == {"a/1": {"x": 1}, "a/2": None}
+    with pytest.raises(RuntimeError, match=r"(?s)a/1 failed:.*what it printed.*what is wrong"):
+        golden.record({"a/1": fails}, processes=1)
+
+
 def test_a_digest_is_of_names_types_shapes_and_bits():
     x = torch.tensor([0.0, 1.0])
     others = [{"b": x}, {"a": x.double()}, {"a": x.view(2, 1)}, {"a": torch.tensor([-0.0, 1.0])}, {"a": x[:1]}]
-    assert len({golden.digest(tensors) for tensors in ({"a": x}, *others)}) == 6
+    assert len({golden_entries.digest(tensors) for tensors in ({"a": x}, *others)}) == 6
 
 
 @pytest.mark.full
 def test_the_same_code_has_the_same_record():
     case = min(covering_cases(2), key=lambda case: case.cost)
-    assert golden.of_layout(case) == golden.of_layout(case)
+    assert golden_entries.of_layout(case) == golden_entries.of_layout(case)
 
 
 @pytest.mark.full  # the triples take seconds to find
 def test_the_record_has_every_triple_and_an_entry_of_every_kind():
-    names = [name for name, _ in golden.entries()]
+    names = [name for name, _ in golden_entries.entries()]
     assert len(names) == len(set(names)) and sum(name.startswith("layout/") for name in names) == len(covering_cases(3))
-    assert {name.split("/")[0] for name in names} == {"layout", "zero", "schedule", "initial", "manifest", "help"}
+    assert {name.split("/")[0] for name in names} == GROUPS
