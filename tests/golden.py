@@ -123,34 +123,30 @@ def record_here(output: Path, only: str, quick: bool, processes: int) -> None:
 # ---------------------------------------------------------------- a record of a product by the tests of another commit
 
 
-def unpack(commit: str, folder: Path, *paths: str) -> None:
-    """Files of a commit of this repository."""
-    command = ["git", "-C", str(ROOT), "archive", "--format=tar", commit, *paths]
-    archive = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
-    subprocess.run(["tar", "-x", "-C", str(folder)], input=archive, check=True)
-
-
-def copy_checkout(checkout: Path, folder: Path) -> None:
-    """The files of a checkout as they are now, without those that git ignores."""
-    command = ["git", "-C", str(checkout), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+def put_copy(source: str, folder: Path, part: str = ".") -> None:
+    """Files of a commit of this repository, or of another checkout as they are now without those that git ignores."""
+    if not Path(source).is_dir():
+        command = ["git", "-C", str(ROOT), "archive", "--format=tar", source, part]
+        archive = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
+        subprocess.run(["tar", "-x", "-C", str(folder)], input=archive, check=True)
+        return
+    checkout = Path(source).resolve()
+    command = ["git", "-C", str(checkout), "ls-files", "-z", "--cached", "--others", "--exclude-standard", part]
     for name in subprocess.run(command, check=True, capture_output=True, text=True).stdout.split("\0"):
-        if name and (checkout / name).is_file():  # one that is deleted but not yet committed is not
+        if name and (checkout / name).is_file():  # git names deleted files too
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(checkout / name, folder / name)
 
 
 def assemble(product: str, harness: str, folder: Path) -> dict[str, str]:
-    """A copy of the product with the tests of another commit in place of its own; the environment that these run in."""
+    """A copy of the product with other tests in place of its own; the environment that these run in."""
     folder.mkdir()
-    if Path(product).is_dir():
-        copy_checkout(Path(product).resolve(), folder)
-    else:
-        unpack(product, folder)
+    put_copy(product, folder)
     table = folder.parent / TABLE
     theirs = folder / "tests" / TABLE
     table.write_text(theirs.read_text() if theirs.exists() else "{}")
     shutil.rmtree(folder / "tests")
-    unpack(harness, folder, "tests")
+    put_copy(harness, folder, "tests")
     return environment_of(folder, table, folder.parent / "site")
 
 
@@ -223,7 +219,7 @@ def main(arguments: list[str] | None = None) -> int:
     recording.add_argument("--quick", action="store_true", help="one or two entries of each group")
     recording.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     recording.add_argument("--product", metavar="COMMIT_OR_FOLDER", help="whose numbers; default: this checkout's")
-    recording.add_argument("--harness", metavar="COMMIT", help="whose tests record; default, with --product: HEAD's")
+    recording.add_argument("--harness", metavar="COMMIT_OR_FOLDER", help="whose tests record; default: HEAD's")
     comparing = commands.add_parser("compare", help="say which entries of two records differ")
     comparing.add_argument("before", type=Path)
     comparing.add_argument("after", type=Path)

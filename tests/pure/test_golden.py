@@ -1,6 +1,9 @@
 """tests/golden.py tells two records apart by the entry and the part that differ, and says the same of the same code."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import golden
 import golden_entries
@@ -71,6 +74,30 @@ def test_a_digest_is_of_names_types_shapes_and_bits():
     x = torch.tensor([0.0, 1.0])
     others = [{"b": x}, {"a": x.double()}, {"a": x.view(2, 1)}, {"a": torch.tensor([-0.0, 1.0])}, {"a": x[:1]}]
     assert len({golden_entries.digest(tensors) for tensors in ({"a": x}, *others)}) == 6
+
+
+@pytest.mark.full
+def test_tests_from_before_a_move_record_what_was_moved(tmp_path: Path):
+    """A module of the product, and all who import it, have another name; its tests are those of now, which know the old one."""
+    product, records = tmp_path / "product", [tmp_path / "before.json", tmp_path / "after.json"]
+    product.mkdir()
+    golden.put_copy(str(golden.ROOT), product)
+    for path in [path for folder in ("megatron", "tools") for path in (product / folder).rglob("*.py")]:
+        path.write_text(path.read_text().replace("megatron.core.boxes", "megatron.core.cut_boxes"))
+    (product / "megatron/core/boxes.py").rename(product / "megatron/core/cut_boxes.py")
+    table = product / "tests" / golden.TABLE
+    only = ["--only", "initial,engine/one,manifest/gpt2-one"]
+    subprocess.run(["git", "init", "-q", str(product)], check=True)
+
+    def record_with(entries: dict[str, str]) -> int:
+        table.write_text(json.dumps(entries))
+        return golden.main(["record", str(records[1]), "--product", str(product), "--harness", str(golden.ROOT), *only])
+
+    assert record_with({}) != 0, "without the table the old name is not found"
+    assert record_with({"megatron.core.boxes": "megatron.core.cut_boxes"}) == 0
+    here = [sys.executable, str(golden.ROOT / "tests/golden.py"), "record", str(records[0]), *only]
+    subprocess.run(here, check=True)
+    assert golden.main(["compare", *map(str, records)]) == 0 and len(json.loads(records[1].read_text())) == 4
 
 
 @pytest.mark.full
