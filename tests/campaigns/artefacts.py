@@ -66,7 +66,7 @@ CHECKPOINTS = {
     "gpt": Training(""),
     "llama": Training(LLAMA, is_exported=True),
     "bf16": Training(LLAMA + "--bf16 ", chosen_once="--cpu-half-products native "),
-    "fp16": Training("--fp16 --initial-loss-scale 67108864 --loss-scale-window 2 "),
+    "fp16": Training("--fp16 --initial-loss-scale 262144 --loss-scale-window 3 "),
     "muon": Training("--optimizer muon "),
     "t5": Training(T5, "pretrain_t5.py", is_exported=True),
     "bert": Training("--norm-placement post ", "pretrain_bert.py", is_exported=True),
