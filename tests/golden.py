@@ -5,7 +5,7 @@
     python tests/golden.py compare before.json after.json
 
     --only layout,zero/dp2      groups of entries, or whatever their names begin with (tests/golden_entries.py says what they are)
-    --quick                     one or two of each group, in a minute: for every commit
+    --quick                     one or two of each group, in a minute: for every commit; compare has --shared for a part of a record
 
 Where the change moves or renames modules, the tests change with them; so that they do not change the record, it can be taken by the
 tests of an earlier commit:
@@ -223,10 +223,19 @@ def main(arguments: list[str] | None = None) -> int:
     comparing = commands.add_parser("compare", help="say which entries of two records differ")
     comparing.add_argument("before", type=Path)
     comparing.add_argument("after", type=Path)
+    comparing.add_argument(
+        "--shared", action="store_true", help="only the entries of both: one may be a part, as of --quick"
+    )
     comparing.add_argument("--help-too", action="store_true", help="fail if what --help prints differs")
     given = parser.parse_args(arguments)
     if given.command == "compare":
-        return compare(*(json.loads(path.read_text()) for path in (given.before, given.after)), given.help_too)
+        before, after = (json.loads(path.read_text()) for path in (given.before, given.after))
+        if given.shared:
+            shared = before.keys() & after.keys()
+            before, after = ({name: one[name] for name in shared} for one in (before, after))
+        if not before:
+            sys.exit("there is nothing to compare")
+        return compare(before, after, given.help_too)
     if given.product is None and given.harness is None:
         record_here(given.output, given.only, given.quick, given.processes)
         return 0

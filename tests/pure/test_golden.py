@@ -53,6 +53,22 @@ def test_help_texts_differ_without_failing_unless_asked(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == "1 of 2 entries differ"
 
 
+def test_a_part_is_compared_with_a_whole_record(tmp_path):
+    for name, made in (
+        ("whole", {"a/1": 1, "a/2": 2}),
+        ("part", {"a/1": 1}),
+        ("wrong", {"a/2": 1}),
+        ("none", {"b": 1}),
+    ):
+        (tmp_path / name).write_text(json.dumps(made))
+    whole = str(tmp_path / "whole")
+    assert golden.main(["compare", whole, str(tmp_path / "part")]) == 1
+    assert golden.main(["compare", whole, str(tmp_path / "part"), "--shared"]) == 0
+    assert golden.main(["compare", whole, str(tmp_path / "wrong"), "--shared"]) == 1
+    with pytest.raises(SystemExit, match="nothing to compare"):
+        golden.main(["compare", whole, str(tmp_path / "none"), "--shared"])
+
+
 def test_entries_are_chosen_by_what_their_names_begin_with():
     names = ["zero/a", "zero/b", "zero/c", "t5/a", "help/a"]
     assert golden.chosen_names(names, "zero,t5", quick=False) == names[:4]
