@@ -52,13 +52,13 @@ from torch import nn
 import pretrain_bert
 import pretrain_gpt
 from megatron import deepspeed
-from megatron.core.compiling import compiler
-from megatron.core.compiling.compiler import CompileConfig, compiles
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
-from megatron.core.optimizer.loss_scale import LossScaleConfig, make_grad_scaler
-from megatron.core.pipeline_parallel.lower import add_reduce, add_transfers
-from megatron.core.pipeline_parallel.table import SCHEDULES
-from megatron.training.memory.timeline import forecast
+from megatron.core.ops.compile import compiled_region
+from megatron.core.ops.compile.compiled_region import CompileConfig, compiles
+from megatron.core.optimizer.loss_scaler import LossScaleConfig, make_grad_scaler
+from megatron.core.pipeline_parallel.schedule.lower import add_reduce, add_transfers
+from megatron.core.pipeline_parallel.schedule.registry import SCHEDULES
+from megatron.training.memory.peak_along_schedule import forecast
 from tools import checkpoint_convert, generate
 from tools.estimating.job import read
 
@@ -253,7 +253,7 @@ def of_half(precision: str, name: str, layout: str) -> dict[str, Any]:
 
 def of_regions(choice: str, name: str, backend: str) -> dict[str, Any]:
     config, layout = REGIONS[name]
-    compiler.BACKEND = backend
+    compiled_region.BACKEND = backend
     return of_outcome(run(replace(config, compile=choice), layout, steps=2))
 
 

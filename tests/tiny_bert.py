@@ -8,7 +8,7 @@ from tiny_run import SEQ, TINY_GPT2, TINY_LLAMA, Subject, Texts
 from torch import Tensor
 from torch.nn import functional
 
-from megatron.core.models.bert_model import BertModel
+from megatron.core.models.bert.bert_stage import BertModel
 
 CONFIGS = {
     "bert": TINY_GPT2,

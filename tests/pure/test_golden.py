@@ -99,7 +99,7 @@ def test_tests_from_before_a_move_record_what_was_moved(tmp_path: Path):
     product.mkdir()
     golden.put_copy(str(golden.ROOT), product)
     for path in [path for folder in ("megatron", "tools") for path in (product / folder).rglob("*.py")]:
-        path.write_text(path.read_text().replace("megatron.core.boxes", "megatron.core.cut_boxes"))
+        path.write_text(path.read_text().replace("megatron.core.sharding.boxes", "megatron.core.cut_boxes"))
     (product / "megatron/core/boxes.py").rename(product / "megatron/core/cut_boxes.py")
     table = product / "tests" / golden.TABLE
     only = ["--only", "initial,engine/one,manifest/gpt2-one"]
@@ -110,7 +110,7 @@ def test_tests_from_before_a_move_record_what_was_moved(tmp_path: Path):
         return golden.main(["record", str(records[1]), "--product", str(product), "--harness", str(golden.ROOT), *only])
 
     assert record_with({}) != 0, "without the table the old name is not found"
-    assert record_with({"megatron.core.boxes": "megatron.core.cut_boxes"}) == 0
+    assert record_with({"megatron.core.sharding.boxes": "megatron.core.cut_boxes"}) == 0
     here = [sys.executable, str(golden.ROOT / "tests/golden.py"), "record", str(records[0]), *only]
     subprocess.run(here, check=True)
     assert golden.main(["compare", *map(str, records)]) == 0 and len(json.loads(records[1].read_text())) == 4
