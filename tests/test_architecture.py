@@ -100,6 +100,76 @@ def test_no_imports_in_a_circle():
         visit(name, ())
 
 
+# Lines of core that treat the meta device apart, as any torch module may. Nothing in core asks whether its memory is predicted.
+META_DEVICE = {
+    "sharding/initial_values.py": "initial values: a model made on the meta device has none",
+    "tensor_parallel/linear_layers.py": "the same, of a table that two stages share",
+    "inference/load_model.py": "a model made on the meta device, to compare names and shapes with a checkpoint's",
+    "ops/compile/compiled_region.py": "a compiled program has results and nothing in between; torch compiles none for the meta device",
+    "ops/blas_bf16_accumulate.py": "called by its address, it needs what torch's operators have for the meta device",
+    "tensor_parallel/linear_autograd.py": "a product is chosen by trying it, and there are no values to try with",
+    "offload/activation_slots.py": "torch cuts no storage of the meta device",
+}
+
+
+def test_nothing_in_core_asks_whether_its_memory_is_predicted():
+    asking = re.compile(r"\bis_meta\b|[\"']meta[\"']|stand_ins|ShapesOnly|SilentGroup|is_dry_run|dry.run")
+    found = {}
+    for path in sorted(CORE.rglob("*.py")):
+        if lines := [line.strip() for line in path.read_text().splitlines() if asking.search(line)]:
+            found[path.relative_to(CORE).as_posix()] = lines
+    assert {path: len(lines) for path, lines in found.items()} == dict.fromkeys(META_DEVICE, 1), found
+
+
+PREDICTION = "megatron.training.memory"
+
+
+def test_core_does_not_know_of_the_prediction_of_memory():
+    """Neither by import, through any other module, nor by a text that names it."""
+    modules = {".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p for p in PRODUCT_FILES}
+    reached, to_visit = set[str](), [name for name in modules if name.startswith("megatron.core")]
+    while to_visit:
+        if (name := to_visit.pop()) not in reached:
+            reached.add(name)
+            to_visit += [m for n in imported_modules(modules[name]) for m in (n, n.rpartition(".")[0]) if m in modules]
+    assert not [name for name in reached if name.startswith(PREDICTION)]
+    for path in sorted(CORE.rglob("*.py")):
+        assert not re.search("training[./]memory", path.read_text()), path
+
+
+BLOCKED = f"""
+import sys
+import pytest
+import torch
+
+sys.path[:0] = ["{ROOT}", "{ROOT / "tests"}"]
+torch.set_num_threads(1)
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name == "{PREDICTION}" or name.startswith("{PREDICTION}."):
+            raise ModuleNotFoundError(name + " is removed", name=name)
+
+sys.meta_path.insert(0, Blocker())
+try:
+    import {PREDICTION}.memory_tracker
+except ModuleNotFoundError:
+    sys.exit(pytest.main(["-x", "--noconftest", "-p", "no:cacheprovider", *sys.argv[1:]]))
+"""
+OF_CORE = (
+    "test_layers test_executor test_axes test_dropout_masks test_eager_tiles test_use_order"  # some of core's tests
+)
+
+
+@pytest.mark.full
+def test_core_passes_its_tests_where_the_prediction_of_memory_is_removed():
+    files = [f"tests/ranks/{name}.py" for name in OF_CORE.split()]
+    outcome = subprocess.run(
+        [sys.executable, "-c", BLOCKED, *files], cwd=ROOT, check=False, capture_output=True, text=True
+    )
+    assert outcome.returncode == 0 and " passed" in outcome.stdout, outcome.stdout[-3000:] + outcome.stderr
+
+
 MEETING = [
     CORE / "parallel" / "rendezvous.py",
     CORE / "parallel" / "initialize_groups.py",

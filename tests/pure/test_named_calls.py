@@ -18,7 +18,7 @@ from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.param_slot import ParamSlot
 from megatron.core.offload.activation_offload import HoldsActivations
 from megatron.core.ops.main_grad import DataParallelBase, GradSlot
-from megatron.core.tensor_parallel.broadcast_batch import BatchWithoutData
+from megatron.core.tensor_parallel.broadcast_batch import GeneratedBatch
 from megatron.core.transformer.parallel_transformer import ParallelTransformer
 from megatron.training.memory.dry_run import AnyBatch
 
@@ -277,7 +277,7 @@ def _is_asked_at_runtime(node: ast.ClassDef) -> bool:
     [
         (DataParallelBase, DistributedDataParallel),
         (HoldsActivations, ParallelTransformer),
-        (BatchWithoutData, AnyBatch),
+        (GeneratedBatch, AnyBatch),
         (GradSlot, ParamSlot),
     ],
 )

@@ -2,6 +2,8 @@
 
 import torch
 
+from megatron.core.ops.attention.tiles import tiles_of
+from megatron.core.ops.overridable import blocks_to_compute
 from megatron.training.memory.shapes_only import META, ShapesOnly
 
 
@@ -12,3 +14,11 @@ def test_shapes_say_that_they_are_on_the_device_and_numbers_that_are_read_are_0(
         assert torch.tensor([5, -5]).tolist() == [5, -5]  # a few integers, by which ranks agree
         torch.nn.functional.scaled_dot_product_attention(*(x.view(1, 1, 3, 4) for _ in range(3))).sum().backward()
     assert x.grad.shape == x.shape and x.device.type == "meta"
+
+
+def test_of_shapes_without_values_the_largest_block_stands_for_all():
+    assert list(blocks_to_compute([1, 3, 2], abs)) == [1, 3, 2]
+    with META, ShapesOnly():
+        assert list(blocks_to_compute([1, 3, 2], abs)) == [3] and list(blocks_to_compute([], abs)) == []
+        (only,) = tiles_of(torch.empty(96, 2050, 64), 128, 2**17)
+    assert only.rows[1] == slice(1920, 2048) and only.columns == (slice(0, 1), slice(0, 2048))

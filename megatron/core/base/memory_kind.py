@@ -1,5 +1,4 @@
-"""What memory is used for, said where it is allocated. Nothing here counts; `training/memory/memory_tracker.py` does.
-Without torch.
+"""What memory is used for, said where it is allocated. Who counts memory asks `current_memory_kind`. Without torch.
 
     with memory_kind("communication"):          what this thread allocates inside is of this kind; @memory_kind(...) on
     functions

@@ -25,6 +25,7 @@ from megatron.core.ops.attention.softmax_options import Scoring
 from megatron.core.ops.attention.tiles import wide_empty
 from megatron.core.ops.dropout import AttentionDropout
 from megatron.core.ops.dropout_masks import MaskWords, clear_dropped, ones_where_kept
+from megatron.core.parallel.device import is_accelerator
 
 _QUERIES, _KEYS = 128, 1024  # of a tile
 
@@ -182,7 +183,7 @@ class FlashBlocks:
 
 def flash_refuses(q: Tensor) -> str | None:
     """Why torch's flash kernels cannot take these heads; None: they can."""
-    if q.device.type in ("cpu", "meta"):
+    if not is_accelerator(q.device):
         return None
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"has no {q.dtype} on {q.device.type}"
@@ -192,13 +193,13 @@ def flash_refuses(q: Tensor) -> str | None:
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Any, ...]:
     """(out, L, ...)"""
-    if q.device.type in ("cpu", "meta"):
+    if not is_accelerator(q.device):
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
     return torch.ops.aten._scaled_dot_product_flash_attention(q, *_repeated(q, k, v), 0.0, causal)
 
 
 def _flash_backward(up: Upstream, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    if q.device.type in ("cpu", "meta"):
+    if not is_accelerator(q.device):
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             up.grad, q, k, v, up.out, up.log_sums, 0.0, causal
         )

@@ -16,6 +16,7 @@ from megatron.core.context_parallel.block_attention import FlashBlocks, Grads, M
 from megatron.core.context_parallel.causal_blocks import ChunkNumbers
 from megatron.core.ops.attention.tiles import wide_empty
 from megatron.core.parallel import collectives
+from megatron.core.parallel.device import is_accelerator
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.sequence_shard import chunks_of
 
@@ -174,8 +175,6 @@ def _by_head(x: Tensor) -> Tensor:
 def _heads(x: Tensor) -> Tensor:
     """[s, b, n, d] -> [b, n, s, d], on a CPU with each head's rows side by side.
 
-    Its kernel reads them where they lie. The rows of a head of [s, b, n, d] are n d numbers apart, often a power of two,
-    and then
-    share a few sets of the cache: 8 float32 heads of 64 and 2,048 rows took 107 + 435 ms of processor time, copied 59 +
-    191."""
-    return _by_head(x).contiguous() if x.device.type in ("cpu", "meta") else _by_head(x)
+    Its kernel reads them where they lie. The rows of a head of [s, b, n, d] are n d numbers apart, often a power of two, and then
+    share a few sets of the cache: 8 float32 heads of 64 and 2,048 rows took 107 + 435 ms of processor time, copied 59 + 191."""
+    return _by_head(x) if is_accelerator(x.device) else _by_head(x).contiguous()

@@ -205,7 +205,7 @@ class TierRoom:
     def __init__(self, tier: Tier, device: torch.device):
         self._tier, self.device = tier, device
         self._free: dict[tuple[int, torch.dtype], list[Stored]] = defaultdict(list)
-        self.side = None if device.type == "cpu" or tier.name == "file" else _SideStream(device)
+        self.side = tier.side_stream(device)
         self.slots: list[Stored] = []  # free and used
         self.in_use = self.bytes_in_use = 0
 
@@ -243,37 +243,13 @@ class TierRoom:
         return Pending(arrive)
 
 
-class _SideStream:
-    """Copies on a side stream. Memory is allocated and freed on the compute stream, which waits for the copy first;
-    left to the allocator, it would be freed only when the host polls."""
-
-    def __init__(self, device: torch.device):
-        self._module, self._device = None if device.type == "meta" else torch.get_device_module(device), device
-        self._stream = self._module and self._module.Stream(device)
-
-    def start_copy(self, target: Tensor, source: Tensor) -> Pending[Tensor]:
-        """Starts to copy into `target`, which is the result. `wait` blocks the compute stream, not the host."""
-        if self._module is None:  # a dry run: shapes only
-            return Pending(lambda: target, source)
-        self._stream.wait_stream(self._module.current_stream(self._device))
-        with self._module.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-            done = self._stream.record_event()
-
-        def finish() -> Tensor:
-            self._module.current_stream(self._device).wait_event(done)
-            return target
-
-        return Pending(finish, source)
-
-
 class _Packer:
     """Offloads the tensors that autograd saves for one layer: each storage once, if it is large and not resident anyway."""
 
     def __init__(self, layer: _Layer, room: TierRoom, stays: set[int], smallest: int, device: torch.device):
         self._layer, self._room = layer, room
         self._stays = stays
-        self._smallest, self._device = smallest, device  # of the memory: in a dry run it is not the tensors'
+        self._smallest, self._device = smallest, device  # of the memory, which need not be what the tensors say
         # (address of the memory, version) -> the memory, and its `Away`
         self._sent: dict[tuple[int, int], tuple[weakref.ref, weakref.ref]] = {}
 

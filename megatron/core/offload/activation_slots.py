@@ -73,7 +73,7 @@ class SlotBuffer:
 
 
 def _part(memory: torch.UntypedStorage, start: int, stop: int) -> torch.UntypedStorage:
-    """A storage of its own over these bytes."""
+    """A storage of its own over these bytes. torch cuts no storage of the meta device, which has no memory."""
     return torch.UntypedStorage(stop - start, device="meta") if memory.device.type == "meta" else memory[start:stop]
 
 

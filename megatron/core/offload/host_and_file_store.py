@@ -20,7 +20,7 @@ from megatron.core.base.memory_kind import memory_kind
 from megatron.core.offload.block_file import BLOCK, BlockFile, OffloadError
 from megatron.core.offload.offload_folder import STATE_FILE, RankFolder
 from megatron.core.offload.stored_tensor import Stored, StoredTensor
-from megatron.core.parallel.device import start_to_host
+from megatron.core.parallel.device import is_accelerator, start_to_host
 
 
 class FileTensor(StoredTensor):
@@ -54,12 +54,37 @@ class FileTensor(StoredTensor):
         return Pending(self._tier.start_write(self._start, there).result)
 
 
+class SideStream:
+    """Copies on a side stream of an accelerator. Memory is allocated and freed on the compute stream, which waits for the copy
+    first; left to the allocator, it would be freed only when the host polls."""
+
+    def __init__(self, device: torch.device):
+        self._module, self._device = torch.get_device_module(device), device
+        self._stream = self._module.Stream(device)
+
+    def start_copy(self, target: Tensor, source: Tensor) -> Pending[Tensor]:
+        """Starts to copy into `target`, which is the result. `wait` blocks the compute stream, not the host."""
+        self._stream.wait_stream(self._module.current_stream(self._device))
+        with self._module.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            copied = self._stream.record_event()
+
+        def finish() -> Tensor:
+            self._module.current_stream(self._device).wait_event(copied)
+            return target
+
+        return Pending(finish, source)
+
+
 class Tier(Protocol):
     """A place for offloaded tensors. name: "host" or "file"."""
 
     name: str
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Stored: ...
+
+    def side_stream(self, device: torch.device) -> SideStream | None:
+        """What copies between the device and this tier's memory beside the device's computation; None: reads and writes do."""
 
     def close(self) -> None: ...
 
@@ -82,6 +107,9 @@ class HostTier:
                 "--offload-dir, more data-parallel ranks with a higher --zero-stage, or a lower --optimizer-offload-fraction"
             ) from error
 
+    def side_stream(self, device: torch.device) -> SideStream | None:
+        return SideStream(device) if is_accelerator(device) else None
+
     def close(self) -> None:
         """Nothing to do: the memory is freed with the tensors."""
 
@@ -101,6 +129,9 @@ class FileTier:
 
     def zeros(self, numel: int, dtype: torch.dtype) -> FileTensor:
         return FileTensor(self, self._file.extend(numel * dtype.itemsize), (numel,), dtype)
+
+    def side_stream(self, device: torch.device) -> None:
+        return None
 
     def close(self) -> None:
         self._finalizer()

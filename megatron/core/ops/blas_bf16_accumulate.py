@@ -20,8 +20,8 @@ def add_in_library(total: Tensor, grad: Tensor, x: Tensor, beta: int) -> None:
     multiply = _gemm_of_bfloat16()
     if multiply is None:
         raise RuntimeError("there is no product of bfloat16 matrices with a float32 sum")
-    if total.is_meta:
-        return  # shapes without values, which take no memory here either
+    if total.is_meta:  # as torch's operators do, which this is none of: there are no values, and no memory is allocated
+        return
     assert total.is_contiguous() and total.dtype == torch.float32, (total.stride(), total.dtype)
     grad, x = grad.contiguous(), x.contiguous()
     features, width = total.shape

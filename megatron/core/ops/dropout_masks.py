@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.core.ops.overridable import blocks_to_compute
+
 MASKS_VERSION = 2  # of the masks of a key, kept in checkpoints; 1: torch's generators, one for each sample and head
 _BLOCK_PER_THREAD = (
     2**17
@@ -46,16 +48,13 @@ def pairs_of_words(keys: Iterable[int]) -> Tensor:
 
 def mixed(counter: Tensor, keys: Tensor) -> Tensor:
     """A word for each counter [...], by keys [..., 2]: a bijection of the counter for each key, and of each key word."""
-    words = _draws(counter, keys[..., 0], keys[..., 1])
-    return words if words.is_meta else _shifted(words, 16)
+    return _shifted(_draws(counter, keys[..., 0], keys[..., 1]), 16)
 
 
 def _draws(counter: Tensor, first: Tensor, second: Tensor) -> Tensor:
     """`mixed` but for its last shift, which matters for low bits only: uniform for uniform keys."""
     x = counter ^ first
     x = _shifted(x, 16)
-    if x.is_meta:  # no values, and no more memory to come
-        return x
     x *= _MULTIPLIERS[0]
     x ^= second
     x = _shifted(x, 15)
@@ -143,8 +142,8 @@ def _dropped_by_blocks(x: Tensor, lines: Tensor, columns: Tensor, probability: f
     flat, lines = x.reshape(-1, width), lines.reshape(-1, 2)
     out = torch.empty_like(flat)
     step = max(1, _block_on(x.device) // max(1, width))
-    for start in range(0, flat.shape[0] if not x.is_meta else min(1, flat.shape[0]), step):
-        block = slice(start, start + step)
+    blocks = (slice(start, min(start + step, len(flat))) for start in range(0, len(flat), step))
+    for block in blocks_to_compute(blocks, lambda block: (block.stop - block.start) * width):
         torch.mul(flat[block], 1 / (1 - probability), out=out[block])
         clear_dropped(out[block], ones_where_kept(MaskWords(lines[block], columns), probability))
     return out.view(x.shape)

@@ -274,9 +274,14 @@ def to_device(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     return x.pin_memory().to(device, non_blocking=True)  # the allocator reuses the pinned copy only after it is read
 
 
+def is_accelerator(device: torch.device) -> bool:
+    """Whether the device has kernels and memory of its own, apart from the host's."""
+    return device.type in _BACKENDS and device.type != "cpu"
+
+
 def start_to_host(x: torch.Tensor) -> Pending[torch.Tensor]:
-    """Starts to copy `x` to pinned host memory; any thread may wait. A CPU tensor is returned itself."""
-    if x.device.type in ("cpu", "meta"):
+    """Starts to copy `x` to pinned host memory; any thread may wait. A tensor of no accelerator is returned itself."""
+    if not is_accelerator(x.device):
         return done(x)
     there = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
     there.copy_(x, non_blocking=True)
@@ -309,7 +314,7 @@ def finish_copies(device: torch.device | str) -> None:
 
 def has_fused_adam(device: torch.device) -> bool:
     """Whether torch has a fused Adam for this device."""
-    return device.type in ("cpu", "cuda", "xpu", "meta")
+    return device.type != "npu"
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:

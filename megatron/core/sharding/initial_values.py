@@ -34,7 +34,7 @@ def initialize_parameters(model: nn.Module, seed: int, mesh: Mapping[str, Axis])
 def initialize_parameter(parameter: nn.Parameter, seed: int, name: str, mesh: Mapping[str, Axis]) -> None:
     """`initialize_parameters` for one parameter. mesh: the axes that shard it."""
     placement, init = parameter.placement, parameter.placement.init
-    if init is None or parameter.is_meta:
+    if init is None or parameter.is_meta:  # a model made on the meta device has no values
         return
     parameter.zero_()
     drawn = None if isinstance(init, Normal | XavierUniform | Constant) else _made_by(init, placement.shape, seed, name)

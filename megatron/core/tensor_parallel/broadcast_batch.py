@@ -12,15 +12,13 @@ from megatron.core.parallel.device import to_device
 from megatron.core.parallel.grid import Axis
 
 
-class BatchWithoutData(dict):
-    """A microbatch of a dry run: it makes the tensors that are asked for."""
+class GeneratedBatch(dict):
+    """A batch that its rank generates when it is asked for tensors. Nothing is sent, so every rank of the axis has one."""
 
-    shape: tuple[int, int]  # [b, s] of a tensor whose shape nobody says
-
-    def stand_ins(
-        self, keys: list[str], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
+    def generate(
+        self, keys: list[str], shape: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device | str
     ) -> tuple[Tensor, ...]:
-        """A tensor for each key."""
+        """The tensors `keys`, of one shape; None: as this batch has them."""
         raise NotImplementedError
 
 
@@ -36,8 +34,8 @@ def broadcast_batch(
 
     `data` may be None on other ranks. All tensors have `shape`, which every rank knows from the configuration.
     """
-    if isinstance(data, BatchWithoutData):
-        return data.stand_ins(keys, shape, dtype, device)
+    if isinstance(data, GeneratedBatch):
+        return data.generate(keys, shape, dtype, device)
     if axis.is_first:
         wrong = {key: tuple(data[key].shape) for key in keys if tuple(data[key].shape) != tuple(shape)}
         if wrong:
@@ -60,6 +58,8 @@ def broadcast_tensors(
     """The tensors `keys` of the first rank's `data`, of at most 5 dimensions, on every rank of the axis, in two
     messages: of the
     shapes, and of the values. Every rank must call. TypeError for another dtype than `dtype`."""
+    if isinstance(data, GeneratedBatch):
+        return dict(zip(keys, data.generate(keys, None, dtype, device)))
     shapes = torch.full((len(keys), _MOST_DIMENSIONS), -1, dtype=torch.int64)
     if axis.is_first:
         wrong = {key: data[key].dtype for key in keys if data[key].dtype != dtype}

@@ -3,19 +3,12 @@
 import torch
 from torch import Tensor
 
-from megatron.core.base.lazy_imports import lazy_names
 from megatron.core.base.signatures import takes
 from megatron.core.parallel.global_state import current, get_mesh
-from megatron.core.tensor_parallel.broadcast_batch import BatchWithoutData, broadcast_tensors
+from megatron.core.tensor_parallel.broadcast_batch import broadcast_tensors
 
 
 @takes(tp_group=None)
 def broadcast_data(keys: list[str], data: dict[str, Tensor] | None, datatype: torch.dtype) -> dict[str, Tensor]:
     """The tensors `keys` of the first tensor-parallel rank's `data`, on all ranks of the axis. Every rank must call."""
-    if isinstance(data, BatchWithoutData):
-        b, s = data.shape  # of Megatron 2's batches a GPT's has inputs and labels in one, a BERT's not
-        return dict(zip(keys, data.stand_ins(keys, (b, s + (keys == ["text"])), datatype, current().device)))
     return broadcast_tensors(keys, data, datatype, get_mesh()["tp"], current().device)
-
-
-__getattr__, __dir__ = lazy_names(__name__, {})

@@ -106,9 +106,9 @@ def _accumulate_for(
     """
     if total == factor:
         return _in_place if way == "native" else _rounded_once
-    if device.type == "meta":  # shapes only: as on an accelerator
+    if device.type == "meta":  # there are no values to try with; accelerators have this one
         return _mixed
-    with torch._C.DisableTorchFunction():  # with values, also where a prediction of memory runs on shapes
+    with torch._C.DisableTorchFunction():  # a mode could take the values away
         return _found_by_trying(device, total, factor, way)
 
 

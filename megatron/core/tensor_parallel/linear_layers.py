@@ -207,7 +207,7 @@ class VocabParallelEmbedding(nn.Module):
             ),
         )
         self.weight.shared_embedding = ends is not None  # Megatron's name
-        if tied and tp.fills and not self.weight.is_meta:
+        if tied and tp.fills and not self.weight.is_meta:  # made on the meta device it has no values
             collectives.broadcast(self.weight.data, ends)  # stages with different seeds draw different values
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.core.offload.activation_offload import Keep
 from megatron.core.ops.dropout import DropoutKeys
+from megatron.core.ops.overridable import determinism_check
 from megatron.core.parallel.grid import Axis
 from megatron.core.storage.resize_storage import resize
 from megatron.core.tensor_parallel.saved_activations import SavedActivation, keep_copy
@@ -40,8 +41,9 @@ def recomputed(
         with keys.naming(samples):
             return run(*again) if take is None else run(take(), *again)
 
-    check = "none" if torch.empty(0).is_meta else "default"  # shapes only: their device has two names
-    return checkpoint(run_as_before, *inputs, use_reentrant=False, preserve_rng_state=False, determinism_check=check)
+    return checkpoint(
+        run_as_before, *inputs, use_reentrant=False, preserve_rng_state=False, determinism_check=determinism_check()
+    )
 
 
 def give_up(x: Tensor, again: Callable[[], Tensor], *, until: Tensor) -> None:

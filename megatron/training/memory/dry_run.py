@@ -35,7 +35,7 @@ from megatron.core.parallel.mesh import Mesh, build_mesh
 from megatron.core.pipeline_parallel.microbatch_loss import ForwardStep
 from megatron.core.pipeline_parallel.pipeline_driver import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.schedule.actions import Action, Op, Schedule
-from megatron.core.tensor_parallel.broadcast_batch import BatchWithoutData
+from megatron.core.tensor_parallel.broadcast_batch import GeneratedBatch
 from megatron.core.timers import Timers
 from megatron.training.arguments.config import Config
 from megatron.training.global_vars import Runtime, acting_as
@@ -144,7 +144,7 @@ def parts_of(runtime: Runtime, job: Job) -> RankParts:
     )
 
 
-class AnyBatch(BatchWithoutData):
+class AnyBatch(GeneratedBatch):
     """A microbatch with an entry for every key: [b, s] integers, or the shape that `broadcast_batch` asks for."""
 
     def __init__(self, runtime: Runtime):
@@ -153,11 +153,15 @@ class AnyBatch(BatchWithoutData):
         self.words = runtime.vocab_size_if_any or 1
 
     def __missing__(self, key: str) -> Tensor:
-        return self.stand_ins([key], self.shape, torch.int64, "cpu")[0]
+        return self.generate([key], self.shape, torch.int64, "cpu")[0]
 
     @memory_kind("away")
-    def stand_ins(self, keys: list[str], shape: tuple, dtype: torch.dtype, device: torch.device | str) -> tuple:
+    def generate(
+        self, keys: list[str], shape: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device | str
+    ) -> tuple[Tensor, ...]:
         """Zeros; words that differ, since the rows of a table that occur take room in its gradient."""
+        if shape is None:  # of Megatron 2's batches a GPT's has inputs and labels in one, a BERT's not
+            shape = self.shape[0], self.shape[1] + (keys == ["text"])
         packed = torch.zeros((len(keys), *shape), dtype=dtype, device=device)
         for key, part in zip(keys, packed):
             if key in ("tokens", "text"):
@@ -195,8 +199,18 @@ class ShapesTier:
         values.wait()
         return Done()
 
+    def side_stream(self, device: torch.device) -> "NoCopies | None":
+        return NoCopies() if self.name == "host" and device.type != "cpu" else None
+
     def close(self) -> None:
         """Nothing was taken."""
+
+
+class NoCopies:
+    """The side stream of a tier without values."""
+
+    def start_copy(self, target: Tensor, source: Tensor) -> Pending[Tensor]:
+        return Pending(lambda: target, source)
 
 
 # ---------------------------------------------------------------- a step with shapes only

@@ -4,6 +4,7 @@
         x = torch.randn(4096, 12288)    made on torch's meta device
         x.device                        cpu: code that asks chooses the kernels of that device
         x.sum().item()                  0.0: every number that is read is 0, every condition is false
+    blocks_to_compute(...)          the largest block alone (`core/ops/overridable.py`)
 
 Other ranks are doubled by `SilentGroup`.
 """
@@ -17,6 +18,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+
+from megatron.core.ops.overridable import blocks_to_compute, determinism_check
 
 META = torch.device("meta")
 
@@ -46,6 +49,8 @@ class ShapesOnly(TorchFunctionMode):
                 return _BACKWARDS[func](*args, **kwargs)
         if func == _DEVICE:
             return self.shown if args[0].is_meta else func(*args)
+        if func in _DECISIONS:
+            return _DECISIONS[func](*args)
         if func in _KERNELS:
             return _KERNELS[func](self.on_cpu, *args, **kwargs)
         if func in _DISTINCT and args[0].is_meta:
@@ -161,6 +166,11 @@ _ANSWERS: dict[Any, Callable] = {
     Tensor.cpu: lambda x, *_, **__: x,
     Tensor.pin_memory: lambda x, *_: x,
     Tensor.data_ptr: lambda x: x.untyped_storage()._cdata + x.storage_offset() * x.itemsize,
+}
+_DECISIONS: dict[Any, Callable] = {
+    # The largest block stands for all, since the memory of each ends with it.
+    blocks_to_compute: lambda blocks, size: sorted(blocks, key=size, reverse=True)[:1],
+    determinism_check: lambda: "none",  # it compares devices, and those of shapes have two names
 }
 _DISTINCT = (Tensor.unique, torch.unique, Tensor.unique_consecutive)
 

@@ -15,6 +15,7 @@ from megatron.core.ops.attention.tiles import by_head, tiles_of, wide_empty
 from megatron.core.ops.compile.compiled_region import Compiled
 from megatron.core.ops.dropout import AttentionDropout
 from megatron.core.ops.dropout_masks import MaskWords, kept
+from megatron.core.parallel.device import is_accelerator
 
 
 def tiled_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: AttentionDropout) -> Tensor:
@@ -35,7 +36,7 @@ class _Tiled(torch.autograd.Function):
         """factor: of scores. dropout: the words of its masks, lines and columns, or None and None; its probability."""
         shape, q = q.shape, by_head(q)
         k, v = by_head(k), by_head(v)
-        if dropout[0] is None and q.device.type in ("cpu", "meta"):
+        if dropout[0] is None and not is_accelerator(q.device):
             out, log_sums = (x[0] for x in _FLASH(q[None], k[None], v[None], 0.0, True, scale=factor)[:2])
         else:
             out, log_sums = torch.empty_like(q), wide_empty(q.shape[:2], q)

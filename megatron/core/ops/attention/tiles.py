@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.core.ops.overridable import blocks_to_compute
+
 
 class Tile(NamedTuple):
     """Its scores are q[rows] @ k[columns]^T, for q and k [b n, s, d]."""
@@ -28,12 +30,11 @@ def tiles_of(
 ) -> Iterable[Tile]:
     """The tiles of q [b n, s, d], each of so many queries, and of as many heads as keep it within so many scores.
 
-    is_causal: a query meets no later key. before: how many keys it meets before its own; None: all. Of shapes without values
-    the largest tile stands for all: a tile's memory ends with it.
+    is_causal: a query meets no later key. before: how many keys it meets before its own; None: all.
     """
     heads, length = q.shape[:2]
     found = _tiles(heads, length, queries, elements, is_causal, length if before is None else before)
-    return [max(found, key=_size)] if q.is_meta else found
+    return blocks_to_compute(found, _size)
 
 
 def _tiles(heads: int, length: int, queries: int, elements: int, is_causal: bool, before: int) -> Iterator[Tile]:

@@ -30,6 +30,7 @@ from megatron.core.base.dataclass_flags import FlagConfig, knob
 from megatron.core.ops.compile.skip_guards import Replay, call_kind, programs_called, replay_of, watched_backend
 from megatron.core.ops.rematerialize import mark_made
 from megatron.core.parallel import collectives
+from megatron.core.parallel.device import is_accelerator
 from megatron.core.parallel.grid import Axis
 
 Formula = Callable[..., tuple[Tensor | None, ...]]
@@ -61,7 +62,7 @@ def why_not(device: str) -> str | None:
         os.environ["CXX"] = found  # torch itself looks for one name only
         if not Path(sysconfig.get_path("include"), "Python.h").is_file():
             return "Python's headers are not installed (python3-dev)"
-    elif device != "meta" and not has_triton():
+    elif is_accelerator(torch.device(device)) and not has_triton():
         return "torch finds no Triton for this device"
     return None
 
