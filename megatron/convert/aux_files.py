@@ -187,7 +187,7 @@ def carry(origin: Origin | None, chosen: Path | None, target: Path, note: Callab
     if chosen is not None:
         return [_write(name, read_carried(chosen, name), target) for name in carried_in(chosen)]
     if origin is None:
-        note(f"no tokenizer is written: it is not recorded where the model began; {OTHER_FOLDER}")
+        note(f"no tokenizer is written: the model did not begin as a folder that has its files; {OTHER_FOLDER}")
         return []
     root = path_of(origin.folder)
     wanted = dict.fromkeys(carried_in(root)) if origin.files is None else origin.files

@@ -22,14 +22,15 @@ from megatron.convert.aux_files import Origin, carry
 from megatron.convert.families.config_json import config_of, kind_of
 from megatron.convert.families.family import Family, Row
 from megatron.convert.families.registry import FAMILIES
-from megatron.convert.families.weight_layout import OPERATIONS, HeadCounts, View
+from megatron.convert.families.weight_layout import HeadCounts, OPERATIONS, View
 from megatron.convert.formats.hf_folder import CONFIG, INDEX, WEIGHTS
 from megatron.convert.formats.safetensors import header_of
 from megatron.convert.hf_reader import heads_of, rows_of
+from megatron.convert.hf_vocabulary import end_ids_in
 from megatron.convert.missing_parameters import check_complete, names_of
 from megatron.core.base.dataclass_flags import ConfigError, build
 from megatron.core.base.registry import FUNCTIONS
-from megatron.core.dist_checkpointing.format import ITEM_BYTES, CheckpointError, TensorRecord
+from megatron.core.dist_checkpointing.format import CheckpointError, ITEM_BYTES, TensorRecord
 from megatron.core.ops.attention.kernels import SOFTMAX
 from megatron.core.sharding.boxes import slices
 from megatron.core.storage.file_layer import at, write_all, write_synced
@@ -143,11 +144,10 @@ def plan_folder(
 def finish_folder(plan: FolderPlan, partial: Path, along: Path | None, note: Callable[[str], object]) -> None:
     """Write all but the weights into a folder that has them; as `write_hf_folder` is given. For one rank."""
     carry(plan.origin, along, partial, note)
+    config = plan.config | ({} if along is None else _ends_by(along, plan, note))
     if len(plan.files) > 1:
         _write_index(partial, plan.files)
-    write_synced(
-        partial / CONFIG, json.dumps(plan.config, indent=2, sort_keys=True) + "\n"
-    )  # without it a folder is none
+    write_synced(partial / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")  # without it a folder is none
     at(partial).sync_folder(partial)
 
 
@@ -246,6 +246,23 @@ def write_rows(path: Path, plan: FolderPlan, planned: PlannedFile, rows: Iterabl
 def _kept(origin: Origin | None) -> dict[str, Any]:
     """Keys that the folder had. Unknown ids of a text's ends and padding are null, or the class's own would be taken."""
     return dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")) | dict(origin.kept if origin else {})
+
+
+def _ends_by(along: Path, plan: FolderPlan, note: Callable[[str], object]) -> dict[str, int]:
+    """The ids that begin and end a text by the chosen tokenizer, where the model did not begin with its own.
+
+    Without an eos_token_id, generate() of transformers writes on after the end of a text. Ids without a row in the word table are
+    left out.
+    """
+    kept = plan.origin.kept if plan.origin else {}
+    if "eos_token_id" in kept:
+        return {}
+    try:
+        found = end_ids_in(along)
+    except (CheckpointError, ValueError, OSError, ImportError) as error:
+        note(f"config.json names no bos_token_id and eos_token_id by the files of --tokenizer: {error}")
+        return {}
+    return {name: i for name, i in found.items() if i < plan.config["vocab_size"]}
 
 
 def _write_index(folder: Path, files: dict[str, PlannedFile]) -> None:

@@ -29,6 +29,7 @@ REST = (
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 30 --micro-batch-size 1 --global-batch-size 2 --lr 0.1 --eval-iters 0 "
     "--seq-length 8 --make-vocab-size-divisible-by 8 --device cpu"
 )
+TINY = "--num-layers 1 --hidden-size 16 --num-attention-heads 2"
 KEPT = {"bos_token_id": 1, "eos_token_id": [2, 7], "pad_token_id": -1, "initializer_range": 0.01}
 
 
@@ -155,6 +156,33 @@ def test_a_run_with_another_tokenizer_carries_none(folder: Path, tmp_path: Path,
     config = written(tmp_path / "other", tmp_path / "out")
     assert config["model_type"] == "mistral" and config["eos_token_id"] is None
     assert not (tmp_path / "out/tokenizer.json").exists()
+
+
+@pytest.mark.parametrize("said_in", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_a_run_from_scratch_leaves_with_the_ids_of_the_ends_that_its_tokenizer_names(
+    said_in: str, tmp_path: Path, capsys
+):
+    """Without them generate() of transformers writes past the end of a text. An id beyond the word table is none."""
+    tokenizer, run_of = tmp_path / "tokenizer", tmp_path / "run"
+    tokenizer.mkdir()
+    added = [{"id": 28, "content": "<s>", "special": True}, {"id": 29, "content": "</s>", "special": True}]
+    held = {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "added_tokens": added}
+    (tokenizer / "tokenizer.json").write_text(json.dumps(held))
+    names = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "pad_token": "</s>"}
+    (tokenizer / said_in).write_text(json.dumps(names))
+    run(f"--save {run_of} --train-iters 1", tiny=[*TINY.split(), *REST.split()])
+    ends = {"bos_token_id": 28, "eos_token_id": 29, "pad_token_id": None}
+    assert ends.items() <= written(run_of, tmp_path / "out", "--tokenizer", str(tokenizer)).items()
+    assert written(run_of, tmp_path / "none")["eos_token_id"] is None
+
+    (tokenizer / "tokenizer.json").write_text(json.dumps(held | {"added_tokens": [added[0] | {"id": 31}, added[1]]}))
+    config = written(run_of, tmp_path / "beyond", "--tokenizer", str(tokenizer))
+    assert config["bos_token_id"] is None and config["eos_token_id"] == 29
+
+    (tokenizer / "tokenizer.json").write_text("no JSON\n")
+    capsys.readouterr()
+    assert written(run_of, tmp_path / "unread", "--tokenizer", str(tokenizer))["eos_token_id"] is None
+    assert tells(capsys.readouterr().out, f"eos_token_id --tokenizer {tokenizer}/tokenizer.json")
 
 
 def changed_state(root: Path, state: dict) -> None:
