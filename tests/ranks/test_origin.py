@@ -98,6 +98,17 @@ def test_a_run_of_a_description_without_weights_leaves_as_its_family_too(
     assert [(root / "tokenizer.json").exists() for root in (tmp_path / "out", last)] == [given == "folder"] * 2
 
 
+@pytest.mark.parametrize("flag", ["load", "pretrained-checkpoint"])
+def test_a_run_does_not_save_into_the_folder_that_it_begins_as(flag: str, folder: Path, tmp_path: Path, capsys):
+    """Its checkpoints beside the config.json would make the folder one of ours, and the same command would start as another run."""
+    source = shutil.copytree(folder, tmp_path / "source")
+    (tmp_path / "link").symlink_to(source)
+    with pytest.raises(SystemExit):
+        run(f"--{flag} {source} --save {tmp_path / 'link'} --train-iters 1", tiny=REST.split())
+    assert tells(capsys.readouterr().err, f"{source} --save --pretrained-checkpoint --load")
+    assert not (source / "latest_checkpointed_iteration.txt").exists()
+
+
 @pytest.mark.full
 def test_a_resumed_run_keeps_it_in_any_layout(kept: Path, folder: Path, tmp_path: Path):
     """From one process to TP 2 x PP 3, back to one, and on as the weights of another run."""

@@ -49,11 +49,7 @@ def where_to_start(config: CheckpointConfig) -> Start | None:
 def _choose(config: CheckpointConfig) -> Start | None:
     step = config.ckpt_step
     if config.load is not None and is_foreign(config.load, step):
-        if loads_what_it_saves(config) and is_file(path_of(config.load) / LATEST):
-            raise ConfigError(
-                f"--load and --save are both {config.load}, which holds checkpoints of Megatron-LM; give it as "
-                "--pretrained-checkpoint, and another folder as --load and --save"
-            )
+        _check_not_saved_into("--load", config.load, config.save)
         return Start("--load", config.load, True, [] if step is None else [step])
     if config.load is not None and _load_holds_checkpoint(config):
         return Start("--load", config.load, config.finetune, *_iterations(config))
@@ -61,12 +57,22 @@ def _choose(config: CheckpointConfig) -> Start | None:
     if root is None:
         return None
     if is_foreign(root):
+        _check_not_saved_into("--pretrained-checkpoint", root, config.save)
         return Start("--pretrained-checkpoint", root, True, [])
     if not is_file(path_of(root) / LATEST):
         mistake = mistake_in(path_of(root)) or f"holds no checkpoint ({_content(path_of(root))})"
         raise ConfigError(f"--pretrained-checkpoint {root} {mistake}")
     found = find(path_of(root))
     return Start("--pretrained-checkpoint", root, True, [found.iteration], found.warning)
+
+
+def _check_not_saved_into(flag: str, root: str, save: str | None) -> None:
+    """Raises ConfigError for a folder of another project that is --save too: with checkpoints of ours it is read as ours."""
+    if save is not None and same_folder(root, save):
+        raise ConfigError(
+            f"{flag} and --save are both {root}, a model of another project; give it as --pretrained-checkpoint, and another "
+            "folder as --load and --save"
+        )
 
 
 def _iterations(config: CheckpointConfig) -> tuple[list[int], str, tuple[int, ...]]:
