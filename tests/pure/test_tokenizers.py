@@ -119,7 +119,7 @@ def test_unusable_files_are_named(tmp_path, small_gpt2):
     refused(ValueError, "make no BPE", "GPT2BPETokenizer", merges, merges)
     (tmp_path / "none.txt").write_text("#version: 0.2\n")
     refused(ValueError, "has no <.endoftext.>", "GPT2BPETokenizer", str(empty), str(tmp_path / "none.txt"))
-    refused(FileNotFoundError, "--tokenizer-model .*nothing", "HuggingFaceTokenizer", tokenizer_model=nothing)
+    refused(FileNotFoundError, "--tokenizer-model .*nothing.* Hub", "HuggingFaceTokenizer", tokenizer_model=nothing)
     refused(ValueError, "empty is no tokenizer.json", "HuggingFaceTokenizer", tokenizer_model=str(empty))
     refused(ValueError, "set --tokenizer-type to one of BertWordPieceLowerCase, .*, NullTokenizer")
 

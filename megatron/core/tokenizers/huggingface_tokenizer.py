@@ -36,6 +36,11 @@ def huggingface_tokenizer(config: Any) -> LibraryTokenizer:
     """
     library = optional_package("tokenizers", config.tokenizer_type)
     path = config.tokenizer_model
+    if not os.path.exists(path):
+        raise FileNotFoundError(
+            f"--tokenizer-model {path}: there is no such file or folder; give a tokenizer.json or its folder on this "
+            "machine: names of the Hugging Face Hub are not fetched"
+        )
     path = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
     check_exists(path, "--tokenizer-model")
     try:
