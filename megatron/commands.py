@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-_PACKAGE = Path(__file__).resolve().parent
+import megatron
+
+_PACKAGE = Path(megatron.__file__).resolve().parent
 
 
 def programs_folder(package: Path = _PACKAGE) -> Path:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import megatron
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.output_streams import until_reader_ends
 from megatron.core.parallel.launcher_environment import discover, threads_per_rank
@@ -49,7 +50,7 @@ VARIABLES = """
     NCCL_DEBUG NCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME
 """
 _GIB = 2**30
-_PACKAGE = Path(__file__).resolve().parent
+_PACKAGE = Path(megatron.__file__).resolve().parent
 
 Facts = dict[str, Any]
 

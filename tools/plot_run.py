@@ -21,7 +21,7 @@ from megatron.core.base.dataclass_flags import FlagConfig, knob
 from tools.errors import missing, naming_flag, run_tool
 
 # The lines of megatron/training/monitor/training_log.py: training_line and validation_line. An interval of skipped
-steps has no loss.
+# steps has no loss.
 _TRAINING = re.compile(r"iteration +(\d+)/ *\d+ \| consumed samples:")
 _VALIDATION = re.compile(r"validation loss at iteration (\d+)( on \w+ set)? \| lm loss value: ([^ |]+)")
 # Loss, learning rate, gradient norm, samples and time of an iteration, as the log and --metrics-file name them.

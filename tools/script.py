@@ -4,11 +4,10 @@ import runpy
 import sys
 from pathlib import Path
 
+from megatron.commands import programs_folder
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.training import training
 from megatron.training.training import Script
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 class _ReadyToTrain(Exception):
@@ -21,7 +20,7 @@ def script_at(model: str) -> Script:
     model: gpt, bert, t5, or the path of a script. Raises ConfigError if there is no such script, or if it does not call
     `pretrain`.
     """
-    path = ROOT / f"pretrain_{model}.py" if model in ("gpt", "bert", "t5") else Path(model)
+    path = programs_folder() / f"pretrain_{model}.py" if model in ("gpt", "bert", "t5") else Path(model)
     if not path.is_file():
         raise ConfigError(
             f"--model is {model}; it must be gpt, bert, t5, or the path of a script such as pretrain_gpt.py"

@@ -13,13 +13,13 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
+from megatron.commands import programs_folder
 from tools.benchmarking.work import Contender, Work
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = programs_folder()
 _LARGEST = ("seconds", "cpu_seconds", "process_seconds", "peak_bytes")  # of all ranks
 TURN = 0.5  # seconds that a turn of the slowest contender takes at least: a step may be much shorter
 

@@ -40,8 +40,8 @@ _LOOKS_EVERY = 0.1  # seconds, whether the rank lives
 _PR_SET_PDEATHSIG = 1  # of Linux
 _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 
-
-_PACKAGE_PARENT = str(Path(megatron.__file__).parents[1])
+# The new interpreter finds the rank's package even where it is not installed and the working folder is another.
+_PACKAGE_PARENT = str(Path(megatron.__file__).absolute().parent.parent)
 _START = f"import sys; sys.path.insert(0, sys.argv[2]); from {__name__} import main; main(int(sys.argv[1]))"
 
 
