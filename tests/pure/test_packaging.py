@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -135,3 +137,63 @@ def test_a_build_has_the_programs_and_runs_them_away_from_the_repository(tmp_pat
         check=True,
     )
     assert "bubble" in drawn.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """Built from a copy of the sources, so that no file of an earlier build gets into it."""
+    sources = tmp_path_factory.mktemp("sources")
+    for name in ("megatron", "tools"):
+        shutil.copytree(ROOT / name, sources / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in (*ROOT.glob("*.py"), ROOT / "pyproject.toml", ROOT / "README.md", ROOT / "LICENSE"):
+        shutil.copy(path, sources)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*command, "--wheel-dir", str(sources / "wheels"), str(sources)], check=True)
+    (built,) = (sources / "wheels").glob("*.whl")
+    return built
+
+
+@pytest.mark.full
+def test_a_wheel_has_every_file_of_the_package(wheel):
+    files = {str(path.relative_to(ROOT)) for path in (ROOT / "megatron").rglob("*") if path.is_file()}
+    in_wheel = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("megatron/")}
+    assert {name for name in files if "__pycache__" not in name} == {n for n in in_wheel if "/_programs/" not in n}
+
+
+@pytest.mark.full
+def test_an_installed_wheel_works_in_another_folder(wheel, tmp_path):
+    """In an environment of its own, which finds the libraries of this one, but not what is installed here in editable form."""
+    environment, elsewhere = tmp_path / "environment", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    python = environment / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", str(python)]
+    subprocess.run([*pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel)], check=True)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    libraries = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
+    (packages / "libraries.pth").write_text("\n".join(libraries))
+
+    def said(*command: str | Path) -> str:
+        clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        done = subprocess.run(command, cwd=elsewhere, env=clean, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "--tensor-model-parallel-size" in said(environment / "bin" / "megatron-pretrain-gpt", "--help")
+    code = """
+from dataclasses import fields
+import megatron
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer import TransformerConfig
+from megatron.deepspeed.settings import KEYS
+print(megatron.__file__)
+print(*(len(fields(one)) for one in (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig, GPTDatasetConfig)))
+print(KEYS.answers["gradient_clipping"].status)
+"""
+    assert said(python, "-c", code).splitlines() == [
+        str(packages / "megatron" / "__init__.py"),
+        "242 50 27 32",
+        "works",
+    ]
