@@ -74,7 +74,7 @@ writer.wait(30)
 
 
 def test_the_report_names_the_package(run, name_of, tmp_path):
-    code = f"from {name_of('megatron.report')} import collect; print(collect()['system']['package'])"
+    code = f"from {name_of('megatron.report')} import _system; print(_system()['package'])"
     assert run(code) == f"{tmp_path / 'checkout' / 'megatron'}\n"
 
 
@@ -83,6 +83,7 @@ def test_a_command_runs_its_program(run, name_of):
     assert "bubble" in run(code)
 
 
+@pytest.mark.full
 def test_a_tool_finds_the_scripts_of_models(run, name_of):
     code = f"from {name_of('tools.script')} import script_at; print(type(script_at('gpt')).__name__)"
     assert run(code) == "Script\n"
