@@ -1,51 +1,64 @@
 """Megatron-style pretraining. Names that Megatron 2.x scripts import from here are found in their new modules.
 
-    core       the parts that training is made of; each can be used without the rest
-    training   the command line and the loop
-    report     versions and devices, for a bug report (`python -m megatron.report`)
+    core        the parts that training is made of; each can be used without the rest
+    training    the command line and the loop
+    convert     models of other projects, read and written as data
+    deepspeed   DeepSpeed's names over this project's data parallelism
+    legacy      Megatron's older constructors; `model`, `data`, `mpu`, `tokenizer`, `arguments`, `utils` are its flat paths
+    report      versions and devices, for a bug report (`python -m megatron.report`)
 
-May import: `core` imports nothing of `training`, and both import nothing of the scripts and tools.
-To add a file: docs/architecture.md has the floors, and tests/test_architecture.py enforces them.
+tests/package_graph.py declares which package may import which.
 """
 
+import glob
 import os
+
+_OURS = '__package_name__ = "megatron-anywhere"'  # a line of our core/package_info.py
+# Files of every release of megatron-core, 0.4 to 0.19, and none of ours.
+_ONLY_THEIRS = ("dist_checkpointing/dict_utils.py", "models/bert/pooler.py")
 
 
 def _check_unmixed(folder: str) -> None:
-    """Raise ImportError if this folder holds files of megatron-core too, or lacks what its uninstallation took away.
+    """Raise ImportError if files of megatron-core lie in this folder, or if its uninstallation has taken files from it.
 
-    Its package is also named `megatron`, so pip merges the files of both, and the later overwrites those of the same
-    names. The
-    disk shows that before any file runs: core/package_info.py says whose it is, core/jit.py is a file of theirs alone,
-    and their
-    metadata lie beside the package. Elsewhere on the path megatron-core is harmless: it has no `megatron/__init__.py`,
-    so Python
-    finds this folder.
+    Its package is also named `megatron`, so pip merges the files of both, and what is installed later overwrites the earlier.
+    Read from the disk, before any file runs: whose core/package_info.py it is, files that only megatron-core has, and pip's
+    record of what megatron-core installed here. Elsewhere on the path megatron-core is harmless: it has no
+    `megatron/__init__.py`, so Python finds this folder.
     """
-    core = os.path.join(folder, "core")
-    around = os.path.dirname(folder)
+    core, around = os.path.join(folder, "core"), os.path.dirname(folder)
     info = os.path.join(core, "package_info.py")
-    is_theirs = False
-    if os.path.exists(info):
-        with open(info, encoding="utf-8") as file:
-            is_theirs = "megatron-anywhere" not in file.read()
-    metadata = sorted(name for name in os.listdir(around) if name.startswith("megatron_core-"))
-    if is_theirs or metadata or os.path.exists(os.path.join(core, "jit.py")):
+    others = [os.path.join(core, name) for name in _ONLY_THEIRS]
+    theirs = [path for path in others if os.path.exists(path)]
+    if os.path.exists(info) and _OURS not in _lines(info):
+        theirs.append(info)
+    records = sorted(glob.glob(os.path.join(glob.escape(around), "megatron_core-*.dist-info")))
+    lists_files = [any(line.startswith("megatron/core/") for line in _lines(f"{path}/RECORD")) for path in records]
+    if theirs or any(lists_files):
         raise ImportError(
             f"{folder} holds the files of two projects, megatron-anywhere and megatron-core "
-            f"({', '.join(os.path.join(around, name) for name in metadata) or core}): both call their package `megatron`, "
+            f"({', '.join([*theirs, *records])}): both call their package `megatron`, "
             "and either may have overwritten files of the other. Run `pip uninstall --yes megatron-core megatron-anywhere`, "
             "then install one of them again; to use both, install each in its own virtual environment"
         )
-    for name in ("__init__.py", "package_info.py"):
-        if not os.path.exists(os.path.join(core, name)):
+    for path in (os.path.join(core, "__init__.py"), info):
+        if not os.path.exists(path):
             raise ImportError(
-                f"{folder} lacks core/{name}: `pip uninstall megatron-core` removes the files that both projects have; run "
-                "`pip install --force-reinstall --no-deps megatron-anywhere` from the same source"
+                f"{folder} lacks core/{os.path.basename(path)}: `pip uninstall megatron-core` removes the files that both "
+                "projects have; run `pip install --force-reinstall --no-deps megatron-anywhere` from the same source"
             )
 
 
-_check_unmixed(os.path.dirname(__file__))
+def _lines(path: str) -> list[str]:
+    """Of a file that may be missing: an installation in editable form, or of another tool than pip, may have no record."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read().splitlines()
+    except OSError:
+        return []
+
+
+_check_unmixed(os.path.dirname(os.path.abspath(__file__)))
 
 from megatron.core.base.lazy_imports import lazy_names  # noqa: E402  (it may be another's)
 

@@ -22,7 +22,7 @@ from megatron.convert.aux_files import Origin, carry
 from megatron.convert.families.config_json import config_of, kind_of
 from megatron.convert.families.family import Family, Row
 from megatron.convert.families.registry import FAMILIES
-from megatron.convert.families.weight_layout import HeadCounts, OPERATIONS, View
+from megatron.convert.families.weight_layout import OPERATIONS, HeadCounts, View
 from megatron.convert.formats.hf_folder import CONFIG, INDEX, WEIGHTS
 from megatron.convert.formats.safetensors import header_of
 from megatron.convert.hf_reader import heads_of, rows_of
@@ -30,7 +30,7 @@ from megatron.convert.hf_vocabulary import end_ids_in
 from megatron.convert.missing_parameters import check_complete, names_of
 from megatron.core.base.dataclass_flags import ConfigError, build
 from megatron.core.base.registry import FUNCTIONS
-from megatron.core.dist_checkpointing.format import CheckpointError, ITEM_BYTES, TensorRecord
+from megatron.core.dist_checkpointing.format import ITEM_BYTES, CheckpointError, TensorRecord
 from megatron.core.ops.attention.kernels import SOFTMAX
 from megatron.core.sharding.boxes import slices
 from megatron.core.storage.file_layer import at, write_all, write_synced

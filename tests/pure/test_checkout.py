@@ -58,8 +58,8 @@ def run(tmp_path) -> Callable[[str], str]:
 def test_the_process_that_writes_checkpoints_finds_the_package(run, name_of):
     code = f"""
 import socket
-from {name_of("megatron.core.checkpoint.writer")} import start_process
-from megatron.core.checkpoint.star import Messages
+from {name_of("megatron.core.dist_checkpointing.writer_process")} import start_process
+from megatron.core.dist_checkpointing.writer_group import Messages
 mine, its = socket.socketpair()
 writer = start_process(its)
 its.close()

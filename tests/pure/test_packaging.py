@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
+import megatron
+from megatron import core
 from megatron.commands import program_of, programs_folder
+from megatron.core import package_info
 
 ROOT = Path(__file__).parent.parent.parent
 PROGRAMS = sorted(
@@ -51,67 +54,83 @@ def test_the_name_is_one_of_its_own():
     assert (ROOT / "megatron" / "py.typed").is_file()
 
 
+THEIR_INFO = "__package_name__ = 'megatron_core'\n"  # of megatron-core's package_info.py
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """Of an installed package: the files of ours that tell whose it is."""
+    folder = tmp_path / "megatron"
+    for name in ("__init__.py", "core/__init__.py", "core/package_info.py"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / "megatron" / name, folder / name)
+    return folder
+
+
 def imported_from(folder: Path) -> None:
     """Run this project's megatron/__init__.py where a copy lies."""
-    folder.mkdir(exist_ok=True)
-    shutil.copy(ROOT / "megatron" / "__init__.py", folder)
     spec = importlib.util.spec_from_file_location("megatron_elsewhere", folder / "__init__.py")
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-def own_folder(around: Path) -> Path:
-    """The files of a package that the check looks at, as this project installs them."""
-    folder = around / "megatron"
-    (folder / "core").mkdir(parents=True)
-    for name in ("__init__.py", "package_info.py"):
-        shutil.copy(ROOT / "megatron" / "core" / name, folder / "core")
-    return folder
+def installed(folder: Path, *files: str) -> Path:
+    """What pip leaves beside the package of an installed megatron-core with these files."""
+    info = folder.parent / "megatron_core-0.16.1.dist-info"
+    info.mkdir()
+    (info / "RECORD").write_text("".join(f"{file},sha256=x,1\n" for file in files))
+    return info
 
 
-THEIR_INFO = "MAJOR = 0\n__package_name__ = 'megatron_core'\n"
-
-
-@pytest.mark.parametrize("mixture", ["theirs over ours", "ours over theirs", "ours over theirs, without metadata"])
-def test_a_folder_shared_with_megatron_core_is_refused_and_both_are_named(mixture: str, tmp_path):
-    """As pip leaves it, whichever of the two came first. Elsewhere on the path the other does no harm."""
-    folder = own_folder(tmp_path)
-    imported_from(folder)
-    named = [str(folder), "pip uninstall --yes megatron-core megatron-anywhere"]
-    if mixture == "theirs over ours":
-        (folder / "core" / "package_info.py").write_text(THEIR_INFO)
-    if mixture == "ours over theirs, without metadata":
-        (folder / "core" / "jit.py").touch()
-    else:
-        info = tmp_path / "megatron_core-0.16.1.dist-info"
-        info.mkdir()
-        named.append(str(info))
+def refuses(folder: Path, *named: Path) -> None:
     with pytest.raises(ImportError) as error:
         imported_from(folder)
-    for word in named:
-        assert word in str(error.value)
+    for word in (folder, *named, "pip uninstall --yes megatron-core megatron-anywhere"):
+        assert str(word) in str(error.value)
 
 
-def test_their_info_alone_is_found(tmp_path):
-    folder = own_folder(tmp_path)
-    (folder / "core" / "package_info.py").write_text(THEIR_INFO)
-    with pytest.raises(ImportError, match="two projects"):
-        imported_from(folder)
+@pytest.mark.parametrize("text", [THEIR_INFO, ""])
+def test_megatron_core_over_this_project_is_refused(folder, text):
+    """Its package_info replaces ours, whatever it says."""
+    imported_from(folder)
+    (folder / "core" / "package_info.py").write_text(text)
+    refuses(folder, folder / "core" / "package_info.py")
+    refuses(folder, installed(folder, "megatron/core/package_info.py"))
+
+
+def test_this_project_over_megatron_core_is_refused(folder):
+    """Our package_info replaces its own; files that only it has stay, and pip's record of them."""
+    left = folder / "core" / "models" / "bert" / "pooler.py"
+    left.parent.mkdir(parents=True)
+    left.touch()
+    refuses(folder, left)
+    left.unlink()
+    imported_from(folder)
+    refuses(folder, installed(folder, "megatron_core-0.16.1.dist-info/METADATA", "megatron/core/enums.py"))
+
+
+def test_megatron_core_in_another_folder_does_no_harm(folder):
+    """In editable form pip records a path to it alone."""
+    installed(folder, "__editable__.megatron_core-0.16.1.pth", "megatron_core-0.16.1.dist-info/METADATA")
+    imported_from(folder)
 
 
 @pytest.mark.parametrize("name", ["__init__.py", "package_info.py"])
-def test_what_an_uninstalled_megatron_core_took_away_is_said(name: str, tmp_path):
-    folder = own_folder(tmp_path)
+def test_what_an_uninstalled_megatron_core_took_away_is_said(folder, name):
     (folder / "core" / name).unlink()
     with pytest.raises(ImportError, match=rf"(?s)core/{name}.*--force-reinstall"):
         imported_from(folder)
 
 
-def test_the_writer_of_checkpoints_finds_the_package_from_any_folder(tmp_path):
-    """Its process imports the package of the process that started it, wherever both run and whatever is installed."""
-    code = "import sys; sys.path.insert(0, sys.argv[1]); from megatron.core.dist_checkpointing import writer_process; print(writer_process._PACKAGE_PARENT)"
-    command = [sys.executable, "-I", "-c", code, str(ROOT)]
-    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.strip()
-    assert Path(found) == ROOT
+def test_what_tells_the_two_projects_apart_is_so():
+    assert megatron._OURS in (ROOT / "megatron" / "core" / "package_info.py").read_text().splitlines()
+    assert not [name for name in megatron._ONLY_THEIRS if (ROOT / "megatron" / "core" / name).exists()]
+
+
+def test_package_info_is_what_is_installed():
+    assert f'    name="{package_info.__package_name__.replace("_", "-")}",' in (ROOT / "setup.py").read_text()
+    assert (
+        core.__version__ == package_info.__version__ == "0.16.1+anywhere"
+    )  # which interface of Megatron's this one follows
 
 
 @pytest.mark.full

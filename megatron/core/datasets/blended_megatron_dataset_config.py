@@ -15,16 +15,16 @@ Blend = Sequence[str] | tuple[Sequence[str], Sequence[float] | None] | None
 
 
 # Fields that are refused where they differ from the default, once data are built.
-NOT_BUILT = (
-    "hybrid_context_parallel",
-    "drop_last_partial_validation_sequence",
-    "add_extra_token_to_sequence",
-    "masking_max_ngram",
-    "masking_do_full_word",
-    "masking_do_permutation",
-    "masking_use_longer_ngrams",
-    "masking_use_geometric_distribution",
-)
+NOT_BUILT = {
+    "hybrid_context_parallel": False,
+    "drop_last_partial_validation_sequence": True,
+    "add_extra_token_to_sequence": True,
+    "masking_max_ngram": 3,
+    "masking_do_full_word": True,
+    "masking_do_permutation": False,
+    "masking_use_longer_ngrams": False,
+    "masking_use_geometric_distribution": False,
+}
 
 
 @dataclass(kw_only=True)
@@ -54,7 +54,7 @@ class BlendedMegatronDatasetConfig:
     @property
     def data(self) -> DataConfig:
         """The same as our settings. Raises ConfigError for what is not built."""
-        if problems := problems_of_not_built(self, type(self), NOT_BUILT):
+        if problems := problems_of_not_built(self, NOT_BUILT):
             raise ConfigError(problems)
         own = [words_of(blend) for blend in self.blend_per_split or (None,) * 3]
         names = ("train_data_path", "valid_data_path", "test_data_path")

@@ -2,7 +2,12 @@
 
 from dataclasses import dataclass
 
-NOT_BUILT = ("check_for_large_grads", "delay_wgrad_compute", "fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag")
+NOT_BUILT = {
+    "check_for_large_grads": False,
+    "delay_wgrad_compute": False,
+    "fp8_param_gather": False,
+    "reuse_grad_buf_for_mxfp8_param_ag": False,
+}
 
 
 @dataclass

@@ -8,17 +8,17 @@ import torch
 
 from megatron.core.base.lazy_imports import names_of_megatron
 
-NOT_BUILT = (
-    "apply_wd_to_qk_layernorm",
-    "exp_avg_dtype",
-    "exp_avg_sq_dtype",
-    "fp8_recipe",
-    "main_grads_dtype",
-    "main_params_dtype",
-    "optimizer_cpu_offload",
-    "reuse_grad_buf_for_mxfp8_param_ag",
-    "use_precision_aware_optimizer",
-)
+NOT_BUILT = {
+    "apply_wd_to_qk_layernorm": False,
+    "exp_avg_dtype": torch.float32,
+    "exp_avg_sq_dtype": torch.float32,
+    "fp8_recipe": None,
+    "main_grads_dtype": torch.float32,
+    "main_params_dtype": torch.float32,
+    "optimizer_cpu_offload": False,
+    "reuse_grad_buf_for_mxfp8_param_ag": False,
+    "use_precision_aware_optimizer": False,
+}
 
 
 @dataclass

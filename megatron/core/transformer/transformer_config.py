@@ -11,38 +11,39 @@ from megatron.core.base.config_fields import problems_of_not_built
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.utils import init_method_normal, scaled_init_method_normal
 
 # What would change the numbers, and nothing here computes: refused with any value but the default.
-NOT_BUILT = (
-    "activation_func_clamp_value",
-    "apply_residual_connection_post_layernorm",
-    "attention_output_gate",
-    "context_parallel_size",
-    "embedding_init_method",
-    "embedding_init_method_std",
-    "experimental_attention_variant",
-    "expert_model_parallel_size",
-    "first_last_layers_bf16",
-    "fp4",
-    "fp8",
-    "glu_linear_offset",
-    "heterogeneous_block_specs",
-    "layernorm_zero_centered_gamma",
-    "linear_attention_freq",
-    "mtp_num_layers",
-    "multi_latent_attention",
-    "no_rope_freq",
-    "num_moe_experts",
-    "pipeline_model_parallel_layout",
-    "qk_clip",
-    "qk_l2_norm",
-    "rotary_interleaved",
-    "softmax_scale",
-    "softmax_type",
-    "variable_seq_lengths",
-)
+NOT_BUILT = {
+    "activation_func_clamp_value": None,
+    "apply_residual_connection_post_layernorm": False,
+    "attention_output_gate": False,
+    "context_parallel_size": 1,
+    "embedding_init_method": None,
+    "embedding_init_method_std": None,
+    "experimental_attention_variant": None,
+    "expert_model_parallel_size": 1,
+    "first_last_layers_bf16": False,
+    "fp4": None,
+    "fp8": None,
+    "glu_linear_offset": 0.0,
+    "heterogeneous_block_specs": False,
+    "layernorm_zero_centered_gamma": False,
+    "linear_attention_freq": None,
+    "mtp_num_layers": None,
+    "multi_latent_attention": False,
+    "no_rope_freq": None,
+    "num_moe_experts": None,
+    "pipeline_model_parallel_layout": None,
+    "qk_clip": False,
+    "qk_l2_norm": False,
+    "rotary_interleaved": False,
+    "softmax_scale": None,
+    "softmax_type": "vanilla",
+    "variable_seq_lengths": False,
+}
 
 
 @dataclass
@@ -55,12 +56,12 @@ class TransformerConfig(ModelParallelConfig):
     mtp_loss_scaling_factor: float | None = 0.1
     num_layers_in_first_pipeline_stage: int | None = None
     num_layers_in_last_pipeline_stage: int | None = None
-    pipeline_model_parallel_layout: Any = None
+    pipeline_model_parallel_layout: str | list[list[str]] | None = None
     account_for_embedding_in_pipeline_split: bool = False
     account_for_loss_in_pipeline_split: bool = False
     hidden_size: int = 0
     num_attention_heads: int = 0
-    attention_backend: Any = "auto"
+    attention_backend: str | AttnBackend = "auto"
     softmax_scale: float | None = None
     softmax_type: str = "vanilla"
     num_query_groups: int | None = None
@@ -198,7 +199,7 @@ class TransformerConfig(ModelParallelConfig):
     cuda_graph_warmup_steps: int = 3
     external_cuda_graph: bool = False
     cuda_graph_impl: str = "none"
-    cuda_graph_scope: Any = "full"
+    cuda_graph_scope: str | list[str] = "full"
     clone_scatter_output_in_embedding: bool = True
     disable_parameter_transpose_cache: bool = False
     config_logger_dir: str = ""
@@ -263,7 +264,7 @@ def model_config(config: Any, base: ModelConfig | None = None, **options: Any) -
 
 def _problems(config: Any) -> list[str]:
     """Why our layers cannot compute what a config says."""
-    problems = problems_of_not_built(config, TransformerConfig, NOT_BUILT)
+    problems = problems_of_not_built(config, NOT_BUILT)
     known = functional.silu if config.gated_linear_unit else functional.gelu
     if config.activation_func is not known:
         name = getattr(config.activation_func, "__name__", config.activation_func)
