@@ -18,7 +18,7 @@ from pathlib import Path
 from documents import write_part
 
 ROOT = Path(__file__).resolve().parent.parent
-CORE = "megatron/core/"
+PACKAGE = "megatron/"
 TRAINS = "tests/ranks/test_parity.py::test_no_wait_is_missing"
 CALLS = "tests/ranks/test_local_ranks.py::test_a_collective_has_its_result_when_it_returns"
 IN_PARTS = "tests/ranks/test_parity.py::test_no_wait_is_missing_where_copies_travel_in_parts"
@@ -50,7 +50,7 @@ class Mutation:
     new: str
 
 
-_MERGED = "context_parallel/ring_attention.py"
+_MERGED = "core/context_parallel/ring_attention.py"
 _OWN = "self.transfers.pop(action.with_op(BEGIN_OF[action.op]))"
 # What, in which file, the test that finds it, the text, and the text without the wait.
 MUTATIONS = [
@@ -58,185 +58,185 @@ MUTATIONS = [
     for row in [
         (
             "a call's wait",
-            "parallel/collectives.py",
+            "core/parallel/collectives.py",
             CALLS,
             "work.wait()\n        whereabouts",
             "None\n        whereabouts",
         ),
         (
             "all-reduce",
-            "parallel/collectives.py",
+            "core/parallel/collectives.py",
             CALLS,
             "start_all_reduce(x, axis, op).wait()",
             "start_all_reduce(x, axis, op)._keep[0]",
         ),
         (
             "all-gather",
-            "parallel/collectives.py",
+            "core/parallel/collectives.py",
             CALLS,
             "start_all_gather(x, axis).wait()",
             "start_all_gather(x, axis)._keep[0]",
         ),
         (
             "all-gather of another dimension",
-            "parallel/collectives.py",
+            "core/parallel/collectives.py",
             CALLS,
             "start_all_gather(x.movedim(dim, 0), axis).wait()",
             "start_all_gather(x.movedim(dim, 0), axis)._keep[0]",
         ),
         (
             "reduce-scatter",
-            "parallel/collectives.py",
+            "core/parallel/collectives.py",
             CALLS,
             "start_reduce_scatter(x, axis).wait()",
             "start_reduce_scatter(x, axis)._keep[0]",
         ),
         (
             "parts that are summed wide",
-            "parallel/collectives.py",
+            "core/parallel/collectives.py",
             CALLS,
             "exchanging.wait().chunk",
             "exchanging._keep[0].chunk",
         ),
         (
             "broadcast",
-            "parallel/collectives.py",
+            "core/parallel/collectives.py",
             CALLS,
             "start_broadcast(x, axis, source).wait()",
             "start_broadcast(x, axis, source)._keep[0]",
         ),
         (
             "input gathered again for a weight gradient",
-            "tensor_parallel/linear_autograd.py",
+            "core/tensor_parallel/linear_autograd.py",
             TRAINS,
             "gathering.wait() if gathering",
             "gathering._keep[0] if gathering",
         ),
         (
             "input gradient summed beside the weight gradient",
-            "tensor_parallel/linear_autograd.py",
+            "core/tensor_parallel/linear_autograd.py",
             TRAINS,
             "summing.wait()",
             "summing._keep[0]",
         ),
         (
             "a bucket's sum",
-            "distributed/bucket.py",
+            "core/distributed/bucket.py",
             TRAINS,
             "total = self._reducing.wait()",
             "total = self._reducing._keep[0]",
         ),
         (
             "all buckets at the end of the step",
-            "distributed/zero.py",
+            "core/distributed/zero.py",
             TRAINS,
             "bucket.finish_reduce()\n\n\nclass",
             "pass\n\n\nclass",
         ),
-        ("a bucket's parameters", "distributed/bucket.py", ZERO, "            self._gathering.wait()\n", ""),
+        ("a bucket's parameters", "core/distributed/bucket.py", ZERO, "            self._gathering.wait()\n", ""),
         (
             "a bucket whose memory is written again",
-            "distributed/bucket.py",
+            "core/distributed/bucket.py",
             ZERO,
             "so it ends first.\n            self.finish_reduce()\n",
             "so it ends first.\n            pass\n",
         ),
-        ("the parameters of a unit", "distributed/param_gather.py", ZERO, "bucket.finish_gather()\n", "pass\n"),
+        ("the parameters of a unit", "core/distributed/param_gather.py", ZERO, "bucket.finish_gather()\n", "pass\n"),
         (
             "a module's parameters after the update",
-            "distributed/zero.py",
+            "core/distributed/zero.py",
             OWN_CLASS,
             "for bucket in buckets:\n            bucket.finish_gather()\n",
             "pass\n",
         ),
         (
             "updated parameters, used beside their module",
-            "distributed/bucket.py",
+            "core/distributed/bucket.py",
             BESIDE,
             "            become(ArrivingParameter, self._holders)\n",
             "",
         ),
         (
             "the sum over groups of shards",
-            "distributed/bucket.py",
+            "core/distributed/bucket.py",
             HYBRID,
             "comm.all_reduce(self.sum, self.buffer.axes.replica)\n",
             "comm.start_all_reduce(self.sum, self.buffer.axes.replica)\n",
         ),
         (
             "the same where each group gets its part",
-            "distributed/bucket.py",
+            "core/distributed/bucket.py",
             ZERO,
             "comm.reduce_scatter(self.sum, outer)",
             "comm.start_reduce_scatter(self.sum, outer)._keep[0]",
         ),
         (
             "what the groups have updated",
-            "distributed/bucket.py",
+            "core/distributed/bucket.py",
             ZERO,
             "out=self.held_params).wait()",
             "out=self.held_params)",
         ),
         (
             "the same, on its way to a file",
-            "distributed/bucket.py",
+            "core/distributed/bucket.py",
             OUTER,
             "comm.all_gather(mine, outer)",
             "comm.start_all_gather(mine, outer)._keep[0]",
         ),
         (
             "the write of it",
-            "distributed/bucket.py",
+            "core/distributed/bucket.py",
             INTO_FILE,
             "start_writing(self.held_params, comm.all_gather(mine, outer)).wait()",
             "start_writing(self.held_params, comm.all_gather(mine, outer))",
         ),
         (
             "a read from a file",
-            "offload/host_and_file_store.py",
+            "core/offload/host_and_file_store.py",
             OUTER,
             "Pending(lambda: reading.result()",
             "Pending(lambda: (reading.result() if reading.done() else torch.full((self.nbytes,), 127, dtype=torch.uint8))",
         ),
         (
             "a read begun before the update is still used after it",
-            "distributed/bucket.py",
+            "core/distributed/bucket.py",
             AGAIN,
             "self.finish_gather()\n        self._reading = None\n",
             "self.finish_gather()\n",
         ),
         (
             "the writes of one slice, while others are updated",
-            "optimizer/cpu_offloading/sliced_update.py",
+            "core/optimizer/cpu_offloading/sliced_update.py",
             WRITES,
             "            writing.wait()\n",
             "",
         ),
         (
             "the last slice's writes",
-            "optimizer/cpu_offloading/sliced_update.py",
+            "core/optimizer/cpu_offloading/sliced_update.py",
             WRITES,
             "here)\n        writing.wait()\n",
             "here)\n",
         ),
         (
             "tensors of a transfer",
-            "base/async_handle.py",
+            "core/base/async_handle.py",
             TRAINS,
             "tuple(one.wait() for one in started)",
             "tuple(one._keep[0] for one in started)",
         ),
         (
             "the parts of a transfer, put together unwaited",
-            "pipeline_parallel/stage_transport.py",
+            "core/pipeline_parallel/stage_transport.py",
             IN_PARTS,
             "comm.all_gather(part, axis)",
             "comm.start_all_gather(part, axis)._keep[0]",
         ),
-        ("SENT", "pipeline_parallel/executor.py", TRAINS, f"        {_OWN}.wait()\n\n", f"        {_OWN}\n\n"),
+        ("SENT", "core/pipeline_parallel/executor.py", TRAINS, f"        {_OWN}.wait()\n\n", f"        {_OWN}\n\n"),
         (
             "RECV",
-            "pipeline_parallel/executor.py",
+            "core/pipeline_parallel/executor.py",
             TRAINS,
             f"tensors = {_OWN}.wait()",
             f"tensors = tuple(one._keep[0] for one in {_OWN}._keep)",
@@ -257,7 +257,7 @@ MUTATIONS = [
         ),
         (
             "gradients that travel behind them",
-            "context_parallel/block_attention.py",
+            "core/context_parallel/block_attention.py",
             RING,
             "self._arriving.wait(), None",
             "self._arriving._keep[0], None",
@@ -272,64 +272,64 @@ MUTATIONS = [
         ),
         (
             "a send's memory used again before SENT",
-            "pipeline_parallel/executor.py",
+            "core/pipeline_parallel/executor.py",
             TRAINS,
             "_peer(action), tensors)\n",
             "_peer(action), tensors)\n        _ = [x.zero_() for x in tensors]\n",
         ),
         (
             "a result of Muon's owner, used while the next are found",
-            "optimizer/full_matrix.py",
+            "core/optimizer/full_matrix.py",
             OWNERS,
             "use(first, sending.wait())",
             "use(first, sending._keep[0])",
         ),
         (
             "the last results of Muon's owners",
-            "optimizer/full_matrix.py",
+            "core/optimizer/full_matrix.py",
             OWNERS,
             "use(i, sending.wait())",
             "use(i, sending._keep[0])",
         ),
         (
             "a stage's input in generation",
-            "inference/generate.py",
+            "core/inference/generate.py",
             f"{_GENERATES}[gpt2-1-4-True]",
             'received = transport.post("forward", stages.ranks[self.stage - 1]).wait()',
             'received = [one._keep[0] for one in transport.post("forward", stages.ranks[self.stage - 1])._keep]',
         ),
         (
             "a stage's output in generation",
-            "inference/generate.py",
+            "core/inference/generate.py",
             f"{_GENERATES}[gpt2-1-4-True]",
             "handed_on).wait()\n",
             "handed_on)\n",
         ),
-        ("a saved activation on its way out", "offload/activation_offload.py", LATE, "        leaving.wait()\n", ""),
+        ("a saved activation on its way out", "core/offload/activation_offload.py", LATE, "        leaving.wait()\n", ""),
         (
             "a saved activation on its way back",
-            "offload/activation_offload.py",
+            "core/offload/activation_offload.py",
             LATE,
             "values, self._coming = self._coming.wait(), None",
             "values, self._coming = self._coming._keep[0], None",
         ),
         (
             "an asynchronous save, waited for on every rank",
-            "dist_checkpointing/async_save.py",
+            "core/dist_checkpointing/async_save.py",
             BESIDE_TRAINING,
             "with comm.together(self._world, self._device):\n            return self.land()",
             "with comm.together(self._world, self._device):\n            return self._flying",
         ),
         (
             "what the writer of an asynchronous save answers",
-            "dist_checkpointing/async_save.py",
+            "core/dist_checkpointing/async_save.py",
             KILLED_WRITER,
             'warnings = self._answer()["warnings"]',
             "warnings = []",
         ),
         (
             "the disk, which must have a part before it is published",
-            "dist_checkpointing/write.py",
+            "core/dist_checkpointing/write.py",
             FAILED_SAVE,
             "nbytes = file.tell()\n        files.at(path).sync(file)\n",
             "nbytes = file.tell()\n",
@@ -392,7 +392,7 @@ def failing_test(copy: Path, test: str) -> tuple[str, str] | None:
 
 
 def try_mutation(copy: Path, mutation: Mutation) -> tuple[str, str] | None:
-    path = copy / CORE / mutation.file
+    path = copy / PACKAGE / mutation.file
     original = path.read_text()
     assert original.count(mutation.old) == 1, (
         f"{mutation.file} has {mutation.old!r} {original.count(mutation.old)} times"
