@@ -51,9 +51,10 @@ def chosen_names(names: Iterable[str], only: str, quick: bool) -> list[str]:
     return [name for group in groups.values() for name in dict.fromkeys((group[0], group[len(group) // 2]))]
 
 
-def record(makers: dict[str, Callable[[], Any]], processes: int) -> dict[str, Any]:
-    """The values of these entries, each made in a process of its own that is forked from this one."""
+def record(makers: dict[str, Callable[[], Any]], processes: int) -> tuple[dict[str, Any], list[str]]:
+    """The values of these entries, each made in a process of its own that is forked from this one; the names of those that failed."""
     made: dict[str, Any] = {}
+    failed: list[str] = []
     waiting, running = list(makers), {}
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -65,15 +66,17 @@ def record(makers: dict[str, Callable[[], Any]], processes: int) -> dict[str, An
                 pid, status = os.wait()
                 name, output, began = running.pop(pid)
                 if status:
-                    raise RuntimeError(f"{name} failed:\n{output.with_suffix('.said').read_text()[-4000:]}")
-                made[name] = json.loads(output.read_text())
-                done = f"{len(made)} of {len(makers)}: {name}"
+                    failed.append(name)
+                    print(f"{output.with_suffix('.said').read_text()[-4000:]}\nFAILED: {name}", file=sys.stderr)
+                else:
+                    made[name] = json.loads(output.read_text())
+                done = f"{len(made) + len(failed)} of {len(makers)}: {name}"
                 print(f"{done}  {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
         finally:
             for pid in running:
                 os.kill(pid, 9)
                 os.waitpid(pid, 0)
-    return {name: made[name] for name in makers}
+    return {name: made[name] for name in makers if name in made}, failed
 
 
 def _forked(make: Callable[[], Any], output: Path) -> int:
@@ -102,8 +105,8 @@ def loaded_from_elsewhere(roots: Iterable[Path]) -> list[str]:
     return sorted({file for file in files if file and os.path.isabs(file) and not file.startswith(inside)})
 
 
-def record_here(output: Path, only: str, quick: bool, processes: int) -> None:
-    """By the tests beside this file, of the code beside their folder."""
+def record_here(output: Path, only: str, quick: bool, processes: int) -> int:
+    """By the tests beside this file, of the code beside their folder. 1 if entries are missing, which failed."""
     sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
     import torch
     from golden_entries import entries
@@ -115,9 +118,12 @@ def record_here(output: Path, only: str, quick: bool, processes: int) -> None:
     makers = dict(entries())
     names = chosen_names(makers, only, quick)
     began = time.monotonic()
-    made = record({name: makers[name] for name in names}, processes)
+    made, failed = record({name: makers[name] for name in names}, processes)
     output.write_text(json.dumps(made, indent=1) + "\n")
     print(f"wrote {output}: {len(made)} entries in {time.monotonic() - began:.0f} s")
+    if failed:
+        print(f"FAILED: {' '.join(failed)}")
+    return 1 if failed else 0
 
 
 # ---------------------------------------------------------------- a record of a product by the tests of another commit
@@ -237,8 +243,7 @@ def main(arguments: list[str] | None = None) -> int:
             sys.exit("there is nothing to compare")
         return compare(before, after, given.help_too)
     if given.product is None and given.harness is None:
-        record_here(given.output, given.only, given.quick, given.processes)
-        return 0
+        return record_here(given.output, given.only, given.quick, given.processes)
     again = [str(given.output.resolve()), "--only", given.only, "--processes", str(given.processes)]
     return record_elsewhere(given.product or str(ROOT), given.harness or "HEAD", again + ["--quick"] * given.quick)
 

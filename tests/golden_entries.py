@@ -298,7 +298,8 @@ def of_engine(ranks: int, more: dict[str, Any]) -> dict[str, Any]:
 def train_small(name: str, folder: Path) -> None:
     """A checkpoint of a run's second iteration."""
     script, flags = TRAINED[name]
-    whole_run.run(f"{SMALL}{flags} --save {folder}", script=script, tiny=[])
+    defaults = getattr(script, "DEFAULTS", None)  # of T5: those of the published models
+    whole_run.run(f"{SMALL}{flags} --save {folder}", script=script, tiny=[], args_defaults=defaults)
 
 
 def said_by(main: Callable[[list[str]], int | None], *arguments: Any) -> str:
