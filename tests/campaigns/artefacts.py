@@ -11,6 +11,9 @@
     dump             a step with a loss that is too large, which tools/replay_step.py computes again
     engine/...       a checkpoint of the engine of `megatron.deepspeed`
 
+    git archive EARLIER tests | tar -x -C COPY
+    python COPY/tests/campaigns/artefacts.py check FOLDER --product .       with what the earlier commit checks
+
 Everything runs by the command line, and checkpoints are read by `independent_reader`, so that no name of a module matters. Paths are
 in what is saved: FOLDER/kept has the artefacts, and each is used in FOLDER/work, in a copy with the path that it was made with.
 """
