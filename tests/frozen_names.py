@@ -272,7 +272,14 @@ def parameters_of_megatrons_classes() -> Part:
         }
         return {f"parameters: Megatron's {name}": shapes(model) for name, model in made.items()}
 
-    return of_one_rank(build)
+    from torch import distributed
+
+    has_joined = distributed.is_initialized()
+    try:
+        return of_one_rank(build)
+    finally:  # Megatron's models join torch.distributed, as a job of one process
+        if not has_joined:
+            distributed.destroy_process_group()
 
 
 def functional() -> Any:
