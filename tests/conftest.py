@@ -6,12 +6,27 @@ from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
+TESTS = Path(__file__).parent
+sys.path[:0] = [str(folder) for folder in (TESTS.parent, TESTS / "support", TESTS / "campaigns", TESTS)]
+
+
+# The folder of a package in tests/unit or tests/ranks -> the marker of its tests, where another word is shorter.
+MARKERS = {
+    "pipeline_parallel": "pipeline",
+    "tensor_parallel": "tensor",
+    "context_parallel": "context",
+    "dist_checkpointing": "checkpoint",
+    "distributed": "zero",
+}
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """One thread each. Without a GPU the tests in tests/gpu are skipped, and say so; GPU_TESTS_ON=cpu runs them nevertheless."""
+    for item in items:
+        folder = item.path.parent
+        if folder.parent in (TESTS / "unit", TESTS / "ranks"):
+            item.add_marker(MARKERS.get(folder.name, folder.name))
     import torch  # here, since the process that hands out the tests to the others has no use for it and would keep them waiting
     from fast_set import leave_cases
 

@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TABLE = "renamed_modules.json"
 
 
@@ -107,7 +107,7 @@ def loaded_from_elsewhere(roots: Iterable[Path]) -> list[str]:
 
 def record_here(output: Path, only: str, quick: bool, processes: int) -> int:
     """By the tests beside this file, of the code beside their folder. 1 if entries are missing, which failed."""
-    sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+    sys.path[:0] = [str(ROOT / folder) for folder in ("tests", "tests/support", "tests/campaigns", "")]
     import torch
     from golden_entries import entries
 

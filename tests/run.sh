@@ -4,8 +4,8 @@
 #   bash tests/run.sh                     all; those in tests/gpu are skipped without a GPU
 #   bash tests/run.sh --fast              pure functions, a covering set of layouts with ranks as threads, the rules of the code
 #   bash tests/run.sh [--fast] -k name    further arguments go to pytest
-# Left out for time: cases of the products of layouts, which .venv/bin/python -m pytest -m sweep tests/pure tests/ranks runs (some seven minutes),
-# and layouts over processes, which -m full tests/gloo runs.
+# Left out for time: cases of the products of layouts, which .venv/bin/python -m pytest -m sweep tests/unit tests/ranks runs (some seven minutes),
+# and layouts over processes, which -m full tests/processes runs.
 #
 # From the environment: VENV and PYTHON, see examples/setup_env.sh.
 set -euo pipefail
@@ -43,7 +43,7 @@ tests() {
 
 # In one process per core, each with files of its own at first, so that what a file computes once is computed once.
 threads() {
-    tests -n auto --dist worksteal -m "$1" tests/pure tests/ranks tests/promises tests/test_architecture.py "${@:2}"
+    tests -n auto --dist worksteal -m "$1" tests/unit tests/ranks tests/promises tests/test_architecture.py "${@:2}"
 }
 
 if [ -n "$FAST" ]; then
@@ -56,7 +56,7 @@ fi
 LOG=$(mktemp)
 FILES=$(($(getconf _NPROCESSORS_ONLN) > 2 ? 2 : 1))
 set -m
-tests -n "$FILES" --dist loadfile -m "not full" tests/gloo tests/gpu "$@" >"$LOG" 2>&1 &
+tests -n "$FILES" --dist loadfile -m "not full" tests/processes tests/gpu "$@" >"$LOG" 2>&1 &
 OF_PROCESSES=$!
 set +m
 FAILED=

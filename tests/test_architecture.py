@@ -142,7 +142,7 @@ import sys
 import pytest
 import torch
 
-sys.path[:0] = ["{ROOT}", "{ROOT / "tests"}"]
+sys.path[:0] = ["{ROOT}", "{ROOT / "tests/support"}", "{ROOT / "tests/campaigns"}"]
 torch.set_num_threads(1)
 
 class Blocker:
@@ -373,7 +373,7 @@ def test_lines_of_code_are_neither_comments_docstrings_nor_blank():
 
 
 def test_few_files_have_a_part_in_a_parameter():
-    """`python tests/entered_files.py --names` lists them."""
+    """`python tests/campaigns/entered_files.py --names` lists them."""
     from entered_files import BUILT, entered
 
     assert len(files := entered()[BUILT]) <= 25, files

@@ -6,9 +6,12 @@ CLONE: as in test_megatron_scripts.py.
 """
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
+
+sys.path.append(str(Path(__file__).parent))
 from megatron_names import SOURCES, missing, used_names
 
 CLONE = os.environ.get("MEGATRON_LM_PATH")

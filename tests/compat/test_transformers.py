@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 
 PYTHONS = [path for path in os.environ.get("TRANSFORMERS_PYTHONS", "").split(":") if path]
-EXCHANGE = Path(__file__).parent.parent / "exchange"
+EXCHANGE = Path(__file__).parent.parent / "support" / "exchange"
 pytestmark = pytest.mark.skipif(
     not PYTHONS, reason="TRANSFORMERS_PYTHONS names no interpreters; see the head of this file"
 )
 
 
 def told(python: str, *words: str) -> str:
-    """What a command of tests/exchange prints; it must end with code 0."""
+    """What a command of tests/support/exchange prints; it must end with code 0."""
     environment = os.environ | {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
     command = [python, str(EXCHANGE / words[0]), *words[1:]]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)

@@ -437,7 +437,7 @@ def test_a_failed_rank_ends_the_job():
     if COUNT < 2:
         pytest.skip("needs 2 devices")
     began = time.monotonic()
-    done = job("tests/gloo/failing_script.py", f"{TINY} {BATCH} --fails-rank 1 --fails-how before", 2)
+    done = job("tests/processes/failing_script.py", f"{TINY} {BATCH} --fails-rank 1 --fails-how before", 2)
     assert done.returncode != 0 and time.monotonic() - began < 120
     assert done.stderr.count("rank 1 failed:") == 1 and "the disk is on fire" in done.stderr
 

@@ -1,6 +1,6 @@
 """The names of a model's parameters, as its settings have them: what a checkpoint of it must hold. Whole models; no tensors.
 
-tests/ranks/test_absent_tensors.py compares them with the parameters of the models that are built.
+tests/ranks/convert/test_absent_tensors.py compares them with the parameters of the models that are built.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -14,7 +14,7 @@ Each is a table from a reason to the flags that it holds for, written as a usage
     --flag N...           any number of values
     --flag 0|1|N          warned of, or refused, unless the value is 0 or 1, which ask for what happens anyway
 
-No flag of Megatron's scripts may end as unknown: tests/pure/classic_flags.txt lists them, with what becomes of each.
+No flag of Megatron's scripts may end as unknown: tests/unit/training/classic_flags.txt lists them, with what becomes of each.
 """
 
 from collections.abc import Mapping

@@ -1,0 +1,130 @@
+"""Checkpoints of Megatron-LM, read as they lie by any layout: equal to what transformers computes of the same weights."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from local_ranks import run_ranks
+from whole_run import run
+
+from megatron.convert import open_any
+from megatron.core.inference.load_model import load_gpt
+from megatron.core.sharding.boxes import slices
+from megatron.core.sharding.placement import pieces
+from megatron.core.transformer.model_config import ModelConfig
+from tools import checkpoint_convert
+
+sys.path.append(str(Path(__file__).parents[2] / "support" / "exchange"))
+import dist_files
+import megatron_files
+from cases import ids, read_record, read_tensors
+
+# (case, options of `write`): each age of names and order of rows, and each way in which ranks divide the layers.
+FILES = {
+    "version 0": ("gpt2", {"tp": 2, "version": 0, "age": "transformer"}),
+    "version 1.0": ("gpt2", {"tp": 3, "pp": 2, "version": 1.0, "age": "transformer"}),
+    "version 2.0": ("gpt2", {"tp": 2, "pp": 2, "vpp": 2, "version": 2.0}),
+    "before torch 1.6": ("gpt2", {"tp": 2, "version": 0, "age": "transformer", "zipped": False}),
+    "core": ("llama", {"tp": 2, "pp": 3}),
+    "core, virtual stages": ("llama", {"tp": 2, "pp": 1, "vpp": 3}),
+    "core, more ranks than groups": ("llama", {"tp": 4, "fused_norms": True}),
+    "core, tied": ("llama-tied", {"tp": 2, "pp": 2, "rotary_base": 5e5, "kv_channels": 6, "fused_norms": True}),
+}
+
+# (case, options of `write_dist`): torch_dist, with layers stacked or apart, and arguments in a file or in an object of the folder.
+DIST = {
+    "layers stacked": ("gpt2", {"tp": 2}),
+    "layers apart, args within": ("llama", {"tp": 4, "stacked": False, "common": "item"}),
+    "gates and ups apart": ("llama", {"tp": 2, "halves": True}),
+    "tied": ("llama-tied", {"tp": 2, "rotary_base": 5e5, "kv_channels": 6}),
+}
+
+
+def model_of(root: Path, mesh=None) -> torch.nn.Module:
+    checkpoint = open_any(root, **({"world": mesh["world"]} if mesh else {}))
+    state = checkpoint.state
+    config = ModelConfig(**state["config"]["transformer"] | {"make_vocab_size_divisible_by": 8, "fp64": True})
+    positions = config.max_position_embeddings
+    return load_gpt(checkpoint, config, vocab_size=state["vocab_size"], positions=positions, mesh=mesh)
+
+
+def scores_of(model: torch.nn.Module) -> torch.Tensor:
+    tokens = torch.tensor(ids())
+    return model(tokens, torch.arange(tokens.shape[1]).expand_as(tokens))[..., :31]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("files", FILES)
+def test_files_of_each_age_give_the_scores_of_transformers(files: str, tmp_path: Path):
+    case, options = FILES[files]
+    megatron_files.write(tmp_path, case, **options)
+    expected = torch.tensor(read_record(case)["scores"], dtype=torch.float64)
+    assert (scores_of(model_of(tmp_path)) - expected).abs().max() < 1e-10
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("files", DIST)
+def test_torch_dist_gives_the_scores_of_transformers(files: str, tmp_path: Path):
+    case, options = DIST[files]
+    dist_files.write_dist(tmp_path, case, **options)
+    expected = torch.tensor(read_record(case)["scores"], dtype=torch.float64)
+    assert (scores_of(model_of(tmp_path)) - expected).abs().max() < 1e-10
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "files",
+    [
+        *("version 1.0", "layers stacked"),
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("version 0", "core, tied", "gates and ups apart")),
+    ],
+)
+def test_every_rank_of_another_layout_reads_its_boxes(files: str, tmp_path: Path):
+    """Files of one layout, read at TP 2 x PP 2: each parameter is the part of the whole that its placement says."""
+    case, options = (FILES | DIST)[files]
+    (megatron_files.write if files in FILES else dist_files.write_dist)(tmp_path, case, **options)
+    whole = dict(model_of(tmp_path).named_parameters())
+
+    def work(mesh):
+        for name, mine in model_of(tmp_path, mesh).named_parameters():
+            for box, local in pieces(mine.placement, tuple(mine.shape), mesh):
+                assert torch.equal(mine[slices(local)], whole[name][slices(box)]), name
+
+    run_ranks({"tp": 2, "pp": 2}, work)
+
+
+REST = "--mock-data --tokenizer-type NullTokenizer --vocab-size 25 --micro-batch-size 1 --lr 0.1 --eval-iters 0 --device cpu"
+
+
+@pytest.mark.full
+def test_a_run_starts_from_the_files_and_takes_their_args(tmp_path: Path, capsys):
+    """What it saves is written as a Hugging Face folder; a flag that says another model is refused."""
+    megatron_files.write(tmp_path / "theirs", "gpt2", tp=2, pp=2, version=2.0)
+    words = f"--load {tmp_path / 'theirs'} --seq-length 16 --train-iters 1"
+    run(f"{words} --save {tmp_path / 'run'} --ckpt-step 7", tiny=REST.split())
+    said = capsys.readouterr().out
+    assert f"loaded weights of iteration 7 from {tmp_path / 'theirs'}" in said
+    assert "num_layers 3" in said and "its weights are read, and not its optimizer's state" in said
+    assert checkpoint_convert.main(["--load", str(tmp_path / "run"), "--save-hf", str(tmp_path / "out")]) == 0
+    assert read_tensors(tmp_path / "out").keys() == read_record("gpt2")["shapes"].keys()
+    for flags, told in {
+        f"{words} --num-layers 2": "num_layers: the checkpoint has 3, this run has 2",
+        f"{words} --ckpt-step 8": "iter_0000008: does not exist",
+        f"{words} --save {tmp_path / 'theirs'}": "give it as --pretrained-checkpoint",
+    }.items():
+        with pytest.raises(SystemExit):
+            run(flags, tiny=REST.split())
+        assert told in capsys.readouterr().err, flags
+
+
+def test_the_files_become_a_hugging_face_folder(tmp_path: Path):
+    """Bit-equal tensors, but for the padding of the vocabulary, whose rows are kept."""
+    megatron_files.write(tmp_path / "theirs", "llama", tp=2, pp=3)
+    assert checkpoint_convert.main(["--load", str(tmp_path / "theirs"), "--save-hf", str(tmp_path / "out")]) == 0
+    found, expected = read_tensors(tmp_path / "out"), megatron_files.tensors_of("llama")
+    assert found.keys() == expected.keys()
+    for name, (dtype, shape, data) in found.items():
+        values = np.frombuffer(data, {"F64": "<f8"}[dtype]).reshape(shape)
+        assert np.array_equal(values[: len(expected[name])], expected[name].numpy()), name

@@ -1,0 +1,69 @@
+"""Published models by their names and shapes: every tensor has its place here and every parameter its tensor, at the published count."""
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+from published import CONFIGS, tensors_of
+from published_parameters import PARAMETERS
+
+from megatron.convert.families.config_json import config_of, family_of, settings_of
+from megatron.convert.formats.safetensors import TensorInFile
+from megatron.convert.hf_reader import records_of
+from megatron.core.dist_checkpointing import CheckpointError
+from megatron.core.inference.load_model import lone_mesh
+from megatron.core.models.bert.bert_stage import BertModel
+from megatron.core.models.gpt.gpt_stage import GPTModel
+from megatron.core.models.T5.t5_stage import T5Model
+from megatron.core.transformer.layer_context import LayerContext
+from megatron.core.transformer.model_config import ModelConfig
+
+sys.path.append(str(Path(__file__).parents[2] / "support" / "exchange"))
+
+
+MODELS = {model.__name__: model for model in (GPTModel, BertModel, T5Model)}
+
+
+def parameters_of(name: str) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of our model, without the padding of the word table."""
+    settings, words = settings_of(CONFIGS[name], name)
+    config, model = ModelConfig(**settings), MODELS[family_of(CONFIGS[name], name).model]
+    parts = {"decoder_seq_length": 512} if model is T5Model else {}
+    context = LayerContext.on(lone_mesh(), config.params_dtype, device="meta", fills=False)
+    positions = config.max_position_embeddings or 512
+    made = model(
+        config, vocab_size=words, positions=positions, layers=range(config.all_layers), context=context, **parts
+    )
+    return {key: tuple(parameter.placement.shape) for key, parameter in made.named_parameters()}
+
+
+def placed(name: str, tensors: dict[str, list[int]]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of ours that a folder with these tensors gives. Raises CheckpointError for what is left over."""
+    config = ModelConfig(**settings_of(CONFIGS[name], name)[0])
+    files = {key: TensorInFile("model.safetensors", "bfloat16", tuple(shape), 0) for key, shape in tensors.items()}
+    return {key: x.shape for key, x in records_of(family_of(CONFIGS[name], name), config, files, Path(name)).items()}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_published_model_maps_completely(name: str):
+    """No tensor left over, none missing, each of the right shape; and the number of all parameters."""
+    tensors, ours = tensors_of(name), parameters_of(name)
+    assert placed(name, tensors) == ours
+    assert sum(map(math.prod, tensors.values())) == sum(map(math.prod, ours.values())) == PARAMETERS[name]
+    with pytest.raises(CheckpointError):
+        placed(name, tensors | {"model.layers.0.self_attn.sinks": [8]})
+    last = list(tensors)[-1]
+    assert placed(name, {key: shape for key, shape in tensors.items() if key != last}) != ours
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_its_config_is_written_as_what_it_was(name: str):
+    """`config_of` reads what it writes, and refuses a model that would compute something else."""
+    settings, words = settings_of(CONFIGS[name], name)
+    written = config_of(CONFIGS[name]["model_type"], ModelConfig(**settings), words, "bfloat16")
+    sizes = {"hidden_size", "n_embd", "d_model", "num_hidden_layers", "vocab_size", "rope_theta", "sliding_window"}
+    for key in sizes & written.keys() & CONFIGS[name].keys():
+        off = key == "sliding_window" and not CONFIGS[name].get("use_sliding_window", True)
+        assert written[key] == (None if off else CONFIGS[name][key]), key

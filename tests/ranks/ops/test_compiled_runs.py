@@ -1,0 +1,113 @@
+"""Runs with --compile regions beside the same runs without: one setting of each kind.
+
+What is compiled in a run is called as it is written here: test_compiled.py compiles it, and tests/campaigns/parity_sweep.py --compile
+regions compiles it in the product of layouts.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from compiled_cases import GELU, RUNS
+from local_ranks import run_ranks
+from measured_memory import SMALL, check
+from tiny_run import Layout, TinyTrainer, assert_equal, run
+
+from megatron.core.ops.compile import compiled_region
+from megatron.core.ops.compile.compiled_region import CompileConfig, compiles, settle_compiling, spent, why_not
+from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
+from megatron.core.optimizer.loss_scaler import DynamicGradScaler
+from megatron.core.parallel.mesh import Mesh
+from megatron.training.step import StepResult
+from tools.estimating.measure import measure
+
+# Adam divides a gradient as small as its epsilon by little more than that epsilon: at 1e-8 an element whose gradients differ by 4e-19 has
+# weights that differ by 6e-14. A larger one keeps the weights as close as the gradients.
+OPTIMIZER = OptimizerConfig(clip_grad=0.5, weight_decay=0.1, adam_eps=1e-4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_with_regions_is_the_eager_run(name: str, as_written: None):
+    model, layout, subject = RUNS[name]
+    eager, got = (
+        run(replace(model, compile=choice), layout, steps=1, global_batch=8, optimizer=OPTIMIZER, subject=subject)
+        for choice in ("off", "regions")
+    )
+    assert_equal(got, eager, 1e-12)
+
+
+@pytest.mark.full
+def test_a_loss_scale_is_lowered_alike(as_written: None):
+    """float16: the first step overflows and is skipped, later ones agree as far as float16 does."""
+
+    def steps(mesh: Mesh, choice: str) -> list[StepResult]:
+        scaler = DynamicGradScaler(2.0**20, minimum=1.0, window=1000, hysteresis=1)
+        model = replace(GELU, fp64=False, fp16=True, compile=choice)
+        tiny = TinyTrainer(mesh, model, Layout(), global_batch=4, scaler=scaler)
+        return [tiny.step(i, check_finite=False) for i in range(12)]
+
+    eager, got = (run_ranks({}, lambda mesh, choice=choice: steps(mesh, choice))[0] for choice in ("off", "regions"))
+    assert [(x.skipped, x.loss_scale) for x in got] == [(x.skipped, x.loss_scale) for x in eager]
+    assert eager[0].skipped and not eager[-1].skipped
+    taken = [i for i, step in enumerate(eager) if not step.skipped]
+    assert [got[i].grad_norm for i in taken] == pytest.approx([eager[i].grad_norm for i in taken], rel=5e-3)
+    assert [got[i].losses["lm loss"] for i in taken] == pytest.approx(
+        [eager[i].losses["lm loss"] for i in taken], rel=2e-3
+    )
+
+
+# ---------------------------------------------------------------- memory
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--bf16 --attention-dropout 0 --recompute-granularity selective --recompute-modules mlp layernorm",
+        "--world-size 4 --rank 1 --tensor-model-parallel-size 2 --sequence-parallel --bf16 --zero-stage 3 --swiglu "
+        "--normalization RMSNorm --position-embedding-type rope --disable-bias-linear --group-query-attention --num-query-groups 2",
+        "--model bert --bf16 --attention-dropout 0",
+    ],
+)
+def test_memory_with_regions_is_predicted(flags: str, as_written: None):
+    """What a region saves is the same for every backend, since it is declared."""
+    got = measure(f"{SMALL} {flags} --compile regions".split())
+    check(got.predicted, got.bytes, got.total, got.in_file)
+
+
+# ---------------------------------------------------------------- no compiler
+@pytest.fixture
+def none_decided(monkeypatch: pytest.MonkeyPatch):
+    """Nothing is known of compilers, before and after."""
+    monkeypatch.setattr(compiled_region, "_lacking", set())
+    why_not.cache_clear()
+    yield
+    why_not.cache_clear()
+
+
+@pytest.mark.parametrize("lacks", ["CXX", "PATH"])
+def test_without_a_compiler_a_run_says_so_and_goes_on_eager(
+    lacks: str, none_decided, said, monkeypatch, tmp_path: Path
+):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv(lacks, str(tmp_path / "not-there"))
+    before = spent().programs
+    lines = said("--compile regions --train-iters 2").splitlines()
+    named = {"CXX": tmp_path / "not-there", "PATH": "g++ or clang++"}[lacks]
+    reason = f"there is no C++ compiler {named}; CXX may name another"
+    assert sum(line.strip() == f"--compile regions is off: {reason}" for line in lines) == 1
+    assert sum("iteration" in line and "lm loss" in line for line in lines) == 2
+    assert spent().programs == before
+
+
+def test_what_one_rank_lacks_keeps_all_eager(none_decided, monkeypatch):
+    config = CompileConfig("regions")
+    asked = iter(["Python's headers are not installed (python3-dev)", None, None])
+    monkeypatch.setattr(compiled_region, "why_not", lambda kind: next(asked))
+    said = run_ranks({"dp": 3}, lambda mesh: settle_compiling(config, "cpu", mesh["world"]))
+    assert sorted(line.partition(": ")[2] for (line,) in said) == [
+        "Python's headers are not installed (python3-dev)",
+        *["another rank lacks what it needs"] * 2,
+    ]
+    monkeypatch.setattr(compiled_region, "why_not", lambda kind: None)
+    assert not compiles(config, "cpu")

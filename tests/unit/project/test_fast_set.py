@@ -1,0 +1,12 @@
+"""The tables of tests of whose cases a set has some: each name in them is a test's."""
+
+from pathlib import Path
+
+from fast_set import COMMAND_ONE_IN, ONE_IN
+
+
+def test_the_thinned_tests_are_there():
+    for name, every in (ONE_IN | COMMAND_ONE_IN).items():
+        file, _, function = name.partition("::")
+        assert f"def {function}(" in (Path(__file__).parents[2] / file).read_text(), name
+        assert every > 1
