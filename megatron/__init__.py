@@ -12,6 +12,7 @@ tests/package_graph.py declares which package may import which.
 
 import glob
 import os
+from typing import TYPE_CHECKING
 
 _OURS = '__package_name__ = "megatron-anywhere"'  # a line of our core/package_info.py
 # Files of every release of megatron-core, 0.4 to 0.19, and none of ours.
@@ -61,6 +62,16 @@ def _lines(path: str) -> list[str]:
 _check_unmixed(os.path.dirname(os.path.abspath(__file__)))
 
 from megatron.core.base.lazy_imports import lazy_names  # noqa: E402  (it may be another's)
+
+if TYPE_CHECKING:
+    from megatron.training.global_vars import (
+        get_args as get_args,
+        get_timers as get_timers,
+        get_tokenizer as get_tokenizer,
+        is_last_rank as is_last_rank,
+        print_rank_0 as print_rank_0,
+        print_rank_last as print_rank_last,
+    )
 
 __getattr__, __dir__ = lazy_names(
     __name__, {".training.global_vars": "get_args get_timers get_tokenizer is_last_rank print_rank_0 print_rank_last"}

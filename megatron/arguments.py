@@ -3,5 +3,5 @@
 from megatron.core.transformer.transformer_config import TransformerConfig as TransformerConfig
 from megatron.training.arguments.megatron_arguments import (
     core_transformer_config_from_args as core_transformer_config_from_args,
+    parse_args as parse_args,
 )
-from megatron.training.arguments.megatron_arguments import parse_args as parse_args

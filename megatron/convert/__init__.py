@@ -13,7 +13,23 @@ Names load on first use. To add a family: a table of its own, and a line in `FAM
 `pretrain`.
 """
 
+from typing import TYPE_CHECKING
+
 from megatron.core.base.lazy_imports import lazy_names
+
+if TYPE_CHECKING:
+    from megatron.convert.detect_format import (
+        described_by as described_by,
+        is_foreign as is_foreign,
+        open_any as open_any,
+        open_foreign as open_foreign,
+        settings_in as settings_in,
+    )
+    from megatron.convert.export_offline import write_hf_folder as write_hf_folder
+    from megatron.convert.families.family import Family as Family, Row as Row
+    from megatron.convert.families.registry import FAMILIES as FAMILIES
+    from megatron.convert.formats.megatron_folder import unreadable as unreadable
+    from megatron.convert.import_checkpoint import copy_checkpoint as copy_checkpoint
 
 __getattr__, __dir__ = lazy_names(
     __name__,

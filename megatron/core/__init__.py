@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.core.base.lazy_imports import names_of_megatron
 
 if TYPE_CHECKING:
-    from megatron.core import parallel_state, pipeline_parallel, tensor_parallel, utils
-    from megatron.core import parallel_state as mpu
+    from megatron.core import parallel_state, parallel_state as mpu, pipeline_parallel, tensor_parallel, utils
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.inference_params import InferenceParams
     from megatron.core.model_parallel_config import ModelParallelConfig

@@ -1,7 +1,7 @@
 """Megatron's small helpers: exact division, initial values, wrapped models."""
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -60,6 +60,13 @@ def is_torch_min_version(version: str, check_equality: bool = True) -> bool:
 def get_model_config(model: Any) -> Any:
     return get_attr_wrapped_model(model, "config")
 
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.mapping import (
+        make_sharded_tensor_for_checkpoint as make_sharded_tensor_for_checkpoint,
+        make_tp_sharded_tensor_for_checkpoint as make_tp_sharded_tensor_for_checkpoint,
+    )
+    from megatron.core.parallel_state import GlobalMemoryBuffer as GlobalMemoryBuffer
 
 __getattr__, __dir__ = lazy_names(
     __name__,

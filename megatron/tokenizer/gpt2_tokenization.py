@@ -1,4 +1,6 @@
 """Import path of Megatron 2.x."""
 
-from megatron.training.tokenizer.gpt2_tokenization import PRETRAINED_MERGES_ARCHIVE_MAP as PRETRAINED_MERGES_ARCHIVE_MAP
-from megatron.training.tokenizer.gpt2_tokenization import PRETRAINED_VOCAB_ARCHIVE_MAP as PRETRAINED_VOCAB_ARCHIVE_MAP
+from megatron.training.tokenizer.gpt2_tokenization import (
+    PRETRAINED_MERGES_ARCHIVE_MAP as PRETRAINED_MERGES_ARCHIVE_MAP,
+    PRETRAINED_VOCAB_ARCHIVE_MAP as PRETRAINED_VOCAB_ARCHIVE_MAP,
+)

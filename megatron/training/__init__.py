@@ -10,7 +10,27 @@
 To add a flag: `arguments`; an observer: `monitor`; a phase of a step: `step`.
 """
 
+from typing import TYPE_CHECKING
+
 from megatron.core.base.lazy_imports import lazy_names
+
+if TYPE_CHECKING:
+    from megatron.training.build import (
+        build_train_valid_test_data_iterators as build_train_valid_test_data_iterators,
+        get_model as get_model,
+        setup_model_and_optimizer as setup_model_and_optimizer,
+    )
+    from megatron.training.global_vars import (
+        get_args as get_args,
+        get_runtime as get_runtime,
+        get_timers as get_timers,
+        get_tokenizer as get_tokenizer,
+        is_last_rank as is_last_rank,
+        print_rank_0 as print_rank_0,
+        print_rank_last as print_rank_last,
+    )
+    from megatron.training.initialize import initialize_megatron as initialize_megatron
+    from megatron.training.training import pretrain as pretrain
 
 __getattr__, __dir__ = lazy_names(
     __name__,

@@ -40,8 +40,7 @@ from megatron.core.tokenizers import build_tokenizer
 from megatron.core.tokenizers.tokenizer_fingerprint import tokenizer_sha256
 from megatron.core.tokenizers.tokenizer_registry import Tokenizer
 from megatron.training.arguments.checkpoint_to_load import mistake_in
-from megatron.training.arguments.command_line import Arguments, ArgumentsError, ExtraArgs
-from megatron.training.arguments.command_line import parse_args as parse_words
+from megatron.training.arguments.command_line import Arguments, ArgumentsError, ExtraArgs, parse_args as parse_words
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.hf_config import hf_config_problems
 from megatron.training.arguments.monitor_config import watch_notes

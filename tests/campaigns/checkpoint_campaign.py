@@ -33,8 +33,7 @@ from tiny_run import TINY_GPT2, Layout, TinyTrainer, runtime_for
 
 from megatron.core import parallel_state
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.dist_checkpointing import CheckpointError
-from megatron.core.dist_checkpointing import format as disk
+from megatron.core.dist_checkpointing import CheckpointError, format as disk
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.optimizer.sharded_state_dict import model_tensors, optimizer_tensors
 from megatron.core.parallel import collectives

@@ -30,8 +30,7 @@ from case_runs import REPORT, about, choices_run, differing, read_results, run_c
 from layout_space import DIMENSIONS, Case, case_of, count_cases, covering_cases, main_product
 from option_cases import OPTION_DIMENSIONS, option_cases, worst_difference_of
 from parity_cases import worst_difference
-from t5_cases import DIMENSIONS as T5_DIMENSIONS
-from t5_cases import swept_cases, t5_report, worst_t5_difference
+from t5_cases import DIMENSIONS as T5_DIMENSIONS, swept_cases, t5_report, worst_t5_difference
 
 
 def ordered_cases(max_ranks: int) -> Iterator[Case]:

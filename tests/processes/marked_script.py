@@ -25,8 +25,7 @@ import torch.distributed as dist  # noqa: E402
 
 import pretrain_gpt  # noqa: E402
 from megatron.core.enums import ModelType  # noqa: E402
-from megatron.core.parallel import initialize_groups  # noqa: E402
-from megatron.core.parallel import rendezvous as job  # noqa: E402
+from megatron.core.parallel import initialize_groups, rendezvous as job  # noqa: E402
 from megatron.training import pretrain, trainer, training  # noqa: E402
 from megatron.training.checkpointing import local_checkpoint, save_and_load  # noqa: E402
 

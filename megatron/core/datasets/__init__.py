@@ -11,7 +11,20 @@ Names load on first use. To add a data set: a class with `__len__` and `__getite
 (docs/adding_a_model.md).
 """
 
+from typing import TYPE_CHECKING
+
 from megatron.core.base.lazy_imports import lazy_names
+
+if TYPE_CHECKING:
+    from megatron.core.datasets.data_config import DataConfig as DataConfig
+    from megatron.core.datasets.gpt_samples import (
+        GPTDataset as GPTDataset,
+        MockGPTDataset as MockGPTDataset,
+        build_gpt_datasets as build_gpt_datasets,
+    )
+    from megatron.core.datasets.index_map import requested_samples as requested_samples
+    from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter as IndexedDatasetWriter
+    from megatron.core.datasets.mmap_indexed_dataset import IndexedDataset as IndexedDataset
 
 __getattr__, __dir__ = lazy_names(
     __name__,

@@ -15,7 +15,32 @@ Names load on first use, so that `format` needs no torch.
 To add a dtype: an entry of `ITEM_BYTES`.
 """
 
+from typing import TYPE_CHECKING
+
 from megatron.core.base.lazy_imports import lazy_names
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.format import CheckpointError as CheckpointError
+    from megatron.core.dist_checkpointing.load_sharded import (
+        Checkpoint as Checkpoint,
+        open_checkpoint as open_checkpoint,
+    )
+    from megatron.core.dist_checkpointing.local_tensor import LocalTensor as LocalTensor, placed_tensor as placed_tensor
+    from megatron.core.dist_checkpointing.mapping import ShardedObject as ShardedObject, ShardedTensor as ShardedTensor
+    from megatron.core.dist_checkpointing.save_sharded import save_checkpoint as save_checkpoint
+    from megatron.core.dist_checkpointing.serialization import (
+        check_is_distributed_checkpoint as check_is_distributed_checkpoint,
+        load as load,
+        load_common_state_dict as load_common_state_dict,
+        load_content_metadata as load_content_metadata,
+        load_plain_tensors as load_plain_tensors,
+        save as save,
+    )
+    from megatron.core.dist_checkpointing.state_dict import (
+        load_state_dict as load_state_dict,
+        load_whole_tensors as load_whole_tensors,
+        save_state_dict as save_state_dict,
+    )
 
 __getattr__, __dir__ = lazy_names(
     __name__,

@@ -32,8 +32,7 @@ from megatron.core.dist_checkpointing.write import Saving
 from megatron.core.dist_checkpointing.write_balance import shares
 from megatron.core.dist_checkpointing.writer_group import Messages
 from megatron.core.offload.stored_tensor import StoredTensor
-from megatron.core.parallel import collectives
-from megatron.core.parallel import device as devices
+from megatron.core.parallel import collectives, device as devices
 from megatron.core.parallel.grid import Axis
 from megatron.core.sharding.boxes import size_of
 from megatron.core.storage.paths import path_of

@@ -18,8 +18,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing import checkpoint_folder as folder
-from megatron.core.dist_checkpointing import format
+from megatron.core.dist_checkpointing import checkpoint_folder as folder, format
 from megatron.core.dist_checkpointing.format import CheckpointError, Manifest, Piece
 from megatron.core.dist_checkpointing.local_tensor import LocalTensor, problems_of_tensors
 from megatron.core.offload.stored_tensor import Stored, StoredTensor

@@ -11,7 +11,21 @@
 To add a strategy of reduction: a `GradReduce`, chosen in `DistributedDataParallel._choose_strategies`.
 """
 
+from typing import TYPE_CHECKING
+
 from megatron.core.base.lazy_imports import lazy_names
+
+if TYPE_CHECKING:
+    from megatron.core.distributed.data_parallel_config import DataParallelConfig as DataParallelConfig
+    from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel as DistributedDataParallel
+    from megatron.core.distributed.distributed_data_parallel_config import (
+        DistributedDataParallelConfig as DistributedDataParallelConfig,
+    )
+    from megatron.core.distributed.finalize_model_grads import finalize_model_grads as finalize_model_grads
+    from megatron.core.distributed.grad_buffer import (
+        MemoryBuffer as MemoryBuffer,
+        ParamAndGradBuffer as ParamAndGradBuffer,
+    )
 
 __getattr__, __dir__ = lazy_names(
     __name__,

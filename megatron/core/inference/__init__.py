@@ -8,7 +8,30 @@
 To add a sampling rule: a field of `SamplingConfig` and a line of `distribution`.
 """
 
+from typing import TYPE_CHECKING
+
 from megatron.core.base.lazy_imports import lazy_names
+
+if TYPE_CHECKING:
+    from megatron.core.inference.checkpoint_settings import (
+        SavedSettings as SavedSettings,
+        notes_on as notes_on,
+        read_saved_settings as read_saved_settings,
+    )
+    from megatron.core.inference.load_model import (
+        layout_problems as layout_problems,
+        load_gpt as load_gpt,
+        load_t5 as load_t5,
+    )
+    from megatron.core.inference.sampling import (
+        SamplingConfig as SamplingConfig,
+        chooser as chooser,
+        distribution as distribution,
+        greedy as greedy,
+        keep_top_k as keep_top_k,
+        keep_top_p as keep_top_p,
+        sample as sample,
+    )
 
 # The function `generate` is not here: the submodule of that name would shadow it as soon as anything imports it.
 __getattr__, __dir__ = lazy_names(

@@ -8,7 +8,15 @@ stages), and
 To add a model: a `LanguageModelStage` with its head and loss, or any module that has `set_input_tensor`.
 """
 
+from typing import TYPE_CHECKING
+
 from megatron.core.base.lazy_imports import lazy_names
+
+if TYPE_CHECKING:
+    from megatron.core.models.bert.bert_stage import BertModel as BertModel
+    from megatron.core.models.common.language_model import TransformerLanguageModel as TransformerLanguageModel
+    from megatron.core.models.gpt.gpt_stage import GPTModel as GPTModel
+    from megatron.core.models.T5.t5_stage import T5Model as T5Model
 
 __getattr__, __dir__ = lazy_names(
     __name__,

@@ -11,7 +11,25 @@
 To add an optimizer: a line of OPTIMIZERS, also from a script.
 """
 
+from typing import TYPE_CHECKING
+
 from megatron.core.base.lazy_imports import lazy_names
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer.flat_optimizer import FlatOptimizer as FlatOptimizer
+    from megatron.core.optimizer.flat_optimizer_config import OPTIMIZERS as OPTIMIZERS, UpdateRule as UpdateRule
+    from megatron.core.optimizer.megatron_optimizer import (
+        MegatronOptimizer as MegatronOptimizer,
+        get_megatron_optimizer as get_megatron_optimizer,
+    )
+    from megatron.core.optimizer.muon_orthogonalize import muon_update as muon_update
+    from megatron.core.optimizer.optimizer_config import OptimizerConfig as OptimizerConfig
+    from megatron.core.optimizer.param_groups import ParamGroup as ParamGroup
+    from megatron.core.optimizer.update_rules import (
+        adam_l2_update as adam_l2_update,
+        adam_update as adam_update,
+        sgd_update as sgd_update,
+    )
 
 __getattr__, __dir__ = lazy_names(
     __name__,

@@ -10,7 +10,55 @@
 To add a schedule: a function of integers and a line of `SCHEDULES`, also from a script.
 """
 
+from typing import TYPE_CHECKING
+
 from megatron.core.base.lazy_imports import lazy_names
+
+if TYPE_CHECKING:
+    from megatron.core.parallel.stage_map import StageMap as StageMap, loop as loop
+    from megatron.core.pipeline_parallel.layer_split import split_layers as split_layers
+    from megatron.core.pipeline_parallel.schedule.actions import (
+        Action as Action,
+        Op as Op,
+        Schedule as Schedule,
+        defer_weight_grads as defer_weight_grads,
+        forward_only as forward_only,
+        forwards_over as forwards_over,
+        gpipe as gpipe,
+        interleaved as interleaved,
+        one_f_one_b as one_f_one_b,
+        stages_in as stages_in,
+        zb_h1 as zb_h1,
+        zb_interleaved as zb_interleaved,
+    )
+    from megatron.core.pipeline_parallel.schedule.lower import (
+        DIRECTION_OF as DIRECTION_OF,
+        add_reduce as add_reduce,
+        add_transfers as add_transfers,
+        check_rendezvous as check_rendezvous,
+        partner as partner,
+    )
+    from megatron.core.pipeline_parallel.schedule.plot import (
+        chrome_trace as chrome_trace,
+        plot_svg as plot_svg,
+        plot_text as plot_text,
+    )
+    from megatron.core.pipeline_parallel.schedule.registry import (
+        SCHEDULES as SCHEDULES,
+        default_chunks as default_chunks,
+        stage_map as stage_map,
+    )
+    from megatron.core.pipeline_parallel.schedule.simulate import (
+        bubble as bubble,
+        bubble_in_theory as bubble_in_theory,
+        make_schedule as make_schedule,
+        peak_bytes as peak_bytes,
+        peak_live as peak_live,
+        peak_live_in_theory as peak_live_in_theory,
+        show as show,
+    )
+    from megatron.core.pipeline_parallel.schedule.zb_v import zb_v as zb_v
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func as get_forward_backward_func
 
 # The function `simulate` is not exported: importing the submodule of that name would replace it.
 __getattr__, __dir__ = lazy_names(

@@ -10,7 +10,41 @@
 To add a split layer: its collectives as lines of its forward, and a `Placement` after each parameter.
 """
 
+from typing import TYPE_CHECKING
+
 from megatron.core.base.lazy_imports import lazy_names
+
+if TYPE_CHECKING:
+    from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+    from megatron.core.tensor_parallel.data import broadcast_data as broadcast_data
+    from megatron.core.tensor_parallel.layers import (
+        ColumnParallelLinear as ColumnParallelLinear,
+        RowParallelLinear as RowParallelLinear,
+        VocabParallelEmbedding as VocabParallelEmbedding,
+    )
+    from megatron.core.tensor_parallel.linear_layers import TensorParallel as TensorParallel
+    from megatron.core.tensor_parallel.mappings import (
+        copy_to_tensor_model_parallel_region as copy_to_tensor_model_parallel_region,
+        gather_from_sequence_parallel_region as gather_from_sequence_parallel_region,
+        gather_from_tensor_model_parallel_region as gather_from_tensor_model_parallel_region,
+        reduce_from_tensor_model_parallel_region as reduce_from_tensor_model_parallel_region,
+        reduce_scatter_to_sequence_parallel_region as reduce_scatter_to_sequence_parallel_region,
+        scatter_to_sequence_parallel_region as scatter_to_sequence_parallel_region,
+        scatter_to_tensor_model_parallel_region as scatter_to_tensor_model_parallel_region,
+    )
+    from megatron.core.tensor_parallel.random import (
+        CudaRNGStatesTracker as CudaRNGStatesTracker,
+        checkpoint as checkpoint,
+        get_cuda_rng_tracker as get_cuda_rng_tracker,
+        model_parallel_cuda_manual_seed as model_parallel_cuda_manual_seed,
+    )
+    from megatron.core.tensor_parallel.utils import (
+        VocabUtility as VocabUtility,
+        gather_split_1d_tensor as gather_split_1d_tensor,
+        split_tensor_along_last_dim as split_tensor_along_last_dim,
+        split_tensor_into_1d_equal_chunks as split_tensor_into_1d_equal_chunks,
+    )
+    from megatron.core.utils import divide as divide
 
 __getattr__, __dir__ = lazy_names(
     __name__,

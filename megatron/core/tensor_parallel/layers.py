@@ -1,6 +1,6 @@
 """Tensor-parallel layers with Megatron's arguments, over ours in `linear_layers`."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -143,5 +143,8 @@ class VocabParallelEmbedding(linear_layers.VocabParallelEmbedding):
         super().__init__(num_embeddings, embedding_dim, tp=tp, init=init)
         self.sequence_parallel = reduce_scatter_embeddings and tp.axis.size > 1
 
+
+if TYPE_CHECKING:
+    from megatron.core.tensor_parallel.linear_layers import TensorParallel as TensorParallel
 
 __getattr__, __dir__ = lazy_names(__name__, {"megatron.core.tensor_parallel.linear_layers": "TensorParallel"})

@@ -4,7 +4,21 @@ May import: `config`. Names load on first use; a third-party package is imported
 To add a type: a line of `tokenizers.TOKENIZERS`.
 """
 
+from typing import TYPE_CHECKING
+
 from megatron.core.base.lazy_imports import lazy_names
+
+if TYPE_CHECKING:
+    from megatron.core.tokenizers.tokenizer_config import (
+        TokenizerConfig as TokenizerConfig,
+        build_tokenizer as build_tokenizer,
+    )
+    from megatron.core.tokenizers.tokenizer_registry import (
+        TOKENIZERS as TOKENIZERS,
+        NullTokenizer as NullTokenizer,
+        Tokenizer as Tokenizer,
+        TokenizerType as TokenizerType,
+    )
 
 __getattr__, __dir__ = lazy_names(
     __name__,

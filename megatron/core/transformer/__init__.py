@@ -11,7 +11,25 @@ A part of ours is built from (config, its layer's number, a `LayerContext`). To 
 `core/ops/attention/kernels`. To add a layer, an attention or an MLP: pass it as `make_layer`, `make_attention`, `make_mlp`.
 """
 
+from typing import TYPE_CHECKING
+
 from megatron.core.base.lazy_imports import lazy_names
+
+if TYPE_CHECKING:
+    from megatron.core.ops.attention.kernels import KERNELS as KERNELS, Kernel as Kernel
+    from megatron.core.transformer.attention import ParallelAttention as ParallelAttention
+    from megatron.core.transformer.layer_context import LayerContext as LayerContext
+    from megatron.core.transformer.mlp import ParallelMLP as ParallelMLP
+    from megatron.core.transformer.model_config import ModelConfig as ModelConfig
+    from megatron.core.transformer.module import MegatronModule as MegatronModule
+    from megatron.core.transformer.parallel_transformer import ParallelTransformer as ParallelTransformer
+    from megatron.core.transformer.spec_utils import ModuleSpec as ModuleSpec, build_module as build_module
+    from megatron.core.transformer.transformer_config import TransformerConfig as TransformerConfig
+    from megatron.core.transformer.transformer_layer import (
+        ParallelTransformerLayer as ParallelTransformerLayer,
+        TransformerLayer as TransformerLayer,
+        TransformerLayerSubmodules as TransformerLayerSubmodules,
+    )
 
 __getattr__, __dir__ = lazy_names(
     __name__,

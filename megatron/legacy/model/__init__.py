@@ -1,6 +1,13 @@
 """Models by Megatron's older constructors, which ask the run for its settings."""
 
+from typing import TYPE_CHECKING
+
 from megatron.core.base.lazy_imports import lazy_names
+
+if TYPE_CHECKING:
+    from megatron.legacy.model.bert_model import BertModel as BertModel
+    from megatron.legacy.model.gpt_model import GPTModel as GPTModel
+    from megatron.legacy.model.module import Float16Module as Float16Module
 
 __getattr__, __dir__ = lazy_names(
     __name__, {".bert_model": "BertModel", ".gpt_model": "GPTModel", ".module": "Float16Module"}

@@ -13,7 +13,16 @@ Megatron's names of `megatron.training.arguments` load on first use.
 To add a flag: a field of its component's dataclass.
 """
 
+from typing import TYPE_CHECKING
+
 from megatron.core.base.lazy_imports import lazy_names
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig as TransformerConfig
+    from megatron.training.arguments.megatron_arguments import (
+        core_transformer_config_from_args as core_transformer_config_from_args,
+        parse_args as parse_args,
+    )
 
 __getattr__, __dir__ = lazy_names(
     __name__,

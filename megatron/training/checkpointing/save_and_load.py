@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from megatron.core.base.registry import FUNCTIONS
-from megatron.core.dist_checkpointing import Checkpoint, LocalTensor
-from megatron.core.dist_checkpointing import save_checkpoint as write_checkpoint
+from megatron.core.dist_checkpointing import Checkpoint, LocalTensor, save_checkpoint as write_checkpoint
 from megatron.core.dist_checkpointing.checkpoint_folder import saved_iterations
 from megatron.core.dist_checkpointing.missing_buffers import BUFFERS_AT_START, LOST_BUFFERS, lost_buffers
 from megatron.core.dist_checkpointing.retention import delete_older

@@ -15,8 +15,7 @@ from whole_run import run
 
 import pretrain_gpt
 from megatron.convert import open_foreign
-from megatron.core.dist_checkpointing import format as disk
-from megatron.core.dist_checkpointing import open_checkpoint
+from megatron.core.dist_checkpointing import format as disk, open_checkpoint
 from megatron.core.parallel.device import Device
 from megatron.training.checkpointing.provenance import origin_of_run
 from tools import checkpoint_convert

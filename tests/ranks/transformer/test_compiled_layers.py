@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from compiled_cases import GATED, GELU, as_written, zero
-from compiled_cases import RUNS as OF_REGIONS
+from compiled_cases import GATED, GELU, RUNS as OF_REGIONS, as_written, zero
 from local_ranks import run_ranks
 from measured_memory import SMALL, check
 from tiny_bert import BERT

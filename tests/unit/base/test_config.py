@@ -16,12 +16,12 @@ from megatron.core.base.dataclass_flags import (
     default_of,
     default_text,
     flags_of,
+    knob as declare,
     knobs,
     read_flags,
     repeated_flags,
     unknown_flag_message,
 )
-from megatron.core.base.dataclass_flags import knob as declare
 from megatron.core.optimizer import OPTIMIZERS, UpdateRule
 from megatron.training.arguments.command_line import make_parser, parse_args
 from megatron.training.arguments.config import COMPONENTS

@@ -4,8 +4,7 @@ import types
 
 import numpy as np
 import pytest
-from token_files import WORD_PIECES as TOKENIZER
-from token_files import write_sentences
+from token_files import WORD_PIECES as TOKENIZER, write_sentences
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.datasets import DataConfig

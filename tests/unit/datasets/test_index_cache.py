@@ -5,11 +5,9 @@ import random
 
 import numpy as np
 import pytest
-from token_files import WORD_PIECES as TOKENIZER
-from token_files import write_sentences
+from token_files import WORD_PIECES as TOKENIZER, write_sentences
 
-from megatron.core.datasets import DataConfig, build_gpt_datasets
-from megatron.core.datasets import index_cache as cache_module
+from megatron.core.datasets import DataConfig, build_gpt_datasets, index_cache as cache_module
 from megatron.core.datasets.bert_samples import build_bert_datasets
 from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.token_masking import MaskedDataConfig

@@ -12,10 +12,15 @@ from small_checkpoints import good, loaded, one, refused, save_one, tried_by_ran
 
 from megatron.core import dist_checkpointing as package
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.dist_checkpointing import CheckpointError, LocalTensor, open_checkpoint, save_checkpoint
-from megatron.core.dist_checkpointing import format as disk
-from megatron.core.dist_checkpointing import save_sharded as saving
-from megatron.core.dist_checkpointing import write as writing
+from megatron.core.dist_checkpointing import (
+    CheckpointError,
+    LocalTensor,
+    format as disk,
+    open_checkpoint,
+    save_checkpoint,
+    save_sharded as saving,
+    write as writing,
+)
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import ALONE, Axis, Grid
 from megatron.core.sharding.boxes import slices, whole

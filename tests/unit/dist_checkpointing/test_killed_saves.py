@@ -9,8 +9,7 @@ import torch
 from failing_files import Killed, failing
 from small_checkpoints import good, loaded, save_one, tried_by_ranks
 
-from megatron.core.dist_checkpointing import CheckpointError, open_checkpoint
-from megatron.core.dist_checkpointing import format as disk
+from megatron.core.dist_checkpointing import CheckpointError, format as disk, open_checkpoint
 from megatron.core.storage import file_layer
 
 

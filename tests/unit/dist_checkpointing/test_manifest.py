@@ -10,8 +10,7 @@ import pytest
 import torch
 from small_checkpoints import refused, save_one
 
-from megatron.core.dist_checkpointing import format as disk
-from megatron.core.dist_checkpointing import open_checkpoint
+from megatron.core.dist_checkpointing import format as disk, open_checkpoint
 from megatron.core.sharding.boxes import intersect, slices
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from small_checkpoints import refused, save_one
 
-from megatron.core.dist_checkpointing import format as disk
-from megatron.core.dist_checkpointing import open_checkpoint
+from megatron.core.dist_checkpointing import format as disk, open_checkpoint
 from megatron.core.dist_checkpointing.checkpoint_folder import latest_iteration, pointer_text, saved_iterations
 from megatron.core.dist_checkpointing.commit import clear_leftovers
 from megatron.core.dist_checkpointing.retention import delete_older

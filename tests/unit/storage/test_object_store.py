@@ -17,8 +17,7 @@ from said import raises_telling, tells
 from small_checkpoints import good, loaded, one, refused, save_one, tried_by_ranks
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.dist_checkpointing import CheckpointError, open_checkpoint, save_checkpoint
-from megatron.core.dist_checkpointing import format as disk
+from megatron.core.dist_checkpointing import CheckpointError, format as disk, open_checkpoint, save_checkpoint
 from megatron.core.dist_checkpointing.checkpoint_folder import find, saved_iterations
 from megatron.core.dist_checkpointing.commit import clear_leftovers, delete, set_aside
 from megatron.core.storage import file_layer, object_store, read_ahead
