@@ -62,7 +62,7 @@ from megatron.training.memory.peak_along_schedule import forecast
 from tools import checkpoint_convert, generate
 from tools.estimating.job import read
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parent.parent
 MODELS = {"gpt2": GPT2, "llama": LLAMA}
 SAVED = {"one": Layout(), "tp2-pp2": Layout(tp=2, pp=2, m=2), "zero3": Layout(dp=2)}
 SCRIPTS = ("pretrain_gpt.py", "pretrain_bert.py", "examples/minimal_fork/pretrain.py")

@@ -24,11 +24,11 @@ RUNS = {
     "global copies": COPIES + "global",
 }
 # They change nothing and read nothing: whether two names are one folder, where links of a folder lead; and the lock of --save.
-LOCK = ("open", "training.resume.save_folder._lock")
+LOCK = ("open", "training.checkpointing.save_folder._lock")
 ALLOWED = {
     "core.storage.paths.same_folder",
-    "training.resume.copies._name_of",
-    "core.interchange.formats.hf_folder.path_inside",
+    "training.checkpointing.local_checkpoint._name_of",
+    "convert.formats.hf_folder.path_inside",
 }
 
 

@@ -101,7 +101,7 @@ def test_tests_from_before_a_move_record_what_was_moved(tmp_path: Path):
     golden.put_copy(str(golden.ROOT), product)
     for path in [path for folder in ("megatron", "tools") for path in (product / folder).rglob("*.py")]:
         path.write_text(path.read_text().replace("megatron.core.sharding.boxes", "megatron.core.cut_boxes"))
-    (product / "megatron/core/boxes.py").rename(product / "megatron/core/cut_boxes.py")
+    (product / "megatron/core/sharding/boxes.py").rename(product / "megatron/core/cut_boxes.py")
     table = product / "tests" / golden.TABLE
     only = ["--only", "initial,engine/one,manifest/gpt2-one"]
     subprocess.run(["git", "init", "-q", str(product)], check=True)

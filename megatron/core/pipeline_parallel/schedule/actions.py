@@ -66,8 +66,7 @@ def gpipe(p: int, m: int, v: int = 1) -> Schedule:
 
 def one_f_one_b(p: int, m: int, v: int = 1) -> Schedule:
     """One forward, one backward, after a warm-up (PipeDream-Flush, arXiv:2104.04473, section 2.2.1): the bubble of
-    GPipe, but
-    min(p - rank, m) microbatches in flight. The default."""
+    GPipe, but min(p - rank, m) microbatches in flight. The default."""
     check_sizes("1f1b", p, m, v, chunks=1)
     return _alternate(p, m, 1, warmup=lambda rank: p - rank - 1)
 

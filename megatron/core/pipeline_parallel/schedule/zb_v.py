@@ -15,8 +15,7 @@ from megatron.core.pipeline_parallel.schedule.actions import (
 
 def zb_v(p: int, m: int, v: int = 2) -> Schedule:
     """ZB-V: two chunks per rank in a V, so that rank 0 has the first stage and the loss; half the bubble of ZB-H1, with
-    at most
-    the memory of 1F1B (arXiv:2401.10241, section 6). Any m.
+    at most the memory of 1F1B (arXiv:2401.10241, section 6). Any m.
 
     With p = 3, m = 4 and F, I, W of equal time, lower case for the second chunk:
 
