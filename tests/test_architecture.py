@@ -156,8 +156,9 @@ try:
 except ModuleNotFoundError:
     sys.exit(pytest.main(["-x", "--noconftest", "-p", "no:cacheprovider", *sys.argv[1:]]))
 """
-OF_CORE = (
-    "test_layers test_executor test_axes test_dropout_masks test_eager_tiles test_use_order"  # some of core's tests
+OF_CORE = (  # some of core's tests
+    "tensor_parallel/test_layers pipeline_parallel/test_executor parallel/test_axes ops/test_dropout_masks ops/test_tiled_eager "
+    "distributed/test_use_order"
 )
 
 

@@ -15,6 +15,7 @@ from types import CodeType, FrameType
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "support"))
 sys.path.insert(2, str(Path(__file__).resolve().parents[1] / "campaigns"))
+sys.path.insert(3, str(Path(__file__).resolve().parents[1]))
 
 from local_ranks import run_ranks
 from package_graph import LEVELS
@@ -33,19 +34,19 @@ FLAGS = (
 )
 # Asked for facts, or an observer: no station of a batch.
 BESIDE = (
-    "training/settings",
-    "training/watch",
-    "training/ending",
+    "training/arguments",
+    "training/monitor",
+    "training/fault_tolerance",
     "training/memory",
     "training/global_vars.py",
+    "core/base",
     "core/sharding/boxes.py",
-    "core/base/dataclass_flags.py",
     "core/parallel/global_state.py",
     "core/parallel/device.py",
-    "core/distributed/data_parallel_config.py",
     "core/parallel/mesh.py",
+    "core/distributed/data_parallel_config.py",
     "core/parallel_state.py",
-    "core/base/async_handle.py",
+    "core/timers.py",
 )
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from compiled_cases import GELU, RUNS
+from compiled_cases import GELU, RUNS, as_written
 from local_ranks import run_ranks
 from measured_memory import SMALL, check
 from tiny_run import Layout, TinyTrainer, assert_equal, run
@@ -26,9 +26,10 @@ from tools.estimating.measure import measure
 OPTIMIZER = OptimizerConfig(clip_grad=0.5, weight_decay=0.1, adam_eps=1e-4)
 
 
+@pytest.mark.usefixtures(as_written.__name__)
 @pytest.mark.full
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_with_regions_is_the_eager_run(name: str, as_written: None):
+def test_a_run_with_regions_is_the_eager_run(name: str):
     model, layout, subject = RUNS[name]
     eager, got = (
         run(replace(model, compile=choice), layout, steps=1, global_batch=8, optimizer=OPTIMIZER, subject=subject)
@@ -37,8 +38,9 @@ def test_a_run_with_regions_is_the_eager_run(name: str, as_written: None):
     assert_equal(got, eager, 1e-12)
 
 
+@pytest.mark.usefixtures(as_written.__name__)
 @pytest.mark.full
-def test_a_loss_scale_is_lowered_alike(as_written: None):
+def test_a_loss_scale_is_lowered_alike():
     """float16: the first step overflows and is skipped, later ones agree as far as float16 does."""
 
     def steps(mesh: Mesh, choice: str) -> list[StepResult]:
@@ -57,6 +59,7 @@ def test_a_loss_scale_is_lowered_alike(as_written: None):
     )
 
 
+@pytest.mark.usefixtures(as_written.__name__)
 # ---------------------------------------------------------------- memory
 @pytest.mark.full
 @pytest.mark.parametrize(
@@ -69,7 +72,7 @@ def test_a_loss_scale_is_lowered_alike(as_written: None):
         "--model bert --bf16 --attention-dropout 0",
     ],
 )
-def test_memory_with_regions_is_predicted(flags: str, as_written: None):
+def test_memory_with_regions_is_predicted(flags: str):
     """What a region saves is the same for every backend, since it is declared."""
     got = measure(f"{SMALL} {flags} --compile regions".split())
     check(got.predicted, got.bytes, got.total, got.in_file)

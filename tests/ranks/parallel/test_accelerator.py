@@ -371,7 +371,7 @@ OF_ORDER = {f"core/distributed/collective_order.py _compare: {what}" for what in
 @pytest.mark.full
 def test_a_step_computes_on_one_device_and_its_host_waits_where_it_must():
     """On a device that is not there, by the command line: `stand_in.py` says how."""
-    command = [sys.executable, str(Path(__file__).parents[2] / "stand_in.py"), "--cases", "4"]
+    command = [sys.executable, str(Path(__file__).parents[2] / "campaigns" / "stand_in.py"), "--cases", "4"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
     outcomes = [json.loads(line) for line in done.stdout.splitlines()]
