@@ -18,6 +18,9 @@ from collections import defaultdict
 from pathlib import Path
 from shlex import split
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "support"))
+
 from documents import write_part
 from processes import Job, free_port
 

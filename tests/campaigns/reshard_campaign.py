@@ -19,6 +19,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "support"))
+
 import numpy as np
 from checkpoint_campaign import silence
 from documents import write_part

@@ -20,6 +20,9 @@ from itertools import product
 from pathlib import Path
 from shlex import split
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "support"))
+
 from documents import write_part
 from kill_campaign import lives
 from processes import Job

@@ -93,7 +93,7 @@ def test_a_digest_is_of_names_types_shapes_and_bits():
     assert len({golden_entries.digest(tensors) for tensors in ({"a": x}, *others)}) == 6
 
 
-@pytest.mark.full
+@pytest.mark.sweep
 def test_tests_from_before_a_move_record_what_was_moved(tmp_path: Path):
     """A module of the product, and all who import it, have another name; its tests are those of now, which know the old one."""
     product, records = tmp_path / "product", [tmp_path / "before.json", tmp_path / "after.json"]
@@ -117,13 +117,13 @@ def test_tests_from_before_a_move_record_what_was_moved(tmp_path: Path):
     assert golden.main(["compare", *map(str, records)]) == 0 and len(json.loads(records[1].read_text())) == 4
 
 
-@pytest.mark.full
+@pytest.mark.sweep
 def test_the_same_code_has_the_same_record():
     case = min(covering_cases(2), key=lambda case: case.cost)
     assert golden_entries.of_layout(case) == golden_entries.of_layout(case)
 
 
-@pytest.mark.full  # the triples take seconds to find
+@pytest.mark.sweep  # the triples take seconds to find
 def test_the_record_has_every_triple_and_an_entry_of_every_kind():
     names = [name for name, _ in golden_entries.entries()]
     assert len(names) == len(set(names)) and sum(name.startswith("layout/") for name in names) == len(covering_cases(3))
