@@ -145,7 +145,7 @@ def scores_of(model: torch.nn.Module, tokens: list[list[int]]) -> Tensor:
     return model(given, torch.arange(given.shape[1]).expand_as(given))[..., :WORDS].detach()
 
 
-@pytest.mark.full
+@pytest.mark.sweep
 def test_logits_are_those_of_plain_torch(folder: Path):
     tokens = [row[:LENGTH].tolist() for row in ids()]
     expected = torch.stack([logits(weights(), row) for row in tokens])

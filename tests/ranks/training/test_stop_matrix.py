@@ -18,7 +18,7 @@ ALL_AT_ONCE = (
 )
 
 
-@pytest.mark.full
+@pytest.mark.sweep
 def test_a_stop_changes_no_bit():
     outcome(Case(ALL_AT_ONCE), [3])
 

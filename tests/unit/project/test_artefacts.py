@@ -17,7 +17,7 @@ def call(command: str, folder: Path) -> tuple[int, str]:
     return ended.returncode, ended.stdout + ended.stderr
 
 
-@pytest.mark.full
+@pytest.mark.sweep
 def test_a_bit_that_is_another_is_told(tmp_path: Path):
     folder = tmp_path / "artefacts"
     assert call("make", folder)[0] == 0

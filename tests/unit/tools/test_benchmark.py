@@ -56,7 +56,7 @@ def test_tables_are_aligned():
     ]
 
 
-@pytest.mark.full
+@pytest.mark.sweep
 def test_it_measures_ours_and_says_what_is_missing(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(benchmark.importlib.util, "find_spec", lambda name: None)
