@@ -9,8 +9,13 @@ from typing import Any
 
 FILLED = -1  # what a data set writes where a sample has no more tokens: no token of any file
 
-# Megatron's names for the ids of tokens that texts hold; a tokenizer has some of them.
-_IN_TEXTS = ("eod", "unk", "bos", "eos", "cls", "sep", "mask", "unk_id", "bos_id", "eos_id")
+# The names of ids of tokens that texts hold, as Megatron, NeMo (`eos_id`) and transformers (`eos_token_id`) have them; a
+# tokenizer has some of them.
+_IN_TEXTS = tuple(
+    f"{token}{ending}"
+    for token in ("eod", "unk", "bos", "eos", "cls", "sep", "mask")
+    for ending in ("", "_id", "_token_id")
+)
 
 
 def pad_is_text(tokenizer: Any) -> bool:

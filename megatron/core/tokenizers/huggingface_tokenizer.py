@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from megatron.core.base.lazy_imports import optional_package
-from megatron.core.tokenizers.bpe_and_wordpiece import GPT2_PATTERN, LibraryTokenizer, check_exists, json_of
+from megatron.core.tokenizers.bpe_and_wordpiece import GPT2_PATTERN, LibraryTokenizer, check_exists
 from megatron.core.tokenizers.special_tokens import (
     NAMED,
     SPACED_BY_CONFIG,
@@ -15,6 +15,7 @@ from megatron.core.tokenizers.special_tokens import (
     Token,
     chosen,
     ends_of,
+    object_in,
     readings,
     refusal,
     shown,
@@ -95,21 +96,42 @@ def _apply(reading: SpecialTokens, tokenizer: Any, library: Any) -> tuple[dict[s
 
 
 def _is_in_texts(pad: int, tokenizer: Any, own: dict[int, Any], named: dict[str, int | None], folder: str) -> bool:
-    """Whether texts hold the pad of a folder: it is a word, stands for unknown words, or begins or ends a text by the
-    template or
-    by another name that the folder gives it. own: the added tokens of the tokenizer.json; a word is none of them."""
+    """Whether texts hold the pad of a folder: it is a word, stands for unknown words, begins or ends a text by the
+    template or by another name that the folder gives it, or is part of a chat.
+
+    own: the added tokens of the tokenizer.json; a word is none of them.
+    """
     if pad not in own and tokenizer.model.token_to_id(tokenizer.id_to_token(pad)) == pad:
         return True
     model = _parts(tokenizer)["model"]
     unknown = model.get("unk_token")
     ids = [i for name, i in named.items() if name != "pad_token"]
     ids += [model.get("unk_id"), tokenizer.token_to_id(unknown) if isinstance(unknown, str) else None]
-    # generation_config.json has all tokens that end a text: of Qwen 2.5's chats <|im_end|> and <|endoftext|>.
-    beside = os.path.join(folder, "generation_config.json")
-    generation = json_of(beside, "valid JSON") if os.path.isfile(beside) else {}
-    ends = generation.get("eos_token_id") if isinstance(generation, dict) else None
-    ids += ends if isinstance(ends, list) else [ends]
-    return pad in [*ids, *tokenizer.encode("").ids]
+    # These have all tokens that begin or end a text: of Qwen 2.5's chats <|im_end|> and <|endoftext|> end one.
+    for name in ("generation_config.json", "config.json"):
+        said = object_in(folder, name)
+        for key in ("bos_token_id", "eos_token_id"):
+            value = said.get(key)
+            ids += value if isinstance(value, list) else [value]
+    if pad in [*ids, *tokenizer.encode("").ids]:
+        return True
+    names = (tokenizer.id_to_token(pad), "pad_token")  # a template says the token itself, or its variable
+    return any(name in template for template in _chat_templates(folder) for name in names)
+
+
+def _chat_templates(folder: str) -> list[str]:
+    """The chat templates of a folder, in every place where transformers keeps them."""
+    texts = []
+    for file in ("tokenizer_config.json", "chat_template.json"):
+        said = object_in(folder, file).get("chat_template")  # a template, or several with their names
+        texts += [] if said is None else [said if isinstance(said, str) else json.dumps(said, ensure_ascii=False)]
+    several = os.path.join(folder, "additional_chat_templates")
+    files = [os.path.join(several, name) for name in os.listdir(several)] if os.path.isdir(several) else []
+    for path in [os.path.join(folder, "chat_template.jinja"), *files]:
+        if os.path.isfile(path):
+            with open(path, encoding="utf-8", errors="replace") as file:
+                texts.append(file.read())
+    return texts
 
 
 def _cut_as_5(files: Files, tokenizer: Any, library: Any) -> None:

@@ -28,8 +28,11 @@ ID = {word: i for i, word in enumerate(WORDS)}
 TEXTS = ["the cat sat !", "sat ! ! cat dog the", "! the the cat", "cat"]  # "dog" is <unk>
 
 
-def folder(path, settings, *, template=True, unk="<unk>", generation=None):
-    """A Hugging Face folder of a tokenizer of words; texts begin with <s> where it has a template."""
+def folder(path, settings, *, template=True, unk="<unk>", generation=None, files=None):
+    """A Hugging Face folder of a tokenizer of words; texts begin with <s> where it has a template.
+
+    files: name -> content of further ones.
+    """
     path.mkdir(exist_ok=True)
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(ID, unk_token=unk))
     made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
@@ -41,6 +44,9 @@ def folder(path, settings, *, template=True, unk="<unk>", generation=None):
     (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", **settings}))
     if generation is not None:
         (path / "generation_config.json").write_text(json.dumps(generation))
+    for name, content in (files or {}).items():
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_text(content if isinstance(content, str) else json.dumps(content))
     return build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", tokenizer_model=str(path)))
 
 
@@ -55,6 +61,7 @@ def stream_of(dataset, documents):
     return [token for d in dataset.indices.document_index for token in documents[d]]
 
 
+CHAT = "{% for message in messages %}<s>{{ message['content'] }}<mask>{% endfor %}"
 # The pad of a folder that texts hold: by the name of the end, for unknown words, in the template, as a word, ...
 IN_TEXTS = {
     "the end of documents": ({"pad_token": "<eos>"}, {}),
@@ -64,6 +71,17 @@ IN_TEXTS = {
     "what begins every text": ({"pad_token": "<s>"}, {}),
     "a begin by name": ({"pad_token": "<s>", "bos_token": "<s>"}, {"template": False}),
     "a word": ({"pad_token": "!"}, {}),
+    "another end of config.json": (
+        {"pad_token": "<mask>"},
+        {"files": {"config.json": {"eos_token_id": [0, ID["<mask>"]]}}},
+    ),
+    "the begin of config.json": ({"pad_token": "<mask>"}, {"files": {"config.json": {"bos_token_id": ID["<mask>"]}}}),
+    "the end of a chat's turn": ({"pad_token": "<mask>", "chat_template": CHAT}, {}),
+    "one of several chats": ({"pad_token": "<mask>", "chat_template": [{"name": "default", "template": CHAT}]}, {}),
+    "a chat's own file": ({"pad_token": "<mask>"}, {"files": {"chat_template.jinja": CHAT}}),
+    "a chat's older file": ({"pad_token": "<mask>"}, {"files": {"chat_template.json": {"chat_template": CHAT}}}),
+    "another chat's file": ({"pad_token": "<mask>"}, {"files": {"additional_chat_templates/tools.jinja": CHAT}}),
+    "a chat by its variable": ({"pad_token": "<mask>", "chat_template": "{{ text + pad_token }}"}, {}),
     "another end": ({"pad_token": "<mask>"}, {"generation": {"eos_token_id": [ID["<eos>"], ID["<mask>"]]}}),
 }
 
@@ -89,7 +107,8 @@ def test_a_pad_that_texts_hold_is_text(tmp_path, kind):
 
 
 def test_a_pad_that_is_nothing_else_is_masked_in_files(tmp_path):
-    tokenizer = folder(tmp_path / "folder", {"pad_token": "<fill>"})
+    beside = {"config.json": {"bos_token_id": ID["<s>"], "eos_token_id": ID["<eos>"]}, "chat_template.jinja": CHAT}
+    tokenizer = folder(tmp_path / "folder", {"pad_token": "<fill>"}, files=beside)
     assert not pad_is_text(tokenizer)
     pad = ID["<fill>"]
     prefix = write(tmp_path / "text", [[[5, 6, 7, 0, pad, pad, pad, pad, 5]]])
@@ -144,6 +163,10 @@ class Asked:
         (Asked(pad=9), True),
         (Asked(pad=3, eos=3), True),
         (Asked(pad=3, unk_id=3), True),
+        (Asked(pad=3, sep_id=3), True),
+        (Asked(pad=3, eos_token_id=3), True),
+        (Asked(pad=3, bos_token_id=3, unk_token_id=4), True),
+        (Asked(pad=3, bos_token_id=5, unk_token_id=4), False),
         (Asked(pad=3, first=(3,)), True),
         (Asked(pad=3, pad_is_text=True), True),
         (Asked(pad=3, bos=4), False),
