@@ -14,7 +14,7 @@ from megatron.core.datasets.index_map import SPLIT_NAMES, parse_split
 DEFAULT_SPLIT = "969,30,1"
 MOCK_SPLIT = "1,1,1"
 _OWN = tuple(f"{split}_data_path" for split in SPLIT_NAMES)
-_SOURCES = {
+DATA_SOURCES = {
     "--data-path": ("data_path",),
     "--data-args-path": ("data_args_path",),
     "--train-data-path, --valid-data-path or --test-data-path": _OWN,
@@ -168,7 +168,7 @@ class DataConfig(FlagConfig):
 
     def source_problems(self, *, needed: bool = True) -> list[str]:
         """Why it is not clear where data come from; reads the lists that files hold. needed: there must be some."""
-        given = {flag: [getattr(self, name) for name in names] for flag, names in _SOURCES.items()}
+        given = {flag: [getattr(self, name) for name in names] for flag, names in DATA_SOURCES.items()}
         sources = [flag for flag, values in given.items() if any(value not in (None, False) for value in values)]
         if len(sources) > 1:
             return [f"{' and '.join(sources)} exclude each other; give one"]

@@ -17,6 +17,7 @@ from megatron.core.base.dataclass_flags import (
     repeated_flags,
     unknown_problems,
 )
+from megatron.core.datasets.data_config import DATA_SOURCES
 from megatron.core.tokenizers.tokenizer_registry import TOKENIZERS
 from megatron.training.arguments.args_namespace import Arguments, flags_without_a_setting, other_names_of
 from megatron.training.arguments.checkpoint_args import taken_from_checkpoint
@@ -117,7 +118,9 @@ def parse_args(
         parser = _plain_parser(tuple((name, str(value)) for name, value in defaults.items()), tuple(unread.items()))
     words = sys.argv[1:] if argv is None else list(argv)
     sources = _given_in_file(parser, words) + [_given(parser, words)]
-    settings = {name: value for source in sources for name, value in source.settings.items()}
+    settings: dict[str, Any] = {}
+    for source in sources:  # the file, then the command line, which takes precedence
+        settings = _over(source.settings, settings)
     hides_positions = any(source.hides_positions for source in sources)
     taken = [take(settings, parser, defaults) for take in (taken_from_hf_config, taken_from_checkpoint)]
     for one in taken:
@@ -220,15 +223,28 @@ def _lines(kind: str, reasons: Mapping[str, str]) -> list[str]:
 
 
 # Settings that say one thing together: where a source says it by one of them, another source's say nothing.
-_SAY_ONE_THING = (("bf16", "fp16", "fp64"), ("train_iters", "train_samples"))
+_SAY_ONE_THING = (
+    ("bf16", "fp16", "fp64"),
+    ("train_iters", "train_samples"),
+    ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction"),
+    ("lr_decay_iters", "lr_decay_samples"),
+    ("lr_wsd_decay_iters", "lr_wsd_decay_samples"),
+    ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"),
+    ("use_rope_scaling", "rope_scaling"),
+)
 
 
 def _over(settings: Mapping[str, Any], lower: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of two sources, of which the first takes precedence."""
-    left_out = {name for group in _SAY_ONE_THING if any(settings.get(one) for one in group) for name in group}
+    # 0 steps of warm-up are a choice; a switch that is off leaves the choice to the others.
+    said = {name for name, value in settings.items() if value is not None and value is not False}
+    left_out = {name for group in _SAY_ONE_THING if said.intersection(group) for name in group}
+    for fields in DATA_SOURCES.values():
+        if said.intersection(fields):
+            left_out.update(name for others in DATA_SOURCES.values() if others != fields for name in others)
     if settings.get("swiglu"):  # which is a gate and an activation
         left_out |= {"gated", "activation"}
-    elif settings.get("gated") or settings.get("activation", "gelu-tanh") != "gelu-tanh":
+    elif settings.get("gated") is not None or settings.get("activation") is not None:
         left_out.add("swiglu")
     if settings.get("group_query_attention") is False:
         left_out.add("num_query_groups")

@@ -165,6 +165,52 @@ def test_a_setting_that_says_the_same_in_other_words_replaces_the_scripts(defaul
     assert {name: getattr(model, name) for name in expected} == expected
 
 
+@pytest.mark.parametrize(
+    "above, below, expected",
+    [
+        (
+            {"activation": "gelu-tanh"},
+            {"swiglu": True},
+            {"swiglu": False, "activation": "gelu-tanh"},
+        ),  # our default, said
+        ({"activation": "relu"}, {"swiglu": True}, {"swiglu": False, "activation": "relu"}),
+        ({"gated": False}, {"swiglu": True}, {"swiglu": False, "gated": False}),
+        ({"swiglu": True}, {"gated": True, "activation": "gelu"}, {"swiglu": True, "gated": False}),
+        ({"fp16": True}, {"bf16": True}, {"fp16": True, "bf16": False}),
+        ({"train_iters": 5}, {"train_samples": 8}, {"train_iters": 5, "train_samples": None}),
+        ({"lr_warmup_iters": 3}, {"lr_warmup_fraction": 0.1}, {"lr_warmup_iters": 3, "lr_warmup_fraction": None}),
+        ({"lr_warmup_iters": 0}, {"lr_warmup_fraction": 0.1}, {"lr_warmup_iters": 0, "lr_warmup_fraction": None}),
+        ({"data_path": ["x"]}, {"train_data_path": ["y"]}, {"data_path": ["x"], "train_data_path": None}),
+        ({"valid_data_path": ["x"]}, {"train_data_path": ["y"]}, {"valid_data_path": ["x"], "train_data_path": ["y"]}),
+        ({"data_path": ["x"]}, {"mock_data": True}, {"data_path": ["x"], "mock_data": False}),
+    ],
+    ids=str,
+)
+def test_a_source_replaces_what_a_lower_one_says_in_other_words(
+    above: dict, below: dict, expected: dict, tmp_path: Path
+):
+    """The command line what its file says, and the file what the script's defaults say."""
+    rest = [word for word in REST.split() if word != "--mock-data"]
+    for name, settings in (("above", above), ("below", below)):
+        (tmp_path / name).write_text("\n".join(f"{key}: {json.dumps(value)}" for key, value in settings.items()))
+    results = [parse_args(["--yaml-cfg", str(tmp_path / "above"), *rest], args_defaults=below)]
+    ((name, value),) = above.items()
+    if value is not False:  # which no flag says
+        values = [] if value is True else value if isinstance(value, list) else [str(value)]
+        words = [f"--{name.replace('_', '-')}", *values]
+        results.append(parse_args(["--yaml-cfg", str(tmp_path / "below"), *words, *rest]))
+    for parsed in results:
+        assert {name: getattr(parsed.args, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("flag", ["--load", "--hf-config"])
+def test_an_activation_that_is_our_default_is_not_lost_against_a_folder(flag: str, folder, capsys):
+    """The model is another one then, which is refused by name."""
+    with pytest.raises(SystemExit):
+        run(f"{flag} {folder('llama')} --activation gelu-tanh --lr 1e-30 --train-iters 1", tiny=REST.split())
+    assert tells(capsys.readouterr().err, "swiglu True False")
+
+
 def test_a_length_in_samples_replaces_the_scripts_in_steps():
     training = parse_args(["--train-samples", "8", *REST.split()], args_defaults={"train_iters": 5}).config.training
     assert (training.train_iters, training.train_samples) == (None, 8)
