@@ -89,7 +89,7 @@ class GivenFlags:
     no_effect: dict[str, str]  # flag -> why
     warned: dict[str, str]  # flag and value -> what happens instead
     others: dict[str, Any]  # flags that are no settings
-    hides_positions: bool  # --no-position-embedding; counts only without --position-embedding-type
+    hides_positions: bool  # --no-position-embedding without a --position-embedding-type beside it
     unreadable: list[str]  # settings with an invalid value
 
 
@@ -121,7 +121,6 @@ def parse_args(
     settings: dict[str, Any] = {}
     for source in sources:  # the file, then the command line, which takes precedence
         settings = _over(source.settings, settings)
-    hides_positions = any(source.hides_positions for source in sources)
     taken = [take(settings, parser, defaults) for take in (taken_from_hf_config, taken_from_checkpoint)]
     for one in taken:
         sources.insert(0, _given(parser, one.words))
@@ -129,8 +128,8 @@ def parse_args(
         settings = _over(settings, one.settings | sources[0].settings)
     in_vain = {_flag_of(name): reason for name, reason in unread.items() if _is_set(name, settings)}
     problems = [problem for source in sources for problem in source.problems]
-    if hides_positions:
-        settings.setdefault("position_embedding_type", "none")
+    if _hides_positions(sources) and settings.get("position_embedding_type", "learned_absolute") == "learned_absolute":
+        settings["position_embedding_type"] = "none"
     ours = _names_of_settings()
     unsaid = [
         name for name, value in settings.items() if value is None and name not in ours
@@ -197,9 +196,14 @@ def _given(parser: FlagParser, words: Sequence[str]) -> GivenFlags:
     settings = {name: value for name, value in given.items() if not name.startswith("--")}
     problems += _expand_shorthand(given, settings)
     others = {flag: value for flag, value in given.items() if flag in OTHERS}
-    return GivenFlags(
-        settings, problems, no_effect, warned, others, "--no-position-embedding" in given, list(read.unreadable)
-    )
+    hides_positions = "--no-position-embedding" in given and "position_embedding_type" not in settings
+    return GivenFlags(settings, problems, no_effect, warned, others, hides_positions, list(read.unreadable))
+
+
+def _hides_positions(sources: Sequence[GivenFlags]) -> bool:
+    """Whether the highest of the sources that say anything about positions hides them. sources: the lowest first."""
+    about = [source for source in sources if source.hides_positions or "position_embedding_type" in source.settings]
+    return bool(about) and about[-1].hides_positions
 
 
 def _expand_shorthand(given: Mapping[str, Any], settings: dict[str, Any]) -> list[str]:

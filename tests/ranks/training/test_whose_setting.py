@@ -158,11 +158,48 @@ def test_a_files_number_of_groups_is_megatrons(case: str, groups: int, before: i
         ({"activation": "relu"}, "--swiglu", {"swiglu": True, "activation": "gelu-tanh"}),
         ({"gated": True, "activation": "gelu"}, "--swiglu", {"swiglu": True, "gated": False}),
         ({"bf16": True}, "--fp16", {"bf16": False, "fp16": True}),
+        # At the value of our own default too.
+        ({"swiglu": True}, "--activation gelu-tanh", {"swiglu": False, "activation": "gelu-tanh"}),
+        ({"swiglu": True}, "--openai-gelu", {"swiglu": False, "activation": "gelu-tanh"}),
+        (
+            {"position_embedding_type": "learned_absolute"},
+            "--no-position-embedding",
+            {"position_embedding_type": "none"},
+        ),
     ],
 )
-def test_a_setting_that_says_the_same_in_other_words_replaces_the_scripts(defaults: dict, line: str, expected: dict):
-    model = parse_args([*line.split(), *REST.split()], args_defaults=defaults).config.transformer
-    assert {name: getattr(model, name) for name in expected} == expected
+def test_a_setting_that_says_the_same_in_other_words_replaces_a_lower_one(
+    defaults: dict, line: str, expected: dict, tmp_path: Path
+):
+    """Of the script's defaults, and of a file."""
+    file = tmp_path / "run.yaml"
+    file.write_text("".join(f"{name.replace('_', '-')}: {value}\n" for name, value in defaults.items()))
+    words = [*line.split(), *REST.split()]
+    for parsed in (parse_args(words, args_defaults=defaults), parse_args(["--yaml-cfg", str(file), *words])):
+        assert {name: getattr(parsed.config.transformer, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("words", ["--activation gelu-tanh", "gated: false"])
+def test_a_folder_with_a_gate_is_refused_where_none_is_asked_for(words: str, folder, tmp_path: Path, capsys):
+    (tmp_path / "run.yaml").write_text(words if ":" in words else "")
+    given = f"--yaml-cfg {tmp_path / 'run.yaml'}" if ":" in words else words
+    with pytest.raises(SystemExit):
+        run(f"{given} --load {folder('llama')} --lr 1e-30 --train-iters 1", tiny=REST.split())
+    assert tells(capsys.readouterr().err, "swiglu True False")
+
+
+def test_positions_that_are_hidden_are_not_brought_back_by_a_folder(folder, tmp_path: Path, capsys):
+    """A script's default has no part in it: positions that the folder rotates are none that are learned."""
+    hides = f"--no-position-embedding --lr 1e-30 --train-iters 1 --load {tmp_path}"
+    for defaults in ({}, {"position_embedding_type": "rope"}):
+        with pytest.raises(SystemExit):
+            run(f"{hides}/{folder('gpt2').name}", tiny=REST.split(), args_defaults=defaults)
+        assert tells(capsys.readouterr().err, "position_embedding_type learned_absolute none")
+    taken = parse_args([*f"{hides}/{folder('llama').name}".split(), *REST.split()]).config.transformer
+    assert taken.position_embedding_type == "rope"
+    (tmp_path / "run.yaml").write_text("no-position-embedding: true")
+    words = ["--yaml-cfg", str(tmp_path / "run.yaml"), "--position-embedding-type", "learned_absolute", *REST.split()]
+    assert parse_args(words).config.transformer.position_embedding_type == "learned_absolute"
 
 
 @pytest.mark.parametrize(
@@ -214,3 +251,24 @@ def test_an_activation_that_is_our_default_is_not_lost_against_a_folder(flag: st
 def test_a_length_in_samples_replaces_the_scripts_in_steps():
     training = parse_args(["--train-samples", "8", *REST.split()], args_defaults={"train_iters": 5}).config.training
     assert (training.train_iters, training.train_samples) == (None, 8)
+
+
+@pytest.mark.parametrize(
+    "lower, line, expected",
+    [
+        ("lr_warmup_iters: 2", "--lr-warmup-fraction 0.5", {"lr_warmup_iters": 0, "lr_warmup_fraction": 0.5}),
+        ("lr_warmup_fraction: 0.5", "--lr-warmup-iters 0", {"lr_warmup_iters": 0, "lr_warmup_fraction": None}),
+        ("lr_decay_iters: 5", "--lr-decay-samples 8", {"lr_decay_iters": None, "lr_decay_samples": 8}),
+        ("train_iters: 5", "--train-samples 8", {"train_iters": None, "train_samples": 8}),
+    ],
+)
+def test_a_length_replaces_a_lower_one_in_another_unit(lower: str, line: str, expected: dict, tmp_path: Path):
+    (tmp_path / "run.yaml").write_text(lower)
+    words, (name, value) = [*line.split(), *REST.split()], lower.split(": ")
+    defaults = {name: json.loads(value)}
+    for config in (
+        parse_args(words, args_defaults=defaults).config,
+        parse_args(["--yaml-cfg", str(tmp_path / "run.yaml"), *words]).config,
+    ):
+        got = vars(config.learning_rate) | vars(config.training)
+        assert {name: got[name] for name in expected} == expected
