@@ -13,6 +13,7 @@ from megatron.core.tokenizers.special_tokens import (
     Files,
     SpecialTokens,
     Token,
+    chat_templates_in,
     chosen,
     ends_of,
     object_in,
@@ -99,11 +100,11 @@ def _is_in_texts(pad: int, tokenizer: Any, own: dict[int, Any], named: dict[str,
     """Whether texts hold the pad of a folder: it is a word, stands for unknown words, begins or ends a text by the
     template or by another name that the folder gives it, or is part of a chat.
 
-    own: the added tokens of the tokenizer.json; a word is none of them.
+    own: the added tokens of the tokenizer.json; a word is none of them, unless merges make it.
     """
-    if pad not in own and tokenizer.model.token_to_id(tokenizer.id_to_token(pad)) == pad:
+    model, token = _parts(tokenizer)["model"], tokenizer.id_to_token(pad)
+    if tokenizer.model.token_to_id(token) == pad and (pad not in own or _is_made_by_merges(token, model)):
         return True
-    model = _parts(tokenizer)["model"]
     unknown = model.get("unk_token")
     ids = [i for name, i in named.items() if name != "pad_token"]
     ids += [model.get("unk_id"), tokenizer.token_to_id(unknown) if isinstance(unknown, str) else None]
@@ -115,23 +116,18 @@ def _is_in_texts(pad: int, tokenizer: Any, own: dict[int, Any], named: dict[str,
             ids += value if isinstance(value, list) else [value]
     if pad in [*ids, *tokenizer.encode("").ids]:
         return True
-    names = (tokenizer.id_to_token(pad), "pad_token")  # a template says the token itself, or its variable
-    return any(name in template for template in _chat_templates(folder) for name in names)
+    names = (token, "pad_token")  # a template says the token itself, or its variable
+    return any(name in template for template in chat_templates_in(folder) for name in names)
 
 
-def _chat_templates(folder: str) -> list[str]:
-    """The chat templates of a folder, in every place where transformers keeps them."""
-    texts = []
-    for file in ("tokenizer_config.json", "chat_template.json"):
-        said = object_in(folder, file).get("chat_template")  # a template, or several with their names
-        texts += [] if said is None else [said if isinstance(said, str) else json.dumps(said, ensure_ascii=False)]
-    several = os.path.join(folder, "additional_chat_templates")
-    files = [os.path.join(several, name) for name in os.listdir(several)] if os.path.isdir(several) else []
-    for path in [os.path.join(folder, "chat_template.jinja"), *files]:
-        if os.path.isfile(path):
-            with open(path, encoding="utf-8", errors="replace") as file:
-                texts.append(file.read())
-    return texts
+def _is_made_by_merges(token: str, model: dict[str, Any]) -> bool:
+    """Whether BPE makes a token of its vocabulary from text. transformers adds every named token to a tokenizer.json that
+    it saves, so that a pad "!" (CLIP's in OpenCLIP) is an added token there; <pad> of Llama's vocabulary is made by no
+    merge."""
+    if model["type"] != "BPE":
+        return False
+    pairs = (merge if isinstance(merge, list) else merge.split(" ") for merge in model["merges"])
+    return len(token) == 1 or any("".join(pair) == token for pair in pairs)
 
 
 def _cut_as_5(files: Files, tokenizer: Any, library: Any) -> None:

@@ -364,3 +364,22 @@ def object_in(folder: str, name: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     return held if isinstance(held, Mapping) else {}
+
+
+def chat_templates_in(folder: str) -> list[str]:
+    """The text of every chat template of a folder: in files of their own, and in tokenizer_config.json and
+    chat_template.json, where several are a list of names and templates."""
+    held = [object_in(folder, name).get("chat_template") for name in ("tokenizer_config.json", "chat_template.json")]
+    found = [part.get("template") if isinstance(part, Mapping) else part for one in held for part in _as_list(one)]
+    paths = [os.path.join(folder, "chat_template.jinja")]
+    more = os.path.join(folder, "additional_chat_templates")
+    if os.path.isdir(more):
+        paths += [os.path.join(more, name) for name in sorted(os.listdir(more)) if name.endswith(".jinja")]
+    for path in filter(os.path.isfile, paths):
+        with open(path, encoding="utf-8", errors="replace") as file:
+            found.append(file.read())
+    return [template for template in found if isinstance(template, str)]
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]

@@ -83,6 +83,7 @@ IN_TEXTS = {
     "another chat's file": ({"pad_token": "<mask>"}, {"files": {"additional_chat_templates/tools.jinja": CHAT}}),
     "a chat by its variable": ({"pad_token": "<mask>", "chat_template": "{{ text + pad_token }}"}, {}),
     "another end": ({"pad_token": "<mask>"}, {"generation": {"eos_token_id": [ID["<eos>"], ID["<mask>"]]}}),
+    "a begin of the model": ({"pad_token": "<mask>"}, {"generation": {"bos_token_id": ID["<mask>"]}}),
 }
 
 
@@ -119,6 +120,18 @@ def test_a_pad_that_is_nothing_else_is_masked_in_files(tmp_path):
     assert item["labels"].tolist() == [6, 7, 0, 0, 0, 0, 0, 5]
     assert item["loss_mask"].tolist() == [1, 1, 1, 0, 0, 0, 0, 1]
     assert not [line for line in said if "pad token" in line]
+
+
+@pytest.mark.parametrize("pad, is_text", [("!", True), ("ab", True), ("<fill>", False)])
+def test_a_pad_that_merges_make_is_text_though_its_file_adds_it(tmp_path, pad, is_text):
+    """As transformers saves it: every named token is an added one."""
+    words = {"!": 0, "a": 1, "b": 2, "ab": 3, "<eos>": 4, "<fill>": 5}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(words, [("a", "b")]))
+    made.add_special_tokens(["<eos>", pad])
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", "pad_token": pad}))
+    tokenizer = build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", tokenizer_model=str(tmp_path)))
+    assert (tokenizer.pad, pad_is_text(tokenizer)) == (words[pad], is_text)
 
 
 def test_documents_end_where_their_end_is_the_pad(tmp_path):
