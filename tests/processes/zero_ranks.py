@@ -34,7 +34,7 @@ from megatron.core.offload.offload_config import OffloadConfig
 from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.pipeline_parallel.pipeline_driver import BatchShape
+from megatron.core.pipeline_parallel.schedules import BatchShape
 from megatron.core.sharding.initial_values import initialize_parameters
 from megatron.core.transformer.layer_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig

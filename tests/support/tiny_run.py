@@ -32,7 +32,7 @@ from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.parallel.device import Device
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.layer_split import split_layers, split_two_stacks
-from megatron.core.pipeline_parallel.pipeline_driver import BatchShape, Pipeline
+from megatron.core.pipeline_parallel.schedules import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec
 from megatron.core.sharding.boxes import pieces_of_run, size_of, slices
 from megatron.core.sharding.initial_values import initialize_parameters

@@ -4,8 +4,7 @@
     layer_split                         the layers of each stage (no torch)
     executor, stage_transport           one rank's list on tensors; what stages send to one another
     microbatch_loss                     results of forward steps as sums and counts
-    pipeline_driver, forward_backward   a step of training or of evaluation; a step of a script's own loop
-    schedules                           Megatron's `get_forward_backward_func`
+    schedules                           drives a step: `Pipeline`, and Megatron's `get_forward_backward_func`
 
 To add a schedule: a function of integers and a line of `SCHEDULES`, also from a script.
 """

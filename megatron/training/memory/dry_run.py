@@ -33,8 +33,8 @@ from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.parallel.device import Device
 from megatron.core.parallel.mesh import Mesh, build_mesh
 from megatron.core.pipeline_parallel.microbatch_loss import ForwardStep
-from megatron.core.pipeline_parallel.pipeline_driver import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.schedule.actions import Action, Op, Schedule
+from megatron.core.pipeline_parallel.schedules import BatchShape, Pipeline
 from megatron.core.tensor_parallel.broadcast_batch import GeneratedBatch
 from megatron.core.timers import Timers
 from megatron.training.arguments.config import Config

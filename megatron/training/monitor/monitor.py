@@ -20,8 +20,8 @@ from megatron.core.base import output_streams
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.global_norms import num_zeros_in_grad, params_norm
-from megatron.core.pipeline_parallel.pipeline_driver import Pipeline
 from megatron.core.pipeline_parallel.schedule.actions import Action, Op
+from megatron.core.pipeline_parallel.schedules import Pipeline
 from megatron.core.storage.paths import path_of
 from megatron.training.arguments.monitor_config import writes_tensorboard
 from megatron.training.checkpointing.train_state import TrainState

@@ -18,8 +18,8 @@ from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.global_norms import my_elements
 from megatron.core.parallel import collectives
 from megatron.core.pipeline_parallel.microbatch_loss import ForwardStep
-from megatron.core.pipeline_parallel.pipeline_driver import Pipeline
 from megatron.core.pipeline_parallel.schedule.actions import Action, Op
+from megatron.core.pipeline_parallel.schedules import Pipeline
 from megatron.training.step import StepWork
 
 Order = tuple[int, ...]  # by which the tensors of a step are ordered

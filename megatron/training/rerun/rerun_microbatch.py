@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from megatron.core.ops.tensor_hash import tensor_hash
 from megatron.core.parallel import collectives
 from megatron.core.parallel.collectives import Call
-from megatron.core.pipeline_parallel.pipeline_driver import Pipeline
+from megatron.core.pipeline_parallel.schedules import Pipeline
 from megatron.training.global_vars import print_rank_0
 from megatron.training.rerun.check import Check
 from megatron.training.step import StepWork

@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
-from megatron.core.pipeline_parallel.pipeline_driver import Pipeline
+from megatron.core.pipeline_parallel.schedules import Pipeline
 from megatron.training.batch_cache import KeptBatches
 from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.global_vars import Runtime

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing import CheckpointError, LocalTensor, save_
 from megatron.core.dist_checkpointing.format import ITEM_BYTES
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.parallel import collectives
-from megatron.core.pipeline_parallel.pipeline_driver import Pipeline
+from megatron.core.pipeline_parallel.schedules import Pipeline
 from megatron.core.sharding.boxes import whole
 from megatron.core.storage.paths import path_of
 from megatron.training.batch_cache import KeptBatches

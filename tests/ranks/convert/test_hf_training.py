@@ -23,7 +23,7 @@ from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.pipeline_parallel.pipeline_driver import BatchShape
+from megatron.core.pipeline_parallel.schedules import BatchShape
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.step import train_step
 

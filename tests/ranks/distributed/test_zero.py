@@ -29,7 +29,7 @@ from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
 from megatron.core.parallel.collectives import bytes_sent
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.pipeline_parallel.pipeline_driver import BatchShape
+from megatron.core.pipeline_parallel.schedules import BatchShape
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.step import train_step
 

@@ -36,7 +36,7 @@ from megatron.core.offload.activation_slots import SlotBuffer
 from megatron.core.offload.host_and_file_store import FileTier
 from megatron.core.offload.offload_config import OffloadConfig
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.pipeline_parallel.pipeline_driver import BatchShape, Pipeline
+from megatron.core.pipeline_parallel.schedules import BatchShape, Pipeline
 from megatron.core.transformer.layer_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.parallel_transformer import ParallelTransformer

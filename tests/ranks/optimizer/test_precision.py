@@ -31,7 +31,7 @@ from megatron.core.optimizer.param_groups import GroupRule, ParamGroup, default_
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.layer_split import split_layers
 from megatron.core.pipeline_parallel.microbatch_loss import read_loss
-from megatron.core.pipeline_parallel.pipeline_driver import BatchShape, Pipeline
+from megatron.core.pipeline_parallel.schedules import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec
 from megatron.core.sharding.initial_values import initialize_parameters
 from megatron.core.sharding.placement import Placement

@@ -358,7 +358,7 @@ def test_the_peak_of_a_step_is_not_that_of_building_the_model(monkeypatch):
 # Where the host of a step may wait: for the norm, for the totals, where it updates state itself for the gradients, and in ZeRO stages 2
 # and 3, once its last backward is through, to compare the order of layers.
 WAITS = {
-    "core/pipeline_parallel/pipeline_driver.py share_totals: copy npu to cpu",
+    "core/pipeline_parallel/schedules.py share_totals: copy npu to cpu",
     "core/optimizer/flat_optimizer.py grad_norm: number read",
 }
 OF_STATE_ON_HOST = {

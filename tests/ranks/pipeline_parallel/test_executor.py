@@ -18,7 +18,6 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.stage_map import loop
 from megatron.core.pipeline_parallel.executor import Executor
 from megatron.core.pipeline_parallel.microbatch_loss import read_loss
-from megatron.core.pipeline_parallel.pipeline_driver import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.schedule.actions import (
     Action,
     Op,
@@ -30,6 +29,7 @@ from megatron.core.pipeline_parallel.schedule.actions import (
 )
 from megatron.core.pipeline_parallel.schedule.lower import add_transfers
 from megatron.core.pipeline_parallel.schedule.simulate import show
+from megatron.core.pipeline_parallel.schedules import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec, Transport
 from megatron.training.step import train_step
 

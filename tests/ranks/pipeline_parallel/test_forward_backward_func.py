@@ -29,7 +29,7 @@ from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
 from megatron.core.optimizer.loss_scaler import ConstantGradScaler
 from megatron.core.parallel.global_state import current
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.pipeline_driver import BatchShape
+from megatron.core.pipeline_parallel.schedules import BatchShape
 from megatron.training.arguments import core_transformer_config_from_args
 
 BATCH, SEQ = 24, 8

@@ -24,7 +24,7 @@ from tiny_run import (
 
 from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.pipeline_parallel.pipeline_driver import BatchShape
+from megatron.core.pipeline_parallel.schedules import BatchShape
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.recompute import give_up, recomputed
 
