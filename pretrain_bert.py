@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatron.core.datasets.bert_samples import build_bert_datasets
+from megatron.core.datasets.bert_dataset_builder import build_bert_datasets
 from megatron.core.enums import ModelType
 from megatron.core.models.bert.bert_stage import BertModel
 from megatron.core.tensor_parallel.broadcast_batch import broadcast_batch

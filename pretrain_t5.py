@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.datasets.t5_samples import build_t5_datasets
+from megatron.core.datasets.t5_dataset_builder import build_t5_datasets
 from megatron.core.enums import ModelType
 from megatron.core.models.T5.t5_stage import T5Model
 from megatron.core.tensor_parallel.broadcast_batch import broadcast_batch

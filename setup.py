@@ -53,7 +53,7 @@ PROGRAMS = [
     "tools/stdlib_corpus",
     "tools/train_tokenizer",
 ]
-COMMANDS = {f"megatron-{Path(program).name.replace('_', '-')}": "megatron.commands:main" for program in PROGRAMS}
+COMMANDS = {f"megatron-{Path(program).name.replace('_', '-')}": "megatron.console_scripts:main" for program in PROGRAMS}
 COMMANDS["megatron-report"] = "megatron.report:main"
 
 

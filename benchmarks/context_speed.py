@@ -53,7 +53,7 @@ def ways_of(shape: tuple[int, int, int, str], length: int) -> dict[str, Way]:
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
-    from megatron.core.context_parallel.cp_comm_type import METHODS, ContextParallel, SharedAttention
+    from megatron.core.context_parallel.cp_attention import METHODS, ContextParallel, SharedAttention
     from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
     from megatron.core.ops.shard_sequence import of_my_rows
     from megatron.core.parallel.global_state import get_mesh
@@ -140,7 +140,7 @@ def rank_main(folder: Path, shapes: list[int], length: int, rounds: int) -> None
     import torch.distributed as dist
 
     from megatron.core import parallel_state
-    from megatron.core.parallel.device import Device
+    from megatron.core.parallel.accelerator import Device
 
     Device("cpu").prepare(
         bf16=False
@@ -167,7 +167,7 @@ def profile_main(length: int) -> None:
     import torch.distributed as dist
 
     from megatron.core import parallel_state
-    from megatron.core.parallel.device import Device
+    from megatron.core.parallel.accelerator import Device
 
     Device("cpu").prepare(
         bf16=False

@@ -35,7 +35,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megatron.convert.formats.safetensors import header_of, read_header  # noqa: E402  # which needs no torch
+from megatron.convert.formats.safetensors_header import header_of, read_header  # noqa: E402  # which needs no torch
 
 CHUNK = 16 << 20  # bytes that pass at a time on the plain side
 MARGIN = 100_000_000  # bytes

@@ -34,11 +34,11 @@ from megatron.core.distributed.data_parallel import DataParallelConfig, Distribu
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
-from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
+from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.schedules import BatchShape, Pipeline
 from megatron.core.sharding.initial_values import initialize_parameters
-from megatron.core.transformer.layer_context import LayerContext
+from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.step import train_step
 

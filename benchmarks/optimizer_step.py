@@ -31,13 +31,13 @@ from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
-from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
 from megatron.core.optimizer.full_matrix import Owners, whole_tensors
+from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.optimizer.param_groups import default_group
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.sharding.initial_values import initialize_parameters
-from megatron.core.transformer.layer_context import LayerContext
+from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 
 SETTINGS = {

@@ -1,7 +1,7 @@
 """Import path of Megatron 2.x."""
 
 from megatron.core.transformer.transformer_config import TransformerConfig as TransformerConfig
-from megatron.training.arguments.megatron_arguments import (
+from megatron.training.arguments.transformer_config_from_args import (
     core_transformer_config_from_args as core_transformer_config_from_args,
     parse_args as parse_args,
 )

@@ -2,7 +2,7 @@
 
 import runpy
 
-from megatron.commands import program_of, programs_folder
+from megatron.console_scripts import program_of, programs_folder
 
 if __name__ == "__main__":
     runpy.run_path(str(program_of("configure", programs_folder())), run_name="__main__")

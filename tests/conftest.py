@@ -74,7 +74,9 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(20_000)
 
 
-_frozen_for: Path | None = None  # the file of tests before which the garbage collector was last told to leave out what there is
+_frozen_for: Path | None = (
+    None  # the file of tests before which the garbage collector was last told to leave out what there is
+)
 
 
 def _freeze_before(item: pytest.Item) -> None:

@@ -21,25 +21,25 @@ PRODUCT_FILES = [p for p in PYTHON_FILES if "tests" not in p.relative_to(ROOT).p
 # Files that load without torch, so that tools and tests of plain integers start at once.
 PURE = """
     core.parallel.grid core.parallel.sequence_shard core.sharding.boxes core.sharding.placement
-    core.base.dataclass_flags core.base.batch_size core.parallel.launcher_environment core.parallel.liveness
-    core.base.errors core.parallel.parallel_config core.parallel.stage_map core.base.registry
+    core.base.dataclass_flags core.base.batch_size_schedule core.parallel.launcher_environment core.parallel.tcp_liveness
+    core.base.error_reporting core.parallel.parallel_config core.parallel.stage_map core.base.registry
     core.storage.atomic_file core.storage.file_layer core.storage.object_store core.storage.paths
     core.distributed.data_parallel_config core.distributed.buffer_plan core.distributed.comm_volume
-    core.distributed.grad_count core.offload.offload_plan core.offload.block_file core.offload.offload_folder
-    core.optimizer.lr_schedule core.optimizer.loss_scaler core.optimizer.flat_optimizer_config
+    core.distributed.grad_count core.offload.offload_fraction core.offload.checksummed_file core.offload.offload_folder
+    core.optimizer.lr_schedule core.optimizer.loss_scaler core.optimizer.optimizer_registry
     core.optimizer.muon_config core.optimizer.matrix_owners core.optimizer.param_groups
     core.dist_checkpointing.checkpoint_folder core.dist_checkpointing.object_store_commit
-    core.dist_checkpointing.commit core.dist_checkpointing.format core.dist_checkpointing.write
+    core.dist_checkpointing.commit core.dist_checkpointing.format core.dist_checkpointing.write_and_publish
     core.dist_checkpointing.writer_process core.pipeline_parallel.schedule.actions
     core.pipeline_parallel.schedule.registry core.pipeline_parallel.schedule.zb_v
     core.pipeline_parallel.schedule.lower core.pipeline_parallel.schedule.simulate
     core.pipeline_parallel.layer_split core.pipeline_parallel.schedule.plot core.datasets.index_map
-    training.arguments.rerun_config training.monitor.cpu_contention training.flops training.monitor.progress_line
-    convert.formats.safetensors convert.formats.hf_folder convert.families.weight_layout
-    convert.families.config_fields convert.formats.safe_unpickle convert.formats.torch_file
-    convert.formats.megatron_args convert.formats.megatron_parameter_names convert.formats.megatron_folder
-    convert.formats.megatron_torch convert.formats.megatron_torch_dist convert.formats.torch_dcp
-    convert.formats.megatron_ignored_args core.base.rank_status core.base.output_streams core.base.memory_kind
+    training.arguments.rerun_config training.monitor.cpu_contention training.model_flops training.monitor.long_task_progress
+    convert.formats.safetensors_header convert.formats.read_hf_folder convert.families.weight_layout
+    convert.families.config_fields convert.formats.pickle_as_data convert.formats.read_torch_file
+    convert.formats.read_megatron_args convert.formats.megatron_param_mapping convert.formats.find_megatron_folder
+    convert.formats.read_megatron_torch convert.formats.read_megatron_torch_dist convert.formats.read_torch_dcp
+    convert.formats.megatron_ignored_args core.base.rank_status core.base.output_streams core.base.memory_category
 """
 
 
@@ -106,9 +106,9 @@ META_DEVICE = {
     "tensor_parallel/linear_layers.py": "the same, of a table that two stages share",
     "inference/load_model.py": "a model made on the meta device, to compare names and shapes with a checkpoint's",
     "ops/compile/compiled_region.py": "a compiled program has results and nothing in between; torch compiles none for the meta device",
-    "ops/blas_bf16_accumulate.py": "called by its address, it needs what torch's operators have for the meta device",
+    "ops/cblas_gemm_bf16bf16f32.py": "called by its address, it needs what torch's operators have for the meta device",
     "tensor_parallel/linear_autograd.py": "a product is chosen by trying it, and there are no values to try with",
-    "offload/activation_slots.py": "torch cuts no storage of the meta device",
+    "offload/contiguous_activation_buffer.py": "torch cuts no storage of the meta device",
 }
 
 
@@ -172,8 +172,8 @@ def test_core_passes_its_tests_where_the_prediction_of_memory_is_removed():
 
 
 MEETING = [
-    CORE / "parallel" / "rendezvous.py",
-    CORE / "parallel" / "initialize_groups.py",
+    CORE / "parallel" / "initialize_distributed.py",
+    CORE / "parallel" / "initialize_model_parallel.py",
 ]  # where processes meet and groups are made
 
 
@@ -216,7 +216,7 @@ def test_collectives_alone_communicate_and_create_no_groups():
 
 def test_only_device_names_a_vendor():
     for path in PRODUCT_FILES:
-        if path == CORE / "parallel" / "device.py":
+        if path == CORE / "parallel" / "accelerator.py":
             continue
         for node in nodes_of(path):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
@@ -287,13 +287,15 @@ def test_training_knows_no_model():
     """It trains what a script's provider returns, by what the model declares: rules, boundary, model_name, gives_hidden_states."""
     known = {
         "megatron.core.models.common.model_rules",
-        "megatron.core.transformer.layer_context",
+        "megatron.core.transformer.layer_build_context",
         "megatron.core.transformer.context_parallel_rules",
         "megatron.core.ops.attention.masks",  # what a batch hides from its queries
         "megatron.core.transformer.model_config",
     }
     for path in sorted((ROOT / "megatron" / "training").rglob("*.py")):
-        for name in imported_modules(path) if path.name not in ("__init__.py", "megatron_arguments.py") else ():
+        for name in (
+            imported_modules(path) if path.name not in ("__init__.py", "transformer_config_from_args.py") else ()
+        ):
             if name.startswith(("megatron.core.models.", "megatron.core.transformer.")):
                 assert name.rpartition(".")[0] in known, f"{path.relative_to(ROOT)} imports {name}"
 

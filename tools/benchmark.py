@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.base.dataclass_flags import BelowOne, Count, FlagConfig, Positive, WholeNumber, knob
 from megatron.core.ops.compile.compiled_region import CompileConfig
-from megatron.core.parallel.device import Device, DeviceName, multiplies_bfloat16
+from megatron.core.parallel.accelerator import Device, DeviceName, multiplies_bfloat16
 from tools.benchmarking import records, works
 from tools.benchmarking.contest import TURN, Contest, Plan, Stopped, ceilings
 from tools.benchmarking.picture import draw

@@ -21,16 +21,16 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 from megatron.convert import copy_checkpoint, open_any, write_hf_folder
-from megatron.convert.missing_parameters import check_complete
-from megatron.convert.strided_ranges import StridedCheckpoint
+from megatron.convert.check_missing_keys import check_complete
+from megatron.convert.strided_checkpoint import StridedCheckpoint
 from megatron.core.base.dataclass_flags import ConfigError, FlagConfig, knob
 from megatron.core.dist_checkpointing import Checkpoint
 from megatron.core.dist_checkpointing.local_tensor import LocalTensor
-from megatron.core.dist_checkpointing.missing_buffers import note_of_lost_buffers
+from megatron.core.dist_checkpointing.lost_buffers import note_of_lost_buffers
 from megatron.core.sharding.boxes import whole
 from megatron.core.storage.file_layer import at, exists, remove_tree
 from megatron.core.storage.paths import is_url, path_of
-from megatron.training.arguments.save_hf_config import DEFAULT_SHARD_SIZE, bytes_of, read_size
+from megatron.training.arguments.hf_export_config import DEFAULT_SHARD_SIZE, bytes_of, read_size
 from tools.errors import missing, run_tool
 
 _MODEL = "model/"  # what the names of a model's tensors begin with in a checkpoint

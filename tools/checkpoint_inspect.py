@@ -26,7 +26,7 @@ from megatron.core.base.dataclass_flags import ConfigError, Count, FlagConfig, W
 from megatron.core.dist_checkpointing import Checkpoint, CheckpointError, LocalTensor, open_checkpoint
 from megatron.core.dist_checkpointing.checkpoint_folder import saved_iterations
 from megatron.core.dist_checkpointing.format import TensorRecord, item_bytes_of, iteration_of, show_box
-from megatron.core.dist_checkpointing.missing_buffers import note_of_lost_buffers
+from megatron.core.dist_checkpointing.lost_buffers import note_of_lost_buffers
 from megatron.core.sharding.boxes import size_of, whole
 from megatron.core.storage.paths import path_of
 from tools.errors import missing, run_tool

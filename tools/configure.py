@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.commands import program_of, programs_folder
+from megatron.console_scripts import program_of, programs_folder
 from megatron.core.base.dataclass_flags import ConfigError, FlagParser, add_flags, build, read_flags
 from tools.configuring.answers import Answers, Choices, complete, line, read_answer, work_of
 from tools.configuring.command import (

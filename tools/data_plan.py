@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.base.dataclass_flags import ConfigError, Count, FlagConfig, knob
 from megatron.core.datasets.data_config import DataConfig
-from megatron.core.datasets.data_plan import Reading, total
+from megatron.core.datasets.data_usage_report import Reading, total
 from megatron.core.datasets.gpt_samples import plan_reading
 from megatron.core.datasets.index_map import SPLIT_NAMES, requested_samples
 from tools.errors import run_tool

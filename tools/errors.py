@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.core.base import output_streams
 from megatron.core.base.dataclass_flags import ConfigError, FlagParser, add_flags, build, flag_of, read_flags
-from megatron.core.base.errors import is_told_to_user
+from megatron.core.base.error_reporting import is_told_to_user
 
 
 def run_tool(

@@ -26,8 +26,8 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.convert import open_any
-from megatron.convert.aux_files import Origin
-from megatron.convert.hf_vocabulary import vocabulary_in
+from megatron.convert.hf_origin import Origin
+from megatron.convert.hf_tokenizer_vocab import vocabulary_in
 from megatron.core import parallel_state
 from megatron.core.base.dataclass_flags import (
     ConfigError,
@@ -40,7 +40,7 @@ from megatron.core.base.dataclass_flags import (
     knob,
     read_flags,
 )
-from megatron.core.base.errors import is_told_to_user, write_error_file
+from megatron.core.base.error_reporting import is_told_to_user, write_error_file
 from megatron.core.base.output_streams import READER_ENDED, answers_failed, until_reader_ends
 from megatron.core.dist_checkpointing import Checkpoint
 from megatron.core.inference import (
@@ -55,7 +55,7 @@ from megatron.core.inference import (
 from megatron.core.inference.generate import generate_batch
 from megatron.core.inference.generate_t5 import answer_batch
 from megatron.core.parallel import collectives
-from megatron.core.parallel.device import Device, DeviceName
+from megatron.core.parallel.accelerator import Device, DeviceName
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.parallel_config import ParallelConfig

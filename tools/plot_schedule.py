@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.base.dataclass_flags import ConfigError, FlagConfig, knob
-from megatron.core.base.errors import is_told_to_user
+from megatron.core.base.error_reporting import is_told_to_user
 from megatron.core.pipeline_parallel.schedule.actions import Op, Schedule
 from megatron.core.pipeline_parallel.schedule.lower import add_reduce, add_transfers
 from megatron.core.pipeline_parallel.schedule.plot import chrome_trace, plot_svg, plot_text

@@ -20,10 +20,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.base.dataclass_flags import ConfigError, FlagParser, knobs
-from megatron.core.datasets.bert_samples import build_bert_datasets
+from megatron.core.datasets.bert_dataset_builder import build_bert_datasets
 from megatron.core.datasets.gpt_samples import build_gpt_datasets
 from megatron.core.datasets.index_map import SPLIT_NAMES
-from megatron.core.datasets.t5_samples import build_t5_datasets
+from megatron.core.datasets.t5_dataset_builder import build_t5_datasets
 from megatron.core.models.common.model_rules import BERT_RULES, GPT_RULES, T5_RULES, ModelRules
 from megatron.training.arguments.command_line import parse_args
 from megatron.training.arguments.config import COMPONENTS, Config

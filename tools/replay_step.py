@@ -24,7 +24,7 @@ from megatron.core import parallel_state
 from megatron.core.base.dataclass_flags import ConfigError, build, changes, flags_of, knobs
 from megatron.core.base.output_streams import until_reader_ends
 from megatron.core.dist_checkpointing import Checkpoint, CheckpointError, LocalTensor, open_checkpoint
-from megatron.core.dist_checkpointing.missing_buffers import lost_buffers
+from megatron.core.dist_checkpointing.lost_buffers import lost_buffers
 from megatron.core.sharding.boxes import whole
 from megatron.training.arguments.config import COMPONENTS
 from megatron.training.batch_cache import KeptBatches

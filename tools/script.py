@@ -4,7 +4,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from megatron.commands import programs_folder
+from megatron.console_scripts import programs_folder
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.training import training
 from megatron.training.training import Script

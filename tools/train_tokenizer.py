@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron.core.base.dataclass_flags import FlagConfig, knob
 from megatron.core.base.lazy_imports import optional_package
 from megatron.core.storage.atomic_file import atomic_file
-from megatron.training.monitor.progress_line import heartbeat
+from megatron.training.monitor.long_task_progress import heartbeat
 from tools.errors import missing, run_tool
 from tools.preprocessing.encode import line_texts, without_mark
 from tools.preprocessing.sources import input_files

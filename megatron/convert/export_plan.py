@@ -4,7 +4,7 @@
     model.safetensors, or files of at most a given size and model.safetensors.index.json
     tokenizer.json, generation_config.json, chat_template.jinja, ...      as they are in the folder that they come from
 
-`export_offline.py` writes the model of a checkpoint so, `export_distributed.py` that of a running job.
+`export_checkpoint.py` writes the model of a checkpoint so, `export_distributed.py` that of a running job.
 """
 
 import json
@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.convert.aux_files import Origin, carry
+from megatron.convert.check_missing_keys import check_complete, names_of
 from megatron.convert.families.config_json import config_of, kind_of
 from megatron.convert.families.family import Family, Row
 from megatron.convert.families.registry import FAMILIES
 from megatron.convert.families.weight_layout import OPERATIONS, HeadCounts, View
-from megatron.convert.formats.hf_folder import CONFIG, INDEX, WEIGHTS
-from megatron.convert.formats.safetensors import header_of
+from megatron.convert.formats.read_hf_folder import CONFIG, INDEX, WEIGHTS
+from megatron.convert.formats.safetensors_header import header_of
+from megatron.convert.hf_origin import Origin, carry
 from megatron.convert.hf_reader import heads_of, rows_of
-from megatron.convert.hf_vocabulary import end_ids_in
-from megatron.convert.missing_parameters import check_complete, names_of
+from megatron.convert.hf_tokenizer_vocab import end_ids_in
 from megatron.core.base.dataclass_flags import ConfigError, build
 from megatron.core.base.registry import FUNCTIONS
 from megatron.core.dist_checkpointing.format import ITEM_BYTES, CheckpointError, TensorRecord

@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 
-from megatron.convert.aux_files import Origin
+from megatron.convert.check_missing_keys import ABSENT_HEADS, absent_heads_of
 from megatron.convert.families.config_fields import Given, dtype_in
 from megatron.convert.families.config_json import family_of, settings_of
 from megatron.convert.families.family import OUTPUT, Family, Row
 from megatron.convert.families.weight_layout import HeadCounts
-from megatron.convert.formats.hf_folder import CONFIG, HFFolder, are_equal, read_hf_folder, read_json
-from megatron.convert.formats.safetensors import FETCH_AGAIN, TensorInFile
+from megatron.convert.formats.read_hf_folder import CONFIG, HFFolder, are_equal, read_hf_folder, read_json
+from megatron.convert.formats.safetensors_header import FETCH_AGAIN, TensorInFile
+from megatron.convert.hf_origin import Origin
 from megatron.convert.hf_tokenizer_config import TOKENIZER_CONFIG
-from megatron.convert.missing_parameters import ABSENT_HEADS, absent_heads_of
-from megatron.convert.strided_ranges import StridedCheckpoint, record_of
+from megatron.convert.strided_checkpoint import StridedCheckpoint, record_of
 from megatron.core.dist_checkpointing.format import CheckpointError, Manifest, TensorRecord
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import ALONE, Axis

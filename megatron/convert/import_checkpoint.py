@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.convert.missing_parameters import check_complete
-from megatron.convert.strided_ranges import StridedCheckpoint, lies_in_order
+from megatron.convert.check_missing_keys import check_complete
+from megatron.convert.strided_checkpoint import StridedCheckpoint, lies_in_order
 from megatron.core.base.async_handle import Pending, done
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing import LocalTensor, save_checkpoint

@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
+from megatron.convert.check_missing_keys import ABSENT_HEADS, without_order_of_sentences
 from megatron.convert.families.family import WORD_TABLE
 from megatron.convert.families.weight_layout import shape_of
-from megatron.convert.formats.megatron_args import unclear
-from megatron.convert.formats.megatron_folder import find_megatron
-from megatron.convert.formats.megatron_torch import MegatronModel, args_of, read_classic
-from megatron.convert.formats.megatron_torch_dist import args_of_dist, read_dist
-from megatron.convert.formats.safetensors import FETCH_AGAIN
-from megatron.convert.missing_parameters import ABSENT_HEADS, without_order_of_sentences
-from megatron.convert.strided_ranges import StridedCheckpoint, StridedPiece, piece_of
+from megatron.convert.formats.find_megatron_folder import find_megatron
+from megatron.convert.formats.read_megatron_args import unclear
+from megatron.convert.formats.read_megatron_torch import MegatronModel, args_of, read_classic
+from megatron.convert.formats.read_megatron_torch_dist import args_of_dist, read_dist
+from megatron.convert.formats.safetensors_header import FETCH_AGAIN
+from megatron.convert.strided_checkpoint import StridedCheckpoint, StridedPiece, piece_of
 from megatron.core.dist_checkpointing.format import CheckpointError, Manifest, TensorRecord
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import ALONE, Axis

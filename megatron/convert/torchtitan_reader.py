@@ -5,11 +5,11 @@ from pathlib import Path
 import torch
 
 from megatron.convert.families.config_json import family_of, settings_of
-from megatron.convert.formats.hf_folder import CONFIG, HFFolder, read_json
+from megatron.convert.formats.read_hf_folder import CONFIG, HFFolder, read_json
 from megatron.convert.hf_reader import manifest_with, records_of
 from megatron.convert.megatron_reader import manifest_as_text, opened_by_first
-from megatron.convert.strided_ranges import StridedCheckpoint
-from megatron.convert.torchtitan_folder import as_whole, check_tied_chunks, chunks_of_titan, divided, family_of_titan
+from megatron.convert.strided_checkpoint import StridedCheckpoint
+from megatron.convert.torchtitan_to_hf import as_whole, check_tied_chunks, chunks_of_titan, divided, family_of_titan
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import ALONE, Axis
 from megatron.core.transformer.model_config import ModelConfig

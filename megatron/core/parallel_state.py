@@ -1,8 +1,7 @@
 """Megatron's `mpu`: accessors over the `Mesh` of this process, for scripts.
 
-Scripts also reach `parallel/rendezvous.py` and `initialize_groups.py` through this module. Library code does not use it:
-it receives
-`Axis` objects.
+Scripts also reach `parallel/initialize_distributed.py` and `initialize_model_parallel.py` through this module. Library code does
+not use it: it receives `Axis` objects.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,15 +11,9 @@ import torch
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.lazy_imports import not_built
-from megatron.core.base.signatures import takes
+from megatron.core.base.unsupported_arguments import takes
 from megatron.core.parallel.global_state import current, get_mesh, model_parallel_is_initialized, use_mesh  # noqa: F401
-from megatron.core.parallel.initialize_groups import (  # noqa: F401
-    destroy_model_parallel,
-    initialize_model_parallel,
-    torch_group,
-)
-from megatron.core.parallel.parallel_config import ORDER, ParallelConfig  # noqa: F401
-from megatron.core.parallel.rendezvous import (  # noqa: F401
+from megatron.core.parallel.initialize_distributed import (  # noqa: F401
     agreement_axis,
     available_backends,
     backend_of,
@@ -40,6 +33,12 @@ from megatron.core.parallel.rendezvous import (  # noqa: F401
     will_join,
     world_axis,
 )
+from megatron.core.parallel.initialize_model_parallel import (  # noqa: F401
+    destroy_model_parallel,
+    initialize_model_parallel,
+    torch_group,
+)
+from megatron.core.parallel.parallel_config import ORDER, ParallelConfig  # noqa: F401
 from megatron.core.parallel.stage_map import loop
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.parallel import collectives
-from megatron.core.parallel.device import Device
+from megatron.core.parallel.accelerator import Device
 from megatron.core.parallel.grid import Axis
 
 Option = Literal["max", "minmax", "all"]

@@ -8,7 +8,7 @@ from torch import nn
 from torch.torch_version import TorchVersion
 
 from megatron.core.base.lazy_imports import lazy_names
-from megatron.core.base.signatures import takes
+from megatron.core.base.unsupported_arguments import takes
 from megatron.core.sharding.placement import Normal
 
 

@@ -7,7 +7,7 @@
     accelerator            `get_accelerator()`: the device
 
 May import: everything. Nothing imports it but scripts.
-To add a key of ds_config: a line in `config_keys.py`, and what it does in `settings.py`.
+To add a key of ds_config: a line in `supported_config_keys.py`, and what it does in `settings.py`.
 """
 
 from megatron.deepspeed import comm, zero

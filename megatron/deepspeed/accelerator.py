@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from megatron.core.parallel.device import Device
+from megatron.core.parallel.accelerator import Device
 from megatron.deepspeed.comm import get_local_rank
 
 

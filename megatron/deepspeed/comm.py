@@ -28,8 +28,8 @@ from torch import Tensor
 
 from megatron.core.base import output_streams, rank_status
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.parallel import rendezvous
-from megatron.core.parallel.device import Device
+from megatron.core.parallel import initialize_distributed
+from megatron.core.parallel.accelerator import Device
 from megatron.core.parallel.global_state import get_mesh, model_parallel_is_initialized
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.launcher_environment import discover
@@ -54,10 +54,10 @@ class Backend:
     @property
     def world(self) -> Axis:
         """The axis of all ranks."""
-        return get_mesh()["world"] if model_parallel_is_initialized() else rendezvous.world_axis()
+        return get_mesh()["world"] if model_parallel_is_initialized() else initialize_distributed.world_axis()
 
     def is_initialized(self) -> bool:
-        return rendezvous.has_joined()
+        return initialize_distributed.has_joined()
 
     def __repr__(self) -> str:
         way = "adopted" if self.was_adopted else "initialised here"
@@ -91,7 +91,7 @@ def init_distributed(
     """
     global cdb
     dist_backend = dist_backend and dist_backend.lower()  # as torch
-    was_up = rendezvous.has_joined()
+    was_up = initialize_distributed.has_joined()
     if was_up:
         _check_backend_up(dist_backend)
     if cdb is not None and was_up:
@@ -105,12 +105,12 @@ def init_distributed(
     if not was_up:
         _check_backend_there(dist_backend, own)
         _follow_launcher(auto_mpi_discovery, distributed_port)
-    output_streams.keep_running(rendezvous.launched_rank())
-    atexit.register(rendezvous.stop_distributed)
-    if not was_up and not rendezvous.will_join():
-        rendezvous.join_alone(dist_backend or "gloo")
-    rendezvous.start_distributed(dist_backend or own, timeout.total_seconds() / 60)
-    cdb = Backend(rendezvous.backend_of(None), was_up)
+    output_streams.keep_running(initialize_distributed.launched_rank())
+    atexit.register(initialize_distributed.stop_distributed)
+    if not was_up and not initialize_distributed.will_join():
+        initialize_distributed.join_alone(dist_backend or "gloo")
+    initialize_distributed.start_distributed(dist_backend or own, timeout.total_seconds() / 60)
+    cdb = Backend(initialize_distributed.backend_of(None), was_up)
     if verbose and cdb.world.is_first:
         print(f"deepspeed: {cdb}", flush=True)
 
@@ -131,7 +131,7 @@ def _check_backend_there(asked: str | None, own: str) -> None:
 
 
 def _check_backend_up(asked: str | None) -> None:
-    up = rendezvous.backend_of(None)
+    up = initialize_distributed.backend_of(None)
     if asked is not None and asked != up and asked not in str(dist.get_backend_config()).replace(",", ":").split(":"):
         raise ConfigError(
             f"init_distributed(dist_backend={asked!r}): torch.distributed is initialised already, with {up}; leave dist_backend "
@@ -217,7 +217,7 @@ def get_world_size(group: ProcessGroup | Axis | None = None) -> int:
 
 
 def get_local_rank() -> int:
-    return rendezvous.launched_local_rank()
+    return initialize_distributed.launched_local_rank()
 
 
 def get_global_rank(group: ProcessGroup | Axis | None = None, group_rank: int = 0) -> int:

@@ -4,7 +4,7 @@ WORKS: key -> the kind of its value, what it does, and the lowest and highest va
 NO_EFFECT, REFUSED: a reason, or what to do instead -> keys, by section. `key=value`: not refused with this value.
 """
 
-from megatron.core.base.config_keys import WorkingKey
+from megatron.core.base.supported_config_keys import WorkingKey
 
 WORKS = {
     "train_batch_size": WorkingKey(

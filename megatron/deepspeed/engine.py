@@ -1,4 +1,4 @@
-"""`initialize` and the engine: `megatron.training.engine.Engine` with the settings of a ds_config, under DeepSpeed's names.
+"""`initialize` and the engine: `megatron.training.zero_engine.Engine` with the settings of a ds_config, under DeepSpeed's names.
 
     for batch in loader:                 micro batches of this rank
         loss = engine(batch)             the module's forward
@@ -20,18 +20,18 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing.format import CheckpointError
-from megatron.core.optimizer.torch_param_groups import shown_to_torch
+from megatron.core.optimizer.torch_optimizer_wrapper import shown_to_torch
 from megatron.core.parallel import collectives
-from megatron.core.parallel.device import Device
+from megatron.core.parallel.accelerator import Device
 from megatron.core.parallel.global_state import get_mesh, model_parallel_is_initialized
 from megatron.core.storage import file_layer
 from megatron.core.storage.paths import path_of
 from megatron.deepspeed.comm import get_local_rank
+from megatron.deepspeed.ds_config_scheduler import make_schedule
 from megatron.deepspeed.optimizer import ZeroOptimizer, make_groups
-from megatron.deepspeed.schedules import make_schedule
 from megatron.deepspeed.settings import Settings, load_ds_config, read_settings
 from megatron.deepspeed.zero import join
-from megatron.training.engine import Engine
+from megatron.training.zero_engine import Engine
 
 _MOST_TAG = 1 << 12  # bytes
 

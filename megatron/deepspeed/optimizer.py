@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.optimizer.torch_param_groups import TORCHS, GroupedOptimizer, Groups, check_arguments
+from megatron.core.optimizer.torch_optimizer_wrapper import TORCHS, GroupedOptimizer, Groups, check_arguments
 
 
 def make_groups(asked: Mapping[str, Any], parameters: Iterable[Any]) -> tuple[str, Groups]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megatron.core.distributed.gathered_parameters import WholeParameters
 from megatron.core.distributed.zero_init import MakingInShards
 from megatron.core.parallel.global_state import get_mesh, model_parallel_is_initialized
-from megatron.core.parallel.initialize_groups import initialize_model_parallel
+from megatron.core.parallel.initialize_model_parallel import initialize_model_parallel
 from megatron.deepspeed.comm import init_distributed
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron.core import parallel_state
-from megatron.core.base.signatures import takes
+from megatron.core.base.unsupported_arguments import takes
 from megatron.core.ops.attention.masks import Documents
 from megatron.core.ops.shard_sequence import of_my_rows
 from megatron.core.parallel import collectives

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.base.signatures import takes
+from megatron.core.base.unsupported_arguments import takes
 from megatron.core.datasets.data_loader import batches
 from megatron.core.datasets.index_map import requested_samples
 from megatron.core.distributed.data_parallel import DistributedDataParallel
@@ -24,7 +24,7 @@ from megatron.core.sharding.initial_values import initialize_parameters
 from megatron.training.checkpointing.unsaved_buffers import note_buffers
 from megatron.training.global_vars import Runtime, get_runtime
 from megatron.training.initialize import as_settings_problem
-from megatron.training.memory.offload_capacity import Room, check_room, warn_of_room
+from megatron.training.memory.memory_check import Room, check_room, warn_of_room
 from megatron.training.memory.peak_along_schedule import Forecast
 from megatron.training.model_chunks import ModelProvider, build_optimizer, in_buffers, make_chunks
 from megatron.training.num_samples import whole_set

@@ -8,7 +8,7 @@ import torch
 from megatron.core.base import rank_status
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.parallel import collectives
-from megatron.core.pipeline_parallel.microbatch_loss import LossTotals, keep_reports
+from megatron.core.pipeline_parallel.loss_func_results import LossTotals, keep_reports
 from megatron.core.pipeline_parallel.schedules import Pipeline
 from megatron.training.arguments.config import TrainingConfig
 from megatron.training.validation_sets import EvaluatedSet

@@ -12,21 +12,21 @@ from megatron.core.base import output_streams
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.datasets.vocab_check import within_table
-from megatron.core.offload.host_and_file_store import Tier
+from megatron.core.offload.offload_tiers import Tier
+from megatron.core.ops.cpu_half_precision_matmul import NATIVE, Products
 from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.dropout import DropoutKeys
-from megatron.core.ops.matmul import NATIVE, Products
 from megatron.core.parallel import collectives
-from megatron.core.parallel.device import Device
+from megatron.core.parallel.accelerator import Device
 from megatron.core.parallel.global_state import acting_on, current
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.tokenizer_config import NO_TOKENIZER
 from megatron.core.tokenizers.tokenizer_registry import Tokenizer
-from megatron.core.transformer.layer_context import LayerContext
+from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.training.arguments.command_line import Arguments
 from megatron.training.arguments.config import Config
-from megatron.training.flops import ModelShape, TwoStackShape
+from megatron.training.model_flops import ModelShape, TwoStackShape
 
 
 def _with_these_ranks(of_config: Callable[[Config, int], Any]) -> property:

@@ -15,21 +15,21 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.base import output_streams, rank_status
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.base.errors import is_told_to_user, write_error_file
+from megatron.core.base.error_reporting import is_told_to_user, write_error_file
 from megatron.core.base.lazy_imports import names_of_megatron
-from megatron.core.base.signatures import takes
+from megatron.core.base.unsupported_arguments import takes
 from megatron.core.datasets.data_fingerprint import data_sha256
 from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle
 from megatron.core.datasets.vocab_check import table_note, table_problem, within_table
 from megatron.core.models.common.model_rules import NO_RULES, ModelRules
-from megatron.core.offload.offload_config import make_tier
 from megatron.core.offload.offload_folder import folder_problems, remove_left_behind
-from megatron.core.ops import matmul
+from megatron.core.offload.state_offload_config import make_tier
+from megatron.core.ops import cpu_half_precision_matmul as matmul
 from megatron.core.ops.compile.compiled_region import settle_compiling
 from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.parallel import collectives
-from megatron.core.parallel.device import Device, DeviceConfig
+from megatron.core.parallel.accelerator import Device, DeviceConfig
 from megatron.core.parallel.global_state import current
 from megatron.core.parallel.grid import ORDER, Axis
 from megatron.core.parallel.launcher_environment import Launch, discover, threads_per_rank
@@ -49,7 +49,7 @@ from megatron.training.checkpointing.save_and_load import saved_products
 from megatron.training.fault_tolerance import hang_watch
 from megatron.training.fault_tolerance.exit_conditions import listen_for_requests
 from megatron.training.global_vars import Runtime, print_rank_0, print_rank_last, set_runtime, vocab_size_of
-from megatron.training.memory.offload_capacity import notes_of
+from megatron.training.memory.memory_check import notes_of
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.loss_scaler import make_grad_scaler
 from megatron.core.optimizer.param_groups import GroupRule, default_group, without_decay_of_tables
 from megatron.core.parallel.global_state import current, filling_by_name
-from megatron.core.pipeline_parallel.microbatch_loss import ForwardStep
+from megatron.core.pipeline_parallel.loss_func_results import ForwardStep
 from megatron.core.pipeline_parallel.schedules import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec
 from megatron.core.sharding.placement import Constant, Placement, placement_of

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.loss_scaler import DynamicGradScaler, GradScaler
-from megatron.core.pipeline_parallel.microbatch_loss import ForwardStep, LossTotals
+from megatron.core.pipeline_parallel.loss_func_results import ForwardStep, LossTotals
 from megatron.core.pipeline_parallel.schedules import Pipeline, SharedTotals
 from megatron.core.timers import Timers
 from megatron.training.batch_cache import KeptBatches

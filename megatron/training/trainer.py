@@ -28,12 +28,12 @@ from megatron.core.optimizer.lr_schedule import (
 )
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.parallel import collectives
-from megatron.core.pipeline_parallel.microbatch_loss import ForwardStep, keep_reports
+from megatron.core.pipeline_parallel.loss_func_results import ForwardStep, keep_reports
 from megatron.training.arguments.checkpoint_to_load import where_to_go_on
 from megatron.training.build import DatasetsProvider, built_chunks, refused_alike
 from megatron.training.checkpointing import save_and_load
-from megatron.training.checkpointing.checkpoint_manager import Saves
 from megatron.training.checkpointing.save_folder import prepare_folder, prepare_hf_folder, warn_of_other_checkpoints
+from megatron.training.checkpointing.save_manager import Saves
 from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.evaluate import evaluate, where_to_read
 from megatron.training.fault_tolerance import hang_watch
@@ -45,12 +45,12 @@ from megatron.training.memory.memory_monitor import MemoryWatch
 from megatron.training.memory.peak_along_schedule import Forecast
 from megatron.training.model_chunks import ModelProvider, build_optimizer, build_pipeline
 from megatron.training.monitor.cpu_contention import Contention
+from megatron.training.monitor.long_task_progress import heartbeat
 from megatron.training.monitor.monitor import Watch
-from megatron.training.monitor.progress_line import heartbeat
 from megatron.training.monitor.training_log import StepNumbers, TrainingLog, print_validation
 from megatron.training.num_samples import check_datasets, notes_of_no_validation, samples_to_request
-from megatron.training.rerun.check import WrongNumbersError
-from megatron.training.rerun.step_checks import Guard
+from megatron.training.rerun.base_check import WrongNumbersError
+from megatron.training.rerun.check_runner import Guard
 from megatron.training.step import NotFiniteError, StepResult, train_step
 from megatron.training.validation_sets import EvaluatedSet, lines_of, sets_of, too_small
 

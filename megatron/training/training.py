@@ -5,7 +5,7 @@ pretrain(train_valid_test_datasets_provider, model_provider, ModelType.encoder_o
     initialize      settings, processes, device, tokenizer              initialize.py
     build           model chunks, buffers, optimizer, data, checkpoint  Trainer(...), trainer.py
     run             the steps, then validation and test                 Trainer.run
-    leave           in order, whatever happened                         error_report.py
+    leave           in order, whatever happened                         failure_shutdown.py
 """
 
 import sys
@@ -19,22 +19,22 @@ from torch import nn
 from megatron.core import parallel_state
 from megatron.core.base import output_streams, rank_status
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.base.errors import write_error_file
+from megatron.core.base.error_reporting import write_error_file
 from megatron.core.base.lazy_imports import names_of_megatron
-from megatron.core.base.signatures import takes
+from megatron.core.base.unsupported_arguments import takes
 from megatron.core.enums import ModelType
 from megatron.core.models.common.model_rules import NO_RULES, ModelRules
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.parallel import collectives
-from megatron.core.pipeline_parallel.microbatch_loss import ForwardStep
+from megatron.core.pipeline_parallel.loss_func_results import ForwardStep
 from megatron.training.arguments.checkpoint_to_load import where_to_go_on
 from megatron.training.arguments.command_line import ExtraArgs
 from megatron.training.build import DatasetsProvider, build_train_valid_test_data_iterators, setup_model_and_optimizer
-from megatron.training.fault_tolerance import error_report, hang_watch, keyboard_interrupt, launcher_watch
+from megatron.training.fault_tolerance import failure_shutdown, hang_watch, keyboard_interrupt, launcher_watch
 from megatron.training.fault_tolerance.exit_conditions import stop_listening
 from megatron.training.global_vars import Runtime, set_runtime
 from megatron.training.initialize import initialize_megatron, stop_with
-from megatron.training.memory import oom_report
+from megatron.training.memory import oom_advice
 from megatron.training.model_chunks import ModelProvider
 from megatron.training.trainer import NonLossData, Trainer
 
@@ -149,13 +149,13 @@ def _run(
     code = 0
     try:
         runtime = initialize()
-        listener = error_report.listen()
+        listener = failure_shutdown.listen()
         trainer = make_trainer(runtime)
         trainer.run()
     except (Exception, KeyboardInterrupt) as error:
         hang_watch.wait_for_verdict()
         farewell = last_words(runtime, trainer) if ctrl_c.is_reason_of(error) else None
-        error = oom_report.in_words(error, runtime, None if trainer is None else trainer.memory.predicted)
+        error = oom_advice.in_words(error, runtime, None if trainer is None else trainer.memory.predicted)
         set_runtime(None)
         is_refusal = isinstance(error, ConfigError | collectives.PeerError) and not isinstance(
             error, collectives.LostPeerError
@@ -164,13 +164,13 @@ def _run(
             stop_with(error)
         if parallel_state.launched_world_size() == 1:
             parallel_state.stop_distributed()
-            told = farewell or (f"stopping, because {error}" if error_report.explains_itself(error) else None)
-            write_error_file(told or error_report.account_of(error))
+            told = farewell or (f"stopping, because {error}" if failure_shutdown.explains_itself(error) else None)
+            write_error_file(told or failure_shutdown.account_of(error))
             if told is None:
                 raise
             output_streams.print_stderr(told)
-            sys.exit(error_report.code_of(error) if farewell is None else keyboard_interrupt.CODE)
-        code = error_report.report(error, farewell)
+            sys.exit(failure_shutdown.code_of(error) if farewell is None else keyboard_interrupt.CODE)
+        code = failure_shutdown.report(error, farewell)
     finally:
         if listener is not None:
             listener.stop()
@@ -182,7 +182,7 @@ def _run(
     del trainer, runtime
     rank_status.enter("ending")
     if code:
-        error_report.leave(code)
+        failure_shutdown.leave(code)
     parallel_state.stop_distributed()
 
 

@@ -42,7 +42,7 @@ BESIDE = (
     "core/base",
     "core/sharding/boxes.py",
     "core/parallel/global_state.py",
-    "core/parallel/device.py",
+    "core/parallel/accelerator.py",
     "core/parallel/mesh.py",
     "core/distributed/data_parallel_config.py",
     "core/parallel_state.py",

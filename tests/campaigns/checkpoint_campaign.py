@@ -38,7 +38,7 @@ from megatron.core import parallel_state
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing import CheckpointError, format as disk
 from megatron.core.distributed.data_parallel import DataParallelConfig
-from megatron.core.optimizer.sharded_state_dict import model_tensors, optimizer_tensors
+from megatron.core.optimizer.checkpoint_tensors import model_tensors, optimizer_tensors
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import AxisSizes
 from megatron.core.parallel.mesh import build_mesh

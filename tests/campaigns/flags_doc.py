@@ -14,7 +14,14 @@ sys.path.insert(2, str(ROOT / "tests" / "campaigns"))
 
 from megatron.core.base.dataclass_flags import default_text, flags_of, metavar_of  # noqa: E402
 from megatron.training.arguments.help import FlagGroup, by_reason, flag_groups, meaning_of_shorthand  # noqa: E402
-from megatron.training.arguments.megatron_flags import NO_EFFECT, REFUSED, SHORTHAND, SILENT, WARNED, OtherFlag  # noqa: E402
+from megatron.training.arguments.ignored_and_refused_flags import (  # noqa: E402
+    NO_EFFECT,
+    REFUSED,
+    SHORTHAND,
+    SILENT,
+    WARNED,
+    OtherFlag,
+)
 
 HEAD = """# Flags
 

@@ -26,7 +26,7 @@ from tiny_run import TINY_GPT2, TINY_LLAMA, Layout, Outcome, run
 from zero_matrix import cover
 
 from megatron.core.distributed.data_parallel import DataParallelConfig
-from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
+from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 
 LAYOUTS = {
     "tp1": {},

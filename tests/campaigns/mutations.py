@@ -143,7 +143,13 @@ MUTATIONS = [
             "so it ends first.\n            self.finish_reduce()\n",
             "so it ends first.\n            pass\n",
         ),
-        ("the parameters of a unit", "core/distributed/param_gather.py", ZERO, "bucket.finish_gather()\n", "pass\n"),
+        (
+            "the parameters of a unit",
+            "core/distributed/zero3_param_fetcher.py",
+            ZERO,
+            "bucket.finish_gather()\n",
+            "pass\n",
+        ),
         (
             "a module's parameters after the update",
             "core/distributed/zero.py",
@@ -195,7 +201,7 @@ MUTATIONS = [
         ),
         (
             "a read from a file",
-            "core/offload/host_and_file_store.py",
+            "core/offload/offload_tiers.py",
             OUTER,
             "Pending(lambda: reading.result()",
             "Pending(lambda: (reading.result() if reading.done() else torch.full((self.nbytes,), 127, dtype=torch.uint8))",
@@ -337,7 +343,7 @@ MUTATIONS = [
         ),
         (
             "the disk, which must have a part before it is published",
-            "core/dist_checkpointing/write.py",
+            "core/dist_checkpointing/write_and_publish.py",
             FAILED_SAVE,
             "nbytes = file.tell()\n        file_layer.at(path).sync(file)\n",
             "nbytes = file.tell()\n",

@@ -31,9 +31,9 @@ from tiny_run import TINY_GPT2, Layout, TinyTrainer, runtime_for
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed.data_parallel import DataParallelConfig
-from megatron.core.offload.offload_config import OffloadConfig
-from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
+from megatron.core.offload.state_offload_config import OffloadConfig
 from megatron.core.optimizer.loss_scaler import DynamicGradScaler
+from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.training.checkpointing import save_and_load
 
 MASTER, MODEL = "optimizer/master/", "model/"

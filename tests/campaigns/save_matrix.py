@@ -39,14 +39,14 @@ from zero_matrix import several_slices
 
 from megatron.core.dist_checkpointing.async_save import BackgroundSaves
 from megatron.core.distributed.data_parallel import DataParallelConfig
-from megatron.core.offload.offload_config import OffloadConfig
+from megatron.core.offload.state_offload_config import OffloadConfig
 from megatron.core.offload.stored_tensor import start_reading
 from megatron.core.optimizer import OPTIMIZERS, UpdateRule
-from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
+from megatron.core.optimizer.checkpoint_tensors import model_tensors, optimizer_tensors
 from megatron.core.optimizer.loss_scaler import DynamicGradScaler
-from megatron.core.optimizer.sharded_state_dict import model_tensors, optimizer_tensors
+from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.training.checkpointing import local_checkpoint, save_and_load
+from megatron.training.checkpointing import non_persistent_checkpoint, save_and_load
 
 VOCAB = 8
 ONE_LAYER = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
@@ -293,7 +293,7 @@ def save_copy(case: SaveCase, trainer: TinyTrainer, folder: Path, iteration: int
     runtime = trainer.runtime(folder / "copied", **copied_to(case, folder))
     tensors, state = saving(trainer, runtime)
     config, device = runtime.config.checkpoint, runtime.device.torch_device
-    local_checkpoint.save_copy(config, iteration, tensors, state, trainer.mesh["world"], device)
+    non_persistent_checkpoint.save_copy(config, iteration, tensors, state, trainer.mesh["world"], device)
 
 
 def saving(trainer: TinyTrainer, runtime: Any) -> tuple[Any, Any]:

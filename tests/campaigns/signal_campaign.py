@@ -27,7 +27,7 @@ from documents import write_part
 from kill_campaign import lives
 from processes import Job
 
-from megatron.training.fault_tolerance.job_tmpdir import places_in
+from megatron.training.fault_tolerance.hang_watch_folder import places_in
 
 GLOO = Path(__file__).parents[1] / "processes"
 SCRIPT, LAUNCHER = str(GLOO / "hanging_script.py"), str(GLOO / "forking_launcher.py")

@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 from megatron.core import parallel_state
-from megatron.core.offload import host_and_file_store
+from megatron.core.offload import offload_tiers
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import ALONE
 from megatron.training import trainer, training
@@ -315,8 +315,8 @@ def stand_in() -> None:
     torch.frombuffer = lambda data, dtype: torch.empty(len(data), dtype=dtype)
     torch.Generator = lambda device=None, make=torch.Generator: make()
     torch.Event = lambda device=None: _Event()
-    host_and_file_store.ThreadPoolExecutor = AtOnce
-    training.error_report.report = reraise
+    offload_tiers.ThreadPoolExecutor = AtOnce
+    training.failure_shutdown.report = reraise
     trainer.train_step = count_steps(trainer.train_step)
 
 

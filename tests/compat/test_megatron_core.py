@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.core.datasets.bert_and_t5_samples import BertDataset, T5Dataset, attention_masks
 from megatron.core.datasets.blend import exhaustive_indices, normalized, weighted_indices
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.data_loader import loader
@@ -29,10 +30,9 @@ from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle, FimConfig
 from megatron.core.datasets.gpt_samples import GPTDataset, TokenRules, build_gpt_datasets
 from megatron.core.datasets.index_map import IndexRequest, build_indices
 from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
-from megatron.core.datasets.masked_samples import BertDataset, T5Dataset, attention_masks
+from megatron.core.datasets.mask_selection import MaskingRules, WordPieces
 from megatron.core.datasets.mmap_indexed_dataset import DTYPES, IndexedDataset
 from megatron.core.datasets.sentence_sample_map import SampleRequest, build_sample_map
-from megatron.core.datasets.token_masking import MaskingRules, WordPieces
 from megatron.core.ops.attention.masks import Documents
 
 CORE_PATH = os.environ.get("MEGATRON_CORE_PATH")

@@ -19,17 +19,17 @@ import torch
 from local_ranks import run_ranks
 from sentence_files import write_sentences
 
-from megatron.core.context_parallel.cp_comm_type import METHODS, ContextParallel, SharedAttention
+from megatron.core.context_parallel.cp_attention import METHODS, ContextParallel, SharedAttention
 from megatron.core.ops.attention.kernels import fused_attention, plain_attention
 from megatron.core.ops.attention.masks import Documents, Window
 from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
 from megatron.core.ops.shard_sequence import of_my_rows
-from megatron.core.optimizer.update_rules import UpdateStep, adam_update
+from megatron.core.optimizer.adam_and_sgd import UpdateStep, adam_update
 from megatron.core.parallel.grid import ALONE, Axis
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tensor_parallel import linear_autograd
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
-from megatron.core.tensor_parallel.embedding_lookup import lookup
+from megatron.core.tensor_parallel.embedding_grad_accumulation import lookup
 
 _found = torch.accelerator.current_accelerator(check_available=True)
 DEVICE = os.environ.get("GPU_TESTS_ON") or (_found.type if _found else None)

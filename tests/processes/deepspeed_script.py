@@ -9,7 +9,7 @@ from torch import nn
 
 from megatron import deepspeed
 from megatron.deepspeed import comm
-from megatron.deepspeed.schedules import make_schedule
+from megatron.deepspeed.ds_config_scheduler import make_schedule
 
 ZERO_2 = {"stage": 2, "contiguous_gradients": True, "overlap_comm": True, "reduce_scatter": True}
 ZERO_2 |= {"reduce_bucket_size": 5e8, "allgather_bucket_size": 5e8}

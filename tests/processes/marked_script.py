@@ -25,9 +25,9 @@ import torch.distributed as dist  # noqa: E402
 
 import pretrain_gpt  # noqa: E402
 from megatron.core.enums import ModelType  # noqa: E402
-from megatron.core.parallel import initialize_groups, rendezvous as job  # noqa: E402
+from megatron.core.parallel import initialize_distributed as job, initialize_model_parallel  # noqa: E402
 from megatron.training import pretrain, trainer, training  # noqa: E402
-from megatron.training.checkpointing import local_checkpoint, save_and_load  # noqa: E402
+from megatron.training.checkpointing import non_persistent_checkpoint, save_and_load  # noqa: E402
 
 
 def marked(holder: object, name: str, what: str, *, after: str | None = None) -> None:
@@ -54,13 +54,13 @@ if __name__ == "__main__":
     mark("settings")
     marked(job, "_open_line", "opening its line", after="meeting")
     marked(dist, "init_process_group", "connecting", after="agreeing")
-    marked(initialize_groups, "build_mesh", "making groups", after="initialising")
+    marked(initialize_model_parallel, "build_mesh", "making groups", after="initialising")
     marked(training, "Trainer", "building")
     marked(save_and_load, "load", "loading", after="making ready")
     marked(trainer, "train_step", "training")
     marked(trainer, "evaluate", "evaluating", after="going on")
     marked(save_and_load, "save", "saving", after="going on")
-    marked(local_checkpoint, "save_copy", "copying", after="going on")
+    marked(non_persistent_checkpoint, "save_copy", "copying", after="going on")
     marked(training.parallel_state, "stop_distributed", "leaving", after="left")
     pretrain(
         pretrain_gpt.train_valid_test_datasets_provider,

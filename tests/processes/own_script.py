@@ -22,7 +22,7 @@ from megatron.core.enums import ModelType
 from megatron.core.models.common.output_layer import LanguageModelHead
 from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.tensor_parallel.layers import tensor_parallel_of
-from megatron.core.transformer.layer_context import LayerContext
+from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.utils import init_method_normal
 from megatron.training import get_args, get_runtime, get_tokenizer, pretrain, print_rank_0
 from megatron.training.arguments import core_transformer_config_from_args

@@ -23,7 +23,7 @@ import pretrain_gpt
 from megatron.core.enums import ModelType
 from megatron.core.models.common.model_rules import GPT_RULES
 from megatron.training import pretrain
-from megatron.training.fault_tolerance import error_report
+from megatron.training.fault_tolerance import failure_shutdown
 
 
 def outcome_of(words: list[str]) -> tuple[int | None, str, float]:
@@ -50,7 +50,7 @@ def forget_the_failure() -> None:
         return
     dist.barrier()
     if dist.get_rank() == 0:
-        for key in (error_report._CLAIMS, error_report._FAILED, error_report._LEFT):
+        for key in (failure_shutdown._CLAIMS, failure_shutdown._FAILED, failure_shutdown._LEFT):
             dist.distributed_c10d._get_default_store().delete_key(key)
     dist.barrier()
 

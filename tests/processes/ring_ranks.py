@@ -20,7 +20,7 @@ sys.path.insert(2, str(Path(__file__).resolve().parents[1] / "campaigns"))
 from benchmarks.context_speed import of_torch
 
 from megatron.core import parallel_state
-from megatron.core.context_parallel.cp_comm_type import METHODS, ContextParallel, SharedAttention
+from megatron.core.context_parallel.cp_attention import METHODS, ContextParallel, SharedAttention
 from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
 from megatron.core.ops.shard_sequence import of_my_rows
 from megatron.core.parallel import collectives

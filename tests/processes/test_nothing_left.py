@@ -8,7 +8,7 @@ import pytest
 from process_runs import GPT2, STEPS
 from processes import Job
 
-from megatron.training.fault_tolerance.job_tmpdir import places_in
+from megatron.training.fault_tolerance.hang_watch_folder import places_in
 
 SCRIPT = str(Path(__file__).with_name("hanging_script.py"))
 RUN = [

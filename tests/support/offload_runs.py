@@ -3,8 +3,8 @@
 from tiny_run import TINY_GPT2, TINY_LLAMA, Layout, TinyTrainer
 from torch import Tensor
 
-from megatron.core.distributed.global_norms import params_norm
-from megatron.core.offload.offload_config import OffloadConfig
+from megatron.core.distributed.params_norm_and_zeros import params_norm
+from megatron.core.offload.state_offload_config import OffloadConfig
 from megatron.core.offload.stored_tensor import start_reading
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.transformer.model_config import ModelConfig

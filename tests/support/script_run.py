@@ -10,13 +10,13 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 
-from megatron.core.offload.offload_config import make_tier
+from megatron.core.offload.state_offload_config import make_tier
 from megatron.core.ops.attention.kernels import KERNELS
 from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.optimizer import OPTIMIZERS
 from megatron.core.optimizer.param_groups import default_group
-from megatron.core.parallel.device import Device
+from megatron.core.parallel.accelerator import Device
 from megatron.core.parallel.global_state import current
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel import SCHEDULES

@@ -23,8 +23,8 @@ from tiny_t5 import CONFIGS, DECODER, T5
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.models.common.model_rules import T5_RULES
-from megatron.core.offload.offload_config import OffloadConfig
-from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
+from megatron.core.offload.state_offload_config import OffloadConfig
+from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.tokenizers import build_tokenizer
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.arguments.command_line import parse_args

@@ -14,7 +14,7 @@ from local_ranks import rank_of_thread
 
 from megatron.core.dist_checkpointing import writer_process
 from megatron.core.dist_checkpointing.async_save import BackgroundSaves, SavedInBackground
-from megatron.core.dist_checkpointing.writer_group import Messages
+from megatron.core.dist_checkpointing.writer_sockets import Messages
 from megatron.core.parallel import collectives
 
 

@@ -14,22 +14,22 @@ from local_ranks import run_ranks
 from torch import Tensor, nn
 
 from megatron.core.distributed.buffer_plan import overlaps
+from megatron.core.distributed.contiguous_buffers import ParamAndGradBuffer
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.distributed.grad_buffer import ParamAndGradBuffer
 from megatron.core.models.gpt.gpt_stage import GPTModel
-from megatron.core.offload.host_and_file_store import Tier
-from megatron.core.offload.offload_config import make_tier
+from megatron.core.offload.offload_tiers import Tier
+from megatron.core.offload.state_offload_config import make_tier
 from megatron.core.offload.stored_tensor import start_reading
 from megatron.core.ops.attention.masks import Documents
+from megatron.core.ops.cpu_half_precision_matmul import NATIVE
 from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.dropout import DropoutKeys
-from megatron.core.ops.matmul import NATIVE
 from megatron.core.ops.shard_sequence import of_my_rows
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
-from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
 from megatron.core.optimizer.loss_scaler import DynamicGradScaler
+from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.optimizer.param_groups import GroupRule, default_group
-from megatron.core.parallel.device import Device
+from megatron.core.parallel.accelerator import Device
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.layer_split import split_layers, split_two_stacks
 from megatron.core.pipeline_parallel.schedules import BatchShape, Pipeline
@@ -37,7 +37,7 @@ from megatron.core.pipeline_parallel.stage_transport import TensorSpec
 from megatron.core.sharding.boxes import pieces_of_run, size_of, slices
 from megatron.core.sharding.initial_values import initialize_parameters
 from megatron.core.sharding.placement import Placement, owned_pieces
-from megatron.core.transformer.layer_context import LayerContext
+from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.arguments.command_line import parse_args
 from megatron.training.arguments.config import Config

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megatron.core.parallel.device import Device
+from megatron.core.parallel.accelerator import Device
 from tools.benchmarking.work import Work
 
 LR, WEIGHT_DECAY = 1e-4, 0.01

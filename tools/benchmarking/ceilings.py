@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatron.core.parallel.device import Device
+from megatron.core.parallel.accelerator import Device
 
 SHAPES = ((2048, 768, 3072), (1024, 1024, 1024), (2048, 2048, 2048), (2048, 4096, 1024))
 LARGE_SHAPES = ((8192, 8192, 8192), (16384, 4096, 4096), (8192, 4096, 16384))  # accelerators only

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from megatron.commands import programs_folder
+from megatron.console_scripts import programs_folder
 from tools.benchmarking.work import Contender, Work
 
 ROOT = programs_folder()

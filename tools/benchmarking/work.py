@@ -1,6 +1,6 @@
 """The work of a benchmark: sizes of a model and a batch, and who does it. Pure integers.
 
-`megatron/training/flops.py` defines its FLOPs.
+`megatron/training/model_flops.py` defines its FLOPs.
 """
 
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron.core.base.dataclass_flags import flag_of
-from megatron.training.flops import ModelShape
+from megatron.training.model_flops import ModelShape
 
 # What the flags of training say of a family beside the sizes; GPT-2 has learned positions, GELU, biases and tied tables.
 FAMILIES: dict[str, dict[str, Any]] = {

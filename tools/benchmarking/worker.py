@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.parallel.device import Device
+from megatron.core.parallel.accelerator import Device
 from tools.benchmarking.ceilings import measure_ceilings
 from tools.benchmarking.work import Contender, Work
 

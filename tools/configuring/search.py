@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.training.memory.device_capacity import less_with
+from megatron.training.memory.memory_advice import less_with
 from megatron.training.memory.peak_along_schedule import RankMemory, forecast, worst
 from megatron.training.memory.report import amount, table
 from tools.configuring.layouts import FLOPS_A_BYTE, Layout, Loss, Work, layouts, least_memory, loss, ranked

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 from megatron.core.base.dataclass_flags import ConfigError, FlagParser
 from megatron.core.models.common.model_rules import text_problems
+from megatron.core.ops.cpu_half_precision_matmul import NATIVE, WAYS, Products
 from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.dropout import DropoutKeys
-from megatron.core.ops.matmul import NATIVE, WAYS, Products
-from megatron.core.parallel.device import Device
+from megatron.core.parallel.accelerator import Device
 from megatron.core.tokenizers import build_tokenizer
 from megatron.core.tokenizers.tokenizer_config import NO_TOKENIZER
 from megatron.training.arguments.command_line import ArgumentsError, parse_args

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.core.offload.offload_config import make_tier
+from megatron.core.offload.state_offload_config import make_tier
 from megatron.training.global_vars import Runtime
 from megatron.training.memory.dry_run import alone, dry_run, mesh_of, parts_of
 from megatron.training.memory.memory_tracker import MemoryTracker

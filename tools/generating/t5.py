@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.convert.aux_files import Origin
 from megatron.convert.families.family import START_ID
+from megatron.convert.hf_origin import Origin
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.inference import SavedSettings
 from megatron.core.models.T5.t5_stage import T5Model

@@ -66,7 +66,7 @@ def _decoder_layers() -> Field:
 
 
 def _start() -> Field:
-    """The id that a decoder's texts begin with. It is no setting of the model: a folder's own is kept (aux_files.py)."""
+    """The id that a decoder's texts begin with. It is no setting of the model: a folder's own is kept (hf_origin.py)."""
 
     def read(given: Given) -> dict[str, Any]:
         found = given.get(START_ID, 0)  # 0: the padding token of the published models

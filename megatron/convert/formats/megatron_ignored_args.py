@@ -9,7 +9,7 @@ from typing import Any
 
 # The first word of arguments of: optimizers, schedules and batches; data and tokenizers; logs, checks and checkpoints;
 # ranks and
-# their communication; memory and precision; parts that must be off (megatron_args.py) before what is said of them could
+# their communication; memory and precision; parts that must be off (read_megatron_args.py) before what is said of them could
 # matter.
 _WORDS = """
 account accumulate activations adam adlr align allow app async autocast barrier batch bert beta biencoder block cache

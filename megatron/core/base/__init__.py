@@ -6,7 +6,7 @@
     output_streams      standard output and error that may break without ending the run
     rank_status         where this rank is: phase, iteration, last collective, in a page that others can read
     async_handle        the handle of an asynchronous operation
-    batch_size          the global batch size of each step
+    batch_size_schedule          the global batch size of each step
     lazy_imports        names and packages that are imported on first use
 
 Nothing here needs torch. May import: the standard library.

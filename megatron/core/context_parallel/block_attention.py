@@ -21,11 +21,11 @@ from torch import Tensor
 from megatron.core.base.async_handle import Pending
 from megatron.core.context_parallel.causal_blocks import ChunkNumbers, ScoreTile, blocks_between, tiles_between
 from megatron.core.ops.attention.masks import Documents, Mask, Window
-from megatron.core.ops.attention.softmax_options import Scoring
+from megatron.core.ops.attention.softcap_and_sinks import Scoring
 from megatron.core.ops.attention.tiles import wide_empty
 from megatron.core.ops.dropout import AttentionDropout
 from megatron.core.ops.dropout_masks import MaskWords, clear_dropped, ones_where_kept
-from megatron.core.parallel.device import is_accelerator
+from megatron.core.parallel.accelerator import is_accelerator
 
 _QUERIES, _KEYS = 128, 1024  # of a tile
 

@@ -16,7 +16,7 @@ from megatron.core.context_parallel.block_attention import FlashBlocks, Grads, M
 from megatron.core.context_parallel.causal_blocks import ChunkNumbers
 from megatron.core.ops.attention.tiles import wide_empty
 from megatron.core.parallel import collectives
-from megatron.core.parallel.device import is_accelerator
+from megatron.core.parallel.accelerator import is_accelerator
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.sequence_shard import chunks_of
 

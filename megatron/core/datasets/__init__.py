@@ -2,8 +2,8 @@
 
     mmap_indexed_dataset, indexed_dataset_writer    the token files, PREFIX.bin and PREFIX.idx
     index_map, sentence_sample_map, blend           which tokens make up sample i: Megatron's algorithms, bit for bit
-    dataset_splits, index_cache                     the data sets of a run, and the files that keep their index arrays
-    gpt_samples, bert_samples, t5_samples           samples; `masked_samples` and `token_masking` hide tokens
+    build_datasets, index_cache                     the data sets of a run, and the files that keep their index arrays
+    gpt_samples, bert_dataset_builder, t5_dataset_builder    samples; `bert_and_t5_samples` and `mask_selection` hide tokens
     data_loader                                     which samples a rank reads, and its batches
     gpt_dataset, blended_megatron_dataset_builder, ...    Megatron's classes over these
 

@@ -9,15 +9,15 @@ import numpy as np
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.datasets import blend, gpt_samples
 from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig
-from megatron.core.datasets.bert_samples import build_bert_datasets
+from megatron.core.datasets.bert_dataset_builder import build_bert_datasets
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_config import Blend, _check_pad, words_of
+from megatron.core.datasets.build_datasets import samples_of_files
 from megatron.core.datasets.data_config import DataConfig
-from megatron.core.datasets.dataset_splits import samples_of_files
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.index_map import parse_split, split_ranges
+from megatron.core.datasets.mask_selection import MaskedDataConfig
 from megatron.core.datasets.megatron_dataset import WithMask
-from megatron.core.datasets.token_masking import MaskedDataConfig
 from megatron.core.datasets.utils import Split
 from megatron.core.parallel import collectives
 from megatron.core.parallel.global_state import current, model_parallel_is_initialized

@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.base.config_fields import problems_of_not_built
 from megatron.core.base.dataclass_flags import ConfigError
+from megatron.core.base.from_megatron_config import problems_of_not_built
 from megatron.core.base.lazy_imports import names_of_megatron
+from megatron.core.datasets.ambiguous_pad_token import pad_is_text
 from megatron.core.datasets.data_config import DataConfig
-from megatron.core.datasets.pad_token import pad_is_text
 
 # A prefix, or weights and prefixes in turn (core 0.5); or (prefixes, weights or None) since.
 Blend = Sequence[str] | tuple[Sequence[str], Sequence[float] | None] | None

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 
 from megatron.core.base.dataclass_flags import ConfigError, flag_of
+from megatron.core.datasets.ambiguous_pad_token import FILLED, id_of, pad_is_text
 from megatron.core.datasets.blend import BlendedDataset
-from megatron.core.datasets.data_config import DataConfig
-from megatron.core.datasets.data_plan import Reading, reading
-from megatron.core.datasets.dataset_splits import (
+from megatron.core.datasets.build_datasets import (
     Building,
     Part,
     SampleKind,
@@ -25,6 +24,8 @@ from megatron.core.datasets.dataset_splits import (
     plan_splits,
     size_problems,
 )
+from megatron.core.datasets.data_config import DataConfig
+from megatron.core.datasets.data_usage_report import Reading, reading
 from megatron.core.datasets.eod_check import note_without_ends
 from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle, FimConfig
 from megatron.core.datasets.index_map import (
@@ -35,9 +36,8 @@ from megatron.core.datasets.index_map import (
     shape_problem,
     split_tokens,
 )
-from megatron.core.datasets.megatron_index_cache import Wanted, index_problem
 from megatron.core.datasets.mmap_indexed_dataset import IndexedDataset
-from megatron.core.datasets.pad_token import FILLED, id_of, pad_is_text
+from megatron.core.datasets.read_megatron_index_cache import Wanted, index_problem
 from megatron.core.datasets.vocab_check import beyond_of, joined, tokenizer_name
 
 _NO_TOKEN = -2  # is no token of any file, nor what a sample is filled with

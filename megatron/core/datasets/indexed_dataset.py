@@ -1,7 +1,7 @@
 """Megatron's `IndexedDataset` over our reader of token files."""
 
 from megatron.core.base.lazy_imports import names_of_megatron
-from megatron.core.base.signatures import takes
+from megatron.core.base.unsupported_arguments import takes
 from megatron.core.datasets import mmap_indexed_dataset
 
 

@@ -3,8 +3,8 @@
 import numpy as np
 
 from megatron.core.base.dataclass_flags import flag_of
+from megatron.core.datasets.build_datasets import Part, SampleKind, Say
 from megatron.core.datasets.data_config import DataConfig
-from megatron.core.datasets.dataset_splits import Part, SampleKind, Say
 from megatron.core.datasets.mmap_indexed_dataset import IndexedDataset
 from megatron.core.datasets.sentence_sample_map import build_sample_map
 

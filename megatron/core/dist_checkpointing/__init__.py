@@ -5,9 +5,9 @@
     write, commit, object_store_commit  the steps of a save, whoever takes them (no torch)
     write_balance                       who writes what several ranks hold
     save_sharded, load_sharded          collective: every rank calls
-    async_save                          a save beside training, by a process of each rank: writer_process, writer_group
+    async_save                          a save beside training, by a process of each rank: writer_process, writer_sockets
                                         (no torch)
-    state_dict                          both for a dict of tensors, for a loop of one's own
+    state_dict_io                          both for a dict of tensors, for a loop of one's own
     mapping, serialization              Megatron's ShardedTensor, save and load over these
 
 Tensors are known by name, and neither models nor optimizers: `training/checkpointing/save_and_load.py` lists those of a run.
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         load_plain_tensors as load_plain_tensors,
         save as save,
     )
-    from megatron.core.dist_checkpointing.state_dict import (
+    from megatron.core.dist_checkpointing.state_dict_io import (
         load_state_dict as load_state_dict,
         load_whole_tensors as load_whole_tensors,
         save_state_dict as save_state_dict,
@@ -48,7 +48,7 @@ __getattr__, __dir__ = lazy_names(
         ".format": "CheckpointError",
         ".local_tensor": "LocalTensor placed_tensor",
         ".save_sharded": "save_checkpoint",
-        ".state_dict": "load_state_dict load_whole_tensors save_state_dict",
+        ".state_dict_io": "load_state_dict load_whole_tensors save_state_dict",
         ".load_sharded": "Checkpoint open_checkpoint",
         ".mapping": "ShardedObject ShardedTensor",
         ".serialization": (

@@ -28,11 +28,11 @@ from megatron.core.dist_checkpointing import format, writer_process
 from megatron.core.dist_checkpointing.format import CheckpointError
 from megatron.core.dist_checkpointing.local_tensor import LocalTensor
 from megatron.core.dist_checkpointing.save_sharded import check_savable
-from megatron.core.dist_checkpointing.write import Saving
+from megatron.core.dist_checkpointing.write_and_publish import Saving
 from megatron.core.dist_checkpointing.write_balance import shares
-from megatron.core.dist_checkpointing.writer_group import Messages
+from megatron.core.dist_checkpointing.writer_sockets import Messages
 from megatron.core.offload.stored_tensor import StoredTensor
-from megatron.core.parallel import collectives, device as devices
+from megatron.core.parallel import accelerator as devices, collectives
 from megatron.core.parallel.grid import Axis
 from megatron.core.sharding.boxes import size_of
 from megatron.core.storage.paths import path_of

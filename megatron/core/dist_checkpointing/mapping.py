@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.dist_checkpointing.local_tensor import LocalTensor, part_of_whole, tensor_at
-from megatron.core.dist_checkpointing.state_dict import KeyedTensor
+from megatron.core.dist_checkpointing.state_dict_io import KeyedTensor
 from megatron.core.parallel.global_state import current
 
 

@@ -1,4 +1,4 @@
-"""Saving in one call of every rank that trains: its pieces pass through one bounded buffer to `write.py`."""
+"""Saving in one call of every rank that trains: its pieces pass through one bounded buffer to `write_and_publish.py`."""
 
 import contextlib
 import warnings
@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron.core.dist_checkpointing import format
 from megatron.core.dist_checkpointing.format import CheckpointError
 from megatron.core.dist_checkpointing.local_tensor import LocalTensor, problems_of_tensors
-from megatron.core.dist_checkpointing.write import HeldPart, Saving, saving_together, write_and_publish
+from megatron.core.dist_checkpointing.write_and_publish import HeldPart, Saving, saving_together, write_and_publish
 from megatron.core.dist_checkpointing.write_balance import shares
 from megatron.core.offload.stored_tensor import Stored, StoredTensor
 from megatron.core.parallel import collectives

@@ -31,8 +31,8 @@ from typing import Any
 import megatron
 from megatron.core.base import output_streams
 from megatron.core.dist_checkpointing.format import CheckpointError
-from megatron.core.dist_checkpointing.write import HeldPart, Saving, write_and_publish
-from megatron.core.dist_checkpointing.writer_group import Messages, Middle, OtherRankError, Star, join
+from megatron.core.dist_checkpointing.write_and_publish import HeldPart, Saving, write_and_publish
+from megatron.core.dist_checkpointing.writer_sockets import Messages, Middle, OtherRankError, Star, join
 from megatron.core.storage.paths import path_of
 
 _CHUNK = 16 << 20  # bytes hashed and written at a time

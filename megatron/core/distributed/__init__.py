@@ -2,10 +2,10 @@
 
     data_parallel                          the wrapper of a model chunk; `distributed_data_parallel` has Megatron's arguments
     data_parallel_config, buffer_plan, grad_count, comm_volume    on paper: settings, layout, counts, bytes (no torch)
-    grad_buffer, bucket, param_slot        where a parameter lies: in memory, per collective, per parameter
-    zero, param_gather, non_resident       when gradients are reduced, and parameters gathered and released
+    contiguous_buffers, bucket, param_grad_state        where a parameter lies: in memory, per collective, per parameter
+    zero, zero3_param_fetcher, released_tensors       when gradients are reduced, and parameters gathered and released
     zero_init, gathered_parameters         a model built shard by shard; its parameters whole again
-    finalize_model_grads, global_norms     the end of a step's gradients; norms over all ranks
+    finalize_model_grads, params_norm_and_zeros     the end of a step's gradients; norms over all ranks
     fixed_order_reduce, collective_order   sums in one order for any number of ranks; a check of the order of collectives
 
 To add a strategy of reduction: a `GradReduce`, chosen in `DistributedDataParallel._choose_strategies`.
@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING
 from megatron.core.base.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
+    from megatron.core.distributed.contiguous_buffers import (
+        MemoryBuffer as MemoryBuffer,
+        ParamAndGradBuffer as ParamAndGradBuffer,
+    )
     from megatron.core.distributed.data_parallel_config import DataParallelConfig as DataParallelConfig
     from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel as DistributedDataParallel
     from megatron.core.distributed.distributed_data_parallel_config import (
         DistributedDataParallelConfig as DistributedDataParallelConfig,
     )
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads as finalize_model_grads
-    from megatron.core.distributed.grad_buffer import (
-        MemoryBuffer as MemoryBuffer,
-        ParamAndGradBuffer as ParamAndGradBuffer,
-    )
 
 __getattr__, __dir__ = lazy_names(
     __name__,
@@ -34,6 +34,6 @@ __getattr__, __dir__ = lazy_names(
         ".distributed_data_parallel": "DistributedDataParallel",
         ".distributed_data_parallel_config": "DistributedDataParallelConfig",
         ".finalize_model_grads": "finalize_model_grads",
-        ".grad_buffer": "MemoryBuffer ParamAndGradBuffer",
+        ".contiguous_buffers": "MemoryBuffer ParamAndGradBuffer",
     },
 )

@@ -3,20 +3,20 @@
 from torch import Tensor, nn
 
 from megatron.core.base.async_handle import Pending
-from megatron.core.base.memory_kind import memory_kind
+from megatron.core.base.memory_category import memory_kind
 from megatron.core.distributed.collective_order import UseOrder
-from megatron.core.distributed.grad_buffer import ParamAndGradBuffer
-from megatron.core.distributed.non_resident import (
+from megatron.core.distributed.contiguous_buffers import ParamAndGradBuffer
+from megatron.core.distributed.param_grad_state import ParamSlot
+from megatron.core.distributed.released_tensors import (
     ArrivingParameter,
     LateGradient,
     ReleasedGradient,
     ReleasedParameter,
     become,
 )
-from megatron.core.distributed.param_slot import ParamSlot
 from megatron.core.offload.stored_tensor import start_reading, start_writing
 from megatron.core.parallel import collectives
-from megatron.core.parallel.device import to_device
+from megatron.core.parallel.accelerator import to_device
 
 
 class Bucket:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from megatron.core.base.memory_kind import memory_kind
+from megatron.core.base.memory_category import memory_kind
 from megatron.core.parallel import collectives
 from megatron.core.parallel.collectives import Ledger
 from megatron.core.parallel.grid import Axis

@@ -17,7 +17,7 @@ arXiv:1910.02054, section 5):
     0       whole        whole       whole                    all-reduce of gradients
     1       whole        whole       shard                    reduce-scatter of gradients, all-gather of parameters
     2       whole        transient   shard                    m reduce-scatters, all-gather
-    3       transient    transient   shard                    m reduce-scatters, 2 m all-gathers (`param_gather.py`)
+    3       transient    transient   shard                    m reduce-scatters, 2 m all-gathers (`zero3_param_fetcher.py`)
 
 With copies of the shards (hybrid sharding, arXiv:2304.11277: `GradAxes.replica`), an all-reduce of the reduced shard
 is added. If masters and moments are sharded over those ranks as well (--outer-dp-sharding-strategy optim), a
@@ -33,22 +33,28 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.base.memory_kind import memory_kind
+from megatron.core.base.memory_category import memory_kind
 from megatron.core.distributed.bucket import Bucket
 from megatron.core.distributed.buffer_plan import Cut, Item, lay_out, overlaps
 from megatron.core.distributed.collective_order import UseOrder
 from megatron.core.distributed.comm_volume import Flat
+from megatron.core.distributed.contiguous_buffers import ACROSS_STAGES, ParamAndGradBuffer, grads_come_late
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.distributed.fixed_order_reduce import ReduceInFixedOrder
-from megatron.core.distributed.grad_buffer import ACROSS_STAGES, ParamAndGradBuffer, grads_come_late
 from megatron.core.distributed.grad_count import Uses
-from megatron.core.distributed.param_gather import ParamFetcher, units_of
-from megatron.core.distributed.param_slot import ParamSlot, is_lent, uses_of
+from megatron.core.distributed.param_grad_state import ParamSlot, is_lent, uses_of
 from megatron.core.distributed.zero import GradReduce, ParamGather, ReduceEachMicrobatch, ReduceOnce
-from megatron.core.offload.host_and_file_store import Tier
+from megatron.core.distributed.zero3_param_fetcher import ParamFetcher, units_of
+from megatron.core.offload.offload_tiers import Tier
 from megatron.core.offload.stored_tensor import Stored
 from megatron.core.ops.deferred_wgrad import WeightGradStore
-from megatron.core.ops.main_grad import DataParallelBase, grad_was_added, grad_was_put_off, open_main_grad, set_slot
+from megatron.core.ops.main_grad_interface import (
+    DataParallelBase,
+    grad_was_added,
+    grad_was_put_off,
+    open_main_grad,
+    set_slot,
+)
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import GradAxes, Mesh
 from megatron.core.sharding.boxes import flat_run

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron.core.base.config_fields import settings_from
+from megatron.core.base.from_megatron_config import settings_from
 from megatron.core.distributed import data_parallel
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.distributed.distributed_data_parallel_config import NOT_BUILT, DistributedDataParallelConfig

@@ -7,10 +7,10 @@ all of them and one all-gather each: a tool to find where two runs diverge.
 
 from collections.abc import Sequence
 
-from megatron.core.base.memory_kind import memory_kind
+from megatron.core.base.memory_category import memory_kind
 from megatron.core.distributed.bucket import Bucket
-from megatron.core.distributed.grad_buffer import MemoryBuffer, ParamAndGradBuffer
-from megatron.core.distributed.param_slot import ParamSlot
+from megatron.core.distributed.contiguous_buffers import MemoryBuffer, ParamAndGradBuffer
+from megatron.core.distributed.param_grad_state import ParamSlot
 from megatron.core.distributed.zero import GradReduce
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed.zero_init import shard_of
-from megatron.core.ops.main_grad import GradSlot, slot_of
+from megatron.core.ops.main_grad_interface import GradSlot, slot_of
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh

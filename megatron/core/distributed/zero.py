@@ -3,7 +3,7 @@
     stage         gradients                                parameters
     0, 1          ReduceOnce, at the end of a step         ParamGather, after the update
     2             ReduceEachMicrobatch                     ParamGather
-    3             ReduceEachMicrobatch                     ParamFetcher (`param_gather.py`), around each use
+    3             ReduceEachMicrobatch                     ParamFetcher (`zero3_param_fetcher.py`), around each use
     0, 1, fixed   ReduceInFixedOrder (`fixed_order_reduce.py`)    ParamGather
 
 Inside a bucket (`bucket.py`) the stages differ by its memory: with or without shards, permanent or transient.
@@ -17,9 +17,9 @@ from torch import nn
 from megatron.core.distributed.bucket import Bucket
 from megatron.core.distributed.collective_order import UseOrder
 from megatron.core.distributed.grad_count import Uses
-from megatron.core.distributed.param_slot import ParamSlot
+from megatron.core.distributed.param_grad_state import ParamSlot
 from megatron.core.ops.deferred_wgrad import WeightGradStore
-from megatron.core.ops.main_grad import slot_of
+from megatron.core.ops.main_grad_interface import slot_of
 
 
 class GradReduce:

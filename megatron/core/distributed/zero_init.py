@@ -16,7 +16,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from megatron.core.distributed.non_resident import AwayTensor
+from megatron.core.distributed.released_tensors import AwayTensor
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
 from megatron.core.storage.resize_storage import resize

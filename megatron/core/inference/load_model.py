@@ -11,11 +11,11 @@ from megatron.core.models.common.language_model import LanguageModelStage
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.models.T5.t5_stage import T5Model
 from megatron.core.ops.attention.kernels import attention_function
-from megatron.core.ops.matmul import Products, settle
+from megatron.core.ops.cpu_half_precision_matmul import Products, settle
 from megatron.core.parallel.grid import AxisSizes
 from megatron.core.parallel.mesh import Mesh, build_mesh
 from megatron.core.sharding.placement import pieces
-from megatron.core.transformer.layer_context import LayerContext
+from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig, tensor_parallel_problems
 
 _PARAMETERS = "model/"  # what precedes a parameter's name in a checkpoint

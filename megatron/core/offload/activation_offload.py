@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.base.async_handle import Pending
-from megatron.core.base.memory_kind import ACTIVATIONS, set_memory_kind
-from megatron.core.offload.activation_slots import SlotBuffer, as_flat, strides_like
-from megatron.core.offload.host_and_file_store import HostTier, Tier
+from megatron.core.base.memory_category import ACTIVATIONS, set_memory_kind
+from megatron.core.offload.contiguous_activation_buffer import SlotBuffer, as_flat, strides_like
+from megatron.core.offload.offload_tiers import HostTier, Tier
 from megatron.core.offload.stored_tensor import Stored, start_reading, start_writing
-from megatron.core.parallel.device import to_device
+from megatron.core.parallel.accelerator import to_device
 
 # Takes a tensor; returns a function that gives its values, any number of times.
 Keep = Callable[[Tensor], Callable[[], Tensor]]

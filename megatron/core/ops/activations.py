@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron.core.ops.compile.compiled_region import Region
-from megatron.core.ops.fused_formulas import of_rows, plus_bias, wide_of
+from megatron.core.ops.region_formula_helpers import of_rows, plus_bias, wide_of
 
 
 class Activation(NamedTuple):

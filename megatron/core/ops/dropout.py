@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.ops.dropout_masks import MaskWords, column_words, dropped, keys_at, numbered_keys, pairs_of_words
-from megatron.core.parallel.device import to_device
+from megatron.core.parallel.accelerator import to_device
 from megatron.core.parallel.sequence_shard import SequenceRows
 from megatron.core.sharding.initial_values import seed_of
 

@@ -14,9 +14,9 @@ from torch.nn import functional
 from megatron.core.ops.activations import OTHER_ACTIVATIONS, gated_region
 from megatron.core.ops.compile.compiled_region import Region
 from megatron.core.ops.dropout_masks import MaskWords, dropped
-from megatron.core.ops.fused_formulas import of_rows, plus_bias, wide_of
+from megatron.core.ops.region_formula_helpers import of_rows, plus_bias, wide_of
 from megatron.core.ops.rotary_formulas import Rotation, rotated, rotated_interleaved
-from megatron.core.parallel.device import is_accelerator
+from megatron.core.parallel.accelerator import is_accelerator
 
 # ---------------------------------------------------------------- norms: (x, weight, bias or None, epsilon) -> (x, norm(x))
 

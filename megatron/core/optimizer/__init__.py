@@ -1,11 +1,11 @@
 """The optimizer: updates the parameters of this rank, element by element in flat buffers.
 
-    flat_optimizer_config, param_groups      OPTIMIZERS and the settings; which parameters are updated alike (no torch)
-    flat_optimizer, update_rules             the update of flat buffers; AdamW and SGD
-    full_matrix, muon_orthogonalize, matrix_owners  updates of whole matrices, divided among ranks
+    optimizer_registry, param_groups      OPTIMIZERS and the settings; which parameters are updated alike (no torch)
+    flat_optimizer, adam_and_sgd             the update of flat buffers; AdamW and SGD
+    full_matrix, muon_matrix_update, matrix_owners  updates of whole matrices, divided among ranks
     cpu_offloading/, split_master            state on the host or in files; masters in two halves
     lr_schedule, loss_scaler                 learning rate and weight decay by samples; float16's loss scale (no torch)
-    torch_param_groups, param_group_schedule, deepspeed_lr_schedules    for loops that write rates into torch's param_groups
+    torch_optimizer_wrapper, param_group_schedule, deepspeed_lr_schedules    for loops that write rates into torch's param_groups
     megatron_optimizer, optimizer_config     Megatron's names over these
 
 To add an optimizer: a line of OPTIMIZERS, also from a script.
@@ -16,30 +16,30 @@ from typing import TYPE_CHECKING
 from megatron.core.base.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
-    from megatron.core.optimizer.flat_optimizer import FlatOptimizer as FlatOptimizer
-    from megatron.core.optimizer.flat_optimizer_config import OPTIMIZERS as OPTIMIZERS, UpdateRule as UpdateRule
-    from megatron.core.optimizer.megatron_optimizer import (
-        MegatronOptimizer as MegatronOptimizer,
-        get_megatron_optimizer as get_megatron_optimizer,
-    )
-    from megatron.core.optimizer.muon_orthogonalize import muon_update as muon_update
-    from megatron.core.optimizer.optimizer_config import OptimizerConfig as OptimizerConfig
-    from megatron.core.optimizer.param_groups import ParamGroup as ParamGroup
-    from megatron.core.optimizer.update_rules import (
+    from megatron.core.optimizer.adam_and_sgd import (
         adam_l2_update as adam_l2_update,
         adam_update as adam_update,
         sgd_update as sgd_update,
     )
+    from megatron.core.optimizer.flat_optimizer import FlatOptimizer as FlatOptimizer
+    from megatron.core.optimizer.megatron_optimizer import (
+        MegatronOptimizer as MegatronOptimizer,
+        get_megatron_optimizer as get_megatron_optimizer,
+    )
+    from megatron.core.optimizer.muon_matrix_update import muon_update as muon_update
+    from megatron.core.optimizer.optimizer_config import OptimizerConfig as OptimizerConfig
+    from megatron.core.optimizer.optimizer_registry import OPTIMIZERS as OPTIMIZERS, UpdateRule as UpdateRule
+    from megatron.core.optimizer.param_groups import ParamGroup as ParamGroup
 
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
         ".flat_optimizer": "FlatOptimizer",
-        ".flat_optimizer_config": "OPTIMIZERS UpdateRule",
+        ".optimizer_registry": "OPTIMIZERS UpdateRule",
         ".megatron_optimizer": "MegatronOptimizer get_megatron_optimizer",
         ".optimizer_config": "OptimizerConfig",
-        ".muon_orthogonalize": "muon_update",
+        ".muon_matrix_update": "muon_update",
         ".param_groups": "ParamGroup",
-        ".update_rules": "adam_l2_update adam_update sgd_update",
+        ".adam_and_sgd": "adam_l2_update adam_update sgd_update",
     },
 )

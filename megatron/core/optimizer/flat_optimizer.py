@@ -14,19 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.base.memory_kind import memory_kind
+from megatron.core.base.memory_category import memory_kind
 from megatron.core.distributed.buffer_plan import Slot, overlaps, runs
-from megatron.core.distributed.grad_buffer import ParamAndGradBuffer, Shard
-from megatron.core.offload.host_and_file_store import Tier
-from megatron.core.offload.offload_plan import cut_by_fraction
+from megatron.core.distributed.contiguous_buffers import ParamAndGradBuffer, Shard
+from megatron.core.offload.offload_fraction import cut_by_fraction
+from megatron.core.offload.offload_tiers import Tier
 from megatron.core.offload.stored_tensor import Stored, copy_stored
-from megatron.core.optimizer import flat_optimizer_config
+from megatron.core.optimizer import optimizer_registry
+from megatron.core.optimizer.adam_and_sgd import UpdateStep, make_update
 from megatron.core.optimizer.cpu_offloading.sliced_update import Segment, SlicedUpdater
 from megatron.core.optimizer.full_matrix import whole_tensors
 from megatron.core.optimizer.loss_scaler import GradScaler
 from megatron.core.optimizer.param_groups import GroupRule, ParamGroup, default_group
 from megatron.core.optimizer.split_master import SplitMaster
-from megatron.core.optimizer.update_rules import UpdateStep, make_update
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
@@ -47,7 +47,7 @@ class FlatOptimizer:
     def __init__(
         self,
         buffers: Sequence[ParamAndGradBuffer],
-        config: flat_optimizer_config.OptimizerConfig,
+        config: optimizer_registry.OptimizerConfig,
         mesh: Mesh,
         *,
         group_of: GroupRule = default_group,

@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.base.config_fields import settings_from
 from megatron.core.base.dataclass_flags import ConfigError
+from megatron.core.base.from_megatron_config import settings_from
 from megatron.core.dist_checkpointing.local_tensor import LocalTensor
-from megatron.core.distributed.global_norms import num_zeros_in_grad
-from megatron.core.ops.main_grad import slot_of
-from megatron.core.optimizer import flat_optimizer_config
+from megatron.core.distributed.params_norm_and_zeros import num_zeros_in_grad
+from megatron.core.ops.main_grad_interface import slot_of
+from megatron.core.optimizer import optimizer_registry
+from megatron.core.optimizer.checkpoint_tensors import optimizer_tensors
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.loss_scaler import LossScaleConfig, make_grad_scaler
 from megatron.core.optimizer.optimizer_config import NOT_BUILT, OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGroup, default_group
-from megatron.core.optimizer.sharded_state_dict import optimizer_tensors
-from megatron.core.optimizer.torch_param_groups import GroupedOptimizer, by_number
+from megatron.core.optimizer.torch_optimizer_wrapper import GroupedOptimizer, by_number
 
 
 class MegatronOptimizer(GroupedOptimizer):
@@ -38,7 +38,7 @@ class MegatronOptimizer(GroupedOptimizer):
             settings_from(
                 config,
                 OptimizerConfig,
-                flat_optimizer_config.OptimizerConfig,
+                optimizer_registry.OptimizerConfig,
                 NOT_BUILT,
                 muon_nesterov=config.muon_use_nesterov,
                 optimizer="adam-l2" if is_l2 else config.optimizer,

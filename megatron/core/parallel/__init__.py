@@ -5,6 +5,7 @@ mesh, global_state                                  the axes of this rank, and t
                                                     functions ask
 collectives                                         every collective and transfer, recorded in a ledger; no other file
                                                     communicates
-initialize_groups, rendezvous, launcher_environment, hostfile, liveness    how processes meet, leave, and miss one another
+initialize_model_parallel, initialize_distributed, launcher_environment    how processes join a job and leave it
+hostfile_to_torchrun, tcp_liveness    launch commands; which ranks are missing or dead
 device                                              the device of the process; the only file that names a vendor
 """

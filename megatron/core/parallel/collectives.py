@@ -1,6 +1,6 @@
 """All collectives and point-to-point transfers, each over an `Axis` and recorded in a ledger.
 
-This is the only file that calls torch.distributed communication (`initialize_groups.py` creates the groups). On an axis
+This is the only file that calls torch.distributed communication (`initialize_model_parallel.py` creates the groups). On an axis
 of one
 rank a function returns at once, so callers need no special case. `start_*` returns a `Pending` whose `wait()` gives the
 result; the tensors of a call must not be read or written before `wait()`.

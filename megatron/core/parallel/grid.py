@@ -1,6 +1,6 @@
 """The ranks of a job as a grid with named axes, and the groups of ranks along each axis. Pure integers.
 
-`initialize_groups.py` turns groups into communicators; a layer sees only `Axis` objects.
+`initialize_model_parallel.py` turns groups into communicators; a layer sees only `Axis` objects.
 """
 
 from dataclasses import dataclass, field

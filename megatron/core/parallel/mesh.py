@@ -21,7 +21,7 @@
     pos_embd      the first stage, or a script's choice     a position table that stages share
     world         everything                                agreement
 
-`initialize_groups.py` makes the communicators of a job, a test makes its own. Lower layers receive single `Axis` objects.
+`initialize_model_parallel.py` makes the communicators of a job, a test makes its own. Lower layers receive single `Axis` objects.
 """
 
 from collections.abc import Callable, Iterator, Mapping

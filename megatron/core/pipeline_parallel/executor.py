@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron.core.base.memory_kind import ACTIVATIONS, set_memory_kind
+from megatron.core.base.memory_category import ACTIVATIONS, set_memory_kind
 from megatron.core.ops.deferred_wgrad import WeightGradStore, Work
 from megatron.core.parallel.stage_map import StageMap
-from megatron.core.pipeline_parallel.microbatch_loss import ForwardStep, LossTotals, read_loss, read_step
+from megatron.core.pipeline_parallel.loss_func_results import ForwardStep, LossTotals, read_loss, read_step
 from megatron.core.pipeline_parallel.schedule.actions import Action, Op, Schedule
 from megatron.core.pipeline_parallel.schedule.lower import BEGIN_OF, DIRECTION_OF, partner
 from megatron.core.pipeline_parallel.schedule.simulate import show

@@ -16,19 +16,19 @@ import torch
 from torch import nn
 
 from megatron.core.base.lazy_imports import names_of_megatron
-from megatron.core.base.memory_kind import memory_kind
-from megatron.core.base.signatures import takes
+from megatron.core.base.memory_category import memory_kind
+from megatron.core.base.unsupported_arguments import takes
 from megatron.core.offload.activation_offload import HoldsActivations
 from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.dropout import DropoutKeys, keys_of
-from megatron.core.ops.main_grad import DataParallelBase
+from megatron.core.ops.main_grad_interface import DataParallelBase
 from megatron.core.parallel import collectives
 from megatron.core.parallel.global_state import current
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.stage_map import loop
 from megatron.core.pipeline_parallel.executor import Executor, ForwardStep
-from megatron.core.pipeline_parallel.microbatch_loss import LossTotals, keep_reports
+from megatron.core.pipeline_parallel.loss_func_results import LossTotals, keep_reports
 from megatron.core.pipeline_parallel.schedule.actions import Action, Op, Schedule, forwards_over, stages_in
 from megatron.core.pipeline_parallel.schedule.lower import add_reduce, add_transfers
 from megatron.core.pipeline_parallel.schedule.registry import stage_map

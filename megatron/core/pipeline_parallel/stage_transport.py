@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.base.async_handle import Pending, all_of
-from megatron.core.base.errors import sequence_parallel_hint
-from megatron.core.base.memory_kind import memory_kind, set_memory_kind
+from megatron.core.base.error_reporting import sequence_parallel_hint
+from megatron.core.base.memory_category import memory_kind, set_memory_kind
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
 

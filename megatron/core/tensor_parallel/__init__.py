@@ -1,6 +1,6 @@
 """Layers and losses split over the tensor-parallel axis.
 
-    linear_layers, linear_autograd, embedding_lookup    the split layers; the matrix product and the lookup with their
+    linear_layers, linear_autograd, embedding_grad_accumulation    the split layers; the matrix product and the lookup with their
                                                         backward
     autograd_collectives                                pairs of collectives: one in forward, its counterpart in backward
     cross_entropy, broadcast_batch                      the loss of split logits; a batch read once a group

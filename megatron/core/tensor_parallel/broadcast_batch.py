@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.parallel import collectives
-from megatron.core.parallel.device import to_device
+from megatron.core.parallel.accelerator import to_device
 from megatron.core.parallel.grid import Axis
 
 

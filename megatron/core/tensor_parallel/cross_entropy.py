@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.core.base.errors import sequence_parallel_hint
+from megatron.core.base.error_reporting import sequence_parallel_hint
 from megatron.core.base.lazy_imports import lazy_names
 from megatron.core.ops.cross_entropy_kernels import Factors, grad_of_rows, sums_of_rows
 from megatron.core.parallel import collectives

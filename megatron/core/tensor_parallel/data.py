@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatron.core.base.signatures import takes
+from megatron.core.base.unsupported_arguments import takes
 from megatron.core.parallel.global_state import current, get_mesh
 from megatron.core.tensor_parallel.broadcast_batch import broadcast_tensors
 

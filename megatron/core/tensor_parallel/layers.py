@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.init import xavier_normal_
 
 from megatron.core.base.lazy_imports import lazy_names
-from megatron.core.ops.matmul import NATIVE
+from megatron.core.ops.cpu_half_precision_matmul import NATIVE
 from megatron.core.parallel.global_state import current, get_mesh
 from megatron.core.sharding.placement import Constant, InitialValue, Normal
 from megatron.core.tensor_parallel import autograd_collectives, linear_layers

@@ -15,10 +15,10 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from megatron.core.ops.blas_bf16_accumulate import add_in_library
+from megatron.core.ops.cblas_gemm_bf16bf16f32 import add_in_library
+from megatron.core.ops.cpu_half_precision_matmul import FEATURES_AT_ONCE, NATIVE, Products, Way, times, times_transposed
 from megatron.core.ops.deferred_wgrad import WeightGradStore
-from megatron.core.ops.main_grad import grad_was_added, grad_was_put_off, main_grad_and_beta, main_grad_of
-from megatron.core.ops.matmul import FEATURES_AT_ONCE, NATIVE, Products, Way, times, times_transposed
+from megatron.core.ops.main_grad_interface import grad_was_added, grad_was_put_off, main_grad_and_beta, main_grad_of
 from megatron.core.ops.rematerialize import ask_maker, kept_for, maker_of
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import ALONE, Axis

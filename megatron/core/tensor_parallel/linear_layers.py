@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from megatron.core.ops.cpu_half_precision_matmul import NATIVE, Products
 from megatron.core.ops.deferred_wgrad import WeightGradStore
-from megatron.core.ops.matmul import NATIVE, Products
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
 from megatron.core.sharding.initial_values import initialize_parameter, seed_of_next_parameter
 from megatron.core.sharding.placement import Constant, InitialValue, Placement, Rows
 from megatron.core.tensor_parallel import autograd_collectives
-from megatron.core.tensor_parallel.embedding_lookup import lookup
+from megatron.core.tensor_parallel.embedding_grad_accumulation import lookup
 from megatron.core.tensor_parallel.linear_autograd import LinearFunction, linear
 from megatron.core.tensor_parallel.token_id_check import check_word_ids
 

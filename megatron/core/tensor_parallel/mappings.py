@@ -6,10 +6,10 @@ from typing import Any
 from torch import Tensor
 
 from megatron.core.base.lazy_imports import names_of_megatron
-from megatron.core.base.signatures import takes
+from megatron.core.base.unsupported_arguments import takes
 from megatron.core.parallel.global_state import get_mesh
 from megatron.core.parallel.grid import Axis
-from megatron.core.parallel.initialize_groups import torch_group
+from megatron.core.parallel.initialize_model_parallel import torch_group
 from megatron.core.tensor_parallel import autograd_collectives
 
 

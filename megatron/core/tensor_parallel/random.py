@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import checkpoint as torch_checkpoint
 
 from megatron.core.base.lazy_imports import names_of_megatron
-from megatron.core.base.signatures import takes
+from megatron.core.base.unsupported_arguments import takes
 from megatron.core.parallel.global_state import current, get_mesh, model_parallel_is_initialized
 from megatron.core.parallel.grid import Axis
 from megatron.core.tensor_parallel.saved_activations import SavedActivation

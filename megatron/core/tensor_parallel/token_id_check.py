@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.parallel.device import is_accelerator
+from megatron.core.parallel.accelerator import is_accelerator
 
 
 def check_word_ids(ids: Tensor, vocab_size: int, what: str, *, least: int | None = 0) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.base.lazy_imports import names_of_megatron
-from megatron.core.base.signatures import takes
+from megatron.core.base.unsupported_arguments import takes
 from megatron.core.parallel import collectives
 from megatron.core.tensor_parallel.mappings import axis_of
 from megatron.core.utils import divide

@@ -6,8 +6,8 @@ import re
 from typing import Any
 
 from megatron.core.base.lazy_imports import optional_package
-from megatron.core.tokenizers.bpe_and_wordpiece import GPT2_PATTERN, LibraryTokenizer, check_exists
-from megatron.core.tokenizers.special_tokens import (
+from megatron.core.tokenizers.bpe_wordpiece_tiktoken import GPT2_PATTERN, LibraryTokenizer, check_exists
+from megatron.core.tokenizers.hf_special_tokens import (
     NAMED,
     SPACED_BY_CONFIG,
     Files,

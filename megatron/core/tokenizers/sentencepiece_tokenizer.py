@@ -13,8 +13,8 @@ import re
 from typing import Any
 
 from megatron.core.base.lazy_imports import optional_package
-from megatron.core.tokenizers.bpe_and_wordpiece import check_exists
-from megatron.core.tokenizers.special_tokens import object_in
+from megatron.core.tokenizers.bpe_wordpiece_tiktoken import check_exists
+from megatron.core.tokenizers.hf_special_tokens import object_in
 
 
 class PieceTokenizer:

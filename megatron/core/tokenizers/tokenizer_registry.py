@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from megatron.core.base.registry import Table
-from megatron.core.tokenizers import bpe_and_wordpiece, huggingface_tokenizer, sentencepiece_tokenizer
+from megatron.core.tokenizers import bpe_wordpiece_tiktoken, huggingface_tokenizer, sentencepiece_tokenizer
 
 
 class Tokenizer(Protocol):
@@ -72,20 +72,20 @@ class NullTokenizer:
 
 _SENTINELS = ("vocab_extra_ids",)
 _OF_TIK = ("vocab_size", "tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens")
-_bert = TokenizerType(bpe_and_wordpiece.bert_word_piece_tokenizer, ("vocab_file",), _SENTINELS)
+_bert = TokenizerType(bpe_wordpiece_tiktoken.bert_word_piece_tokenizer, ("vocab_file",), _SENTINELS)
 _MODEL = ("tokenizer_model",)
 
 _KINDS = {
     "BertWordPieceLowerCase": _bert,
     "BertWordPieceCase": _bert,
-    "GPT2BPETokenizer": TokenizerType(bpe_and_wordpiece.gpt2_bpe_tokenizer, ("vocab_file", "merge_file")),
+    "GPT2BPETokenizer": TokenizerType(bpe_wordpiece_tiktoken.gpt2_bpe_tokenizer, ("vocab_file", "merge_file")),
     "SentencePieceTokenizer": TokenizerType(sentencepiece_tokenizer.sentence_piece_tokenizer, _MODEL, _SENTINELS),
     "GPTSentencePieceTokenizer": TokenizerType(sentencepiece_tokenizer.gpt_sentence_piece_tokenizer, _MODEL),
     "Llama2Tokenizer": TokenizerType(sentencepiece_tokenizer.llama2_tokenizer, _MODEL),
     "HuggingFaceTokenizer": TokenizerType(
         huggingface_tokenizer.huggingface_tokenizer, _MODEL, ("tokenizer_transformers_version",)
     ),
-    "TikTokenizer": TokenizerType(bpe_and_wordpiece.tik_tokenizer, _MODEL, _OF_TIK),
+    "TikTokenizer": TokenizerType(bpe_wordpiece_tiktoken.tik_tokenizer, _MODEL, _OF_TIK),
     "NullTokenizer": TokenizerType(
         lambda config: NullTokenizer(config.vocab_size, config.null_tokenizer_eod_id),
         ("vocab_size",),

@@ -18,7 +18,7 @@ from megatron.core.base.lazy_imports import lazy_names
 if TYPE_CHECKING:
     from megatron.core.ops.attention.kernels import KERNELS as KERNELS, Kernel as Kernel
     from megatron.core.transformer.attention import ParallelAttention as ParallelAttention
-    from megatron.core.transformer.layer_context import LayerContext as LayerContext
+    from megatron.core.transformer.layer_build_context import LayerContext as LayerContext
     from megatron.core.transformer.mlp import ParallelMLP as ParallelMLP
     from megatron.core.transformer.model_config import ModelConfig as ModelConfig
     from megatron.core.transformer.module import MegatronModule as MegatronModule
@@ -35,7 +35,7 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         ".attention": "ParallelAttention",
-        ".layer_context": "LayerContext",
+        ".layer_build_context": "LayerContext",
         "megatron.core.ops.attention.kernels": "KERNELS Kernel",
         ".mlp": "ParallelMLP",
         ".parallel_transformer": "ParallelTransformer",

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from megatron.core.base.lazy_imports import lazy_names
-from megatron.core.base.signatures import takes
+from megatron.core.base.unsupported_arguments import takes
 from megatron.core.ops.attention.kv_cache import KeyValueCache
 from megatron.core.ops.attention.masks import Mask, windowed
 from megatron.core.ops.compile.compiled_region import compiles
@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel.linear_layers import TensorParallel, size_per
 from megatron.core.transformer.cross_attention import ParallelCrossAttention
 from megatron.core.transformer.dot_product_attention import CoreAttention, DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.layer_context import LayerContext, MakePart
+from megatron.core.transformer.layer_build_context import LayerContext, MakePart
 from megatron.core.transformer.model_config import ModelConfig, query_group_problem
 from megatron.core.transformer.module import context_of, settings_of
 from megatron.core.transformer.qk_norm import make_query_key_norms, normed_heads

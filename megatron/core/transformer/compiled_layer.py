@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from megatron.core.ops.compile.compiled_region import Compiled
 from megatron.core.ops.dropout import HiddenDropout
 from megatron.core.ops.dropout_masks import MaskWords, dropped
-from megatron.core.ops.fused_formulas import of_rows, plus_bias, wide_of
 from megatron.core.ops.fused_layer_ops import REGIONS
+from megatron.core.ops.region_formula_helpers import of_rows, plus_bias, wide_of
 from megatron.core.tensor_parallel.linear_autograd import weight_gradient_in_time
 from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear, RowParallelLinear, TensorParallel
 from megatron.core.transformer.attention import ParallelAttention

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from megatron.core.context_parallel.cp_comm_type import METHODS
+from megatron.core.context_parallel.cp_attention import METHODS
 from megatron.core.parallel.parallel_config import ParallelConfig
 from megatron.core.transformer.model_config import ModelConfig
 

@@ -9,7 +9,7 @@ from megatron.core.ops.attention.kv_cache import DecoderCache
 from megatron.core.ops.attention.masks import HoldsTensors, Mask, tensors_of
 from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear, RowParallelLinear, size_per_rank
 from megatron.core.transformer.dot_product_attention import CoreAttention
-from megatron.core.transformer.layer_context import LayerContext, MakePart
+from megatron.core.transformer.layer_build_context import LayerContext, MakePart
 from megatron.core.transformer.model_config import ModelConfig
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron.core.context_parallel.cp_comm_type import SharedAttention
+from megatron.core.context_parallel.cp_attention import SharedAttention
 from megatron.core.ops.attention.kernels import AttentionCase, Scoring, kernel_for
 from megatron.core.ops.attention.masks import Biased, Mask
 from megatron.core.ops.compile.compiled_region import compiles
@@ -12,7 +12,7 @@ from megatron.core.ops.dropout import AttentionDropout
 from megatron.core.parallel.grid import ALONE
 from megatron.core.sharding.placement import Normal, Placement
 from megatron.core.tensor_parallel.linear_layers import size_per_rank
-from megatron.core.transformer.layer_context import LayerContext
+from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.module import context_of, settings_of
 

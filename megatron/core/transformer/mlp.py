@@ -6,12 +6,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.core.base.lazy_imports import lazy_names
-from megatron.core.base.signatures import takes
+from megatron.core.base.unsupported_arguments import takes
 from megatron.core.ops.compile.compiled_region import compiles
 from megatron.core.ops.fused_layer_ops import activation_of
 from megatron.core.tensor_parallel import linear_layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.layer_context import LayerContext
+from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.module import context_of, settings_of
 from megatron.core.transformer.spec_utils import _is_own, build_module

@@ -8,8 +8,8 @@ import torch
 
 from megatron.core.base.dataclass_flags import BelowOne, Count, FlagConfig, NotNegative, WholeNumber, knob
 from megatron.core.ops.compile.compiled_region import CompileConfig
-from megatron.core.transformer.attention_config import AttentionConfig
-from megatron.core.transformer.layer_pattern import LONGEST, is_exception
+from megatron.core.transformer.attention_score_config import AttentionConfig
+from megatron.core.transformer.layer_freq_pattern import LONGEST, is_exception
 from megatron.core.transformer.shape_config import ShapeConfig
 
 _RECOMPUTED = ("core_attn", "mlp", "layernorm")

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.base.lazy_imports import names_of_megatron
+from megatron.core.ops.cpu_half_precision_matmul import NATIVE
 from megatron.core.ops.dropout import DropoutKeys
-from megatron.core.ops.matmul import NATIVE
 from megatron.core.parallel.global_state import current
-from megatron.core.transformer.layer_context import LayerContext
+from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.transformer_config import model_config
 

@@ -11,7 +11,7 @@ from megatron.core.ops.compile.compiled_region import compiles
 from megatron.core.ops.fused_layer_ops import REGIONS
 from megatron.core.ops.rematerialize import unmarked
 from megatron.core.sharding.placement import Constant
-from megatron.core.transformer.layer_context import LayerContext
+from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 
 

@@ -11,11 +11,11 @@ from megatron.core.offload.activation_offload import HoldsActivations, StageActi
 from megatron.core.ops.attention.kv_cache import KeyValueCache
 from megatron.core.ops.attention.masks import Mask, tensors_of
 from megatron.core.ops.shard_sequence import positions_of
-from megatron.core.transformer.layer_context import LayerContext, MakePart
+from megatron.core.transformer.layer_build_context import LayerContext, MakePart
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.norm import make_norm
 from megatron.core.transformer.recompute import recomputed
-from megatron.core.transformer.rotary import angles_of
+from megatron.core.transformer.rotary_angles import angles_of
 from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
 
 

@@ -9,7 +9,7 @@ from math import log, sqrt
 from typing import Annotated, Any, Literal, NamedTuple
 
 from megatron.core.base.dataclass_flags import Count, Positive, knob, out_of_range
-from megatron.core.transformer.layer_pattern import is_exception, layer_pattern, read_pattern
+from megatron.core.transformer.layer_freq_pattern import is_exception, layer_pattern, read_pattern
 from megatron.core.transformer.shape_config import ShapeConfig
 
 

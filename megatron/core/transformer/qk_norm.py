@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor, nn
 
-from megatron.core.ops.fused_formulas import wide_of
+from megatron.core.ops.region_formula_helpers import wide_of
 from megatron.core.parallel.grid import Axis
 from megatron.core.sharding.placement import Constant, Placement, Rows
 from megatron.core.tensor_parallel import autograd_collectives
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
-from megatron.core.transformer.layer_context import LayerContext
+from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.norm import make_norm
 

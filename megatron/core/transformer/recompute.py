@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.core.offload.activation_offload import Keep
 from megatron.core.ops.dropout import DropoutKeys
-from megatron.core.ops.overridable import determinism_check
+from megatron.core.ops.torch_function_overrides import determinism_check
 from megatron.core.parallel.grid import Axis
 from megatron.core.storage.resize_storage import resize
 from megatron.core.tensor_parallel.saved_activations import SavedActivation, keep_copy

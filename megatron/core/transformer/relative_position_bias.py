@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from megatron.core.parallel.grid import Axis
 from megatron.core.tensor_parallel import autograd_collectives
-from megatron.core.transformer.layer_context import LayerContext
+from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 
 

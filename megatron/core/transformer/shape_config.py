@@ -7,7 +7,7 @@ from typing import Any, Literal
 from megatron.core.base.dataclass_flags import BelowOne, Count, FlagConfig, NotNegative, WholeNumber, knob, out_of_range
 from megatron.core.ops.attention.kernels import KERNELS, attention_function
 from megatron.core.sharding.placement import Normal, XavierUniform
-from megatron.core.transformer.layer_pattern import layer_pattern, read_pattern
+from megatron.core.transformer.layer_freq_pattern import layer_pattern, read_pattern
 from megatron.core.transformer.sliding_window_config import keys_before, read_window, window_pair, window_problems
 
 

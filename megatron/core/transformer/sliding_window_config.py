@@ -4,7 +4,7 @@ which are read as Megatron-LM reads them. Pure."""
 import argparse
 from collections.abc import Iterator
 
-from megatron.core.transformer.layer_pattern import is_exception, layer_pattern
+from megatron.core.transformer.layer_freq_pattern import is_exception, layer_pattern
 
 
 def keys_before(size: str | None, skip_freq: str | None, layer: int) -> int | None:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.base.lazy_imports import names_of_megatron
-from megatron.core.base.signatures import takes
+from megatron.core.base.unsupported_arguments import takes
 from megatron.core.ops.attention.masks import Documents
-from megatron.core.transformer.layer_context import LayerContext, MakePart
+from megatron.core.transformer.layer_build_context import LayerContext, MakePart
 from megatron.core.transformer.local_layer_specs import bert_layer_local_spec, get_gpt_layer_local_spec
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.module import context_of, settings_of

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from megatron.core.base.config_fields import problems_of_not_built
 from megatron.core.base.dataclass_flags import ConfigError
+from megatron.core.base.from_megatron_config import problems_of_not_built
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.transformer.enums import AttnBackend

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.core.base.lazy_imports import lazy_names
-from megatron.core.base.signatures import takes
+from megatron.core.base.unsupported_arguments import takes
 from megatron.core.ops.attention.kv_cache import KeyValueCache
 from megatron.core.ops.compile.compiled_region import compiles
 from megatron.core.ops.dropout import HiddenDropout
@@ -19,7 +19,7 @@ from megatron.core.transformer.attention import ParallelAttention
 from megatron.core.transformer.bias_dropout_add import get_bias_dropout_add
 from megatron.core.transformer.compiled_layer import WholeLayer
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
-from megatron.core.transformer.layer_context import LayerContext, MakePart
+from megatron.core.transformer.layer_build_context import LayerContext, MakePart
 from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.module import MegatronModule, context_of, settings_of

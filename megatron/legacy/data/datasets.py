@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.datasets.bert_samples import build_bert_datasets
+from megatron.core.datasets.bert_dataset_builder import build_bert_datasets
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.gpt_samples import build_gpt_datasets
-from megatron.core.datasets.token_masking import MaskedDataConfig
+from megatron.core.datasets.mask_selection import MaskedDataConfig
 from megatron.training.global_vars import get_args, get_runtime, get_tokenizer
 
 Words = Sequence[str] | None  # a prefix, or weights and prefixes in turn

@@ -4,7 +4,7 @@ YAML.
     command_line                 argv -> settings
     config, *_config             the dataclasses whose fields are the flags
     validation                   rules between components; all problems are found before a process group exists
-    megatron_flags, script_flags, ignored_flags    Megatron's other flags, the script's own, those without effect
+    ignored_and_refused_flags, script_flags, unused_settings    Megatron's other flags, the script's own, those without effect
     args_namespace               `args` as Megatron's scripts read it
     checkpoint_args, hf_config, yaml_arguments     settings taken from a checkpoint, a config.json, a YAML file
     checkpoint_to_load, config_diff                the checkpoint a run starts from, and how its settings differ
@@ -19,7 +19,7 @@ from megatron.core.base.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig as TransformerConfig
-    from megatron.training.arguments.megatron_arguments import (
+    from megatron.training.arguments.transformer_config_from_args import (
         core_transformer_config_from_args as core_transformer_config_from_args,
         parse_args as parse_args,
     )
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        ".megatron_arguments": "core_transformer_config_from_args parse_args",
+        ".transformer_config_from_args": "core_transformer_config_from_args parse_args",
         "megatron.core.transformer.transformer_config": "TransformerConfig",
     },
 )

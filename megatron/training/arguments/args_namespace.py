@@ -7,7 +7,7 @@ from typing import Any
 from megatron.core import parallel_state
 from megatron.core.base.names_by_value import names_by_value
 from megatron.training.arguments.config import Config
-from megatron.training.arguments.megatron_flags import OTHERS, OtherFlag
+from megatron.training.arguments.ignored_and_refused_flags import OTHERS, OtherFlag
 
 
 class Arguments(argparse.Namespace):
@@ -116,9 +116,8 @@ _OFF = {  # switch -> the name that it sets to False
     "--torch-fsdp2-no-reshard-after-forward": "torch_fsdp2_reshard_after_forward",
 }
 
-# Megatron's defaults: a value, and the names that have it. A flag of megatron_flags.py that is missing here is False, if
-# it is a
-# switch, or None.
+# Megatron's defaults: a value, and the names that have it. A flag of ignored_and_refused_flags.py that is missing here is False,
+# if it is a switch, or None.
 _TABLE = """
     False: apply_wd_to_qk_layernorm checkpoint_activations create_all_gather_group
         dataloader_defer_npy_index_mmap dataloader_fast_cache_load ddp_reduce_scatter_with_fp32_accumulation

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal
 
-from megatron.core.base.batch_size import BatchSizes, constant_size, ramp, size_table
+from megatron.core.base.batch_size_schedule import BatchSizes, constant_size, ramp, size_table
 from megatron.core.base.dataclass_flags import (
     ConfigError,
     Count,
@@ -18,13 +18,13 @@ from megatron.core.base.dataclass_flags import (
 )
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.fill_in_the_middle import FimConfig
-from megatron.core.datasets.token_masking import MaskedDataConfig
+from megatron.core.datasets.mask_selection import MaskedDataConfig
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
-from megatron.core.offload.offload_config import OffloadConfig
-from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
+from megatron.core.offload.state_offload_config import OffloadConfig
 from megatron.core.optimizer.loss_scaler import LossScaleConfig
 from megatron.core.optimizer.lr_schedule import LearningRateConfig, RunLength
-from megatron.core.parallel.device import DeviceConfig
+from megatron.core.optimizer.optimizer_registry import OptimizerConfig
+from megatron.core.parallel.accelerator import DeviceConfig
 from megatron.core.parallel.parallel_config import ParallelConfig
 from megatron.core.parallel.stage_map import StageMap
 from megatron.core.pipeline_parallel.layer_split import split_layers, split_two_stacks
@@ -33,12 +33,12 @@ from megatron.core.storage.paths import is_url
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.arguments.hang_config import HangConfig
-from megatron.training.arguments.ignored_flags import unread_flags
+from megatron.training.arguments.hf_export_config import HFConfig
 from megatron.training.arguments.monitor_config import LogConfig, ProfileConfig, TensorBoardConfig
 from megatron.training.arguments.rerun_config import GuardConfig
-from megatron.training.arguments.save_hf_config import HFConfig
 from megatron.training.arguments.script_flags import OwnFlags
 from megatron.training.arguments.signal_names import read_signal
+from megatron.training.arguments.unused_settings import unread_flags
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,15 @@ from typing import Any, NamedTuple
 
 from megatron.core.base.dataclass_flags import FlagParser, knobs, title_of
 from megatron.training.arguments.config import COMPONENTS
-from megatron.training.arguments.megatron_flags import NO_EFFECT, OTHERS, REFUSED, SHORTHAND, SILENT, WARNED, OtherFlag
+from megatron.training.arguments.ignored_and_refused_flags import (
+    NO_EFFECT,
+    OTHERS,
+    REFUSED,
+    SHORTHAND,
+    SILENT,
+    WARNED,
+    OtherFlag,
+)
 
 NEEDED = (
     *("micro_batch_size", "seq_length", "lr", "train_iters", "train_samples"),

@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from megatron.core.base.dataclass_flags import ConfigError, flag_of, flags_of, knobs
-from megatron.core.base.errors import is_told_to_user
+from megatron.core.base.error_reporting import is_told_to_user
 from megatron.core.dist_checkpointing.format import iteration_of
 from megatron.core.optimizer.lr_schedule import RunLength, learning_rate_schedule
 from megatron.core.pipeline_parallel.schedule.registry import SCHEDULES

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from megatron.convert.aux_files import origin_problems
-from megatron.convert.missing_parameters import ABSENT_HEADS, ALLOW, advice_of, both_names, heads_in_state, shown_heads
+from megatron.convert.check_missing_keys import ABSENT_HEADS, ALLOW, advice_of, both_names, heads_in_state, shown_heads
+from megatron.convert.hf_origin import origin_problems
 from megatron.core.base.dataclass_flags import ConfigError, build, flags_of, knobs, misfits
 from megatron.core.base.registry import FUNCTIONS
 from megatron.core.dist_checkpointing import Checkpoint, CheckpointError, LocalTensor
-from megatron.core.dist_checkpointing.missing_buffers import BUFFERS_AT_START, LOST_BUFFERS
+from megatron.core.dist_checkpointing.lost_buffers import BUFFERS_AT_START, LOST_BUFFERS
 from megatron.core.ops import dropout_masks
-from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
 from megatron.core.optimizer.loss_scaler import problems_of_scaler
+from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
 from megatron.training.arguments.config import Config, shown
@@ -29,7 +29,7 @@ from megatron.training.arguments.config_diff import (
     compare,
     precision_of,
 )
-from megatron.training.checkpointing.function_fingerprint import (
+from megatron.training.checkpointing.registry_compatibility import (
     attention_problem,
     began_to_restart,
     optimizer_problem,

@@ -17,18 +17,18 @@ import torch
 
 from megatron.convert.export_distributed import records_of_ranks, write_gathered
 from megatron.convert.export_plan import plan_folder
-from megatron.convert.formats.hf_folder import is_hf_folder
+from megatron.convert.formats.read_hf_folder import is_hf_folder
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.registry import FUNCTIONS
 from megatron.core.dist_checkpointing.checkpoint_folder import remove
 from megatron.core.dist_checkpointing.format import PARTIAL, REPLACED, CheckpointError, folder_name, iteration_of
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.optimizer.sharded_state_dict import model_tensors
+from megatron.core.optimizer.checkpoint_tensors import model_tensors
 from megatron.core.parallel import collectives
 from megatron.core.storage import file_layer
 from megatron.core.storage.paths import path_of
-from megatron.training.checkpointing.function_fingerprint import functions_of
 from megatron.training.checkpointing.model_name import model_name
+from megatron.training.checkpointing.registry_compatibility import functions_of
 from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.global_vars import Runtime, print_rank_0
 

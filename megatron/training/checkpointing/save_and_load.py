@@ -20,12 +20,12 @@ import torch
 from megatron.core.base.registry import FUNCTIONS
 from megatron.core.dist_checkpointing import Checkpoint, LocalTensor, save_checkpoint as write_checkpoint
 from megatron.core.dist_checkpointing.checkpoint_folder import saved_iterations
-from megatron.core.dist_checkpointing.missing_buffers import BUFFERS_AT_START, LOST_BUFFERS, lost_buffers
+from megatron.core.dist_checkpointing.lost_buffers import BUFFERS_AT_START, LOST_BUFFERS, lost_buffers
 from megatron.core.dist_checkpointing.retention import delete_older
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.ops import dropout_masks, matmul
+from megatron.core.ops import cpu_half_precision_matmul as matmul, dropout_masks
+from megatron.core.optimizer.checkpoint_tensors import model_tensors, optimizer_tensors
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
-from megatron.core.optimizer.sharded_state_dict import model_tensors, optimizer_tensors
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
@@ -33,12 +33,12 @@ from megatron.core.sharding.boxes import size_of
 from megatron.core.storage.paths import path_of
 from megatron.training.arguments.checkpoint_to_load import Start, loads_what_it_saves, where_to_start
 from megatron.training.arguments.config import CheckpointConfig
-from megatron.training.checkpointing import compatibility, local_checkpoint, tokenizer_compatibility
-from megatron.training.checkpointing.function_fingerprint import functions_of
+from megatron.training.checkpointing import compatibility, non_persistent_checkpoint, tokenizer_compatibility
+from megatron.training.checkpointing.hf_origin import origin_of_new_run, origin_of_run
 from megatron.training.checkpointing.load_with_fallback import load_undamaged, newest_readable
-from megatron.training.checkpointing.local_checkpoint import OwnPart
 from megatron.training.checkpointing.model_name import model_name
-from megatron.training.checkpointing.provenance import origin_of_new_run, origin_of_run
+from megatron.training.checkpointing.non_persistent_checkpoint import OwnPart
+from megatron.training.checkpointing.registry_compatibility import functions_of
 from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.checkpointing.unsaved_buffers import (
     changed_buffers,
@@ -150,7 +150,7 @@ def saved_products(config: CheckpointConfig, world: Axis, device: torch.device) 
             start = where_to_start(config)
             if start is not None and not start.weights_only:
                 found = newest_readable(start).state.get("products")
-            if (state := local_checkpoint.state_of_copy(config, _newest(start))) is not None:
+            if (state := non_persistent_checkpoint.state_of_copy(config, _newest(start))) is not None:
                 found = state.get("products")
     return json.loads(collectives.broadcast_text(json.dumps(found), world, device))
 
@@ -199,19 +199,19 @@ def _load_copy(
     cannot be used."""
     config, device = runtime.config.checkpoint, runtime.device.torch_device
     world = runtime.mesh["world"]
-    copy = local_checkpoint.newest_copy(config, _newest(chosen), world, device)
+    copy = non_persistent_checkpoint.newest_copy(config, _newest(chosen), world, device)
     if copy is None:
         return None
     instead = "initial weights" if chosen is None else f"the checkpoint of iteration {chosen.iterations[0]}"
-    place = local_checkpoint.place_of(config, world.rank)
+    place = non_persistent_checkpoint.place_of(config, world.rank)
     start = Start("the copy in", str(place), False, [copy.iteration])
     checkpoint = loaded = None
-    with local_checkpoint.without_copy(copy, instead, world, device):
-        checkpoint = local_checkpoint.open_copy(config, copy, world, device)
+    with non_persistent_checkpoint.without_copy(copy, instead, world, device):
+        checkpoint = non_persistent_checkpoint.open_copy(config, copy, world, device)
     if checkpoint is None:
         return None
     refused = compatibility.naming(f"{start.flag} {start.root}")
-    with local_checkpoint.without_copy(copy, instead, world, device, may_end=chosen is not None), refused:
+    with non_persistent_checkpoint.without_copy(copy, instead, world, device, may_end=chosen is not None), refused:
         loaded = _load_one(runtime, chunks, optimizer, checkpoint, start)
     return loaded
 

@@ -20,7 +20,7 @@ from megatron.core.storage.paths import path_of
 from megatron.training.arguments.checkpoint_to_load import loads_what_it_saves
 from megatron.training.arguments.config import CheckpointConfig
 from megatron.training.checkpointing.hf_export import check_contents, clear_partial
-from megatron.training.checkpointing.local_checkpoint import check_place
+from megatron.training.checkpointing.non_persistent_checkpoint import check_place
 from megatron.training.global_vars import print_rank_0
 
 

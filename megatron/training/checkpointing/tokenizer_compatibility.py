@@ -16,16 +16,16 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from megatron.convert.aux_files import Origin
 from megatron.convert.families.family import OUTPUT, WORD_TABLE
-from megatron.convert.hf_vocabulary import vocabulary_in
+from megatron.convert.hf_origin import Origin
+from megatron.convert.hf_tokenizer_vocab import vocabulary_in
 from megatron.core.base.dataclass_flags import ConfigError, build
 from megatron.core.dist_checkpointing import Checkpoint, LocalTensor
 from megatron.core.parallel import collectives
 from megatron.core.sharding.boxes import Box, size_of
 from megatron.core.storage.file_layer import is_file
 from megatron.core.storage.paths import is_url, path_of
-from megatron.core.tokenizers.bpe_and_wordpiece import LibraryTokenizer
+from megatron.core.tokenizers.bpe_wordpiece_tiktoken import LibraryTokenizer
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig, build_tokenizer
 from megatron.core.tokenizers.tokenizer_fingerprint import tokenizer_sha256
 from megatron.core.tokenizers.vocabulary_diff import (

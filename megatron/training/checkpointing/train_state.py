@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megatron.convert.aux_files import Origin
+from megatron.convert.hf_origin import Origin
 
 
 @dataclass

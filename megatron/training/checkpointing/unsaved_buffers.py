@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.dist_checkpointing.missing_buffers import first_names
+from megatron.core.dist_checkpointing.lost_buffers import first_names
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.ops.tensor_hash import tensor_hash
 from megatron.core.parallel import collectives

@@ -1,9 +1,9 @@
 """The end of a run: at its last step, on request, at Ctrl-C, with an error, or because a rank hangs or died.
 
     exit_conditions                     requests to stop: a signal, duration, iteration
-    error_report, keyboard_interrupt    an error ends all ranks in order, with one message; Ctrl-C with one line
+    failure_shutdown, keyboard_interrupt    an error ends all ranks in order, with one message; Ctrl-C with one line
     hang_watch, hang_diagnosis          a rank that hangs is found, named and ended
-    launcher_watch, process_stat, job_tmpdir    dead launchers; processes by /proc; the folder of a running job
+    launcher_watch, process_stat, hang_watch_folder    dead launchers; processes by /proc; the folder of a running job
 
 To add a reason to stop: `exit_conditions`.
 """

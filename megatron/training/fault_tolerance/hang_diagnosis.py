@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron.core.base.rank_status import PHASES, Calls, Place, ranks_of
-from megatron.core.parallel.liveness import listed
+from megatron.core.parallel.tcp_liveness import listed
 from megatron.training.fault_tolerance.process_stat import ProcessState
 
 _FIRST_STEPS = 3  # of which nobody knows how long they take: they compile, and connect

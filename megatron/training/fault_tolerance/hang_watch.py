@@ -28,10 +28,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron.core.base import output_streams, rank_status
-from megatron.core.base.errors import write_error_file
+from megatron.core.base.error_reporting import write_error_file
 from megatron.core.base.rank_status import Place, Whereabouts, read_place
 from megatron.training.arguments.hang_config import HangConfig
-from megatron.training.fault_tolerance import job_tmpdir
+from megatron.training.fault_tolerance import hang_watch_folder
 from megatron.training.fault_tolerance.hang_diagnosis import Seen, Verdict, hang_report, is_hurried, judge
 from megatron.training.fault_tolerance.process_stat import kill, look_at, wait_for_ends, waits_for_cores
 
@@ -55,7 +55,7 @@ class HangWatch:
         self, folder: Path, rank: int, ranks: int, limits: HangConfig, end: Callable[[int], None] = _end_process
     ):
         """Raises OSError if there can be no folder."""
-        job_tmpdir.make_run_folder(folder)
+        hang_watch_folder.make_run_folder(folder)
         self._folder, self._rank = folder, rank
         self._end, self._steps = end, deque[float](maxlen=51)
         self.limit(limits, 600.0)
@@ -87,7 +87,7 @@ class HangWatch:
         if threading.current_thread() is not self._thread:
             self._thread.join(5.0)
         rank_status.write_to(None)
-        job_tmpdir.leave_run_folder(self._folder, self._rank)
+        hang_watch_folder.leave_run_folder(self._folder, self._rank)
         if self._stacks is not None:
             faulthandler.unregister(_ASKED)
             self._stacks.close()
@@ -188,7 +188,7 @@ class HangWatch:
 
     def _look(self) -> list[Seen]:
         """All ranks of this machine."""
-        places, now = job_tmpdir.places_in(self._folder), time.monotonic()
+        places, now = hang_watch_folder.places_in(self._folder), time.monotonic()
         host = socket.gethostname()
         states = [look_at(place.pid, place.started) for place in places]
         return [Seen(one, host, state, now - one.went_on, now - one.active) for one, state in zip(places, states)]
@@ -252,7 +252,7 @@ class HangWatch:
         self._go()
 
     def _go(self) -> None:
-        job_tmpdir.leave_run_folder(self._folder, self._rank)
+        hang_watch_folder.leave_run_folder(self._folder, self._rank)
         self._end(HUNG)
 
     def _is_alarmed(self) -> bool:
@@ -298,7 +298,7 @@ _mine: HangWatch | None = None
 def watching(rank: int, ranks: int) -> Iterator[None]:
     """Watch this process in the block. Without a folder to share, nobody watches."""
     global _mine
-    folder = job_tmpdir.folder_of_job(os.environ, alone=ranks == 1)
+    folder = hang_watch_folder.folder_of_job(os.environ, alone=ranks == 1)
     try:
         _mine = HangWatch(folder, rank, ranks, HangConfig())
     except OSError as error:

@@ -6,7 +6,7 @@ the end of the agent's process, on a descriptor of it (Linux 5.3 or later; elsew
 until then.
 Slurm, MPI and DeepSpeed's launcher end their ranks themselves, or are ended with them. A rank whose agent is killed
 before this
-module is imported finds that the launcher's store is gone (`core/parallel/rendezvous.py`).
+module is imported finds that the launcher's store is gone (`core/parallel/initialize_distributed.py`).
 """
 
 import os
@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megatron.core.base import output_streams
-from megatron.core.base.errors import write_error_file
+from megatron.core.base.error_reporting import write_error_file
 from megatron.training.fault_tolerance import hang_watch
 
 _OF_A_RANK = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "RANK")  # a wrapper that a rank was started by has the same

@@ -4,6 +4,6 @@ shapes_only            torch's tensors without values, and other ranks that comm
 dry_run                a step of one rank, by the script's own code: what each action adds, and its peak
 peak_along_schedule    the same along the schedule of every pipeline rank: the prediction; `report` prints it
 memory_tracker         live bytes by kind, as tensors come and go; `memory_monitor` prints them beside the prediction
-device_capacity, offload_capacity, bytes_by_tier, host_memory    does it fit devices, hosts and disks?
-oom_report             a failed allocation, with the flags that take less
+memory_advice, memory_check, bytes_by_tier, host_memory    does it fit devices, hosts and disks?
+oom_advice             a failed allocation, with the flags that take less
 """

@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
-from megatron.core.offload.offload_plan import AHEAD, SLICE
+from megatron.core.offload.offload_fraction import AHEAD, SLICE
 
 
 @dataclass(frozen=True)

@@ -19,20 +19,20 @@ from torch import Tensor
 
 from megatron.core.base import rank_status
 from megatron.core.base.async_handle import Pending
-from megatron.core.base.memory_kind import memory_kind
+from megatron.core.base.memory_category import memory_kind
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.offload.activation_offload import HoldsActivations, StageActivations
-from megatron.core.offload.block_file import BLOCK
-from megatron.core.offload.host_and_file_store import FileTensor
-from megatron.core.offload.offload_plan import AHEAD, SLICE
+from megatron.core.offload.checksummed_file import BLOCK
+from megatron.core.offload.offload_fraction import AHEAD, SLICE
+from megatron.core.offload.offload_tiers import FileTensor
 from megatron.core.offload.stored_tensor import Stored
 from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.param_groups import GroupRule, default_group
-from megatron.core.parallel.device import Device
+from megatron.core.parallel.accelerator import Device
 from megatron.core.parallel.mesh import Mesh, build_mesh
-from megatron.core.pipeline_parallel.microbatch_loss import ForwardStep
+from megatron.core.pipeline_parallel.loss_func_results import ForwardStep
 from megatron.core.pipeline_parallel.schedule.actions import Action, Op, Schedule
 from megatron.core.pipeline_parallel.schedules import BatchShape, Pipeline
 from megatron.core.tensor_parallel.broadcast_batch import GeneratedBatch

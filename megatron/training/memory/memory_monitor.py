@@ -11,8 +11,8 @@ from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.parallel import collectives
 from megatron.training.global_vars import Runtime, print_rank_0, print_rank_last
 from megatron.training.memory.bytes_by_tier import amount, bytes_line
+from megatron.training.memory.memory_check import room_left, state_bytes
 from megatron.training.memory.memory_tracker import MemoryTracker
-from megatron.training.memory.offload_capacity import room_left, state_bytes
 from megatron.training.memory.peak_along_schedule import DEVICE, IN_MEMORY, KINDS, Forecast
 from megatron.training.memory.report import short_report, table
 

@@ -2,7 +2,7 @@
 
 `TorchDispatchMode` sees every operator, so each new storage is counted until it is freed. The code that allocates says
 the kind
-(`core/base/memory_kind.py`): copies of a bucket and transfers between stages are communication, temporary memory of the
+(`core/base/memory_category.py`): copies of a bucket and transfers between stages are communication, temporary memory of the
 optimizer is
 "other", all else is activations. `assign` names the tensors that stay.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron.core.base import memory_kind
+from megatron.core.base import memory_category
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.offload.stored_tensor import Stored, StoredTensor
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
@@ -54,12 +54,12 @@ class MemoryTracker(TorchDispatchMode):
 
     def __enter__(self) -> "MemoryTracker":
         resize_storage.listeners.append(self._resized)
-        memory_kind.listeners.append(self._kind_is_set)
+        memory_category.listeners.append(self._kind_is_set)
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        memory_kind.listeners.remove(self._kind_is_set)
+        memory_category.listeners.remove(self._kind_is_set)
         resize_storage.listeners.remove(self._resized)
 
     @classmethod
@@ -75,7 +75,7 @@ class MemoryTracker(TorchDispatchMode):
             given = {id(x.untyped_storage()) for x in _tensors_in((args, kwargs))}
             made = [one for one in made if id(one) not in given]
         for storage in made:
-            self._add(storage, memory_kind.current_memory_kind())
+            self._add(storage, memory_category.current_memory_kind())
         if made:  # nothing else makes more live, but for `_resized` and `_kind_is_set`
             self._note_peak()
         return result

@@ -4,7 +4,7 @@
         x = torch.randn(4096, 12288)    made on torch's meta device
         x.device                        cpu: code that asks chooses the kernels of that device
         x.sum().item()                  0.0: every number that is read is 0, every condition is false
-    blocks_to_compute(...)          the largest block alone (`core/ops/overridable.py`)
+    blocks_to_compute(...)          the largest block alone (`core/ops/torch_function_overrides.py`)
 
 Other ranks are doubled by `SilentGroup`.
 """
@@ -19,7 +19,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from megatron.core.ops.overridable import blocks_to_compute, determinism_check
+from megatron.core.ops.torch_function_overrides import blocks_to_compute, determinism_check
 
 META = torch.device("meta")
 

@@ -7,7 +7,7 @@
     health_files            a heartbeat in JSON, and numbers for Prometheus
     tensor_statistics       --inspect
     straggler_detector, cpu_contention    slow ranks; cores that others use
-    progress_line           a line every few seconds of long silent work
+    long_task_progress           a line every few seconds of long silent work
 
 To send a run's numbers elsewhere: a class in `writers`.
 """

@@ -19,7 +19,7 @@ from typing import Any
 from megatron.core.base import output_streams
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.distributed.global_norms import num_zeros_in_grad, params_norm
+from megatron.core.distributed.params_norm_and_zeros import num_zeros_in_grad, params_norm
 from megatron.core.pipeline_parallel.schedule.actions import Action, Op
 from megatron.core.pipeline_parallel.schedules import Pipeline
 from megatron.core.storage.paths import path_of
@@ -27,9 +27,9 @@ from megatron.training.arguments.monitor_config import writes_tensorboard
 from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.global_vars import Runtime, print_rank_last
 from megatron.training.monitor.health_files import Beacon
-from megatron.training.monitor.profiler import MemoryHistory, StepProfiler
 from megatron.training.monitor.straggler_detector import Stragglers
 from megatron.training.monitor.tensor_statistics import Inspector, Statistics, TensorKey
+from megatron.training.monitor.torch_profiler import MemoryHistory, StepProfiler
 from megatron.training.monitor.training_log import Interval, StepNumbers, has_perplexity, perplexity, progress_line
 from megatron.training.monitor.writers import MetricsFile, Record, Sink, SinkError, TensorBoardSink, WandbSink
 

@@ -1,4 +1,4 @@
-"""--inspect statistics of whole tensors: every element counts once, in any layout (`core/distributed/global_norms.py`).
+"""--inspect statistics of whole tensors: every element counts once, in any layout (`core/distributed/params_norm_and_zeros.py`).
 
 Activations are divided over data-parallel ranks and microbatches; tensor-parallel ranks hold copies of a layer's output,
 or parts
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from megatron.core.base.memory_kind import memory_kind
+from megatron.core.base.memory_category import memory_kind
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.distributed.global_norms import my_elements
+from megatron.core.distributed.params_norm_and_zeros import my_elements
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
 

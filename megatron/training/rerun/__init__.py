@@ -1,9 +1,9 @@
 """Checks of wrong numbers, and what a run does about them.
 
-    step_checks, check    the table of checks, called by the loop; the base class of one
+    check_runner, check    the table of checks, called by the loop; the base class of one
     bad_step_policy       numbers that are not finite or far too large (`spike_detector`): stop, skip or report
     rerun_microbatch      a microbatch computed twice, bit by bit: does the device compute wrongly?
-    replica_check, state_hash_check    copies that differ between ranks; bits that change at rest
+    replica_check, bit_flip_check    copies that differ between ranks; bits that change at rest
     step_dump             a bad step on disk, for tools/replay_step.py
     nan_locator           the first tensor of a step that is not finite
 

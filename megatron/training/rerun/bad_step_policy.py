@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from megatron.core.parallel import collectives
-from megatron.core.pipeline_parallel.microbatch_loss import ForwardStep
+from megatron.core.pipeline_parallel.loss_func_results import ForwardStep
 from megatron.training.batch_cache import KeptBatches
 from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.global_vars import Runtime, print_rank_0
-from megatron.training.rerun.check import WrongNumbersError
+from megatron.training.rerun.base_check import WrongNumbersError
 from megatron.training.rerun.nan_locator import first_bad_tensor
 from megatron.training.rerun.spike_detector import LargeValues
 from megatron.training.rerun.step_dump import dump_step

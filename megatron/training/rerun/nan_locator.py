@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.distributed.global_norms import my_elements
+from megatron.core.distributed.params_norm_and_zeros import my_elements
 from megatron.core.parallel import collectives
-from megatron.core.pipeline_parallel.microbatch_loss import ForwardStep
+from megatron.core.pipeline_parallel.loss_func_results import ForwardStep
 from megatron.core.pipeline_parallel.schedule.actions import Action, Op
 from megatron.core.pipeline_parallel.schedules import Pipeline
 from megatron.training.step import StepWork

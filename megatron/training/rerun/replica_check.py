@@ -22,7 +22,7 @@ from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.sharding.boxes import flat_run
 from megatron.core.sharding.placement import shared_rows
-from megatron.training.rerun.check import Check
+from megatron.training.rerun.base_check import Check
 
 
 class ReplicaCheck(Check):

@@ -27,7 +27,7 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.collectives import Call
 from megatron.core.pipeline_parallel.schedules import Pipeline
 from megatron.training.global_vars import print_rank_0
-from megatron.training.rerun.check import Check
+from megatron.training.rerun.base_check import Check
 from megatron.training.step import StepWork
 
 SENT, RECEIVED = "sends", "receives"

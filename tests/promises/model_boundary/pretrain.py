@@ -11,7 +11,7 @@ from megatron.core.models.common.output_layer import LanguageModelHead
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.transformer.attention import ParallelAttention
-from megatron.core.transformer.layer_context import LayerContext
+from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.norm import make_norm

@@ -4,8 +4,8 @@ from torch import Tensor
 
 from megatron.core.enums import ModelType
 from megatron.core.optimizer import OPTIMIZERS, UpdateRule
+from megatron.core.optimizer.adam_and_sgd import UpdateStep
 from megatron.core.optimizer.full_matrix import WholeTensor
-from megatron.core.optimizer.update_rules import UpdateStep
 from megatron.training import pretrain
 from pretrain_gpt import forward_step, model_provider, train_valid_test_datasets_provider
 

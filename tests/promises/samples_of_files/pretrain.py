@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from megatron.core.datasets import IndexedDataset, IndexedDatasetWriter
-from megatron.core.datasets.dataset_splits import Building, Part, SampleKind, Say, build_datasets
+from megatron.core.datasets.build_datasets import Building, Part, SampleKind, Say, build_datasets
 from megatron.core.enums import ModelType
 from megatron.core.parallel import collectives
 from megatron.training import get_runtime, pretrain, print_rank_0

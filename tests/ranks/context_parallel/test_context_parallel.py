@@ -14,7 +14,7 @@ from parity_cases import TOLERANCE
 from tiny_run import LLAMA, SEQ, assert_equal, run
 
 from megatron.core.base.async_handle import Pending
-from megatron.core.context_parallel.cp_comm_type import METHODS, ContextParallel, SharedAttention
+from megatron.core.context_parallel.cp_attention import METHODS, ContextParallel, SharedAttention
 from megatron.core.ops.attention.kernels import plain_attention
 from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
 from megatron.core.ops.shard_sequence import of_my_rows

@@ -17,14 +17,14 @@ from whole_run import run
 
 import pretrain_gpt
 from megatron.core.base.dataclass_flags import build
-from megatron.core.dist_checkpointing.state_dict import load_whole_tensors
+from megatron.core.dist_checkpointing.state_dict_io import load_whole_tensors
 from megatron.core.inference.load_model import lone_mesh
 from megatron.core.models.bert.bert_stage import BertModel
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.models.T5.t5_stage import T5Model
-from megatron.core.transformer.layer_context import LayerContext
+from megatron.core.transformer.expected_parameter_names import PARAMETER_NAMES
+from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.core.transformer.parameter_names import PARAMETER_NAMES
 from tools import checkpoint_convert
 
 sys.path.append(str(Path(__file__).parents[2] / "support" / "exchange"))

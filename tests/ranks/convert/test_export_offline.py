@@ -9,7 +9,7 @@ import pytest
 import torch
 from local_ranks import run_ranks
 
-from megatron.convert import copy_checkpoint, export_offline, open_any, write_hf_folder
+from megatron.convert import copy_checkpoint, export_checkpoint, open_any, write_hf_folder
 from megatron.convert.export_plan import their_tensors
 from megatron.convert.families.weight_layout import OPERATIONS, HeadCounts, stretches_of
 from megatron.core.dist_checkpointing import CheckpointError, LocalTensor, open_checkpoint, save_checkpoint
@@ -56,7 +56,7 @@ def test_stretches_are_what_the_operation_does(operation: str, more: tuple[int, 
 def test_parts_of_any_size_make_the_same_folder(
     case: str, nbytes: int, ours: dict[str, Path], tmp_path: Path, monkeypatch
 ):
-    monkeypatch.setattr(export_offline, "_PART", nbytes)
+    monkeypatch.setattr(export_checkpoint, "_PART", nbytes)
     checkpoint = open_checkpoint(ours[case].with_name(f"{case}-ours"))
     write_hf_folder(checkpoint, tmp_path / "out", most_bytes=3000)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 3
@@ -84,7 +84,7 @@ def save_pieces(mesh, source: Path, root: Path) -> None:
 def test_pieces_of_rows_and_of_columns_make_the_same_folder(
     case: str, ours: dict[str, Path], tmp_path: Path, monkeypatch
 ):
-    monkeypatch.setattr(export_offline, "_PART", 40)
+    monkeypatch.setattr(export_checkpoint, "_PART", 40)
     run_ranks({"dp": 2}, partial(save_pieces, source=ours[case].with_name(f"{case}-ours"), root=tmp_path / "pieces"))
     checkpoint = open_checkpoint(tmp_path / "pieces")
     assert {checkpoint.has_runs(name) for name in checkpoint.names} == {False, True}

@@ -10,7 +10,7 @@ import pytest
 from whole_run import run
 
 import pretrain_gpt
-from megatron.convert.aux_files import Origin
+from megatron.convert.hf_origin import Origin
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing import open_checkpoint
 from tools import checkpoint_convert

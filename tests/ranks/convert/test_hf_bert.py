@@ -12,10 +12,10 @@ from local_ranks import run_ranks
 from torch import Tensor
 
 from megatron.convert import open_foreign
-from megatron.convert.export_offline import write_hf_folder
+from megatron.convert.export_checkpoint import write_hf_folder
 from megatron.convert.export_plan import their_tensors
 from megatron.convert.families.config_json import family_of
-from megatron.convert.formats.hf_folder import read_json
+from megatron.convert.formats.read_hf_folder import read_json
 from megatron.convert.hf_reader import heads_of, rows_of
 from megatron.core.dist_checkpointing import CheckpointError, placed_tensor
 from megatron.core.inference.load_model import lone_mesh
@@ -24,7 +24,7 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.sharding.boxes import slices
 from megatron.core.sharding.placement import pieces
-from megatron.core.transformer.layer_context import LayerContext
+from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 
 sys.path.append(str(Path(__file__).parents[2] / "support" / "exchange"))

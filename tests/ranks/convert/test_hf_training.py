@@ -12,15 +12,15 @@ from local_ranks import run_ranks
 from tiny_run import GPT, Layout, build_chunks, build_pipeline, forward_step
 
 from megatron.convert import open_any, open_foreign
-from megatron.convert.export_offline import write_hf_folder
+from megatron.convert.export_checkpoint import write_hf_folder
 from megatron.convert.families.config_json import family_of
-from megatron.convert.formats.hf_folder import read_json
+from megatron.convert.formats.read_hf_folder import read_json
 from megatron.convert.hf_reader import rows_of
 from megatron.core.dist_checkpointing import placed_tensor, save_checkpoint
 from megatron.core.dist_checkpointing.load_sharded import Checkpoint
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
-from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
+from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.schedules import BatchShape

@@ -11,7 +11,7 @@ from local_ranks import run_ranks
 from whole_run import run
 
 from megatron.convert import open_foreign
-from megatron.convert.export_offline import write_hf_folder
+from megatron.convert.export_checkpoint import write_hf_folder
 from megatron.convert.export_plan import their_tensors
 from megatron.convert.families.config_json import family_of
 from megatron.convert.hf_reader import heads_of, rows_of

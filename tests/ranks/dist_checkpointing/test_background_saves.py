@@ -118,7 +118,7 @@ def test_the_writer_of_a_killed_rank_ends(sent):
     """With all its files open elsewhere: a child of the rank may hold the other end of the socket."""
     script = (
         "import socket, sys, time; from megatron.core.dist_checkpointing.writer_process import start_process\n"
-        "from megatron.core.dist_checkpointing.writer_group import Messages\n"
+        "from megatron.core.dist_checkpointing.writer_sockets import Messages\n"
         "mine, its = socket.socketpair(); writer = start_process(its); line = Messages(mine)\n"
         "line.send({'rank': 0, 'ranks': 1}); line.receive(); print(writer.pid, flush=True); time.sleep(60)"
     )

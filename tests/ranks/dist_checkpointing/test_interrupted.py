@@ -18,7 +18,7 @@ from said import tells
 
 import pretrain_gpt
 from megatron.core.datasets import IndexedDatasetWriter, index_cache
-from megatron.core.dist_checkpointing import write
+from megatron.core.dist_checkpointing import write_and_publish as write
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 
 TINY = (

@@ -9,7 +9,7 @@ from tiny_run import TINY_GPT2, Layout, TinyTrainer
 from torch import Tensor, nn
 
 from megatron.core.distributed.data_parallel import DataParallelConfig, DistributedDataParallel
-from megatron.core.ops.main_grad import grad_was_added, open_main_grad
+from megatron.core.ops.main_grad_interface import grad_was_added, open_main_grad
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tensor_parallel.linear_autograd import linear
 

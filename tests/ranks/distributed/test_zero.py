@@ -26,7 +26,7 @@ from tiny_run import (
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed.comm_volume import step_traffic
 from megatron.core.distributed.data_parallel import DataParallelConfig
-from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
+from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.parallel.collectives import bytes_sent
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.schedules import BatchShape

@@ -15,10 +15,10 @@ from local_ranks import run_ranks
 from tiny_run import TINY_GPT2, Layout, run
 from torch import Tensor, nn
 
+from megatron.core.distributed.contiguous_buffers import Transient
 from megatron.core.distributed.data_parallel import DataParallelConfig, DistributedDataParallel
-from megatron.core.distributed.grad_buffer import Transient
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
-from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
+from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tensor_parallel.linear_autograd import linear
 

@@ -9,14 +9,14 @@ from published import CONFIGS, tensors_of
 from published_parameters import PARAMETERS
 
 from megatron.convert.families.config_json import config_of, family_of, settings_of
-from megatron.convert.formats.safetensors import TensorInFile
+from megatron.convert.formats.safetensors_header import TensorInFile
 from megatron.convert.hf_reader import records_of
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.inference.load_model import lone_mesh
 from megatron.core.models.bert.bert_stage import BertModel
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.models.T5.t5_stage import T5Model
-from megatron.core.transformer.layer_context import LayerContext
+from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 
 sys.path.append(str(Path(__file__).parents[2] / "support" / "exchange"))

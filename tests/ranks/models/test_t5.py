@@ -19,25 +19,25 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.convert import open_foreign
-from megatron.convert.detect_format import settings_in
-from megatron.convert.export_offline import write_hf_folder
+from megatron.convert.export_checkpoint import write_hf_folder
 from megatron.convert.export_plan import their_tensors
 from megatron.convert.families.config_json import family_of
-from megatron.convert.formats.hf_folder import read_json
+from megatron.convert.formats.read_hf_folder import read_json
 from megatron.convert.hf_reader import heads_of, rows_of
+from megatron.convert.open_any_format import settings_in
 from megatron.core.dist_checkpointing import placed_tensor
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.inference.load_model import lone_mesh
 from megatron.core.models.T5.t5_stage import T5Model
-from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
+from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.optimizer.param_groups import default_group, others_to, without_decay_of_tables
 from megatron.core.pipeline_parallel.layer_split import split_layers
 from megatron.core.sharding.boxes import slices
 from megatron.core.sharding.placement import Normal, Placement, pieces
-from megatron.core.transformer.layer_context import LayerContext
+from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.relative_position_bias import bucket_of
-from megatron.training.flops import ModelShape, TwoStackShape
+from megatron.training.model_flops import ModelShape, TwoStackShape
 
 sys.path.append(str(Path(__file__).parents[2] / "support" / "exchange"))
 

@@ -32,12 +32,12 @@ from megatron.core.base.async_handle import Pending
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.offload import activation_offload
 from megatron.core.offload.activation_offload import StageActivations, TierRoom
-from megatron.core.offload.activation_slots import SlotBuffer
-from megatron.core.offload.host_and_file_store import FileTier
-from megatron.core.offload.offload_config import OffloadConfig
+from megatron.core.offload.contiguous_activation_buffer import SlotBuffer
+from megatron.core.offload.offload_tiers import FileTier
+from megatron.core.offload.state_offload_config import OffloadConfig
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.schedules import BatchShape, Pipeline
-from megatron.core.transformer.layer_context import LayerContext
+from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.parallel_transformer import ParallelTransformer
 

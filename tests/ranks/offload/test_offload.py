@@ -12,11 +12,11 @@ from tiny_run import Layout, Outcome, assert_equal, assert_same_bits, run
 from torch import Tensor
 
 from megatron.core.distributed.data_parallel import DataParallelConfig
-from megatron.core.offload.host_and_file_store import FileTensor, FileTier
+from megatron.core.offload.offload_tiers import FileTensor, FileTier
 from megatron.core.offload.stored_tensor import start_writing
 from megatron.core.optimizer.cpu_offloading.sliced_update import SlicedUpdater
-from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
 from megatron.core.optimizer.loss_scaler import DynamicGradScaler
+from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.parallel.mesh import Mesh
 from megatron.training.memory.bytes_by_tier import Element, bytes_by_tier
 

@@ -15,8 +15,8 @@ from tiny_run import Layout, TinyTrainer, assert_equal, run
 
 from megatron.core.ops.compile import compiled_region
 from megatron.core.ops.compile.compiled_region import CompileConfig, compiles, settle_compiling, spent, why_not
-from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
 from megatron.core.optimizer.loss_scaler import DynamicGradScaler
+from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.parallel.mesh import Mesh
 from megatron.training.step import StepResult
 from tools.estimating.measure import measure

@@ -11,7 +11,7 @@ from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
 from megatron.core.parallel.grid import ALONE
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.dot_product_attention import CoreAttention
-from megatron.core.transformer.layer_context import LayerContext
+from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.arguments.command_line import parse_args
 

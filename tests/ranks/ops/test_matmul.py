@@ -12,16 +12,24 @@ from local_ranks import run_ranks
 from said import tells
 from torch import Tensor
 
-from megatron.core.ops import blas_bf16_accumulate, matmul
+from megatron.core.ops import cblas_gemm_bf16bf16f32, cpu_half_precision_matmul as matmul
 from megatron.core.ops.attention.masks import Documents
+from megatron.core.ops.cpu_half_precision_matmul import (
+    NATIVE,
+    Products,
+    choose,
+    from_json,
+    settle,
+    times,
+    times_transposed,
+)
 from megatron.core.ops.dropout import DropoutKeys
-from megatron.core.ops.matmul import NATIVE, Products, choose, from_json, settle, times, times_transposed
 from megatron.core.parallel.grid import ALONE
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tensor_parallel import linear_autograd
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.dot_product_attention import CoreAttention
-from megatron.core.transformer.layer_context import LayerContext
+from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 
 HALF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # half of the distance of two neighbours, relative
@@ -67,7 +75,7 @@ def test_widened_products_are_rounded_once(dtype: torch.dtype, at_once: int, mon
     assert_rounded_once(total, before.double() + exact)
 
 
-BF16_IN_LIBRARY = blas_bf16_accumulate._gemm_of_bfloat16() is not None  # a CPU with AMX, and a torch with MKL
+BF16_IN_LIBRARY = cblas_gemm_bf16bf16f32._gemm_of_bfloat16() is not None  # a CPU with AMX, and a torch with MKL
 
 
 @pytest.mark.skipif(not BF16_IN_LIBRARY, reason="no product of bfloat16 matrices with a float32 sum here")
@@ -77,7 +85,7 @@ BF16_IN_LIBRARY = blas_bf16_accumulate._gemm_of_bfloat16() is not None  # a CPU 
 def test_a_weight_gradient_of_bfloat16_is_exact_without_wide_factors(tokens: int, features: int, width: int):
     """Written over what was there, NaN or not, and added; also of factors that do not lie row by row."""
     add = linear_autograd._accumulate_for(torch.device("cpu"), torch.float32, torch.bfloat16)
-    assert add is blas_bf16_accumulate.add_in_library
+    assert add is cblas_gemm_bf16bf16f32.add_in_library
     grad, x = drawn(tokens, features, dtype=torch.bfloat16), drawn(tokens, width, dtype=torch.bfloat16)
     exact = grad.double().t() @ x.double()
     total = torch.full((features, width), float("nan"))

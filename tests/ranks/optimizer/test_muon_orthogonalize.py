@@ -20,12 +20,12 @@ from zero_matrix import cover
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed import DataParallelConfig
 from megatron.core.optimizer import ParamGroup
-from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
+from megatron.core.optimizer.adam_and_sgd import UpdateStep
 from megatron.core.optimizer.full_matrix import Owners, WholeTensor
 from megatron.core.optimizer.muon_config import NS_COEFFICIENTS, MuonConfig, ns_coefficients
-from megatron.core.optimizer.muon_orthogonalize import SMALLEST_NORM, muon_update, orthogonalized, scale_factor
-from megatron.core.optimizer.update_rules import UpdateStep
-from megatron.core.parallel.device import float32_products
+from megatron.core.optimizer.muon_matrix_update import SMALLEST_NORM, muon_update, orthogonalized, scale_factor
+from megatron.core.optimizer.optimizer_registry import OptimizerConfig
+from megatron.core.parallel.accelerator import float32_products
 from megatron.core.parallel.grid import ALONE
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.sharding.placement import Placement
@@ -272,7 +272,7 @@ def test_owners_send_the_bits_that_every_rank_would_find_and_in_bfloat16_if_all_
     shapes, step = [(12, 8), (8, 24), (24, 8), (8, 8)], UpdateStep(0.1, 0.5, 0)
     fused = {0: {"interleaved": (2, 2, 2)}, 2: {"blocks": (12, 12)}}
     units = SimpleNamespace(present=True)
-    monkeypatch.setattr("megatron.core.optimizer.muon_orthogonalize.multiplies_bfloat16", lambda device: units.present)
+    monkeypatch.setattr("megatron.core.optimizer.muon_matrix_update.multiplies_bfloat16", lambda device: units.present)
 
     def train(mesh: Mesh, shared: bool) -> tuple[list[Tensor], list]:
         weights = [number(i, *shape, dtype=torch.float32) for i, shape in enumerate(shapes)]

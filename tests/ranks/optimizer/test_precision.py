@@ -21,22 +21,22 @@ from torch import Tensor, nn
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed.data_parallel import DataParallelConfig, DistributedDataParallel
 from megatron.core.models.gpt.gpt_stage import GPTModel
+from megatron.core.ops.cpu_half_precision_matmul import NATIVE, Products, Way
 from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.dropout import DropoutKeys
-from megatron.core.ops.matmul import NATIVE, Products, Way
 from megatron.core.optimizer import FlatOptimizer
-from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
 from megatron.core.optimizer.loss_scaler import LossScaleConfig, make_grad_scaler
+from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.optimizer.param_groups import GroupRule, ParamGroup, default_group
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.layer_split import split_layers
-from megatron.core.pipeline_parallel.microbatch_loss import read_loss
+from megatron.core.pipeline_parallel.loss_func_results import read_loss
 from megatron.core.pipeline_parallel.schedules import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec
 from megatron.core.sharding.initial_values import initialize_parameters
 from megatron.core.sharding.placement import Placement
 from megatron.core.tensor_parallel.linear_autograd import weight_gradient
-from megatron.core.transformer.layer_context import LayerContext
+from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.arguments.command_line import parse_args
 from megatron.training.checkpointing import save_and_load

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing import open_checkpoint
 from megatron.core.distributed.data_parallel import DataParallelConfig
-from megatron.core.offload.host_and_file_store import FileTensor
+from megatron.core.offload.offload_tiers import FileTensor
 from megatron.core.offload.stored_tensor import start_reading, start_writing
 from megatron.core.optimizer.cpu_offloading.sliced_update import SlicedUpdater
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
-from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
+from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.optimizer.split_master import SplitMaster, join_master, split_master
 from megatron.core.parallel.mesh import Mesh
 from megatron.training.checkpointing import save_and_load

@@ -20,15 +20,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.ops.attention.kernels import fused_attention
 from megatron.core.optimizer import flat_optimizer
-from megatron.core.parallel import collectives, device
+from megatron.core.parallel import accelerator as device, collectives
 from megatron.core.parallel.grid import ALONE, Axis
 from megatron.core.parallel.stage_map import StageMap, loop
 from megatron.core.pipeline_parallel.stage_transport import Transport
 from megatron.core.tensor_parallel import linear_autograd
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.tensor_parallel.random import RngTracker, recomputed_with_states
-from megatron.training.fault_tolerance import error_report
-from megatron.training.memory.offload_capacity import notes_of
+from megatron.training.fault_tolerance import failure_shutdown
+from megatron.training.memory.memory_check import notes_of
 
 
 class StreamGroup:
@@ -166,10 +166,10 @@ def repeat_for_each_thread():
 @pytest.mark.parametrize("own", [False, True])
 def test_a_rank_whose_calls_do_not_end_hears_of_the_failure_of_another(own: bool, capfd):
     store, codes = torch.distributed.HashStore(), queue.Queue()
-    listener = error_report.Listener(store, 2, codes.put, every=0.01)
+    listener = failure_shutdown.Listener(store, 2, codes.put, every=0.01)
     time.sleep(0.05)
     assert codes.empty()
-    store.set(error_report._FAILED, f"rank {2 if own else 5} failed")
+    store.set(failure_shutdown._FAILED, f"rank {2 if own else 5} failed")
     if own:
         time.sleep(0.05)
         assert codes.empty()
@@ -362,7 +362,7 @@ WAITS = {
     "core/optimizer/flat_optimizer.py grad_norm: number read",
 }
 OF_STATE_ON_HOST = {
-    "core/parallel/device.py result: event",
+    "core/parallel/accelerator.py result: event",
     "core/offload/stored_tensor.py start_writing: copy npu to cpu",
 }
 OF_ORDER = {f"core/distributed/collective_order.py _compare: {what}" for what in ("copy cpu to npu", "number read")}

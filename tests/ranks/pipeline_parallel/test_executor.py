@@ -13,11 +13,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
-from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
+from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.parallel import collectives
 from megatron.core.parallel.stage_map import loop
 from megatron.core.pipeline_parallel.executor import Executor
-from megatron.core.pipeline_parallel.microbatch_loss import read_loss
+from megatron.core.pipeline_parallel.loss_func_results import read_loss
 from megatron.core.pipeline_parallel.schedule.actions import (
     Action,
     Op,

@@ -25,8 +25,8 @@ from tiny_run import (
 from megatron.core.distributed.data_parallel import DataParallelConfig, DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
-from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
 from megatron.core.optimizer.loss_scaler import ConstantGradScaler
+from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.parallel.global_state import current
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.schedules import BatchShape

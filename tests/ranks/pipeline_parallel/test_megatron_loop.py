@@ -28,14 +28,14 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.ops.dropout import DropoutKeys
-from megatron.core.optimizer import OptimizerConfig, flat_optimizer_config, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, optimizer_registry
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parallel.global_state import current
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.layer_split import split_layers
 from megatron.core.pipeline_parallel.schedules import BatchShape
 from megatron.core.sharding.initial_values import initialize_parameters
-from megatron.core.transformer.layer_context import LayerContext
+from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.training.model_chunks import share_tables
 
 STEPS, BATCH, RATES = 3, 8, (1e-2, 7.5e-3, 5e-3)
@@ -68,7 +68,7 @@ def of_one_process(model):
     """Our own train step; the oracle knows none of Megatron's names."""
 
     def work(mesh):
-        optimizer = flat_optimizer_config.OptimizerConfig(clip_grad=0.5, weight_decay=0.1)
+        optimizer = optimizer_registry.OptimizerConfig(clip_grad=0.5, weight_decay=0.1)
         tiny = TinyTrainer(mesh, model, Layout(), global_batch=BATCH, optimizer=optimizer)
         norms = [tiny.step(number, lr=rate).grad_norm for number, rate in enumerate(RATES)]
         return norms, pieces_of_chunks(tiny.chunks, mesh, lambda p: p.data, {})

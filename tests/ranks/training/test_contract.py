@@ -12,7 +12,7 @@ from torch import nn
 import pretrain_gpt
 from megatron.core import mpu, tensor_parallel
 from megatron.core.enums import ModelType
-from megatron.core.pipeline_parallel.microbatch_loss import read_step
+from megatron.core.pipeline_parallel.loss_func_results import read_step
 from megatron.core.sharding.placement import Placement
 from megatron.training import get_args, pretrain
 from megatron.training.arguments import core_transformer_config_from_args

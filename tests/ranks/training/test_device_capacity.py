@@ -17,7 +17,7 @@ from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.parallel.mesh import Mesh
 from megatron.training import build
 from megatron.training.global_vars import get_runtime
-from megatron.training.memory import offload_capacity, oom_report
+from megatron.training.memory import memory_check, oom_advice
 
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 --vocab-size 60 --mock-data "
@@ -50,7 +50,7 @@ def build_all(mesh: Mesh, name: str, flags: str) -> None:
 @pytest.mark.parametrize(("sizes", "flags"), [({}, ""), ({"tp": 2, "pp": 2}, "")], ids=["one", "tp2-pp2"])
 def test_a_state_that_cannot_fit_is_refused_before_it_is_made(name, sizes, flags, monkeypatch):
     """Of all ranks of the machine together: each of four has a quarter, and what they need is what one would."""
-    monkeypatch.setattr(offload_capacity, "free_on_machine", lambda: 300_000)
+    monkeypatch.setattr(memory_check, "free_on_machine", lambda: 300_000)
     monkeypatch.setattr(build, "initialize_parameters", None)  # nothing is written
     layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2" if sizes else ""
     with pytest.raises(Exception, match=r"need .* KiB, and 292.97 KiB are free") as refused:
@@ -63,14 +63,14 @@ def test_a_state_that_cannot_fit_is_refused_before_it_is_made(name, sizes, flags
 
 
 def test_it_starts_all_the_same_where_that_is_asked_for(monkeypatch, capsys):
-    monkeypatch.setattr(offload_capacity, "free_on_machine", lambda: 300_000)
+    monkeypatch.setattr(memory_check, "free_on_machine", lambda: 300_000)
     run_ranks({}, partial(build_all, name="gpt", flags="--no-check-memory"))
     assert "WARNING: parameters, gradients and optimizer state do not fit the memory of" in capsys.readouterr().out
 
 
 def test_a_model_of_175_billion_is_refused_without_being_made(monkeypatch, capsys):
     """Its 2.5 TiB are counted and never touched."""
-    monkeypatch.setattr(offload_capacity, "free_on_machine", lambda: 23 * 2**30)
+    monkeypatch.setattr(memory_check, "free_on_machine", lambda: 23 * 2**30)
     monkeypatch.setattr(build, "initialize_parameters", None)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     gpt3 = "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --vocab-size 51199"
@@ -126,9 +126,9 @@ def test_every_kind_of_shortage_is_told_of(error: BaseException, asked: str):
     def tell(mesh: Mesh) -> tuple[str, str]:
         with trainer_of(of_fork(), mesh, TINY) as trainer:
             found = [
-                oom_report.in_words(raised(error), trainer.runtime, model) for model in (trainer.memory.predicted, None)
+                oom_advice.in_words(raised(error), trainer.runtime, model) for model in (trainer.memory.predicted, None)
             ]
-            assert all(isinstance(one, oom_report.OutOfMemory) for one in found)
+            assert all(isinstance(one, oom_advice.OutOfMemory) for one in found)
             return tuple(map(str, found))
 
     ((built, before),) = run_ranks({}, tell)
@@ -138,4 +138,4 @@ def test_every_kind_of_shortage_is_told_of(error: BaseException, asked: str):
 
 @pytest.mark.parametrize("error", [ValueError("out of memory"), RuntimeError("shape"), ConfigError("no")])
 def test_other_errors_stay_what_they_are(error: Exception):
-    assert oom_report.in_words(error, SimpleNamespace()) is error
+    assert oom_advice.in_words(error, SimpleNamespace()) is error

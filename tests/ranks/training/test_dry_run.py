@@ -3,7 +3,7 @@
 import torch
 
 from megatron.core.ops.attention.tiles import tiles_of
-from megatron.core.ops.overridable import blocks_to_compute
+from megatron.core.ops.torch_function_overrides import blocks_to_compute
 from megatron.training.memory.shapes_only import META, ShapesOnly
 
 

@@ -1,4 +1,4 @@
-"""`megatron.training.engine.Engine` over ranks as threads: loops and modules as scripts have them, against plain torch."""
+"""`megatron.training.zero_engine.Engine` over ranks as threads: loops and modules as scripts have them, against plain torch."""
 
 import importlib
 import sys
@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.format import CheckpointError
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.optimizer.deepspeed_lr_schedules import OneCycle
 from megatron.core.parallel.mesh import Mesh
-from megatron.training.engine import Engine, EngineConfig
+from megatron.training.zero_engine import Engine, EngineConfig
 
 X = torch.randn(3, 12, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 

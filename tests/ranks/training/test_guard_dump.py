@@ -10,7 +10,7 @@ from said import tells
 
 from megatron.core.dist_checkpointing import open_checkpoint
 from megatron.training.rerun import spike_detector
-from megatron.training.rerun.check import WrongNumbersError
+from megatron.training.rerun.base_check import WrongNumbersError
 from megatron.training.step import NotFiniteError
 from megatron.training.trainer import Trainer
 from tools import replay_step

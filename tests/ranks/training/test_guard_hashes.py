@@ -12,15 +12,15 @@ from local_ranks import run_ranks
 from tiny_run import GPT, TINY_GPT2, TINY_LLAMA, TinyTrainer
 
 from megatron.core.distributed.data_parallel import DataParallelConfig
-from megatron.core.offload.offload_config import OffloadConfig
+from megatron.core.offload.state_offload_config import OffloadConfig
 from megatron.core.offload.stored_tensor import start_reading, start_writing
-from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
+from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.parallel.collectives import PeerError
 from megatron.core.parallel.mesh import Mesh
 from megatron.training.arguments.rerun_config import GuardConfig
-from megatron.training.rerun.check import WrongNumbersError
+from megatron.training.rerun.base_check import WrongNumbersError
+from megatron.training.rerun.bit_flip_check import StateCheck, changes_since, hashes_of, held_state
 from megatron.training.rerun.replica_check import differences_of_copies
-from megatron.training.rerun.state_hash_check import StateCheck, changes_since, hashes_of, held_state
 
 HALF = replace(TINY_GPT2, fp64=False, bf16=True)
 STAGES = {

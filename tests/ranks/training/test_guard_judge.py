@@ -18,7 +18,7 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.training.batch_cache import KeptBatches
 from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.rerun import spike_detector
-from megatron.training.rerun.check import WrongNumbersError
+from megatron.training.rerun.base_check import WrongNumbersError
 from megatron.training.rerun.spike_detector import LargeValues
 from megatron.training.step import NotFiniteError
 from megatron.training.trainer import Trainer

@@ -8,7 +8,7 @@ from guard_runs import run, stopped, weights_of
 from layouts import Layout
 from local_ranks import run_ranks
 
-from megatron.training.rerun.check import WrongNumbersError
+from megatron.training.rerun.base_check import WrongNumbersError
 from megatron.training.rerun.rerun_microbatch import COMPUTED, RECEIVED, SENT, FirstDifference, Trail, first_difference
 from megatron.training.trainer import Trainer
 

@@ -18,10 +18,10 @@ from script_run import trainer_of
 import pretrain_bert
 import pretrain_gpt
 from megatron.core.enums import ModelType
-from megatron.core.ops import blas_bf16_accumulate
+from megatron.core.ops import cblas_gemm_bf16bf16f32
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tensor_parallel import linear_autograd
-from megatron.training.memory import offload_capacity
+from megatron.training.memory import memory_check
 from megatron.training.memory.dry_run import dry_run, mesh_of
 from megatron.training.memory.memory_tracker import MemoryTracker
 from megatron.training.memory.peak_along_schedule import KINDS, forecast, predicted_of
@@ -38,7 +38,7 @@ TINY = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 -
 @pytest.fixture
 def without_amx(monkeypatch):
     """Factors of weight gradients are widened, as where the record was taken."""
-    monkeypatch.setattr(blas_bf16_accumulate, "_gemm_of_bfloat16", lambda: None)
+    monkeypatch.setattr(cblas_gemm_bf16bf16f32, "_gemm_of_bfloat16", lambda: None)
     linear_autograd._accumulate_for.cache_clear()
     yield
     linear_autograd._accumulate_for.cache_clear()
@@ -126,7 +126,7 @@ def test_offloaded_activations_need_room_too(monkeypatch):
         with trainer_of(pretrain_gpt, mesh, f"{words} {least}"):
             pass
 
-    monkeypatch.setattr(offload_capacity, "free_on_machine", lambda: 2**20)
+    monkeypatch.setattr(memory_check, "free_on_machine", lambda: 2**20)
     run_ranks({"dp": 1}, partial(build, least=10**6))  # none leaves
     with pytest.raises(Exception, match=r"what is offloaded does not fit the memory of .*: 1 rank.* need [3-9].* MiB"):
         run_ranks({"dp": 1}, partial(build, least=1))

@@ -16,9 +16,9 @@ from script_run import trainer_of
 from whole_run import run
 
 import pretrain_gpt
-from megatron.convert.hf_vocabulary import vocabulary_in
+from megatron.convert.hf_tokenizer_vocab import vocabulary_in
 from megatron.core.dist_checkpointing import open_checkpoint
-from megatron.core.dist_checkpointing.state_dict import load_whole_tensors
+from megatron.core.dist_checkpointing.state_dict_io import load_whole_tensors
 from megatron.core.sharding.boxes import whole
 from megatron.core.sharding.initial_values import normal_box
 from megatron.core.tokenizers.vocabulary_diff import (

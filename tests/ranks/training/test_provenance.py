@@ -16,8 +16,8 @@ from whole_run import run
 import pretrain_gpt
 from megatron.convert import open_foreign
 from megatron.core.dist_checkpointing import format as disk, open_checkpoint
-from megatron.core.parallel.device import Device
-from megatron.training.checkpointing.provenance import origin_of_run
+from megatron.core.parallel.accelerator import Device
+from megatron.training.checkpointing.hf_origin import origin_of_run
 from tools import checkpoint_convert
 
 sys.path.append(str(Path(__file__).parents[2] / "support" / "exchange"))

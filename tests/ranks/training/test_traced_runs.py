@@ -27,8 +27,8 @@ RUNS = {
 LOCK = ("open", "training.checkpointing.save_folder._lock")
 ALLOWED = {
     "core.storage.paths.same_folder",
-    "training.checkpointing.local_checkpoint._name_of",
-    "convert.formats.hf_folder.path_inside",
+    "training.checkpointing.non_persistent_checkpoint._name_of",
+    "convert.formats.read_hf_folder.path_inside",
 }
 
 

@@ -8,13 +8,13 @@ from local_ranks import run_ranks
 from tiny_run import GPT2, LLAMA, Layout, TinyTrainer, my_pieces, put_together
 
 from megatron.core.distributed.data_parallel import DataParallelConfig
-from megatron.core.distributed.global_norms import num_zeros_in_grad, params_norm
-from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
+from megatron.core.distributed.params_norm_and_zeros import num_zeros_in_grad, params_norm
+from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.parallel import collectives
 from megatron.core.timers import Timers
 from megatron.training.arguments.monitor_config import ProfileConfig
-from megatron.training.monitor.profiler import StepProfiler
 from megatron.training.monitor.tensor_statistics import Inspector, Statistics, statistics_of
+from megatron.training.monitor.torch_profiler import StepProfiler
 
 STEPS, BATCH = 2, 8
 MODELS = {"gpt2": GPT2, "llama": LLAMA}

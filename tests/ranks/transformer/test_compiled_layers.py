@@ -16,13 +16,13 @@ from tiny_run import GPT, Layout, Subject, assert_equal, build_chunks, run
 from torch import nn
 
 from megatron.core.ops.compile.compiled_region import news_of_layers
+from megatron.core.ops.cpu_half_precision_matmul import Products
 from megatron.core.ops.dropout import DropoutKeys
-from megatron.core.ops.matmul import Products
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.compiled_layer import WholeLayer
-from megatron.core.transformer.layer_context import LayerContext
+from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.transformer_layer import ParallelTransformerLayer

@@ -18,13 +18,13 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing import open_checkpoint, save_checkpoint
 from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
-from megatron.core.optimizer.flat_optimizer_config import OptimizerConfig
+from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.sharding.boxes import slices
 from megatron.core.sharding.placement import pieces
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.attention import ParallelAttention
-from megatron.core.transformer.layer_context import LayerContext
+from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.arguments.command_line import parse_args
 from megatron.training.arguments.validation import check

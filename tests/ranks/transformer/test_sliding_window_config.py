@@ -22,7 +22,7 @@ from megatron.core.ops.attention.kernels import KERNELS, AttentionCase, fused_at
 from megatron.core.ops.attention.kv_cache import KeyValueCache
 from megatron.core.ops.attention.masks import Documents, Mask, Window, hidden_keys, windowed
 from megatron.core.ops.attention.sliding_window import blocks_of
-from megatron.core.transformer.layer_pattern import read_pattern
+from megatron.core.transformer.layer_freq_pattern import read_pattern
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.sliding_window_config import read_window
 from megatron.core.transformer.transformer_config import model_config

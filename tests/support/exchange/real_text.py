@@ -22,8 +22,8 @@ def batches(text: Path) -> None:
     """TEXT: speeches with an empty line between them; eight are a document."""
     sys.path.insert(0, str(ROOT))
     from megatron.core.datasets.data_config import DataConfig
-    from megatron.core.datasets.t5_samples import build_t5_datasets
-    from megatron.core.datasets.token_masking import MaskedDataConfig
+    from megatron.core.datasets.mask_selection import MaskedDataConfig
+    from megatron.core.datasets.t5_dataset_builder import build_t5_datasets
     from megatron.core.tokenizers import build_tokenizer
     from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 

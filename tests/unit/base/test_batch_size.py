@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from said import tells_each
 
-from megatron.core.base.batch_size import BatchSizes, constant_size, ramp, size_table
+from megatron.core.base.batch_size_schedule import BatchSizes, constant_size, ramp, size_table
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.training.arguments.command_line import parse_args
 from megatron.training.arguments.config import Config

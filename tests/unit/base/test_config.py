@@ -25,7 +25,7 @@ from megatron.core.base.dataclass_flags import (
 from megatron.core.optimizer import OPTIMIZERS, UpdateRule
 from megatron.training.arguments.command_line import make_parser, parse_args
 from megatron.training.arguments.config import COMPONENTS
-from megatron.training.arguments.megatron_flags import NO_EFFECT, REFUSED, SHORTHAND
+from megatron.training.arguments.ignored_and_refused_flags import NO_EFFECT, REFUSED, SHORTHAND
 from megatron.training.num_samples import notes_of_no_validation
 
 

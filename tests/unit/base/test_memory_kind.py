@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from megatron.core.base.memory_kind import ACTIVATIONS, current_memory_kind, memory_kind, set_memory_kind
+from megatron.core.base.memory_category import ACTIVATIONS, current_memory_kind, memory_kind, set_memory_kind
 from megatron.training.memory.memory_tracker import MemoryTracker
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.convert.aux_files import Origin
+from megatron.convert.hf_origin import Origin
 from megatron.convert.hf_tokenizer_config import for_both_versions
 from megatron.core.dist_checkpointing.format import CheckpointError
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from megatron.convert import open_any
-from megatron.convert.formats import safe_unpickle, torch_file
-from megatron.convert.formats.safe_unpickle import PickleError, read_pickle
+from megatron.convert.formats import pickle_as_data, read_torch_file
+from megatron.convert.formats.pickle_as_data import PickleError, read_pickle
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing import CheckpointError
 
@@ -292,14 +292,14 @@ def test_a_bad_pickle_is_refused_in_a_line(case: str):
 
 
 def test_the_work_of_a_pickle_is_bounded(monkeypatch):
-    monkeypatch.setattr(safe_unpickle, "_MOST_STEPS", 1000)
+    monkeypatch.setattr(pickle_as_data, "_MOST_STEPS", 1000)
     assert read_pickle(nested(900))[1] == len(nested(900))
     with pytest.raises(PickleError, match="more than 1000 instructions"):
         read_pickle(nested(1100))
 
 
 def test_a_pickle_larger_than_any_needs_is_not_read(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(torch_file, "MOST_BYTES", 500)
+    monkeypatch.setattr(read_torch_file, "MOST_BYTES", 500)
     assert "read are up to 500" in refused(written(tmp_path))
 
 
@@ -324,7 +324,7 @@ def test_tensors_of_a_torch_file_lie_where_it_is_said(tmp_path: Path):
     made["parameter"] = torch.nn.Parameter(torch.ones(2, 1))
     for zipped in (True, False):
         torch.save(made, tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
-        data, file = (tmp_path / "x.pt").read_bytes(), torch_file.read_torch_file(tmp_path / "x.pt", "x.pt")
+        data, file = (tmp_path / "x.pt").read_bytes(), read_torch_file.read_torch_file(tmp_path / "x.pt", "x.pt")
         for name, x in made.items():
             place = file.tensor(file.values[name])
             assert place.shape == tuple(x.shape) and place.dtype == str(x.dtype).removeprefix("torch.")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.convert.formats.megatron_args import settings_of_args, unclear
+from megatron.convert.formats.read_megatron_args import settings_of_args, unclear
 from megatron.core.base.dataclass_flags import ConfigError
 
 sys.path.append(str(Path(__file__).parents[2] / "support" / "exchange"))

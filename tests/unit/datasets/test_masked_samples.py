@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets import IndexedDataset, IndexedDatasetWriter
-from megatron.core.datasets.masked_samples import BertDataset, T5Dataset, attention_masks
+from megatron.core.datasets.bert_and_t5_samples import BertDataset, T5Dataset, attention_masks
+from megatron.core.datasets.mask_selection import MaskingRules, WordPieces
 from megatron.core.datasets.sentence_sample_map import SampleRequest, build_sample_map, mersenne_twister_64
-from megatron.core.datasets.token_masking import MaskingRules, WordPieces
 
 CLS, SEP, MASK, PAD, BOS, EOS = 1, 2, 3, 0, 4, 5
 WORDS = tuple(f"##{i}" if i % 4 == 3 and i > 10 else f"{i}" for i in range(120))

@@ -13,7 +13,7 @@ from written_caches import write_cache
 from megatron.core.datasets import DataConfig, IndexedDataset, build_gpt_datasets
 from megatron.core.datasets.blend import exhaustive_indices, weighted_indices
 from megatron.core.datasets.index_map import IndexRequest, build_indices
-from megatron.core.datasets.megatron_index_cache import index_problem
+from megatron.core.datasets.read_megatron_index_cache import index_problem
 
 TOKENIZER = types.SimpleNamespace(vocab_size=100, eod=99)
 

@@ -9,8 +9,8 @@ from deepspeed_doc import PAGE, document
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.optimizer.deepspeed_lr_schedules import WarmupCosineLR
-from megatron.core.parallel.hostfile import filtered, main, read_hostfile, torchrun_lines
-from megatron.deepspeed.schedules import make_schedule
+from megatron.core.parallel.hostfile_to_torchrun import filtered, main, read_hostfile, torchrun_lines
+from megatron.deepspeed.ds_config_scheduler import make_schedule
 from megatron.deepspeed.settings import KEYS, load_ds_config, read_settings
 
 # The sections and values of the examples in the documentation of ds_config.

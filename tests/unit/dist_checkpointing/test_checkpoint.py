@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing import (
     open_checkpoint,
     save_checkpoint,
     save_sharded as saving,
-    write as writing,
+    write_and_publish as writing,
 )
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import ALONE, Axis, Grid

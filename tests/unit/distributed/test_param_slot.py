@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from megatron.core.distributed.bucket import Bucket
-from megatron.core.distributed.param_slot import ParamSlot
+from megatron.core.distributed.param_grad_state import ParamSlot
 
 RUNS = {"a": (0, 3), "b": (4, 6), "c": (6, 7)}  # 3 and 7 are gaps of alignment
 NAN = float("nan")

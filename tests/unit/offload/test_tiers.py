@@ -19,21 +19,21 @@ from said import tells
 from megatron.core.base.async_handle import done
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed.bucket import Bucket
-from megatron.core.offload import block_file
-from megatron.core.offload.block_file import BlockFile, OffloadError
-from megatron.core.offload.host_and_file_store import FileTensor, FileTier, HostTier
-from megatron.core.offload.offload_config import OffloadConfig
+from megatron.core.offload import checksummed_file
+from megatron.core.offload.checksummed_file import BlockFile, OffloadError
 from megatron.core.offload.offload_folder import RankFolder, folder_problems, remove_left_behind
-from megatron.core.offload.offload_plan import cut_by_fraction, cut_in_slices
+from megatron.core.offload.offload_fraction import cut_by_fraction, cut_in_slices
+from megatron.core.offload.offload_tiers import FileTensor, FileTier, HostTier
+from megatron.core.offload.state_offload_config import OffloadConfig
 from megatron.core.offload.stored_tensor import copy_stored, loaded, start_reading, start_writing
+from megatron.core.optimizer.adam_and_sgd import UpdateStep, adam_update
 from megatron.core.optimizer.cpu_offloading import sliced_update
 from megatron.core.optimizer.cpu_offloading.sliced_update import Segment, SlicedUpdater
 from megatron.core.optimizer.param_groups import ParamGroup
-from megatron.core.optimizer.update_rules import UpdateStep, adam_update
 from megatron.core.parallel.grid import ALONE
 from megatron.training.memory.bytes_by_tier import Element, amount, bytes_by_tier, bytes_line
 from megatron.training.memory.host_memory import free_on_machine, free_to_process
-from megatron.training.memory.offload_capacity import problems_of_needs
+from megatron.training.memory.memory_check import problems_of_needs
 
 ROOT = Path(__file__).parents[3]
 BLOCK, KINDS = 64, ("exp_avg", "exp_avg_sq")
@@ -198,10 +198,10 @@ def test_a_full_disk_is_an_error_in_words(tmp_path, monkeypatch):
 
     file = BlockFile(tmp_path / "state", BLOCK)
     file.extend(100)
-    monkeypatch.setattr(block_file.os, "pwrite", full)
+    monkeypatch.setattr(checksummed_file.os, "pwrite", full)
     with pytest.raises(OffloadError, match=r"state.* 0 .*No space left on device"):
         file.write(3, memoryview(b"abc"))
-    monkeypatch.setattr(block_file.os, "posix_fallocate", full)
+    monkeypatch.setattr(checksummed_file.os, "posix_fallocate", full)
     with pytest.raises(OffloadError, match=r"(?s)1,000.*--optimizer-offload-fraction"):
         file.extend(1000)
     file.close()
@@ -214,7 +214,7 @@ def test_a_disk_that_is_really_full_is_the_same_error(tmp_path):
         import resource
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
         from pathlib import Path
-        from megatron.core.offload.block_file import BlockFile
+        from megatron.core.offload.checksummed_file import BlockFile
         BlockFile(Path({str(tmp_path / "state")!r})).extend(3 << 20)
     """
     done = subprocess.run(
@@ -256,7 +256,7 @@ def test_what_a_killed_process_left_is_taken_over(tmp_path):
     code = f"""
         import os, signal
         from megatron.core.offload.offload_folder import RankFolder
-        from megatron.core.offload.block_file import BlockFile
+        from megatron.core.offload.checksummed_file import BlockFile
         folder = RankFolder({str(tmp_path)!r}, 0)
         BlockFile(folder.path / "state", 64).extend(1000)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from megatron.core.parallel import device
-from megatron.core.parallel.device import Device
+from megatron.core.parallel import accelerator as device
+from megatron.core.parallel.accelerator import Device
 
 
 @pytest.mark.parametrize(("level", "threshold"), [(0, 2**31 - 1), (1, 2**20), (2, 2**17)])
@@ -81,7 +81,7 @@ def test_anonymous_memory_is_no_files(tmp_path):
 def test_large_tensors_of_one_of_several_ranks_begin_with_a_page():
     """In a process of its own, since torch asks once. A user's choice stays."""
     code = (
-        "import sys, torch; from megatron.core.parallel.device import Device; Device('cpu').prepare(bf16=False, ranks=2); "
+        "import sys, torch; from megatron.core.parallel.accelerator import Device; Device('cpu').prepare(bf16=False, ranks=2); "
         "sys.exit(any(torch.empty(2**19 + 1000 * i).data_ptr() % 4096 for i in range(9)))"
     )
     choices = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}

@@ -12,8 +12,8 @@ from said import tells
 
 from megatron.core import parallel_state
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.parallel import rendezvous as job
-from megatron.core.parallel.liveness import Exchange, Line, NoLineError, listed
+from megatron.core.parallel import initialize_distributed as job
+from megatron.core.parallel.tcp_liveness import Exchange, Line, NoLineError, listed
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ OWN = (
 # Files of Megatron's and DeepSpeed's names and fields.
 ROOMS = (
     "core/__init__.py",
-    "core/base/megatron_names.py",
+    "core/base/megatron_api_names.py",
     "core/datasets/blended_megatron_dataset_config.py",
     "core/datasets/gpt_dataset.py",
     "core/dist_checkpointing/mapping.py",

@@ -59,7 +59,7 @@ def test_the_process_that_writes_checkpoints_finds_the_package(run, name_of):
     code = f"""
 import socket
 from {name_of("megatron.core.dist_checkpointing.writer_process")} import start_process
-from megatron.core.dist_checkpointing.writer_group import Messages
+from megatron.core.dist_checkpointing.writer_sockets import Messages
 mine, its = socket.socketpair()
 writer = start_process(its)
 its.close()
@@ -79,7 +79,7 @@ def test_the_report_names_the_package(run, name_of, tmp_path):
 
 
 def test_a_command_runs_its_program(run, name_of):
-    code = f"from {name_of('megatron.commands')} import main; sys.argv[0] = 'bin/megatron-plot-schedule'; main()"
+    code = f"from {name_of('megatron.console_scripts')} import main; sys.argv[0] = 'bin/megatron-plot-schedule'; main()"
     assert "bubble" in run(code)
 
 

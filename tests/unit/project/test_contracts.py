@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from megatron.core.base.signatures import takes
+from megatron.core.base.unsupported_arguments import takes
 
 FACTS = json.loads(Path(__file__).parents[2].joinpath("megatron_facts.json").read_text())
 POSITIONAL, KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY

@@ -15,9 +15,9 @@ import pytest
 from code_lines import nodes, product_files
 
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.distributed.param_slot import ParamSlot
+from megatron.core.distributed.param_grad_state import ParamSlot
 from megatron.core.offload.activation_offload import HoldsActivations
-from megatron.core.ops.main_grad import DataParallelBase, GradSlot
+from megatron.core.ops.main_grad_interface import DataParallelBase, GradSlot
 from megatron.core.tensor_parallel.broadcast_batch import GeneratedBatch
 from megatron.core.transformer.parallel_transformer import ParallelTransformer
 from megatron.training.memory.dry_run import AnyBatch
@@ -29,14 +29,14 @@ OURS = {
     "megatron/core/ops/compile/compiled_region.py _whole_of": "compiled_whole",
     "megatron/core/base/dataclass_flags.py knob_of": "knob",
     "megatron/core/datasets/vocab_check.py table_problem": "never",
-    "megatron/core/datasets/pad_token.py pad_is_text": "pad_is_text",  # a script's tokenizer may say it
+    "megatron/core/datasets/ambiguous_pad_token.py pad_is_text": "pad_is_text",  # a script's tokenizer may say it
     "megatron/core/distributed/zero_init.py shard_of": "shard",
-    "megatron/core/distributed/param_slot.py is_lent": "is_lent",  # a script's model
-    "megatron/core/distributed/param_slot.py uses_of": "uses",  # a script's model
+    "megatron/core/distributed/param_grad_state.py is_lent": "is_lent",  # a script's model
+    "megatron/core/distributed/param_grad_state.py uses_of": "uses",  # a script's model
     "megatron/core/ops/rematerialize.py _mark_of": "made_again",
     "megatron/core/ops/rematerialize.py maker_of": "asked",
-    "megatron/core/ops/main_grad.py main_grad_of": "main_grad",  # Megatron's name
-    "megatron/core/ops/main_grad.py slot_of": "slot",
+    "megatron/core/ops/main_grad_interface.py main_grad_of": "main_grad",  # Megatron's name
+    "megatron/core/ops/main_grad_interface.py slot_of": "slot",
     "megatron/core/base/registry.py function_of": "computes",  # a script's entry of a table
     "megatron/core/sharding/placement.py placement_of": "placement",  # a script's layer
     "megatron/core/ops/dropout.py keys_of": "keys",  # a script's layer
@@ -54,9 +54,9 @@ KEPT_IN_ONE_FILE = ("knob", "made_again", "shard", "slot")
 FOREIGN = {
     "Python's and the system's, which differ between versions": {
         "megatron/core/dist_checkpointing/async_save.py": "MAP_POPULATE memfd_create",
-        "megatron/core/parallel/device.py": "gnu_get_libc_version",
-        "megatron/core/parallel/liveness.py": "register_at_fork",
-        "megatron/core/parallel/rendezvous.py": "last_type",
+        "megatron/core/parallel/accelerator.py": "gnu_get_libc_version",
+        "megatron/core/parallel/tcp_liveness.py": "register_at_fork",
+        "megatron/core/parallel/initialize_distributed.py": "last_type",
         "megatron/core/storage/object_store.py": "EREMOTEIO",
         "megatron/core/base/rank_status.py": "posix_fallocate",
         "megatron/report.py": "sched_getaffinity",
@@ -67,16 +67,16 @@ FOREIGN = {
     "Python's, on any object": {
         "megatron/core/transformer/transformer_config.py": "__name__",
         "megatron/core/base/dataclass_flags.py": "__metadata__",
-        "megatron/core/distributed/non_resident.py": "__name__ __self__",
+        "megatron/core/distributed/released_tensors.py": "__name__ __self__",
         "megatron/core/sharding/initial_values.py": "__name__",
-        "megatron/training/memory/oom_report.py": "__notes__",
+        "megatron/training/memory/oom_advice.py": "__notes__",
     },
     "of an error of any kind, which a store's library raises": {
         "megatron/core/storage/object_store.py": "errno strerror"
     },
     "torch's, which differ between versions": {
         "megatron/core/parallel/collectives.py": "all_gather_single reduce_scatter_single",
-        "megatron/core/parallel/device.py": "memory _record_memory_history",
+        "megatron/core/parallel/accelerator.py": "memory _record_memory_history",
         "megatron/deepspeed/comm.py": "all_gather_single reduce_scatter_single",
     },
     "a scheduler's, of torch or a script: else it is a function that makes one": {
@@ -89,7 +89,7 @@ FOREIGN = {
         "megatron/core/transformer/module.py": "sequence_parallel",
         "megatron/core/pipeline_parallel/schedules.py": "config params_dtype pipeline_dtype residual_dtype sequence_parallel",
         "megatron/core/tensor_parallel/layers.py": "params_dtype sequence_parallel",
-        "megatron/training/arguments/megatron_arguments.py": "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
+        "megatron/training/arguments/transformer_config_from_args.py": "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
         "norm_epsilon",
         "megatron/core/transformer/transformer_config.py": "name",
         "megatron/core/transformer/dot_product_attention.py": "window_size",
@@ -107,10 +107,10 @@ FOREIGN = {
     "Megatron's, of a data set": {"megatron/core/datasets/blended_dataset.py": "dataset_path"},
     "Megatron's, which a script sets on parameters": {"megatron/training/model_chunks.py": "sequence_parallel"},
     "Megatron's, of a tokenizer, which may be a script's": {
-        "megatron/core/datasets/bert_samples.py": "name",
+        "megatron/core/datasets/bert_dataset_builder.py": "name",
         "megatron/core/datasets/fill_in_the_middle.py": "vocab",
         "megatron/core/datasets/vocab_check.py": "additional_special_tokens_ids inv_vocab name path",
-        "megatron/core/datasets/t5_samples.py": "additional_special_tokens_ids name",
+        "megatron/core/datasets/t5_dataset_builder.py": "additional_special_tokens_ids name",
         "megatron/core/tokenizers/tokenizer_fingerprint.py": "eod pad",
         "megatron/core/tokenizers/vocabulary_diff.py": "vocab",
         "tools/generating/t5.py": "additional_special_tokens_ids bos eos",

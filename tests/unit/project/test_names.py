@@ -9,9 +9,9 @@ from said import raises_telling
 
 from megatron.core import mpu, parallel_state
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.parallel import global_state, initialize_groups
+from megatron.core.parallel import global_state, initialize_model_parallel
 from megatron.core.parallel.grid import AxisSizes
-from megatron.core.parallel.initialize_groups import stage_ranks
+from megatron.core.parallel.initialize_model_parallel import stage_ranks
 from megatron.core.parallel.mesh import build_mesh
 
 NAMES = {
@@ -309,7 +309,7 @@ def one_of_16(monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 6)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 16)
     monkeypatch.setattr(torch.distributed, "group", types.SimpleNamespace(WORLD=object()))
-    monkeypatch.setattr(initialize_groups, "_first_mesh_of", None)
+    monkeypatch.setattr(initialize_model_parallel, "_first_mesh_of", None)
     yield made
     parallel_state.destroy_model_parallel()
 

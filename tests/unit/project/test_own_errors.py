@@ -12,14 +12,14 @@ import pytest
 import torch
 from said import tells
 
-from megatron.core.base import errors
+from megatron.core.base import error_reporting as errors
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.datasets.index_map import parse_split
 from megatron.core.optimizer.loss_scaler import problems_of_scaler
 from megatron.core.optimizer.lr_schedule import LearningRateSchedule, WeightDecaySchedule, read_schedule
-from megatron.core.pipeline_parallel import microbatch_loss
+from megatron.core.pipeline_parallel import loss_func_results
 from megatron.core.pipeline_parallel.schedule import registry, simulate
-from megatron.deepspeed import schedules
+from megatron.deepspeed import ds_config_scheduler
 from megatron.training.arguments import validation
 from megatron.training.initialize import as_settings_problem
 from tools.errors import exit_status
@@ -84,10 +84,10 @@ def test_the_package_is_known_also_where_it_lies_among_the_libraries(tmp_path: P
     base.mkdir(parents=True)
     for folder in (base.parent, base):
         (folder / "__init__.py").write_text("")
-    (base / "errors.py").write_text(Path(errors.__file__).read_text())
+    (base / "error_reporting.py").write_text(Path(errors.__file__).read_text())
     code = (
         "import sysconfig; sysconfig.get_path = lambda name: {path!r}\n"
-        "import importlib; from megatron.core.base.errors import is_told_to_user\n"
+        "import importlib; from megatron.core.base.error_reporting import is_told_to_user\n"
         "for name in ('megatron', 'neighbour'):\n"
         "    try: importlib.import_module(name + '.part').fail()\n"
         "    except ValueError as error: print(is_told_to_user(error))\n"
@@ -121,13 +121,13 @@ def test_a_bug_in_the_check_of_schedules_is_none_of_the_schedule(monkeypatch):
 def test_a_bug_in_a_schedule_of_rates_is_none_of_the_file(monkeypatch):
     optimizer = SimpleNamespace(param_groups=[{"lr": 1.0}])
     asked = {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}
-    monkeypatch.setitem(schedules.STEP_SCHEDULES, "WarmupLR", lambda optimizer, warmup_num_steps=1: None + 1)
+    monkeypatch.setitem(ds_config_scheduler.STEP_SCHEDULES, "WarmupLR", lambda optimizer, warmup_num_steps=1: None + 1)
     with pytest.raises(TypeError):
-        schedules.make_schedule(asked, optimizer)
+        ds_config_scheduler.make_schedule(asked, optimizer)
     monkeypatch.undo()
     for params in ({"warmup_num_steps": None}, {"warmup_num_steps": [4]}, {"warmup_max_lr": {}}, {"warmup": 4}):
         with pytest.raises(ConfigError) as error:
-            schedules.make_schedule(asked | {"params": params}, optimizer)
+            ds_config_scheduler.make_schedule(asked | {"params": params}, optimizer)
         assert tells(error.value, f"WarmupLR {next(iter(params))}")
 
 
@@ -136,9 +136,9 @@ def test_a_device_that_fails_is_no_loss_of_another_type():
         pass
 
     with pytest.raises(TypeError, match=r"to\(\)|device"):
-        microbatch_loss._numbers("num_tokens", torch.ones(1), Lost())
+        loss_func_results._numbers("num_tokens", torch.ones(1), Lost())
     with pytest.raises(TypeError, match="must be a number or a tensor, not object"):
-        microbatch_loss._numbers("num_tokens", object(), torch.device("cpu"))
+        loss_func_results._numbers("num_tokens", object(), torch.device("cpu"))
 
 
 # ---------------------------------------------------------------- what a checkpoint says

@@ -14,7 +14,7 @@ import pytest
 
 import megatron
 from megatron import core
-from megatron.commands import program_of, programs_folder
+from megatron.console_scripts import program_of, programs_folder
 from megatron.core import package_info
 
 ROOT = Path(__file__).parents[3]
@@ -146,7 +146,9 @@ def test_a_build_has_the_programs_and_runs_them_away_from_the_repository(tmp_pat
         if 'if __name__ == "__main__":' in path.read_text() and path.parent.name in ("tools", "_programs")
     ]
     assert (built / "megatron" / "py.typed").is_file()
-    command = "import sys; sys.argv[0] = 'bin/megatron-plot-schedule'; from megatron.commands import main; main()"
+    command = (
+        "import sys; sys.argv[0] = 'bin/megatron-plot-schedule'; from megatron.console_scripts import main; main()"
+    )
     drawn = subprocess.run(
         [sys.executable, "-c", command, "--microbatches", "4"],
         cwd=tmp_path,

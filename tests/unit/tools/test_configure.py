@@ -14,8 +14,8 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.parallel.collectives import bytes_sent
 from megatron.training.arguments.command_line import parse_args
 from megatron.training.arguments.validation import check
-from megatron.training.flops import ModelShape
 from megatron.training.memory.dry_run import alone, batches_of, mesh_of, parts_of
+from megatron.training.model_flops import ModelShape
 from megatron.training.step import train_step
 from tools import configure, estimate_memory
 from tools.configuring.answers import QUESTIONS, Answers, Choices, complete, work_of

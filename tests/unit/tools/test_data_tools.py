@@ -16,7 +16,7 @@ import pytest
 from said import tells
 from token_files import NULL, contents, write
 
-from megatron.core.datasets import DataConfig, build_gpt_datasets, data_plan as data_readings
+from megatron.core.datasets import DataConfig, build_gpt_datasets, data_usage_report as data_readings
 from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
 from megatron.core.datasets.mmap_indexed_dataset import IndexedDataset
 from tools import data_plan, inspect_dataset, merge_datasets, prepare_cache, stdlib_corpus

@@ -13,7 +13,7 @@ from tools import generate
 
 ROOT = Path(__file__).parents[3]
 TOOLS = sorted(path for path in (ROOT / "tools").glob("*.py") if 'if __name__ == "__main__"' in path.read_text())
-HOSTS = ["-m", "megatron.core.parallel.hostfile", "hosts"]
+HOSTS = ["-m", "megatron.core.parallel.hostfile_to_torchrun", "hosts"]
 SCHEDULE = ["tools/plot_schedule.py"]
 
 

@@ -8,7 +8,7 @@ import pytest
 from megatron.core.base.dataclass_flags import ConfigError, flags_of, knobs
 from megatron.training.arguments.command_line import make_parser, parse_args
 from megatron.training.arguments.config import COMPONENTS
-from megatron.training.arguments.megatron_flags import (
+from megatron.training.arguments.ignored_and_refused_flags import (
     NO_EFFECT,
     OTHERS,
     REFUSED,

@@ -18,7 +18,7 @@ from megatron.training.arguments.hang_config import HangConfig
 from megatron.training.fault_tolerance import hang_watch
 from megatron.training.fault_tolerance.hang_diagnosis import Seen, hang_report, judge
 from megatron.training.fault_tolerance.hang_watch import HangWatch
-from megatron.training.fault_tolerance.job_tmpdir import leave_run_folder, make_run_folder
+from megatron.training.fault_tolerance.hang_watch_folder import leave_run_folder, make_run_folder
 from megatron.training.fault_tolerance.process_stat import ProcessState, look_at, waits_for_cores
 
 SLEEPS, STOPPED = ProcessState("S"), ProcessState("T")
@@ -244,7 +244,7 @@ def test_a_run_without_room_for_its_place_runs_unwatched_and_says_so(tmp_path, c
     """The map of a file without blocks would end the run by SIGBUS."""
     monkeypatch.setattr(output_streams, "losses", [])
     monkeypatch.setattr(
-        hang_watch.job_tmpdir, "folder_of_job", lambda *words, **named: tmp_path / f"megatron-{os.getuid()}-5"
+        hang_watch.hang_watch_folder, "folder_of_job", lambda *words, **named: tmp_path / f"megatron-{os.getuid()}-5"
     )
     monkeypatch.setattr(os, "posix_fallocate", no_space)
     monkeypatch.setattr(mmap, "mmap", lambda *words: pytest.fail("there is no room"))

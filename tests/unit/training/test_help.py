@@ -5,11 +5,11 @@ import re
 import pytest
 
 from megatron.core.base.dataclass_flags import ConfigError, flags_of, knobs
-from megatron.core.datasets.token_masking import MaskedDataConfig
+from megatron.core.datasets.mask_selection import MaskedDataConfig
 from megatron.core.models.common.model_rules import BERT_RULES, GPT_RULES
 from megatron.training.arguments.command_line import parse_args
 from megatron.training.arguments.config import COMPONENTS
-from megatron.training.arguments.megatron_flags import NO_EFFECT, REFUSED
+from megatron.training.arguments.ignored_and_refused_flags import NO_EFFECT, REFUSED
 from megatron.training.initialize import examine
 
 NEEDED = [

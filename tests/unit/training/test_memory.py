@@ -15,8 +15,8 @@ from said import tells
 from script_run import leaving_nothing_of
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.training.memory.device_capacity import STATE, less_with, warning_of_room
 from megatron.training.memory.dry_run import Job, dry_run, mesh_of
+from megatron.training.memory.memory_advice import STATE, less_with, warning_of_room
 from megatron.training.memory.peak_along_schedule import DEVICE, IN_MEMORY, KINDS, RankMemory, along, forecast, worst
 from megatron.training.memory.report import amount, short_report
 from tools import estimate_memory

@@ -6,8 +6,8 @@ import threading
 import pytest
 from said import tells
 
-from megatron.training.monitor import progress_line as heartbeat_module
-from megatron.training.monitor.progress_line import heartbeat
+from megatron.training.monitor import long_task_progress as heartbeat_module
+from megatron.training.monitor.long_task_progress import heartbeat
 from tools import train_tokenizer
 
 

@@ -15,7 +15,7 @@ from said import tells
 
 from megatron.core.base import output_streams
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.parallel.device import Device, peak_flops_of
+from megatron.core.parallel.accelerator import Device, peak_flops_of
 from megatron.training.arguments import monitor_config
 from megatron.training.arguments.monitor_config import (
     LogConfig,
@@ -26,7 +26,7 @@ from megatron.training.arguments.monitor_config import (
 )
 from megatron.training.monitor import writers
 from megatron.training.monitor.monitor import Watch
-from megatron.training.monitor.profiler import MemoryHistory, StepProfiler
+from megatron.training.monitor.torch_profiler import MemoryHistory, StepProfiler
 from megatron.training.monitor.writers import MetricsFile, Record, TensorBoardSink, WandbSink, json_line, lines_until
 
 STEP = Record("step", 7, 56, {"lm loss": 2.5, "grad-norm": 1.5})

@@ -9,8 +9,8 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import pytest
 import torch
 
-from megatron.core.base.config_fields import problems_of_not_built, settings_from
 from megatron.core.base.dataclass_flags import ConfigError
+from megatron.core.base.from_megatron_config import problems_of_not_built, settings_from
 from megatron.core.datasets import blended_megatron_dataset_config
 from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDatasetConfig
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
@@ -19,7 +19,7 @@ from megatron.core.distributed import distributed_data_parallel_config
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.optimizer import flat_optimizer_config, optimizer_config
+from megatron.core.optimizer import optimizer_config, optimizer_registry
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.transformer import transformer_config
 from megatron.core.transformer.transformer_config import TransformerConfig, model_config
@@ -33,7 +33,7 @@ CONFIGS: dict[type, tuple[int, dict[str, int], Callable[[Any], Any]]] = {
         50,
         {},
         lambda config: settings_from(
-            config, OptimizerConfig, flat_optimizer_config.OptimizerConfig, optimizer_config.NOT_BUILT
+            config, OptimizerConfig, optimizer_registry.OptimizerConfig, optimizer_config.NOT_BUILT
         ),
     ),
     DistributedDataParallelConfig: (

@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional
 
 from megatron.core import parallel_state
-from megatron.core.parallel.device import Device, set_malloc
+from megatron.core.parallel.accelerator import Device, set_malloc
 from tools.benchmarking.batches import CLIP, LR, SEED, WEIGHT_DECAY, Batches, Phases
 from tools.benchmarking.peers import parallel
 from tools.benchmarking.peers.plain import PlainModel

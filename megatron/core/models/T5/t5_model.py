@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.base.lazy_imports import names_of_megatron
-from megatron.core.base.signatures import takes
+from megatron.core.base.unsupported_arguments import takes
 from megatron.core.models.common.megatron_model import ModelOfMegatron
 from megatron.core.models.T5 import t5_stage
 from megatron.core.models.T5.t5_spec import get_t5_decoder_with_local_block_spec, get_t5_encoder_with_local_block_spec

@@ -28,7 +28,7 @@ from megatron.core.ops.attention.kv_cache import DecoderCache
 from megatron.core.ops.attention.masks import Biased, Mask
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec
 from megatron.core.transformer.cross_attention import BesideEncoder, ParallelCrossAttention
-from megatron.core.transformer.layer_context import LayerContext, MakePart
+from megatron.core.transformer.layer_build_context import LayerContext, MakePart
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.norm import make_norm
 from megatron.core.transformer.parallel_transformer import ParallelTransformer

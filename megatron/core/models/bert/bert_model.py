@@ -3,7 +3,7 @@
 from typing import Any
 
 from megatron.core.base.lazy_imports import names_of_megatron
-from megatron.core.base.signatures import takes
+from megatron.core.base.unsupported_arguments import takes
 from megatron.core.models.bert import bert_stage
 from megatron.core.models.common.megatron_model import ModelOfMegatron
 

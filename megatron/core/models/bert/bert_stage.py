@@ -12,7 +12,7 @@ from megatron.core.models.common.language_model import LanguageModelStage
 from megatron.core.models.common.model_rules import BERT_RULES
 from megatron.core.ops.fused_layer_ops import activation_of
 from megatron.core.sharding.placement import Constant, InitialValue, Placement
-from megatron.core.transformer.layer_context import LayerContext
+from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.norm import make_norm
 

@@ -14,7 +14,7 @@ from megatron.core.ops.compile.compiled_region import compiles
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec
 from megatron.core.tensor_parallel import autograd_collectives
 from megatron.core.tensor_parallel.cross_entropy import sharded_losses
-from megatron.core.transformer.layer_context import LayerContext, MakePart
+from megatron.core.transformer.layer_build_context import LayerContext, MakePart
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.parallel_transformer import ParallelTransformer
 from megatron.core.transformer.tiled_compute import declare_tiles

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from megatron.core.parallel.global_state import current
-from megatron.core.parallel.rendezvous import join_alone
+from megatron.core.parallel.initialize_distributed import join_alone
 from megatron.core.transformer.module import MegatronModule, context_of, settings_of
 from megatron.core.transformer.transformer_block import make_layer_of
 from megatron.core.transformer.transformer_layer import layers_of_stage

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core.base.dataclass_flags import knobs
-from megatron.core.datasets.bert_samples import bert_problems
+from megatron.core.datasets.bert_dataset_builder import bert_problems
 from megatron.core.datasets.gpt_samples import end_problems
-from megatron.core.datasets.t5_samples import t5_problems
-from megatron.core.datasets.token_masking import MaskedDataConfig
+from megatron.core.datasets.mask_selection import MaskedDataConfig
+from megatron.core.datasets.t5_dataset_builder import t5_problems
 from megatron.core.tokenizers.tokenizer_config import NO_TOKENIZER
 from megatron.core.tokenizers.tokenizer_registry import Tokenizer
 

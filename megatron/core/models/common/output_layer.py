@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.sharding.placement import Constant, Placement
-from megatron.core.transformer.layer_context import LayerContext
+from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.tiled_compute import declare_tiles, in_tiles
 

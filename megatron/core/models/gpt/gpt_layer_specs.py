@@ -1,7 +1,7 @@
 """Layer specs of a GPT."""
 
 from megatron.core.base.lazy_imports import names_of_megatron
-from megatron.core.base.signatures import takes
+from megatron.core.base.unsupported_arguments import takes
 from megatron.core.transformer.local_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
 

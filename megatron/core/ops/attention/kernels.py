@@ -20,7 +20,7 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.registry import Table
 from megatron.core.ops.attention.masks import Documents, Mask, Window, hidden_keys, windowed
 from megatron.core.ops.attention.sliding_window import attention_in_band
-from megatron.core.ops.attention.softmax_options import Scoring
+from megatron.core.ops.attention.softcap_and_sinks import Scoring
 from megatron.core.ops.attention.tiled_compiled import tiled_attention
 from megatron.core.ops.attention.tiled_eager import eager_tiled_attention
 from megatron.core.ops.dropout import AttentionDropout

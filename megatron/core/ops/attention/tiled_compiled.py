@@ -15,7 +15,7 @@ from megatron.core.ops.attention.tiles import by_head, tiles_of, wide_empty
 from megatron.core.ops.compile.compiled_region import Compiled
 from megatron.core.ops.dropout import AttentionDropout
 from megatron.core.ops.dropout_masks import MaskWords, kept
-from megatron.core.parallel.device import is_accelerator
+from megatron.core.parallel.accelerator import is_accelerator
 
 
 def tiled_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: AttentionDropout) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron.core.ops.attention.masks import Mask, Window, hidden_in_tile
-from megatron.core.ops.attention.softmax_options import Scoring, with_sinks
+from megatron.core.ops.attention.softcap_and_sinks import Scoring, with_sinks
 from megatron.core.ops.attention.tiles import Tile, by_head, tiles_of, wide_empty
 from megatron.core.ops.dropout import AttentionDropout
 from megatron.core.ops.dropout_masks import MaskWords, clear_dropped, ones_where_kept

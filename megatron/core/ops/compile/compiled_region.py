@@ -30,7 +30,7 @@ from megatron.core.base.dataclass_flags import FlagConfig, knob
 from megatron.core.ops.compile.skip_guards import Replay, call_kind, programs_called, replay_of, watched_backend
 from megatron.core.ops.rematerialize import mark_made
 from megatron.core.parallel import collectives
-from megatron.core.parallel.device import is_accelerator
+from megatron.core.parallel.accelerator import is_accelerator
 from megatron.core.parallel.grid import Axis
 
 Formula = Callable[..., tuple[Tensor | None, ...]]

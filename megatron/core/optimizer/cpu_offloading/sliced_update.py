@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from megatron.core.base.async_handle import Pending, all_of, done
-from megatron.core.base.memory_kind import ACTIVATIONS, memory_kind
+from megatron.core.base.memory_category import ACTIVATIONS, memory_kind
 from megatron.core.distributed.buffer_plan import ALIGN
-from megatron.core.offload.offload_plan import SLICE, cut_in_slices
+from megatron.core.offload.offload_fraction import SLICE, cut_in_slices
 from megatron.core.offload.stored_tensor import Stored, start_reading, start_writing
+from megatron.core.optimizer.adam_and_sgd import Update, UpdateStep
 from megatron.core.optimizer.full_matrix import WholeTensor
 from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.optimizer.split_master import SplitMaster
-from megatron.core.optimizer.update_rules import Update, UpdateStep
-from megatron.core.parallel.device import start_to_host
+from megatron.core.parallel.accelerator import start_to_host
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.ops.dropout import HiddenDropout
-from megatron.core.tensor_parallel.embedding_lookup import lookup
+from megatron.core.tensor_parallel.embedding_grad_accumulation import lookup
 from megatron.core.tensor_parallel.linear_layers import VocabParallelEmbedding, my_sequence_part
-from megatron.core.transformer.layer_context import LayerContext
+from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.norm import make_norm
 

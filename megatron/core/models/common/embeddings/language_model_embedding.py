@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megatron.core.base.signatures import takes
+from megatron.core.base.unsupported_arguments import takes
 from megatron.core.models.common.embeddings.embedding import Embedding
 from megatron.core.transformer.module import context_of, settings_of
 

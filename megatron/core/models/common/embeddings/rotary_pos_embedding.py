@@ -4,9 +4,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.base.lazy_imports import names_of_megatron
-from megatron.core.base.signatures import takes
+from megatron.core.base.unsupported_arguments import takes
 from megatron.core.parallel.global_state import current
-from megatron.core.transformer.rotary import rotary_angles
+from megatron.core.transformer.rotary_angles import rotary_angles
 
 
 class RotaryEmbedding(nn.Module):

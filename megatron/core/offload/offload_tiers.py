@@ -1,0 +1,162 @@
+"""The tiers of offloaded state: host memory, or a file.
+
+    stored = tier.zeros(1000, torch.float32)      a Tensor, or a FileTensor with the same interface
+    (`offload/stored_tensor.py`)
+
+Reads and writes of a file run on the tier's own thread, in the order in which they are started.
+"""
+
+import weakref
+from concurrent.futures import Future, ThreadPoolExecutor
+from math import prod
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.core.base.async_handle import Pending, done
+from megatron.core.base.memory_category import memory_kind
+from megatron.core.offload.checksummed_file import BLOCK, BlockFile, OffloadError
+from megatron.core.offload.offload_folder import STATE_FILE, RankFolder
+from megatron.core.offload.stored_tensor import Stored, StoredTensor
+from megatron.core.parallel.accelerator import is_accelerator, start_to_host
+
+
+class FileTensor(StoredTensor):
+    """A tensor, or a range of its rows, in a tier's file."""
+
+    def __init__(self, tier: "FileTier", start: int, shape: tuple[int, ...], dtype: torch.dtype):
+        """start: its first byte in the file."""
+        self._tier, self._start = tier, start
+        self.shape, self.dtype = tuple(shape), dtype
+
+    def view(self, shape: tuple[int, ...]) -> "FileTensor":
+        assert prod(shape) == self.numel(), f"{self.shape} as {shape}"
+        return FileTensor(self._tier, self._start, shape, self.dtype)
+
+    def __getitem__(self, rows: slice) -> "FileTensor":
+        assert rows.step in (None, 1), f"every {rows.step}th row"
+        start, stop = rows.indices(self.shape[0])[:2]
+        row = prod(self.shape[1:]) * self.dtype.itemsize
+        return FileTensor(self._tier, self._start + start * row, (max(stop - start, 0), *self.shape[1:]), self.dtype)
+
+    def start_reading(self) -> Pending[Tensor]:
+        if not self.numel():
+            return done(torch.empty(self.shape, dtype=self.dtype))
+        reading = self._tier.start_read(self._start, self.nbytes)
+        return Pending(lambda: reading.result().view(self.dtype).view(self.shape))
+
+    def start_writing(self, values: Tensor) -> Pending[Any]:
+        if not self.numel():
+            return done()
+        there = start_to_host(values.detach().to(self.dtype).contiguous())
+        return Pending(self._tier.start_write(self._start, there).result)
+
+
+class SideStream:
+    """Copies on a side stream of an accelerator. Memory is allocated and freed on the compute stream, which waits for the copy
+    first; left to the allocator, it would be freed only when the host polls."""
+
+    def __init__(self, device: torch.device):
+        self._module, self._device = torch.get_device_module(device), device
+        self._stream = self._module.Stream(device)
+
+    def start_copy(self, target: Tensor, source: Tensor) -> Pending[Tensor]:
+        """Starts to copy into `target`, which is the result. `wait` blocks the compute stream, not the host."""
+        self._stream.wait_stream(self._module.current_stream(self._device))
+        with self._module.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            copied = self._stream.record_event()
+
+        def finish() -> Tensor:
+            self._module.current_stream(self._device).wait_event(copied)
+            return target
+
+        return Pending(finish, source)
+
+
+class Tier(Protocol):
+    """A place for offloaded tensors. name: "host" or "file"."""
+
+    name: str
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Stored: ...
+
+    def side_stream(self, device: torch.device) -> SideStream | None:
+        """What copies between the device and this tier's memory beside the device's computation; None: reads and writes do."""
+
+    def close(self) -> None: ...
+
+
+class HostTier:
+    """Host memory, pinned if the device is an accelerator."""
+
+    name = "host"
+
+    def __init__(self, device: torch.device):
+        self._pinned = device.type != "cpu"
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        try:
+            return torch.zeros(numel, dtype=dtype, pin_memory=self._pinned)
+        except RuntimeError as error:
+            kind, limit = ("pinned memory", ", raise ulimit -l") if self._pinned else ("memory", "")
+            raise OffloadError(
+                f"cannot allocate {numel * dtype.itemsize:,} bytes of host {kind} ({str(error).splitlines()[0]}){limit}; give "
+                "--offload-dir, more data-parallel ranks with a higher --zero-stage, or a lower --optimizer-offload-fraction"
+            ) from error
+
+    def side_stream(self, device: torch.device) -> SideStream | None:
+        return SideStream(device) if is_accelerator(device) else None
+
+    def close(self) -> None:
+        """Nothing to do: the memory is freed with the tensors."""
+
+
+class FileTier:
+    """A file in this rank's own folder, removed by `close` or at the end of the process, unless it is killed."""
+
+    name = "file"
+
+    def __init__(self, root: Path | str, rank: int, block: int = BLOCK, *, pinned: bool = False):
+        """pinned: read into pinned memory."""
+        self._pinned = pinned
+        self.folder = RankFolder(root, rank)
+        self._file = BlockFile(self.folder.path / STATE_FILE, block)
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="offload")
+        self._finalizer = weakref.finalize(self, _close, self._worker, self._file, self.folder)
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> FileTensor:
+        return FileTensor(self, self._file.extend(numel * dtype.itemsize), (numel,), dtype)
+
+    def side_stream(self, device: torch.device) -> None:
+        return None
+
+    def close(self) -> None:
+        self._finalizer()
+
+    @memory_kind("slices")
+    def start_read(self, start: int, nbytes: int) -> "Future[Tensor]":
+        """Starts to read bytes; the result is a uint8 tensor."""
+        block = self._file.block
+        first, last = start // block * block, -(-(start + nbytes) // block) * block
+        data = torch.empty(last - first, dtype=torch.uint8, pin_memory=self._pinned)
+        return self._worker.submit(self._read, first, data, slice(start - first, start - first + nbytes))
+
+    def start_write(self, start: int, values: Pending[Tensor]) -> "Future[None]":
+        """Starts to write. values: a pending copy in host memory, which must not change before the write is done."""
+        return self._worker.submit(self._write, start, values)
+
+    def _read(self, first: int, data: Tensor, wanted: slice) -> Tensor:
+        self._file.read(first, memoryview(data.numpy()))
+        return data[wanted]
+
+    def _write(self, start: int, values: Pending[Tensor]) -> None:
+        self._file.write(start, memoryview(values.wait().view(-1).view(torch.uint8).numpy()))
+
+
+def _close(worker: ThreadPoolExecutor, file: BlockFile, folder: RankFolder) -> None:
+    worker.shutdown(cancel_futures=True)
+    file.close()
+    folder.remove()

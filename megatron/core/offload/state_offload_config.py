@@ -1,0 +1,52 @@
+"""The settings of offload, and the tier for them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from megatron.core.base.dataclass_flags import FlagConfig, Share, knob
+from megatron.core.offload.checksummed_file import BLOCK
+from megatron.core.offload.offload_tiers import FileTier, HostTier, Tier
+
+
+@dataclass(frozen=True)
+class OffloadConfig(FlagConfig):
+    """Offload."""
+
+    optimizer_cpu_offload: bool = knob(False, "keep optimizer state in host memory and update it there, slice by slice")
+    optimizer_offload_fraction: Share = knob(
+        1.0, "share of the optimizer state to offload, rounded up to whole parameters"
+    )
+    offload_dir: str | None = knob(
+        None,
+        "keep optimizer state in files under this folder (a fast local disk), one folder per rank, deleted at exit",
+        metavar="DIR",
+    )
+    offload_params: bool = knob(
+        False, "with --zero-stage 3 and --optimizer-cpu-offload or --offload-dir: offload parameter shards too"
+    )
+
+    def problems(self) -> Iterator[str]:
+        fraction = self.optimizer_offload_fraction
+        if self.optimizer_cpu_offload and self.offload_dir is not None:
+            yield "--optimizer-cpu-offload and --offload-dir exclude each other; give one"
+        if fraction != 1 and self.tier == "device":
+            yield "--optimizer-offload-fraction needs --offload-dir DIR or --optimizer-cpu-offload"
+        if self.offload_params and self.tier == "device":
+            yield "--offload-params needs --offload-dir DIR or --optimizer-cpu-offload"
+        elif self.offload_params and 0 <= fraction < 1:
+            share = f"--optimizer-offload-fraction is {fraction}"
+            yield f"--offload-params offloads all parameters, but {share}; omit one of them"
+
+    @property
+    def tier(self) -> str:
+        """The tier of offloaded state: "file", "host", or "device" without offload."""
+        return "file" if self.offload_dir is not None else "host" if self.optimizer_cpu_offload else "device"
+
+
+def make_tier(config: OffloadConfig, rank: int, device: torch.device, block: int = BLOCK) -> Tier | None:
+    """The tier for these settings; None without offload. Raises ConfigError if its folder cannot be used."""
+    if config.tier == "file":
+        return FileTier(config.offload_dir, rank, block, pinned=device.type != "cpu")
+    return HostTier(device) if config.tier == "host" else None

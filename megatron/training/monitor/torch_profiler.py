@@ -1,0 +1,103 @@
+"""Profiles: a Chrome trace of some steps, with named pipeline actions and collectives, and a device memory history."""
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+
+from megatron.core.base import output_streams
+from megatron.core.parallel.accelerator import Device
+from megatron.core.parallel.mesh import Mesh
+from megatron.training.arguments.monitor_config import ProfileConfig
+
+
+class StepProfiler:
+    """torch's profiler on the steps after `profile_step_start` up to `profile_step_end`, on the ranks of --profile-ranks.
+
+    Writes `<folder>/profile/steps-11-12-rank-0.json`, for chrome://tracing or ui.perfetto.dev.
+    """
+
+    def __init__(self, config: ProfileConfig, folder: str | None, mesh: Mesh):
+        self.config, self._mesh = config, mesh
+        self._rank = mesh["world"].rank
+        self.wanted = config.profile and self._rank in config.profile_ranks
+        self._folder = Path(folder or ".") / "profile"
+        self._profile: torch.profiler.profile | None = None
+        self._first = self._last = 0
+
+    @property
+    def is_on(self) -> bool:
+        return self._profile is not None
+
+    @contextlib.contextmanager
+    def step(self, iteration: int) -> Iterator[None]:
+        """Training step `iteration`, counted from 1, runs in the block."""
+        if not self.wanted or not self.config.profile_step_start < iteration <= self.config.profile_step_end:
+            yield
+            return
+        if self._profile is None:
+            self._profile, self._first = torch.profiler.profile(record_shapes=True), iteration
+            self._profile.start()
+            self._mesh.ledger.profiled = True
+        self._last = iteration
+        with torch.profiler.record_function(f"step {iteration}"):
+            yield
+
+    @contextlib.contextmanager
+    def range_of(self, name: str, inside: AbstractContextManager) -> Iterator[None]:
+        """The block appears in the trace as `name`."""
+        with torch.profiler.record_function(name), inside:
+            yield
+
+    def write_if_done(self, iteration: int) -> None:
+        if iteration >= self.config.profile_step_end:
+            self.finish()
+
+    def finish(self) -> None:
+        """Write the trace, if any step was recorded."""
+        if self._profile is None:
+            return
+        self._mesh.ledger.profiled = False
+        profile, self._profile = self._profile, None
+        profile.stop()
+        path = self._folder / f"steps-{self._first}-{self._last}-rank-{self._rank}.json"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)  # that of an earlier run would pass for this one
+            profile.export_chrome_trace(str(path))
+        except (OSError, RuntimeError) as error:  # torch's own error where the file cannot be opened
+            output_streams.lose(f"the profile {path}", error)
+            return
+        if not _is_whole(path):
+            output_streams.lose(f"the profile {path}", "torch has not written it whole: the disk may be full")
+            return
+        print(f"wrote the profile of steps {self._first} to {self._last} of rank {self._rank}: {path}", flush=True)
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a trace ends as it should: torch says nothing of a full disk."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 64))
+            return file.read(64).rstrip().endswith(b"}")
+    except OSError:
+        return False
+
+
+class MemoryHistory:
+    """The device's allocation history since the start of the run, written by the ranks of --profile-ranks."""
+
+    def __init__(self, config: ProfileConfig, device: Device, rank: int):
+        self._wanted, self._device = config.record_memory_history and rank in config.profile_ranks, device
+        path = Path(config.memory_snapshot_path)
+        self.path = path if rank == 0 else path.with_name(f"{path.stem}-rank-{rank}{path.suffix}")
+
+    def save(self) -> None:
+        if self._wanted:
+            try:
+                self.path.absolute().parent.mkdir(parents=True, exist_ok=True)
+                self._device.save_memory_history(str(self.path))
+            except (OSError, RuntimeError) as error:
+                output_streams.lose(f"--memory-snapshot-path {self.path}", error)

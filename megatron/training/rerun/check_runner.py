@@ -1,0 +1,75 @@
+"""`Guard`: the checks of a run, called by the loop before and after each update, and before a save."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megatron.core.distributed.data_parallel import DistributedDataParallel
+from megatron.core.optimizer.flat_optimizer import FlatOptimizer
+from megatron.core.pipeline_parallel.schedules import Pipeline
+from megatron.training.batch_cache import KeptBatches
+from megatron.training.checkpointing.train_state import TrainState
+from megatron.training.global_vars import Runtime
+from megatron.training.rerun.bad_step_policy import StepJudge
+from megatron.training.rerun.base_check import Check
+from megatron.training.rerun.bit_flip_check import StateCheck
+from megatron.training.rerun.replica_check import ReplicaCheck
+from megatron.training.rerun.rerun_microbatch import ReplayCheck
+from megatron.training.step import StepFigures, StepGuard, StepWork
+
+# A check runs if its setting is given.
+CHECKS: dict[str, type[Check]] = {
+    "check_state_hash_interval": StateCheck,  # first: its hashes are of the state as the update left it
+    "check_weight_hash_across_dp_replicas_interval": ReplicaCheck,
+    "replay_every": ReplayCheck,
+}
+
+
+class Guard(StepGuard):
+    """The checks that the settings ask for. `Check` says when each method is called; every rank must call."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        pipeline: Pipeline,
+        chunks: Sequence[DistributedDataParallel],
+        optimizer: FlatOptimizer,
+        state: TrainState,
+    ):
+        self.config = config = runtime.config.guard
+        self.checks = [kind(runtime, chunks, optimizer) for name, kind in CHECKS.items() if getattr(config, name)]
+        self.state, self._judge = state, StepJudge(runtime, state)
+        pipeline.forward_step = self._judge.watching_losses(pipeline.forward_step)
+        self._kept: list[KeptBatches] = []
+
+    def keeping(self, data: dict[int, Iterator | None]) -> dict[int, Any]:
+        """The iterators of training by stage; a step's batches are kept while it may be computed again."""
+        if self.config.rerun_mode == "disabled":
+            return data
+        kept = {stage: None if batches is None else KeptBatches(batches) for stage, batches in data.items()}
+        self._kept = [batches for batches in kept.values() if batches is not None]
+        return kept
+
+    def before_step(self, work: StepWork) -> None:
+        for batches in self._kept:
+            batches.begin()
+        for check in self.checks:
+            check.before_step(self.state.iteration + 1, work)
+
+    def judge(self, work: StepWork, figures: StepFigures, problem: str) -> bool:
+        return self._judge(work, figures, problem)
+
+    def begin(self) -> None:
+        for check in self.checks:
+            check.begin()
+
+    def before_update(self) -> None:
+        for check in self.checks:
+            check.before_update()
+
+    def after_update(self, iteration: int) -> None:
+        for check in self.checks:
+            check.after_update(iteration)
+
+    def before_save(self) -> None:
+        for check in self.checks:
+            check.before_save()
