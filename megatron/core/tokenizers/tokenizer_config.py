@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.base.dataclass_flags import Count, FlagConfig, knob
+from megatron.core.base.dataclass_flags import Count, FlagConfig, default_of, flags_of, knob, knobs
 from megatron.core.tokenizers.tokenizer_registry import TOKENIZERS, Tokenizer, TokenizerType
 
 NO_TOKENIZER = (
@@ -12,6 +12,12 @@ NO_TOKENIZER = (
     "NullTokenizer with --vocab-size is for data without text"
 )
 EXTRA_IDS = [name for name, kind in TOKENIZERS.items() if "vocab_extra_ids" in kind.reads]
+
+_READ_BY_ALL = ("tokenizer_type", "model_vocab_size", "vocab_extra_ids")  # the last is refused where it is not read
+_WHY_UNREAD = {
+    "vocab_size": "has a vocabulary of its own, whose size holds",
+    "tokenizer_transformers_version": "reads no folder of transformers",
+}
 
 
 @dataclass(frozen=True)
@@ -90,19 +96,15 @@ class TokenizerConfig(FlagConfig):
     @property
     def without_effect(self) -> dict[str, str]:
         """The flags that are given and change nothing, with the reason."""
-        reads = self.vocab_size is None or not self.type or "vocab_size" in self.type.needs + self.type.reads
         found = {}
-        if not reads:
-            found["--vocab-size"] = (
-                f"--tokenizer-type {self.tokenizer_type} has a vocabulary of its own, whose size holds"
-            )
-        if (
-            self.tokenizer_transformers_version
-            and self.type
-            and "tokenizer_transformers_version" not in self.type.reads
-        ):
-            reason = f"--tokenizer-type {self.tokenizer_type} reads no folder of transformers"
-            found["--tokenizer-transformers-version"] = reason
+        if self.type is None:
+            return found
+        for field in knobs(TokenizerConfig):
+            is_read = field.name in (*_READ_BY_ALL, *self.type.needs, *self.type.reads)
+            if is_read or getattr(self, field.name) == default_of(field):
+                continue
+            reason = _WHY_UNREAD.get(field.name, "does not read it")
+            found[flags_of(field)[0]] = f"--tokenizer-type {self.tokenizer_type} {reason}"
         return found
 
 

@@ -15,6 +15,7 @@ _READ_BY = {"AdamW": _ADAM, "Adam with L2": _ADAM, "SGD": ("sgd_momentum",), "Mu
 def unread_flags(config: Any) -> dict[str, str]:
     """Flag -> why it has no effect, of those whose value is not the default. config: a `Config`."""
     rules = (*_of_model(config), *_of_optimizer(config), *_of_learning_rate(config), *_of_loss_scale(config))
+    rules += (*_of_data(config), *_of_saving(config), *_of_outputs(config))
     return {flag: reason for part, names, reason in rules for flag in _changed(part, names)}
 
 
@@ -34,10 +35,15 @@ def _of_model(config: Any) -> Iterator[Unread]:
         yield model, ("rotary_base", "rotary_percent", "rope_scaling_factor"), why
     if model.position_embedding_type == "none" or (model.position_embedding_type == "rope" and not model.ropes):
         yield config.data, ("reset_position_ids",), "no layer of the model reads positions"
+    if model.init_method_xavier_uniform and model.softmax_type != "learnable":
+        yield model, ("init_method_std",), "--init-method-xavier-uniform draws by the sizes of a matrix"
 
 
 def _of_optimizer(config: Any) -> Iterator[Unread]:
-    """Of our own optimizers; one of a script's may read any setting."""
+    """The numbers of our own optimizers; one of a script's may read any of them."""
+    if config.optimizer.weight_decay_incr_style != "constant":
+        style = f"--weight-decay-incr-style {config.optimizer.weight_decay_incr_style}"
+        yield config.optimizer, ("weight_decay",), f"{style} goes from --start-weight-decay to --end-weight-decay"
     used = config.optimizer.functions.values()
     if not all(function in _READ_BY for function in used):
         return
@@ -62,7 +68,7 @@ def _of_learning_rate(config: Any) -> Iterator[Unread]:
     if checkpoint.load is None:
         given = checkpoint.pretrained_checkpoint or checkpoint.hf_config
         why = "weights alone are loaded without --load" if given else "nothing is loaded without --load"
-        yield rate, ("use_checkpoint_opt_param_scheduler",), why
+        yield rate, ("use_checkpoint_opt_param_scheduler", "override_opt_param_scheduler"), why
 
 
 def _of_loss_scale(config: Any) -> Iterator[Unread]:
@@ -72,3 +78,26 @@ def _of_loss_scale(config: Any) -> Iterator[Unread]:
         yield scaling, dynamic, f"--loss-scale {scaling.loss_scale:g} is fixed"
     elif not config.transformer.fp16:
         yield scaling, dynamic, "the loss is scaled with --fp16 alone"
+
+
+def _of_data(config: Any) -> Iterator[Unread]:
+    if config.data.mock_data:
+        of_files = ("data_cache_path", "mid_level_dataset_surplus", "mmap_bin_files", "epoch_stable_order")
+        yield config.data, of_files, "made-up data have no files"
+
+
+def _of_saving(config: Any) -> Iterator[Unread]:
+    if config.checkpoint.save is None:
+        yield config.checkpoint, ("save_optim",), "nothing is saved without --save"
+
+
+def _of_outputs(config: Any) -> Iterator[Unread]:
+    """Numbers that are asked for, and that nothing takes. How often, or by whom, they would be shown asks for nothing alone."""
+    log, curves = config.log, config.tensorboard
+    if curves.is_on:
+        return
+    of_steps = ("log_batch_size_to_tensorboard", "log_memory_to_tensorboard", "log_world_size_to_tensorboard")
+    yield curves, of_steps, "there are no curves without --tensorboard-dir or --wandb-project"
+    if log.metrics_file is None:
+        of_records = ("log_validation_ppl_to_tensorboard", "log_timers_to_tensorboard")
+        yield curves, of_records, "nothing takes it without --tensorboard-dir, --wandb-project or --metrics-file"

@@ -301,6 +301,47 @@ FLAGS_AND_SAID = [
         None,
         "--use-checkpoint-opt_param-scheduler weights --load",
     ),
+    ("--override-opt_param-scheduler", "--load no-such-folder", "--override-opt_param-scheduler --load"),
+    ("--no-save-optim", "--save x", "--no-save-optim --save"),
+    (f"--vocab-file x {_OF_A_FILE}", None, "--vocab-file --tokenizer-type HuggingFaceTokenizer"),
+    (
+        "--tokenizer-type GPT2BPETokenizer --vocab-file x --merge-file x --tokenizer-model x",
+        None,
+        "--tokenizer-model: --tokenizer-type GPT2BPETokenizer",
+    ),
+    (
+        "--tokenizer-type NullTokenizer --vocab-size 9 --tokenizer-model x --merge-file x",
+        None,
+        "--tokenizer-model --merge-file --tokenizer-type NullTokenizer",
+    ),
+    (
+        f"--tiktoken-pattern v1 --tiktoken-num-special-tokens 9 {_OF_A_FILE}",
+        None,
+        "--tiktoken-pattern --tiktoken-num-special-tokens HuggingFaceTokenizer",
+    ),
+    (
+        "--weight-decay 0.1 --weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.2",
+        None,
+        "--weight-decay: --weight-decay-incr-style linear --end-weight-decay",
+    ),
+    (
+        "--init-method-std 0.1 --init-method-xavier-uniform",
+        "--softmax-type learnable",
+        "--init-method-std: --init-method-xavier-uniform",
+    ),
+    ("--mock-data --epoch-stable-order", None, "--epoch-stable-order made-up"),
+    ("--mock-data --data-cache-path x --no-mmap-bin-files", None, "--data-cache-path --no-mmap-bin-files made-up"),
+    (
+        "--log-batch-size-to-tensorboard --log-world-size-to-tensorboard",
+        "--tensorboard-dir x",
+        "--log-batch-size-to-tensorboard --log-world-size-to-tensorboard --tensorboard-dir",
+    ),
+    ("--log-validation-ppl-to-tensorboard", "--metrics-file x", "--log-validation-ppl-to-tensorboard --metrics-file"),
+    (
+        "--log-timers-to-tensorboard --timing-log-level 1",
+        "--metrics-file x",
+        "--log-timers-to-tensorboard --metrics-file",
+    ),
 ]
 
 
