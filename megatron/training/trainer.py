@@ -268,7 +268,9 @@ class Trainer:
         print_rank_0(
             f"iteration {state.iteration} is left out, as --iterations-to-skip asks: samples {first} to {first + batch_size - 1}"
         )
-        self._report(StepResult({}, 0.0, 1.0 if scaler is None else scaler.scale, skipped=True), batch_size)
+        self._report(
+            StepResult({}, 0.0, 1.0 if scaler is None else scaler.scale, skipped=True), batch_size, left_out=True
+        )
         return self.training_data()
 
     def _step(self, data: Mapping[int, Iterator | None]) -> None:
@@ -333,10 +335,13 @@ class Trainer:
             return batch_size
         return batch_size * self.state.samples_per_iter // length.samples_per_iter
 
-    def _report(self, result: StepResult, batch_size: int) -> None:
-        """Log the last step. Time spent on measurements is left out of the logged time."""
+    def _report(self, result: StepResult, batch_size: int, *, left_out: bool = False) -> None:
+        """Log the last step. left_out: it was not computed. Time spent on measurements is left out of the logged time."""
         state = self.state
-        self.log.add(result.losses, result.is_nan, skipped=result.skipped)
+        if left_out:
+            self.log.leave_out()
+        else:
+            self.log.add(result.losses, result.is_nan, skipped=result.skipped)
         with self.log.paused():
             self.memory.report(state.iteration)
             numbers, tensors = self.watch.measure()

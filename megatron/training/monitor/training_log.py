@@ -41,16 +41,18 @@ class Interval:
 
     last: StepNumbers
     train_iters: int
-    milliseconds: float  # per step
+    milliseconds: float  # per step that was computed
     losses: Mapping[str, float]  # means over the steps not skipped
     skipped_iterations: int = 0
     nan_iterations: int = 0
     tflops: float | None = None  # TFLOP/s per device
+    samples: float | None = None  # of a step, on average over those that were computed; None: as the last
 
     @property
     def samples_per_second(self) -> float:
         """Samples of all ranks per second."""
-        return self.last.global_batch_size / (self.milliseconds / 1000)
+        samples = self.last.global_batch_size if self.samples is None else self.samples
+        return samples / (self.milliseconds / 1000)
 
 
 # Seconds between progress lines: few while a user waits to see that the run works, more after `_SETTLED` seconds.
@@ -77,12 +79,14 @@ class TrainingLog:
         self.train_iters, self.log_interval = train_iters, log_interval
         self.device_flops_per_sample, self.progress_in_tokens = device_flops_per_sample, progress_in_tokens
         self._made = self._said = time.monotonic()
+        self._is_left_out = False  # of the last step
         self._begin()
 
     def _begin(self) -> None:
         """Begin an interval."""
         self.load_state({})
-        self._began, self._timed_steps = time.perf_counter(), 0
+        self._began = time.perf_counter()
+        self._timed_steps = self._timed_samples = 0
 
     def state(self) -> dict[str, Any]:
         """The sums and counts as JSON. A NaN or infinite sum is text, as JSON has no such numbers; `float` reads it back."""
@@ -108,8 +112,15 @@ class TrainingLog:
                 self.counts[name] = self.counts.get(name, 0) + 1
         self.steps += 1
         self._timed_steps += 1
+        self._is_left_out = False
         self.nan_steps += is_nan
         self.skipped_steps += skipped
+
+    def leave_out(self) -> None:
+        """Count one step that was not computed: it is skipped, and has no part in times and speeds."""
+        self.steps += 1
+        self.skipped_steps += 1
+        self._is_left_out = True
 
     def _progress_is_due(self) -> bool:
         if self.progress_in_tokens is None:
@@ -126,15 +137,18 @@ class TrainingLog:
 
     def line_if_due(self, step: StepNumbers) -> Interval | None:
         """Print and return the interval that `step` ends, if it ends one; in between, a progress line may be due."""
+        if not self._is_left_out:
+            self._timed_samples += step.global_batch_size  # which may grow within an interval
         ends = step.iteration % self.log_interval == 0
         if not ends and not self._progress_is_due():
             return None
-        milliseconds = 1000 * (time.perf_counter() - self._began) / max(self._timed_steps, 1)
+        timed = max(self._timed_steps, 1)
+        milliseconds, samples = 1000 * (time.perf_counter() - self._began) / timed, self._timed_samples / timed
         losses = {name: total / self.counts[name] for name, total in self.sums.items()}
         flops = self.device_flops_per_sample
-        tflops = None if flops is None else flops * step.global_batch_size / (milliseconds * 1e9)
+        tflops = None if flops is None else flops * samples / (milliseconds * 1e9)
         skipped, nan = self.skipped_steps, self.nan_steps
-        interval = Interval(step, self.train_iters, milliseconds, losses, skipped, nan, tflops)
+        interval = Interval(step, self.train_iters, milliseconds, losses, skipped, nan, tflops, samples)
         self._said = time.monotonic()
         if not ends:
             print_rank_last(line_between(interval, self.progress_in_tokens))

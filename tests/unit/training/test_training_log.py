@@ -93,6 +93,31 @@ def test_throughput_is_flops_by_the_time_of_a_step(clock, capsys):
     assert "| throughput per GPU (TFLOP/s/GPU): 12.0 |" in capsys.readouterr().out
 
 
+def test_speeds_count_the_samples_of_an_interval_whose_batch_grows(clock, capsys):
+    """Steps of 2, 4 and 6 samples in 6 seconds: 2 samples a second, whatever the last step's size; 4 a step, on average."""
+    log = TrainingLog(3, 3, device_flops_per_sample=3e12)
+    for iteration, size in enumerate((2, 4, 6), start=1):
+        clock.now += 2.0
+        log.add({"lm loss": 1.0})
+        interval = log.line_if_due(StepNumbers(iteration, 0, size, 1e-3, grad_norm=1.0))
+    assert (interval.samples_per_second, interval.tflops, interval.milliseconds) == (2.0, 3 * 2.0, 2000.0)
+    assert interval.samples_per_second * 10 == float(re.search(r"(\d+) tokens/s", progress_line(interval, 10, None))[1])
+
+
+def test_a_step_that_is_left_out_has_no_part_in_speeds(clock, capsys):
+    """Of four steps of 8 samples two are computed, in 2 seconds each."""
+    log = TrainingLog(4, 4, device_flops_per_sample=3e12)
+    for iteration in (1, 2, 3, 4):
+        if iteration % 2:
+            log.leave_out()
+        else:
+            clock.now += 2.0
+            log.add({"lm loss": 1.0})
+        interval = log.line_if_due(StepNumbers(iteration, 8 * iteration, 8, 1e-3))
+    assert (interval.samples_per_second, interval.tflops, interval.milliseconds) == (4.0, 3 * 4.0, 2000.0)
+    assert interval.skipped_iterations == 2 and interval.losses == {"lm loss": 1.0}
+
+
 PLACES_AND_LINES = [
     (
         "iteration 40",
