@@ -12,6 +12,8 @@ Model FLOPs are those of the mathematics, whatever the implementation: no recomp
         windows        a layer where a query sees w keys, its own among them: w s - w^2 / 2 keys a sequence instead of
                        s^2 / 2;
                        full attention would count w s
+        BERT           a token sees all keys, 12 L s a, and a dense layer of h x h precedes the output layer; its pooler, which
+                       reads one token, is not counted
         two stacks     an encoder of s tokens, where a query sees all keys, and a decoder of t tokens, whose queries see
         the keys
                        of both; its attention to the encoder multiplies s tokens with the matrices of keys and values
@@ -37,6 +39,7 @@ class ModelShape:
     seq_length: int  # s
     gated: bool = False
     windows: tuple[int, ...] = ()  # w of the layers that have a window shorter than s
+    is_bert: bool = False
 
     @classmethod
     def of(cls, transformer: Any, vocab_size: int, seq_length: int) -> "ModelShape":
@@ -59,7 +62,8 @@ class ModelShape:
         """N above."""
         attention = self.hidden_size * (2 * self.attention_width + 2 * self.kv_width)
         mlp = (3 if self.gated else 2) * self.hidden_size * self.ffn_size
-        return self.num_layers * (attention + mlp) + self.hidden_size * self.vocab_size
+        head = self.hidden_size * (self.vocab_size + (self.hidden_size if self.is_bert else 0))
+        return self.num_layers * (attention + mlp) + head
 
     def flops_per_token(self, *, full_attention: bool = False) -> int:
         s = self.seq_length
@@ -69,8 +73,8 @@ class ModelShape:
 
     @property
     def flops_per_sample(self) -> int:
-        """FLOPs of one sequence, with causal attention."""
-        return self.flops_per_token() * self.seq_length
+        """FLOPs of one sequence, with causal attention, but for a BERT."""
+        return self.flops_per_token(full_attention=self.is_bert) * self.seq_length
 
 
 @dataclass(frozen=True)

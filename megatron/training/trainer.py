@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.base import rank_status
 from megatron.core.datasets.data_loader import loader
 from megatron.core.distributed.comm_volume import traffic_line
+from megatron.core.models.common.model_rules import NO_RULES
 from megatron.core.ops.compile.compiled_region import news_of_compiling, news_of_layers
 from megatron.core.optimizer.lr_schedule import (
     AnySchedule,
@@ -169,7 +170,10 @@ class Trainer:
     def _build_log(self, state: dict[str, Any] | None) -> TrainingLog:
         flops, config = None, self.config.log
         if config.log_throughput:
-            flops = self.runtime.model_shape.flops_per_sample / self.runtime.world_size
+            shape = self.runtime.model_shape
+            if getattr(self.model[0].module, "rules", NO_RULES).is_bert:
+                shape = replace(shape, is_bert=True)
+            flops = shape.flops_per_sample / self.runtime.world_size
         tokens = self.config.data.seq_length if config.log_interval is None else None
         log = TrainingLog(self.train_iters, config.steps_between_lines, flops, progress_in_tokens=tokens)
         if state is not None:

@@ -10,9 +10,11 @@ from tempfile import mkdtemp
 
 import numpy as np
 import pytest
+import torch
 from local_ranks import run_ranks
 from script_run import trainer_of
 from sentence_files import write_sentences
+from torch.utils.flop_counter import FlopCounterMode
 
 import pretrain_bert
 from megatron.core.parallel.mesh import Mesh
@@ -95,6 +97,22 @@ def test_one_process_reports_what_it_learns():
     assert steps[0]["lm loss"] == pytest.approx(np.log(46), rel=0.02)
     assert steps[0]["sop loss"] == pytest.approx(np.log(2), rel=0.05)
     assert 0 <= validation["sop accuracy"] <= 1 and (16 * validation["sop accuracy"]).is_integer()
+
+
+@pytest.mark.full
+def test_the_flops_of_the_log_are_those_that_torch_counts():
+    """Of a forward, three times. The pooler, which reads one token of a sample, is left out of both."""
+    flags = f"{HEADS['words alone']}--log-throughput --attention-backend unfused --make-vocab-size-divisible-by 2 "
+
+    def counts(mesh: Mesh) -> tuple[float, int]:
+        with trainer_of(pretrain_bert, mesh, MODEL + data() + flags, predicts=False) as trainer:
+            ids = torch.full((1, 16), 7)
+            with FlopCounterMode(display=False) as counted, torch.no_grad():
+                trainer.model[0].module.eval()(ids, torch.ones_like(ids))
+            return trainer.log.device_flops_per_sample, 3 * counted.get_total_flops()
+
+    logged, counted = run_ranks({}, counts)[0]
+    assert logged == counted > 0
 
 
 FEWER = ("tp4-sp-selective", "vpp-full", "tp-sp-pp-dp-zero2")

@@ -26,12 +26,14 @@ class ModelRules:
 
     problems: (all settings, the tokenizer or None) -> messages about settings that cannot work.
     reads_text: --data-path names token files; the run checks for them before ranks communicate.
+    is_bert: a token sees both sides, and a dense layer precedes the output layer, which counts among its FLOPs.
     """
 
     model: str = ""
     unread: Mapping[str, str] = field(default_factory=dict)
     problems: Callable[[Any, Tokenizer | None], list[str]] = lambda config, tokenizer: []
     reads_text: bool = False
+    is_bert: bool = False
 
 
 def text_problems(config: Any) -> list[str]:
@@ -116,7 +118,7 @@ GPT_RULES = ModelRules(
     problems=_problems_of_gpt,
     reads_text=True,
 )
-BERT_RULES = ModelRules(model="BertModel", problems=_problems_of_bert, reads_text=True)
+BERT_RULES = ModelRules(model="BertModel", problems=_problems_of_bert, reads_text=True, is_bert=True)
 T5_RULES = ModelRules(
     model="T5Model",
     unread={"bert_binary_head": "only pretrain_bert.py has pairs of texts"},
