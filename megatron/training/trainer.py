@@ -174,7 +174,7 @@ class Trainer:
             if getattr(self.model[0].module, "rules", NO_RULES).is_bert:
                 shape = replace(shape, is_bert=True)
             flops = shape.flops_per_sample / self.runtime.world_size
-        tokens = self.config.data.seq_length if config.log_interval is None else None
+        tokens = self.config.data.tokens_per_sample if config.log_interval is None else None
         log = TrainingLog(self.train_iters, config.steps_between_lines, flops, progress_in_tokens=tokens)
         if state is not None:
             log.load_state(state)

@@ -147,6 +147,11 @@ class DataConfig(FlagConfig):
         return {"--split": "made-up data have as many samples of each kind as are asked for"} if divides_nothing else {}
 
     @property
+    def tokens_per_sample(self) -> int | None:
+        """Of the encoder and the decoder together, where a model has both."""
+        return self.seq_length and self.seq_length + (self.decoder_seq_length or 0)
+
+    @property
     def has_own_splits(self) -> bool:
         """Whether train, validation and test come from files of their own, each used whole."""
         return any(getattr(self, name) is not None for name in (*_OWN, "per_split_data_args_path"))

@@ -71,7 +71,7 @@ class Watch:
         log = config.log
         is_reporter = mesh["world"].rank == mesh.reporter()
         files = (log.heartbeat_file, log.prometheus_file) if is_reporter else (None, None)
-        length, tokens = config.training.train_iters, config.data.seq_length
+        length, tokens = config.training.train_iters, config.data.tokens_per_sample
         self._beacon = Beacon(*files, train_iters=length, tokens_per_sample=tokens)
         self._losses_told = 0
         self._stragglers = None
@@ -146,7 +146,7 @@ class Watch:
         if interval is not None:
             times = self._times()
             if self.config.log.log_throughput:
-                print_rank_last(progress_line(interval, self.config.data.seq_length, self._mfu(interval)))
+                print_rank_last(progress_line(interval, self.config.data.tokens_per_sample, self._mfu(interval)))
             if self.sinks:
                 self._send("interval", self._interval_values(interval) | times)
             self.memory.save()
@@ -228,7 +228,7 @@ class Watch:
             **interval.last.curves("loss_scale", "grad_norm", "num_zeros", "params_norm"),
             "batch-size": interval.last.global_batch_size,
             "iteration-time": interval.milliseconds / 1000,
-            "tokens-per-second": interval.samples_per_second * self.config.data.seq_length,
+            "tokens-per-second": interval.samples_per_second * self.config.data.tokens_per_sample,
             "skipped-iterations": interval.skipped_iterations,
             "nan-iterations": interval.nan_iterations,
             **{name: x for name, x in (("throughput", interval.tflops), ("mfu", mfu)) if x is not None},

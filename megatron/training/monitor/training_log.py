@@ -180,22 +180,22 @@ def training_line(of: Interval) -> str:
     return " | ".join(parts) + " |"
 
 
-def progress_line(of: Interval, seq_length: int, mfu: float | None) -> str:
+def progress_line(of: Interval, tokens_per_sample: int, mfu: float | None) -> str:
     """Share done, time left and speed, for people. Time left leaves out validations and checkpoints."""
     speed = [] if of.tflops is None else [f"{of.tflops:.4g} TFLOP/s per device"]
     speed += [] if mfu is None else [f"MFU {mfu:.1%}"]
-    return _progress(f"{of.last.iteration / of.train_iters:.1%} done", of, seq_length, speed)
+    return _progress(f"{of.last.iteration / of.train_iters:.1%} done", of, tokens_per_sample, speed)
 
 
-def line_between(of: Interval, seq_length: int) -> str:
+def line_between(of: Interval, tokens_per_sample: int) -> str:
     """Step, time left, speed and mean losses so far, for people who wait for the next log line."""
     losses = [f"{name} {value:.4f}" for name, value in of.losses.items()]
-    return _progress(f"step {of.last.iteration} of {of.train_iters}", of, seq_length, losses)
+    return _progress(f"step {of.last.iteration} of {of.train_iters}", of, tokens_per_sample, losses)
 
 
-def _progress(done: str, of: Interval, seq_length: int, more: list[str]) -> str:
+def _progress(done: str, of: Interval, tokens_per_sample: int, more: list[str]) -> str:
     left = timedelta(seconds=round((of.train_iters - of.last.iteration) * of.milliseconds / 1000))
-    speed = f"{of.samples_per_second * seq_length:,.0f} tokens/s"
+    speed = f"{of.samples_per_second * tokens_per_sample:,.0f} tokens/s"
     return "   progress: " + ", ".join([done, f"{left} left", speed, *more])
 
 

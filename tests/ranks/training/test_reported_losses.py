@@ -148,6 +148,20 @@ def test_the_lines_and_files_of_a_run_have_both(script, capsys, tmp_path):
     assert validations and not any("objective" in name for record in validations for name in record)
 
 
+@pytest.mark.parametrize(("script", "tokens"), [(pretrain_gpt, 8), (pretrain_t5, 8 + 6)])
+def test_the_tokens_of_a_second_are_those_of_every_stack(script, tokens: int, capsys, tmp_path):
+    """By the time of an iteration in the same record; a T5's encoder reads 8 tokens of a sample, its decoder 6."""
+    more, own = {}, "--log-throughput --log-interval 2 --train-iters 2 "
+    if script is pretrain_t5:
+        more, own = {"args_defaults": pretrain_t5.DEFAULTS}, own + "--decoder-seq-length 6 --decoder-num-layers 1 "
+    files = f"--metrics-file {tmp_path}/m"
+    whole_run.run(f"--global-batch-size 2 {own}{files}", script=script, **more)
+    (record,) = [json.loads(line) for line in (tmp_path / "m").read_text().splitlines()]
+    assert record["tokens-per-second"] * record["iteration-time"] == pytest.approx(2 * tokens, rel=1e-6)
+    (shown,) = re.findall(r"left, ([\d,]+) tokens/s", capsys.readouterr().out)
+    assert float(shown.replace(",", "")) == pytest.approx(record["tokens-per-second"], abs=0.5)
+
+
 # ---------------------------------------------------------------- where no token counts
 
 

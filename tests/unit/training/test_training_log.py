@@ -74,7 +74,7 @@ def test_throughput_zeros_and_norm_have_megatrons_places():
 
 def test_a_progress_line_is_for_people_and_never_taken_for_a_log_line():
     of = Interval(StepNumbers(20, 160, 8, 1e-3, grad_norm=1.0), 100, 45_000.0, {"lm loss": 2.0}, tflops=412.345)
-    line = progress_line(of, seq_length=2048, mfu=0.4167)
+    line = progress_line(of, tokens_per_sample=2048, mfu=0.4167)
     assert line == (  # 80 steps of 45 s; 8 x 2048 tokens in each
         "   progress: 20.0% done, 1:00:00 left, 364 tokens/s, 412.3 TFLOP/s per device, MFU 41.7%"
     )
