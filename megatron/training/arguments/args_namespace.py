@@ -72,6 +72,16 @@ def other_names_of(config: Config) -> dict[str, Any]:
     }
 
 
+def flag_that_sets(name: str) -> str | None:
+    """Megatron's flag, no setting here, whose value is the attribute `name`."""
+    return next((flag for flag in OTHERS if _name(flag) == name), None)
+
+
+def switch_that_clears(name: str) -> str | None:
+    """Megatron's switch, no setting here, that sets the attribute `name` to False."""
+    return next((flag for flag in OTHERS if _switched_off(flag) == name), None)
+
+
 def _name(flag: str) -> str:
     return _NAMES.get(flag, flag.removeprefix("--").replace("-", "_"))
 

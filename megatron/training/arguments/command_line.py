@@ -19,7 +19,13 @@ from megatron.core.base.dataclass_flags import (
 )
 from megatron.core.datasets.data_config import DATA_SOURCES
 from megatron.core.tokenizers.tokenizer_registry import TOKENIZERS
-from megatron.training.arguments.args_namespace import Arguments, flags_without_a_setting, other_names_of
+from megatron.training.arguments.args_namespace import (
+    Arguments,
+    flag_that_sets,
+    flags_without_a_setting,
+    other_names_of,
+    switch_that_clears,
+)
 from megatron.training.arguments.checkpoint_args import taken_from_checkpoint
 from megatron.training.arguments.config import COMPONENTS, Config
 from megatron.training.arguments.help import add_help_flags, flag_groups, meaning_of_shorthand
@@ -109,7 +115,7 @@ def parse_args(
 ) -> ParsedArgs:
     """The settings of a command line. Raises ConfigError with all problems at once.
 
-    args_defaults: defaults of the script, by setting. unread: fields that this script does not read, with the reason.
+    args_defaults: defaults of the script, by the names of settings or of any other flag. unread: fields that this script does not read, with the reason.
     """
     defaults, unread = args_defaults or {}, unread or {}
     if extra_args_provider is not None:
@@ -121,12 +127,15 @@ def parse_args(
     settings: dict[str, Any] = {}
     for source in sources:  # the file, then the command line, which takes precedence
         settings = _over(source.settings, settings)
+    script = _given_by_script(parser, defaults, settings)
+    defaults = script.settings
     taken = [take(settings, parser, defaults) for take in (taken_from_hf_config, taken_from_checkpoint)]
     for one in taken:
         sources.insert(0, _given(parser, one.words))
         sources[0].problems = [f"{one.where}: {problem}" for problem in sources[0].problems]
         settings = _over(settings, one.settings | sources[0].settings)
     in_vain = {_flag_of(name): reason for name, reason in unread.items() if _is_set(name, settings)}
+    sources.insert(0, script)
     problems = [problem for source in sources for problem in source.problems]
     if _hides_positions(sources) and settings.get("position_embedding_type", "learned_absolute") == "learned_absolute":
         settings["position_embedding_type"] = "none"
@@ -176,6 +185,42 @@ def _given_in_file(parser: FlagParser, words: Sequence[str]) -> list[GivenFlags]
     parser.set_defaults(**{name: value for name, value in source.settings.items() if name not in ours})
     source.settings = file.settings | source.settings
     return [source]
+
+
+def _given_by_script(parser: FlagParser, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> GivenFlags:
+    """The script's defaults, read as if they were flags: by any name that a flag has, and refused or warned of as it is.
+
+    given: settings of the command line and its file, for which a default does not count. Defaults that are no flag's are
+    attributes of the script's own.
+    """
+    flags, ours = parser.actions_by_flag(), _names_of_settings()
+    own = {action.dest for action in parser.own}
+    words: list[str] = []
+    for name, value in defaults.items():
+        if name in own or value is None:
+            continue
+        if name in ours:
+            flag = _flag_of(name)
+        elif value is False:
+            flag = switch_that_clears(name)
+        else:
+            spellings = (f"--{name.replace('_', '-')}", f"--{name}", flag_that_sets(name))
+            flag = next((one for one in spellings if one in flags), None)
+        if flag not in flags or flags[flag].dest in given:
+            continue
+        if flags[flag].nargs == 0:  # a setting's own name says its value, and not whether the switch is given
+            words += [flag] if name not in ours else []
+        elif isinstance(value, int | float | str) and not isinstance(value, bool):
+            words.append(f"{flag}={value}")
+        elif isinstance(value, list) and name not in ours:
+            words += [flag, *map(str, value)]
+    source = _given(parser, words)
+    source.problems = [f"args_defaults of the script: {problem}" for problem in source.problems]
+    if source.hides_positions:
+        source.settings.setdefault("position_embedding_type", "none")
+    read = {name: value for name, value in source.settings.items() if name not in own}
+    source.settings = {**defaults, **read}
+    return source
 
 
 def _given(parser: FlagParser, words: Sequence[str]) -> GivenFlags:

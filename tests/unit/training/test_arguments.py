@@ -224,6 +224,49 @@ def test_what_a_resumed_run_follows_has_several_spellings(spelling: str):
 
 def test_a_bad_default_of_the_script_is_found_like_a_flag():
     assert tells_each(problems_of("", args_defaults={"num_layers": 0}), "--num-layers 0 1")
+    for bad in ({"position_embedding_type": "alibi"}, {"hidden_dropout": "much"}, {"num_layers": "two"}):
+        (name, value), *_ = bad.items()
+        assert tells_each(problems_of("", args_defaults=bad), f"args_defaults --{name.replace('_', '-')} {value}")
+    assert config_of("--num-layers 3", args_defaults={"num_layers": "two"}).transformer.num_layers == 3
+
+
+def test_a_default_of_the_script_may_have_any_name_that_a_flag_has():
+    """Those of Megatron's attributes that are no settings' names: a line with the same flags is the oracle."""
+    defaults = {"layernorm_epsilon": 1e-3, "encoder_num_layers": 5, "disable_bias_linear": True, "hidden_size": "96"}
+    defaults |= {"use_rotary_position_embeddings": True, "recompute_activations": True, "no_load_optim": True}
+    line = (
+        "--layernorm-epsilon 1e-3 --encoder-num-layers 5 --disable-bias-linear --hidden-size 96 "
+        "--use-rotary-position-embeddings --recompute-activations --no-load-optim"
+    )
+    assert config_of("", args_defaults=defaults) == config_of(line) != config_of("")
+    assert config_of("--encoder-num-layers 7", args_defaults=defaults).transformer.num_layers == 7
+    unset = {"no_load_optim": None, "disable_bias_linear": False, "num_experts": None, "fp8": None}
+    assert config_of("", args_defaults=unset) == config_of("")
+
+
+@pytest.mark.parametrize(
+    ("defaults", "told"),
+    [
+        ({"num_experts": 8}, "args_defaults --num-experts"),
+        ({"multi_latent_attention": True}, "args_defaults --multi-latent-attention"),
+        ({"fp8": "hybrid"}, "args_defaults --fp8-format"),
+        ({"model_parallel_size": 2}, "args_defaults --tensor-model-parallel-size"),
+    ],
+)
+def test_a_default_of_the_script_is_refused_as_its_flag_is(defaults: dict, told: str):
+    assert tells_each(problems_of("", args_defaults=defaults), told)
+
+
+def test_defaults_of_the_script_without_effect_are_named():
+    notes = parse_args([], args_defaults={"bias_gelu_fusion": False, "DDP_impl": "torch"})[2]
+    assert tells_each(notes, "--no-bias-gelu-fusion|--DDP-impl")
+
+
+def test_flags_that_the_script_declares_take_its_defaults_as_they_are():
+    """Also under a name of a flag of Megatron's that is refused."""
+    own = lambda parser: parser.add_argument("--num-experts", type=int) and None  # noqa: E731
+    args = parse_args([], own, args_defaults={"num_experts": 3, "anything": "x"}).args
+    assert (args.num_experts, args.anything) == (3, "x")
 
 
 # ---------------------------------------------------------------- mistakes
