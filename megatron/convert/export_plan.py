@@ -25,7 +25,7 @@ from megatron.convert.families.registry import FAMILIES
 from megatron.convert.families.weight_layout import OPERATIONS, HeadCounts, View
 from megatron.convert.formats.read_hf_folder import CONFIG, INDEX, WEIGHTS
 from megatron.convert.formats.safetensors_header import header_of
-from megatron.convert.hf_origin import Origin, carry
+from megatron.convert.hf_origin import GENERATION, Origin, carry
 from megatron.convert.hf_reader import heads_of, rows_of
 from megatron.convert.hf_tokenizer_vocab import end_ids_in
 from megatron.core.base.dataclass_flags import ConfigError, build
@@ -143,8 +143,10 @@ def plan_folder(
 
 def finish_folder(plan: FolderPlan, partial: Path, along: Path | None, note: Callable[[str], object]) -> None:
     """Write all but the weights into a folder that has them; as `write_hf_folder` is given. For one rank."""
-    carry(plan.origin, along, partial, note)
+    carried = carry(plan.origin, along, partial, note)
     config = plan.config | ({} if along is None else _ends_by(along, plan, note))
+    if plan.origin is not None and GENERATION not in carried:
+        config |= _ends_of_generation(plan.origin, config)
     if len(plan.files) > 1:
         _write_index(partial, plan.files)
     write_synced(partial / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")  # without it a folder is none
@@ -263,6 +265,17 @@ def _ends_by(along: Path, plan: FolderPlan, note: Callable[[str], object]) -> di
         note(f"config.json names no bos_token_id and eos_token_id by the files of --tokenizer: {error}")
         return {}
     return {name: i for name, i in found.items() if i < plan.config["vocab_size"]}
+
+
+def _ends_of_generation(origin: Origin, config: dict[str, Any]) -> dict[str, Any]:
+    """The ids that ended the folder's texts by a file that is not carried, for config.json to say."""
+    try:
+        ends = origin.end_ids()
+    except CheckpointError:  # nobody could read them
+        return {}
+    if not ends or ends in (config["eos_token_id"], [config["eos_token_id"]]):
+        return {}
+    return {"eos_token_id": ends[0] if len(ends) == 1 else ends}
 
 
 def _write_index(folder: Path, files: dict[str, PlannedFile]) -> None:

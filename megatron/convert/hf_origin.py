@@ -29,10 +29,10 @@ from megatron.core.dist_checkpointing.format import CheckpointError
 from megatron.core.storage.file_layer import at, exists, is_file, is_folder, read_start, write_all
 from megatron.core.storage.paths import is_url, path_of
 
-_TEMPLATES, _GENERATION = "additional_chat_templates", "generation_config.json"
+_TEMPLATES, GENERATION = "additional_chat_templates", "generation_config.json"
 # Files of a folder that belong to its tokenizer and its use.
 _CARRIED = (
-    *(_GENERATION, "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *(GENERATION, "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model"),
     "chat_template.jinja",
 )
@@ -118,11 +118,11 @@ class Origin:
         if self.ends is not None:
             return list(self.ends)
         root, said = path_of(self.folder), self.kept.get(_END)
-        if self.files is None or _GENERATION in self.files:
-            data, wrong = _as_begun(root, _GENERATION, (self.files or {}).get(_GENERATION))
-            found = json_of(data, root / _GENERATION).get(_END) if not wrong else None
+        if self.files is None or GENERATION in self.files:
+            data, wrong = _as_begun(root, GENERATION, (self.files or {}).get(GENERATION))
+            found = json_of(data, root / GENERATION).get(_END) if not wrong else None
             if found is not None and not _is_kept(_END, found):
-                raise CheckpointError(root / _GENERATION, f"says {_END} {found!r:.80}", "give an id, or a list of ids")
+                raise CheckpointError(root / GENERATION, f"says {_END} {found!r:.80}", "give an id, or a list of ids")
             said = said if found is None else found
         return _ids_in(said)
 

@@ -60,10 +60,21 @@ def test_a_text_ends_where_transformers_ends_it_after_a_step_too(case: str, wher
     shutil.rmtree(source)
     assert written_by(of_run, case, capsys) == expected
     assert checkpoint_convert.main(["--load", str(of_run), "--save-hf", str(tmp_path / "out")]) == 0
-    if where == "config.json":
-        assert written_by(tmp_path / "out", case, capsys) == expected
-    else:
-        assert "generation_config.json" in capsys.readouterr().out  # told that it is not there
+    if where == "generation_config.json":
+        assert where in capsys.readouterr().out  # told that it is not there
+        assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == ends
+    assert written_by(tmp_path / "out", case, capsys) == expected
+
+
+def test_ends_of_a_generation_config_stay_where_another_tokenizer_folder_has_none(tmp_path: Path, capsys):
+    source, files, out = tmp_path / "source", tmp_path / "files", tmp_path / "out"
+    write_folder(source, read_record("llama"))
+    (source / "generation_config.json").write_text('{"eos_token_id": 7}')
+    files.mkdir()
+    (files / "vocab.json").write_text('{"a": 0}')
+    flags = ["--load", str(source), "--save-hf", str(out), "--tokenizer", str(files)]
+    assert checkpoint_convert.main(flags) == 0, capsys.readouterr().err
+    assert json.loads((out / "config.json").read_text())["eos_token_id"] == 7
 
 
 def test_ends_that_cannot_be_read_are_told_and_do_not_end_the_run(tmp_path: Path, capsys):
