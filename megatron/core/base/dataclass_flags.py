@@ -310,6 +310,7 @@ class FlagParser(argparse.ArgumentParser):
         self._unreadable: dict[str, str] = {}
         self.refused: set[str] = set()  # Megatron's flags that are parsed only to explain why they are refused
         self.own: list[argparse.Action] = []  # the script's flags
+        self.defaults_of_script: dict[str, Any] = {}  # that it sets of other flags by `set_defaults`
 
     def read(self, argv: Sequence[str] | None) -> "ReadFlags":
         """Parses a command line; values that cannot be read are listed, not raised."""
@@ -354,10 +355,18 @@ class FlagParser(argparse.ArgumentParser):
 
     @contextlib.contextmanager
     def flags_of_script(self) -> Iterator[None]:
-        """Flags added inside the block become `own`; help shows them, and their groups, after the first group."""
+        """Flags added inside the block become `own`; help shows them, and their groups, after the first group.
+
+        A default that it sets of a flag that is not its own would count as if the user had given it.
+        """
         before, ours = list(self._action_groups), len(self._actions)
+        defaults = {action.dest: action.default for action in self._actions}
         yield
         self.own = self._actions[ours:]
+        names = self._defaults.keys() - {action.dest for action in self.own}
+        self.defaults_of_script = {name: self._defaults.pop(name) for name in sorted(names)}
+        for action in self._actions[:ours]:
+            action.default = defaults[action.dest]
         added = [group for group in self._action_groups if group not in before]
         self._optionals.title = "Flags of this script"
         first, *others = [group for group in before if group is not self._optionals and group is not self._positionals]

@@ -127,7 +127,7 @@ def parse_args(
     settings: dict[str, Any] = {}
     for source in sources:  # the file, then the command line, which takes precedence
         settings = _over(source.settings, settings)
-    script = _given_by_script(parser, defaults, settings)
+    script = _given_by_script(parser, {**parser.defaults_of_script, **defaults}, settings)
     defaults = script.settings
     taken = [take(settings, parser, defaults) for take in (taken_from_hf_config, taken_from_checkpoint)]
     for one in taken:

@@ -257,6 +257,27 @@ def test_a_default_of_the_script_is_refused_as_its_flag_is(defaults: dict, told:
     assert tells_each(problems_of("", args_defaults=defaults), told)
 
 
+def test_defaults_that_the_script_sets_of_the_parser_are_those_of_args_defaults():
+    """They too give way to the command line, and are refused by the names of flags that are."""
+
+    def sets(**defaults):
+        def provider(parser):
+            parser.add_argument("--mine", type=int)
+            parser.set_defaults(**defaults)
+
+        return provider
+
+    def parsed(provider, line: str = "", **more):
+        return parse_args(line.split(), provider, **more)
+
+    config, args, notes = parsed(sets(num_layers=3, swiglu=True, mine=5))
+    assert (config.transformer.num_layers, config.transformer.swiglu, args.mine, notes) == (3, True, 5, [])
+    assert parsed(sets(num_layers=3), "--num-layers 2").config.transformer.num_layers == 2
+    assert parsed(sets(num_layers=3), args_defaults={"num_layers": 4}).config.transformer.num_layers == 4
+    with pytest.raises(ConfigError, match="--num-experts"):
+        parsed(sets(num_experts=8))
+
+
 def test_defaults_of_the_script_without_effect_are_named():
     notes = parse_args([], args_defaults={"bias_gelu_fusion": False, "DDP_impl": "torch"})[2]
     assert tells_each(notes, "--no-bias-gelu-fusion|--DDP-impl")
