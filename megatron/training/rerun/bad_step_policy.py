@@ -47,7 +47,7 @@ class StepJudge:
         self.mesh, self.device = runtime.mesh, runtime.device.torch_device
         self.losses = LargeValues(state.guard.setdefault("loss", {})) if self.config.check_for_spiky_loss else None
         self.norms = LargeValues(state.guard.setdefault("grads", {})) if self.config.check_for_large_grads else None
-        self._means: list[Tensor] = []  # of the losses of this rank's microbatches
+        self._losses: list[Tensor] = []  # of this rank's microbatches: sum, and count of tokens
 
     def __call__(self, work: StepWork, figures: StepFigures, problem: str) -> bool:
         finding = self._finding(work, figures, problem)
@@ -62,7 +62,7 @@ class StepJudge:
             action = action if is_same else "stop"
             if not finding.is_finite and is_same:
                 text += f" {first_bad_tensor(work, self.device)}"
-        self._means.clear()
+        self._losses.clear()
         if self.config.bad_step_dir is not None:
             text += f". {dump_step(self.runtime, self.state, work, figures, finding.text)}"
         if action == "stop":
@@ -72,12 +72,12 @@ class StepJudge:
         return action == "skip"
 
     def _finding(self, work: StepWork, figures: StepFigures, problem: str) -> Finding | None:
-        means, self._means = self._means, []
+        losses, self._losses = self._losses, []
         if problem:
             return Finding(problem, self.config.nan_action, is_finite=False)
         found = []
         if self.losses is not None:
-            mine = torch.stack(means).abs().nan_to_num(0.0) if means else torch.zeros(1, device=self.device)
+            mine = self._means_of(losses) if losses else torch.zeros(1, device=self.device)
             largest = collectives.all_reduce(mine.max().double()[None], self.mesh["world"], "max").item()
             if self.losses.is_too_large(largest, work.num_microbatches * self.mesh.samples.size):
                 found.append(
@@ -86,6 +86,13 @@ class StepJudge:
         if self.norms is not None and self.norms.is_too_large(figures.norm):
             found.append(f"the gradient's norm is {figures.norm:.6g}, {self.norms.than}")
         return Finding(", and ".join(found), self.config.spike_action) if found else None
+
+    def _means_of(self, losses: list[Tensor]) -> Tensor:
+        """The size of the loss of each microbatch, over all its tokens, of which a context-parallel rank has a part."""
+        pairs = torch.stack(losses)
+        if self.mesh.sequence.size > 1:
+            collectives.all_reduce(pairs, self.mesh.sequence)
+        return (pairs[:, 0] / pairs[:, 1]).abs().nan_to_num(0.0)
 
     def _microbatch_of(self, mine: Tensor, largest: float, work: StepWork) -> str:
         """The first microbatch with this loss, in words. Every rank must call."""
@@ -99,7 +106,7 @@ class StepJudge:
         return f"microbatch {microbatch} of data-parallel rank {rank} (samples {start} to {start + size - 1})"
 
     def watching_losses(self, forward_step: ForwardStep) -> ForwardStep:
-        """The forward step, which also notes the mean loss of each microbatch of training."""
+        """The forward step, which also notes the loss of each microbatch of training."""
 
         def step(data_iterator: Any, model: Any) -> Any:
             result = forward_step(data_iterator, model)
@@ -110,8 +117,9 @@ class StepJudge:
             def noting(given: Any, **named: Any) -> Any:
                 loss = loss_func(given, **named)
                 if torch.is_grad_enabled() and isinstance(loss, tuple):
-                    tokens = loss[1] if len(loss) == 3 else 1
-                    self._means.append((loss[0].detach().double() / tokens).squeeze())
+                    value = loss[0].detach().double().squeeze()
+                    tokens = torch.as_tensor(loss[1] if len(loss) == 3 else 1, device=value.device).detach()
+                    self._losses.append(torch.stack((value, tokens.double().squeeze())))
                 return loss
 
             return output, noting

@@ -179,6 +179,23 @@ def test_a_bad_batch_is_a_spike_and_reported_by_microbatch(layout: Layout, capfd
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("layout", [Layout(cp=2), Layout(cp=2, dp=2, pp=2)], ids=str)
+def test_the_loss_of_a_spike_is_that_of_the_whole_microbatch(layout: Layout, capfd, monkeypatch):
+    """One process is the oracle: a context-parallel rank has half of a sample's tokens, and each half another mean."""
+    monkeypatch.setattr(spike_detector, "SAMPLES", 8)
+    spoil = lambda sample, loss: loss * 30 if sample == 9 else loss  # noqa: E731
+
+    def told(layout: Layout) -> set[tuple[str, float, float]]:
+        flags = f"{FEW} --fp64 --attention-dropout 0 --hidden-dropout 0 --context-parallel-size {layout.cp} "
+        work = lambda mesh: run(flags + " ".join(layout.flags), spoil=spoil, mesh=mesh)  # noqa: E731
+        run_ranks(layout.sizes, work, stages=layout.stages if layout.pp > 1 else None)
+        line = r"\(samples (9 to 9)\) has a loss of (\S+), at least 10 times the largest of the first 8 \((\S+)\)"
+        return {(where, float(loss), float(of)) for where, loss, of in re.findall(line, capfd.readouterr().out)}
+
+    assert told(layout) == told(Layout()) != set()
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("action", ["skip", "stop"])
 def test_a_spike_skips_or_stops_as_asked(action: str, monkeypatch):
     monkeypatch.setattr(spike_detector, "SAMPLES", 8)
