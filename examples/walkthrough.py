@@ -29,6 +29,7 @@ from torch import nn
 from megatron import deepspeed
 from megatron.core import mpu
 from megatron.core.base.output_streams import keep_running, until_reader_ends
+from megatron.core.distributed.buffer_plan import overlaps
 from megatron.core.distributed.contiguous_buffers import ParamAndGradBuffer
 from megatron.core.parallel import collectives
 from megatron.core.parallel.collectives import Call, bytes_sent
@@ -103,17 +104,32 @@ def summed_over(placement: Placement, mesh: Mesh) -> list[str]:
     return [name for name in (*replicas, *sorted(partial_axes(placement))) if mesh[name].size > 1]
 
 
+def released(buffers: Iterable[ParamAndGradBuffer]) -> dict[str, int]:
+    """Elements of each parameter that this rank keeps of a layer that is not in use: in ZeRO 3 its shard."""
+    return {
+        slot.name: sum(stop - start for start, stop in overlaps(buffer.held, slot.start, slot.stop))
+        for buffer in buffers
+        if buffer.params is None
+        for slot in buffer.plan.slots
+    }
+
+
 def model(job: Job, rank: int) -> None:
     """The parameters of `model_provider`'s chunk, with the facts of their placements."""
     with one_rank(job, rank) as (mesh, parts):
         for stage, chunk in parts.chunks.items():
             print(f"{place_of(mesh)}; stage {stage} of {mesh.stages.last + 1}: {type(chunk.module).__name__}")
             rows = [["parameter", "in the model", "here", "sharded over", "gradient summed over"]]
+            kept = released(chunk.buffers)
             for name, parameter in chunk.module.named_parameters():
-                where = parameter.placement
-                shards = " ".join(f"{axis} (dim {dim})" for axis, dim in where.shard.items()) or "-"
+                where, here = parameter.placement, str(tuple(parameter.shape))
+                shards = [f"{axis} (dim {dim})" for axis, dim in where.shard.items() if mesh[axis].size > 1]
+                if name in kept:
+                    here += f", {kept[name]:,} kept"
+                    replicas = mesh.grad_axes(where.reduce_over, shards=True).shard
+                    shards += [f"{replicas.name} (elements)"] if replicas.size > 1 else []
                 sums = " ".join(summed_over(where, mesh)) or "-"
-                rows.append([name, str(tuple(where.shape)), str(tuple(parameter.shape)), shards, sums])
+                rows.append([name, str(tuple(where.shape)), here, " ".join(shards) or "-", sums])
             print("\n".join(table(rows)))
 
 

@@ -1,5 +1,6 @@
 """examples/walkthrough.py takes the flags that it is given: the stage of ZeRO, the rank, and every axis."""
 
+import math
 import re
 from collections import Counter
 
@@ -35,6 +36,7 @@ def test_the_distributed_optimizer_is_stage_1_of_the_rank_asked_for(capsys):
     assert re.findall(r"ZeRO (\d), rank (\d) of 4", text) == [("1", "3")]
 
 
+ONE_STAGE = ["--pipeline-model-parallel-size", "1"]
 SUMS = {
     # Flags: the axes of each of two tables, two layers' twelve parameters, and the last norm's two.
     "--tensor-model-parallel-size 1 --context-parallel-size 2 --world-size 4": {"dp cp": 28},
@@ -50,6 +52,31 @@ def test_the_gradient_of_a_replica_is_summed_over_every_axis_of_replicas(flags: 
     rows = [re.split(r" {2,}", line.strip()) for line in text.splitlines() if line.startswith("language_model")]
     assert Counter(row[-1] for row in rows) == SUMS[flags]
     assert ("cp 0 of" in text) == ("context" in flags)
+
+
+def test_an_axis_of_one_rank_shards_nothing(capsys):
+    assert "tp (dim" not in shown(capsys, "model", *ONE_STAGE, "--tensor-model-parallel-size", "1", "--world-size", "2")
+    assert "tp (dim 0)" in shown(capsys, "model", *ONE_STAGE, "--tensor-model-parallel-size", "2", "--world-size", "2")
+
+
+@pytest.mark.parametrize("instances", [1, 2])
+def test_stage_3_keeps_a_shard_of_each_parameter(instances: int, capsys):
+    """The ranks of a group hold every element once; of two groups each holds all."""
+    kept: Counter[str] = Counter()
+    whole = {}
+    flags = "--tensor-model-parallel-size 1 --context-parallel-size 2 --world-size 4 --zero-stage 3"
+    words = [*ONE_STAGE, *flags.split()]
+    for rank in range(4):
+        text = shown(
+            capsys, "model", *words, "--num-distributed-optimizer-instances", str(instances), "--rank", str(rank)
+        )
+        found = re.findall(r"^(language_model\S+) .*?\(([\d, ]+)\), ([\d,]+) kept  (.*?)  ", text, re.MULTILINE)
+        for name, shape, count, shards in found:
+            kept[name] += int(count.replace(",", ""))
+            whole[name] = math.prod(int(size) for size in shape.split(",") if size.strip())
+            assert "(elements)" in shards
+    assert sum(whole.values()) == ELEMENTS
+    assert kept == {name: instances * count for name, count in whole.items()}
 
 
 def test_the_gradient_of_a_shared_key_head_is_summed_over_the_ranks_that_share_it(capsys):
