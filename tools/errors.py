@@ -25,7 +25,11 @@ def run_tool(
         for config in configs:
             add_flags(parser, config)
         given = read_flags(parser, arguments)
-        work(*(build(config, given) for config in configs))
+        built = [build(config, given) for config in configs]
+        for config in built:
+            for flag, reason in getattr(config, "without_effect", {}).items():
+                output_streams.print_stderr(f"{Path(path).stem}: no effect here: {flag}: {reason}")
+        work(*built)
 
     return exit_status(Path(path).stem, read_and_work, interrupted)
 

@@ -80,6 +80,17 @@ class PreprocessConfig(FlagConfig):
             yield f"--lang {self.lang}: the rules are for English; use --sentence-splitter nltk"
 
     @property
+    def without_effect(self) -> dict[str, str]:
+        """The flags that are given and change nothing, with the reason."""
+        of_sentences = {
+            "--sentence-splitter": self.sentence_splitter != "rules",
+            "--lang": self.lang != "english",
+            "--keep-newlines": self.keep_newlines,
+        }
+        given = [] if self.split_sentences else [flag for flag, is_given in of_sentences.items() if is_given]
+        return dict.fromkeys(given, "only --split-sentences looks for sentences")
+
+    @property
     def keys(self) -> list[str]:
         return list(dict.fromkeys(self.json_keys))
 

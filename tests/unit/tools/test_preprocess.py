@@ -38,6 +38,19 @@ def test_lines_become_documents_of_each_key(tmp_path):
     assert contents(tmp_path / "new" / "out_text_document") == [[[1, 2]], [], [[6]]]
 
 
+def test_flags_that_nothing_reads_are_named(tmp_path, capsys):
+    """The files are those of the run without them."""
+    source = write_lines(tmp_path / "a.jsonl", {"text": "1 2"})
+    assert preprocess("--input", source, "--output-prefix", tmp_path / "plain", *NULL) == 0
+    assert "no effect" not in capsys.readouterr().err
+    vain = ["--tokenizer-model", tmp_path / "x", "--keep-newlines", "--lang", "german"]
+    assert preprocess("--input", source, "--output-prefix", tmp_path / "o", *NULL, *vain) == 0
+    told = [line for line in capsys.readouterr().err.splitlines() if "no effect here" in line]
+    assert len(told) == 3 and all(line.startswith("preprocess_data: ") for line in told)
+    assert tells(told, "--tokenizer-model NullTokenizer --keep-newlines --lang --split-sentences")
+    assert contents(tmp_path / "o_text_document") == contents(tmp_path / "plain_text_document")
+
+
 def test_a_mark_at_the_start_of_a_file_is_passed_over(tmp_path):
     """Editors on Windows write the byte-order mark in front of UTF-8. Elsewhere it is a character like others."""
     source = tmp_path / "a.jsonl"
