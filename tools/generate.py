@@ -212,6 +212,9 @@ class Prompts:
         """The prompts and their tokenizer. Raises ValueError, OSError or ImportError."""
         saved = read_saved_settings(state, source)
         given = replace(saved.tokenizer, **settings.tokenizer_flags)
+        for flag, reason in given.without_effect.items():
+            if flag[2:].replace("-", "_") in settings.tokenizer_flags:
+                print(f"no effect here: {flag}: {reason}", file=sys.stderr, flush=True)
         try:
             tokenizer = build_tokenizer(given)
         except FileNotFoundError as error:

@@ -194,6 +194,13 @@ def test_a_tokenizer_that_has_moved(runs, tool, tmp_path):
         shutil.move(moved, runs / "tokenizer.json")
 
 
+def test_a_tokenizer_flag_that_the_checkpoint_s_tokenizer_does_not_read_is_named(runs, tool):
+    flags = ("--load", runs / "learned", "--prompt", "5 6", "--max-new-tokens", 3, "--greedy")
+    code, out, err = tool(*flags, "--tokenizer-model", "elsewhere.json")
+    assert (code, out) == tool(*flags)[:2] and code == 0
+    assert "no effect here: --tokenizer-model: --tokenizer-type NullTokenizer does not read it" in err
+
+
 @pytest.mark.full
 def test_another_tokenizer_of_the_same_size_is_refused_by_what_its_file_holds(runs, tool, tmp_path, capsys):
     """One that has moved, or was laid out anew, is the same; by a run that goes on likewise."""
