@@ -115,7 +115,8 @@ def parse_args(
 ) -> ParsedArgs:
     """The settings of a command line. Raises ConfigError with all problems at once.
 
-    args_defaults: defaults of the script, by the names of settings or of any other flag. unread: fields that this script does not read, with the reason.
+    args_defaults: defaults of the script, by the names of settings or of any other flag. unread: fields that this
+    script does not read, with the reason.
     """
     defaults, unread = args_defaults or {}, unread or {}
     if extra_args_provider is not None:

@@ -88,7 +88,7 @@ class StepJudge:
         return Finding(", and ".join(found), self.config.spike_action) if found else None
 
     def _means_of(self, losses: list[Tensor]) -> Tensor:
-        """The size of the loss of each microbatch, over all its tokens, of which a context-parallel rank has a part."""
+        """The size of the loss of each microbatch over all its tokens, also where ranks share them."""
         pairs = torch.stack(losses)
         if self.mesh.sequence.size > 1:
             collectives.all_reduce(pairs, self.mesh.sequence)
