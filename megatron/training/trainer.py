@@ -19,6 +19,7 @@ from megatron.core.base import rank_status
 from megatron.core.datasets.data_loader import loader
 from megatron.core.distributed.comm_volume import traffic_line
 from megatron.core.models.common.model_rules import NO_RULES
+from megatron.core.ops.attention.kernels import news_of_attention
 from megatron.core.ops.compile.compiled_region import news_of_compiling, news_of_layers
 from megatron.core.optimizer.lr_schedule import (
     AnySchedule,
@@ -308,9 +309,12 @@ class Trainer:
         self.tidy_up()
 
     def tidy_up(self) -> None:
-        """Print what the last step has compiled, and return the memory that this took, or that steps have left in pieces."""
+        """Print what the last step has compiled, and which kernels it could not use; return the memory that compiling took, or
+        that steps have left in pieces."""
         if news := news_of_compiling():
             print_rank_last(news)
+        for line in news_of_attention():
+            print_rank_last(line)
         self.runtime.device.return_freed_if_grown(surely=bool(news))
 
     @contextmanager

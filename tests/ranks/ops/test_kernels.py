@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+import whole_run
 from torch import Tensor
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.ops.attention.kernels import KERNELS, AttentionCase, Kernel, kernel_for
+from megatron.core.ops.attention import kernels
+from megatron.core.ops.attention.kernels import KERNELS, AttentionCase, Kernel, kernel_for, news_of_attention
 from megatron.core.ops.attention.masks import Documents
 from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
 from megatron.core.parallel.grid import ALONE
@@ -27,6 +29,31 @@ def test_dropout_alone_takes_the_fused_kernel_from_its_work(name: str):
     assert kernel_for(name, CASE._replace(dropout=0.1)) is others
     with_cache = AttentionCase(CASE.q[:, :, :1], CASE.k, None, 0.1)
     assert kernel_for(name, with_cache) is plain
+
+
+def test_a_kernel_that_is_asked_for_and_not_used_is_told_once(monkeypatch):
+    monkeypatch.setattr(kernels, "_replaced", {})
+    for _ in range(3):
+        kernel_for("auto", CASE._replace(dropout=0.1))
+        kernel_for("flash", CASE)
+        kernel_for("unfused", CASE)
+    assert news_of_attention() == []
+    for _ in range(3):
+        kernel_for("flash", CASE._replace(dropout=0.1))
+        kernel_for("tiled", CASE)
+    first, second = news_of_attention()
+    assert first == "--attention-backend flash has no dropout by samples: tiled-eager computes what it cannot"
+    assert second == "--attention-backend tiled is compiled (--compile regions): tiled-eager computes what it cannot"
+    assert news_of_attention() == []
+
+
+def test_a_run_says_which_kernel_computes_in_place_of_the_one_that_is_asked_for(monkeypatch, capsys):
+    monkeypatch.setattr(kernels, "_replaced", {})
+    whole_run.run("--train-iters 2 --attention-backend tiled")
+    assert capsys.readouterr().out.count("--attention-backend tiled is compiled") == 1
+    whole_run.run("--train-iters 2 --attention-backend tiled-eager")
+    whole_run.run("--train-iters 2")
+    assert "--attention-backend" not in capsys.readouterr().out
 
 
 def test_a_kernel_of_a_script_is_a_value_of_the_flag_and_is_asked_before_each_use(monkeypatch):

@@ -183,7 +183,9 @@ def attention_function(name: str) -> str:
 def kernel_for(name: str, case: AttentionCase) -> Kernel:
     """The kernel that computes the case under this value of --attention-backend. Raises ConfigError if none can."""
     kernel, asked = KERNELS[name], [name]
+    reasons = []
     while (why := kernel.why_not(case)) is not None:
+        reasons.append(why)
         if kernel.instead in asked or kernel.instead not in KERNELS:  # None, a circle, or no entry
             others = ", ".join(other for other in KERNELS if other not in asked)
             raise ConfigError(f"--attention-backend {name} {why}, and this run needs it; give another of {others}")
@@ -194,4 +196,16 @@ def kernel_for(name: str, case: AttentionCase) -> Kernel:
             )
         asked.append(kernel.instead)
         kernel = KERNELS[kernel.instead]
+    if reasons and name != "auto":
+        _replaced.setdefault((name, asked[-1], reasons[0]), False)
     return kernel
+
+
+_replaced: dict[tuple[str, str, str], bool] = {}  # (asked for, used, why) -> whether `news_of_attention` has told it
+
+
+def news_of_attention() -> list[str]:
+    """Log lines of kernels that were asked for and have not computed a case, since the last call."""
+    untold = [replacement for replacement, is_told in _replaced.items() if not is_told]
+    _replaced.update(dict.fromkeys(untold, True))
+    return [f"--attention-backend {name} {why}: {used} computes what it cannot" for name, used, why in untold]
