@@ -129,5 +129,19 @@ class ParallelConfig(FlagConfig):
         return self.sequence_parallel and self.tensor_model_parallel_size > 1
 
     @property
+    def without_effect(self) -> dict[str, str]:
+        """The flags that are given and change nothing, with the reason."""
+        found = {}
+        if self.sequence_parallel and not self.sequence_parallel_on:
+            found["--sequence-parallel"] = "it needs --tensor-model-parallel-size above 1"
+        if self.context_parallel_size == 1:
+            given = {
+                "--cp-comm-type": self.cp_comm_type != ["p2p"],
+                "--hierarchical-context-parallel-sizes": self.hierarchical_context_parallel_sizes is not None,
+            }
+            found |= {flag: "it needs --context-parallel-size above 1" for flag, is_given in given.items() if is_given}
+        return found
+
+    @property
     def order(self) -> str:
         return "tp-cp-ep-pp-dp" if self.use_tp_pp_dp_mapping else ORDER

@@ -374,9 +374,7 @@ class Config:
         """The given flags that other settings make ineffective, with the reason."""
         found, parallel = {}, self.data_parallel
         offload = self.offload
-        if self.parallel.sequence_parallel and not self.parallel.sequence_parallel_on:
-            found["--sequence-parallel"] = "it needs --tensor-model-parallel-size above 1"
-        found |= self.data.without_effect | self.tokenizer.without_effect
+        found |= self.parallel.without_effect | self.data.without_effect | self.tokenizer.without_effect
         if parallel.ddp_bucket_size is not None and not parallel.cuts_by_size:
             found["--ddp-bucket-size"] = (
                 "ZeRO stage 3 reduces and gathers layer by layer"

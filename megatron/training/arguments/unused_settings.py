@@ -15,7 +15,7 @@ _READ_BY = {"AdamW": _ADAM, "Adam with L2": _ADAM, "SGD": ("sgd_momentum",), "Mu
 def unread_flags(config: Any) -> dict[str, str]:
     """Flag -> why it has no effect, of those whose value is not the default. config: a `Config`."""
     rules = (*_of_model(config), *_of_optimizer(config), *_of_learning_rate(config), *_of_loss_scale(config))
-    rules += (*_of_data(config), *_of_saving(config), *_of_outputs(config))
+    rules += (*_of_exits(config), *_of_data(config), *_of_saving(config), *_of_outputs(config))
     return {flag: reason for part, names, reason in rules for flag in _changed(part, names)}
 
 
@@ -33,6 +33,20 @@ def _of_model(config: Any) -> Iterator[Unread]:
     if model.position_embedding_type != "rope":
         why = "only --position-embedding-type rope rotates"
         yield model, ("rotary_base", "rotary_percent", "rope_scaling_factor"), why
+    elif not model.ropes:
+        of_rotation = ("rotary_base", "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor")
+        of_rotation += ("use_rope_scaling", "rope_scaling_factor", "rope_scaling", "rotary_base_of_windows")
+        yield model, of_rotation, f"no layer rotates with --no-rope-freq {model.no_rope_freq}"
+    if model.window_attn_skip_freq and all(model.keys_before(layer) is None for layer in range(model.num_layers)):
+        yield (
+            model,
+            ("window_size",),
+            f"no layer has a window with --window-attn-skip-freq {model.window_attn_skip_freq}",
+        )
+    if model.untie_embeddings_and_output_weights:
+        yield model, ("scale_decoder_outputs",), "the output layer is not the word table"
+    if not (model.bf16 or model.fp16):
+        yield model, ("cpu_half_products",), "only --bf16 and --fp16 have half-precision products"
     if model.position_embedding_type == "none" or (model.position_embedding_type == "rope" and not model.ropes):
         yield config.data, ("reset_position_ids",), "no layer of the model reads positions"
     if model.init_method_xavier_uniform and model.softmax_type != "learnable":
@@ -78,6 +92,15 @@ def _of_loss_scale(config: Any) -> Iterator[Unread]:
         yield scaling, dynamic, f"--loss-scale {scaling.loss_scale:g} is fixed"
     elif not config.transformer.fp16:
         yield scaling, dynamic, "the loss is scaled with --fp16 alone"
+
+
+def _of_exits(config: Any) -> Iterator[Unread]:
+    if not config.training.exit_signal_handler:
+        yield (
+            config.training,
+            ("exit_signal",),
+            "nothing waits for it without --exit-signal-handler: it ends the process",
+        )
 
 
 def _of_data(config: Any) -> Iterator[Unread]:

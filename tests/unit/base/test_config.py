@@ -301,6 +301,17 @@ FLAGS_AND_SAID = [
         None,
         "--use-checkpoint-opt_param-scheduler weights --load",
     ),
+    ("--rotary-base 5e5 --position-embedding-type rope --no-rope-freq 1", None, "--rotary-base --no-rope-freq 1"),
+    (
+        "--use-rope-scaling --rope-scaling-factor 4 --position-embedding-type rope --no-rope-freq 1",
+        None,
+        "--use-rope-scaling --rope-scaling-factor --no-rope-freq 1",
+    ),
+    ("--window-size 3,0 --window-attn-skip-freq 1", None, "--window-size: --window-attn-skip-freq 1"),
+    ("--no-scale-decoder-outputs --untie-embeddings-and-output-weights", None, "--no-scale-decoder-outputs word table"),
+    ("--cpu-half-products native", "--bf16", "--cpu-half-products --bf16 --fp16"),
+    ("--cp-comm-type a2a", "--context-parallel-size 2", "--cp-comm-type --context-parallel-size"),
+    ("--exit-signal SIGUSR2", "--exit-signal-handler", "--exit-signal --exit-signal-handler"),
     ("--override-opt_param-scheduler", "--load no-such-folder", "--override-opt_param-scheduler --load"),
     ("--no-save-optim", "--save x", "--no-save-optim --save"),
     (f"--vocab-file x {_OF_A_FILE}", None, "--vocab-file --tokenizer-type HuggingFaceTokenizer"),
@@ -361,6 +372,9 @@ def test_a_setting_that_the_others_leave_without_effect_is_noted(flags: str, wit
         "--lr 1 --min-lr 0.5 --lr-decay-style cosine --lr-decay-iters 9",
         "--loss-scale-window 3 --fp16",
         "--reset-position-ids",
+        "--window-size 3,0 --window-attn-skip-freq 2",
+        "--window-size=-1,0",
+        "--rotary-base 5e5 --position-embedding-type rope --no-rope-freq 2",
     ],
 )
 def test_settings_that_are_read_are_not_noted(flags: str):
