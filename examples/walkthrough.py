@@ -34,8 +34,8 @@ from megatron.core.distributed.contiguous_buffers import ParamAndGradBuffer
 from megatron.core.parallel import collectives
 from megatron.core.parallel.collectives import Call, bytes_sent
 from megatron.core.parallel.grid import Axis
-from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.initialize_distributed import backend_of, launched_world_size
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.schedule.plot import plot_text
 from megatron.core.pipeline_parallel.schedule.simulate import make_schedule
 from megatron.core.sharding.placement import Placement, partial_axes

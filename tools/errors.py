@@ -27,7 +27,7 @@ def run_tool(
         given = read_flags(parser, arguments)
         built = [build(config, given) for config in configs]
         for config in built:
-            for flag, reason in getattr(config, "without_effect", {}).items():
+            for flag, reason in config.without_effect.items():
                 output_streams.print_stderr(f"{Path(path).stem}: no effect here: {flag}: {reason}")
         work(*built)
 

@@ -115,6 +115,11 @@ class FlagConfig:
         """Violated rules of this config, one line each. Also called if a number is out of range."""
         return ()
 
+    @property
+    def without_effect(self) -> dict[str, str]:
+        """Flags that were given and that nothing reads under these settings -> why."""
+        return {}
+
 
 # Types of knobs with a range: the metadata of the `Annotated` type is an interval.
 Count = Annotated[int, "[1, inf)"]
