@@ -53,9 +53,9 @@ def ways_of(shape: tuple[int, int, int, str], length: int) -> dict[str, Way]:
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
-    from megatron.core.context_parallel.cp_attention import METHODS, ContextParallel, SharedAttention
+    from megatron.core.context_parallel.cp_attention import METHODS, AttentionInputs, ContextParallel
     from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
-    from megatron.core.ops.shard_sequence import of_my_rows
+    from megatron.core.ops.shard_sequence import shard_sequence
     from megatron.core.parallel.global_state import get_mesh
 
     heads, groups, width, dtype = shape
@@ -64,12 +64,12 @@ def ways_of(shape: tuple[int, int, int, str], length: int) -> dict[str, Way]:
         torch.randn(length, 1, n, width, generator=draw).to(getattr(torch, dtype))
         for n in (heads, groups, groups, heads)
     ]
-    mine = [of_my_rows(x, axis, dim=0) for x in whole]  # [s / c, 1, n, d]
+    mine = [shard_sequence(x, axis, dim=0) for x in whole]  # [s / c, 1, n, d]
 
     def ours(kind: str) -> list[torch.Tensor]:
         q, k, v = (x.detach().requires_grad_() for x in mine[:3])
         dropout = AttentionDropout(0.0, DropoutKeys(0), 0, 0)
-        out = METHODS[kind].attend(SharedAttention(q, k, v, None, dropout, "auto", plain), ContextParallel(axis))
+        out = METHODS[kind].attend(AttentionInputs(q, k, v, None, dropout, "auto", plain), ContextParallel(axis))
         out.backward(mine[3])
         return [out.detach(), q.grad, k.grad, v.grad]
 
@@ -85,7 +85,7 @@ def ways_of(shape: tuple[int, int, int, str], length: int) -> dict[str, Way]:
         out = plain(q, k, v, None)
         out.backward(whole[3])
         torch.set_num_threads(1)
-        return [of_my_rows(x, axis, dim=0) for x in (out.detach(), q.grad, k.grad, v.grad)]
+        return [shard_sequence(x, axis, dim=0) for x in (out.detach(), q.grad, k.grad, v.grad)]
 
     def torchs(rotate: str) -> list[torch.Tensor]:
         return of_torch([x.permute(1, 2, 0, 3).contiguous() for x in mine], rotate)

@@ -61,7 +61,7 @@ def build_model(options: argparse.Namespace, mesh: Mesh) -> tuple[GPTModel, Drop
         vocab_size=options.vocab,
         positions=options.sequence,
         layers=range(options.layers),
-        context=LayerContext.on(mesh, config.params_dtype, keys, fills=False),
+        context=LayerContext.from_mesh(mesh, config.params_dtype, keys, fills=False),
     )
     initialize_parameters(model, 1, mesh)
     return model, keys

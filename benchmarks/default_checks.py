@@ -128,7 +128,7 @@ def alone(run: Run, collectives: int) -> None:
         rank_status.begin_step(1)
         for _ in range(collectives):
             rank_status.issue("all_reduce", "dp", (0, 1), 4096, -1)
-            rank_status.come_back()
+            rank_status.end_wait()
         hang_watch.step_took(0.1)
 
     with hang_watch.watching(0, 1):

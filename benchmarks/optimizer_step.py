@@ -31,7 +31,7 @@ from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
-from megatron.core.optimizer.full_matrix import Owners, whole_tensors
+from megatron.core.optimizer.full_matrix import MatrixOwners, full_matrices
 from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.optimizer.param_groups import default_group
 from megatron.core.parallel import collectives
@@ -57,12 +57,12 @@ def make_optimizer(options: argparse.Namespace, mesh: Mesh, settings: dict) -> F
         swiglu=True,
         add_bias_linear=False,
     )
-    context = LayerContext.on(mesh, config.params_dtype, DropoutKeys(1), fills=False)
+    context = LayerContext.from_mesh(mesh, config.params_dtype, DropoutKeys(1), fills=False)
     model = GPTModel(config, vocab_size=options.vocab, positions=128, layers=range(options.layers), context=context)
     initialize_parameters(model, 1, mesh)
     given = OptimizerConfig(**settings)
-    whole = given.whole_among({name: p.placement for name, p in model.named_parameters()}, default_group)
-    optimizer = FlatOptimizer(DistributedDataParallel(model, mesh, whole=whole).buffers, given, mesh)
+    whole = given.full_matrix_params({name: p.placement for name, p in model.named_parameters()}, default_group)
+    optimizer = FlatOptimizer(DistributedDataParallel(model, mesh, unsplit=whole).buffers, given, mesh)
     for buffer in optimizer.buffers:
         for gradients in buffer.sums.tensors:
             gradients.normal_(std=1e-3)
@@ -73,8 +73,8 @@ def operations(optimizer: FlatOptimizer, mesh: Mesh) -> int:
     """Of the products of Muon's update."""
     total, config = 0, optimizer.config
     for parameters in (buffer.parameters for buffer in optimizer.buffers):
-        whole = config.whole_among({name: p.placement for name, p in parameters.items()}, default_group)
-        for name, tensor in whole_tensors({name: parameters[name] for name in whole}, mesh, "cpu").items():
+        whole = config.full_matrix_params({name: p.placement for name, p in parameters.items()}, default_group)
+        for name, tensor in full_matrices({name: parameters[name] for name in whole}, mesh, "cpu").items():
             for part in tensor.matrices(parameters[name]):
                 rows, columns = sorted(part.flatten(0, -2).shape)
                 total += config.muon_num_ns_steps * 2 * rows**2 * (2 * columns + rows)
@@ -91,7 +91,7 @@ def run_alone(options: argparse.Namespace) -> None:
 def run_rank(options: argparse.Namespace) -> None:
     torch.distributed.init_process_group("gloo")
     mesh = parallel_state.initialize_model_parallel()
-    optimizers, alone = {}, Owners()
+    optimizers, alone = {}, MatrixOwners()
     for name in ("Muon, medium", "Muon, highest"):
         optimizers[f"{name}, shared"] = make_optimizer(options, mesh, SETTINGS[name])
         optimizers[f"{name}, repeated"] = repeating = make_optimizer(options, mesh, SETTINGS[name])

@@ -20,7 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.ops.attention.kernels import AttentionCase, kernel_for
-from megatron.core.ops.attention.masks import windowed
+from megatron.core.ops.attention.masks import with_window
 from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
 
 DEFAULT = [512, 2048]
@@ -30,7 +30,7 @@ def seconds(heads: list[torch.Tensor], grad: torch.Tensor, before: int | None) -
     """Of a forward and a backward: by the clock, and of the processor."""
     for x in heads:
         x.grad = None
-    mask, dropout = windowed(None, before, heads[1].shape[2]), AttentionDropout(0.0, DropoutKeys(0), 0, 0)
+    mask, dropout = with_window(None, before, heads[1].shape[2]), AttentionDropout(0.0, DropoutKeys(0), 0, 0)
     clock, processor = time.perf_counter(), time.process_time()
     kernel_for("fused", AttentionCase(*heads[:2], mask, 0.0)).compute(*heads, mask, dropout).backward(grad)
     return time.perf_counter() - clock, time.process_time() - processor

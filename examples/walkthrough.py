@@ -107,10 +107,10 @@ def summed_over(placement: Placement, mesh: Mesh) -> list[str]:
 def released(buffers: Iterable[ParamAndGradBuffer]) -> dict[str, int]:
     """Elements of each parameter that this rank keeps of a layer that is not in use: in ZeRO 3 its shard."""
     return {
-        slot.name: sum(stop - start for start, stop in overlaps(buffer.held, slot.start, slot.stop))
+        slot.name: sum(stop - start for start, stop in overlaps(buffer.shard_runs, slot.start, slot.stop))
         for buffer in buffers
         if buffer.params is None
-        for slot in buffer.plan.slots
+        for slot in buffer.plan.param_ranges
     }
 
 
@@ -145,9 +145,9 @@ def buffers(job: Job, rank: int) -> None:
             )
             for number, bucket in enumerate(buffer.plan.buckets):
                 print(f"  bucket {number}: elements {bucket.start:,} to {bucket.stop:,}")
-                for slot in (slot for slot in buffer.plan.slots if slot.name in bucket.names):
+                for slot in (slot for slot in buffer.plan.param_ranges if slot.name in bucket.names):
                     print(f"    {slot.start:>8,} {slot.stop:>8,}  {slot.name}")
-            held = ", ".join(f"{start:,} to {stop:,}" for start, stop in buffer.owned)
+            held = ", ".join(f"{start:,} to {stop:,}" for start, stop in buffer.owned_runs)
             print(f"  this rank updates elements {held}: shard {axes.shard.rank} of {axes.shard.size}")
 
 
@@ -209,7 +209,7 @@ def held_by(buffers: Iterable[ParamAndGradBuffer]) -> dict[str, int]:
     """Elements that a rank keeps between steps."""
     found = Counter()
     for buffer in buffers:
-        shard, owned = (sum(stop - start for start, stop in runs) for runs in (buffer.held, buffer.owned))
+        shard, owned = (sum(stop - start for start, stop in runs) for runs in (buffer.shard_runs, buffer.owned_runs))
         found["parameters"] += shard if buffer.params is None else buffer.plan.numel
         found["gradients"] += shard if buffer.grads is None else buffer.plan.numel
         found["of each moment"] += owned

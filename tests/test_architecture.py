@@ -252,7 +252,7 @@ def test_where_a_gradient_is_summed_is_asked_of_the_mesh():
 ASKS_THE_PROCESS = {
     "models/T5/t5_model.py": "T5Model",
     "models/common/embeddings/rotary_pos_embedding.py": "RotaryEmbedding",
-    "models/common/megatron_model.py": "ModelOfMegatron",
+    "models/common/megatron_model.py": "MegatronCoreModel",
     "tensor_parallel/cross_entropy.py": "vocab_parallel_cross_entropy",
     "tensor_parallel/data.py": "broadcast_data",
     "tensor_parallel/layers.py": "tensor_parallel_of",

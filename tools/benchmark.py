@@ -19,7 +19,7 @@ from typing import Literal, get_args, get_type_hints
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.base.dataclass_flags import BelowOne, Count, FlagConfig, Positive, WholeNumber, knob
+from megatron.core.base.dataclass_flags import BelowOne, Count, FlagConfig, Positive, WholeNumber, option
 from megatron.core.ops.compile.compiled_region import CompileConfig
 from megatron.core.parallel.accelerator import Device, DeviceName, multiplies_bfloat16
 from tools.benchmarking import records, works
@@ -37,60 +37,60 @@ COMPILED = get_args(get_type_hints(CompileConfig)["compile"])
 class BenchmarkConfig(FlagConfig):
     """Benchmark."""
 
-    model: Literal[tuple(MODELS)] = knob(  # type: ignore[valid-type]
+    model: Literal[tuple(MODELS)] = option(  # type: ignore[valid-type]
         "gpt2-small", "model to start from; the flags below override its sizes"
     )
-    num_layers: int | None = knob(None, "transformer layers")
-    hidden_size: int | None = knob(None, "hidden size")
-    num_attention_heads: int | None = knob(None, "attention heads")
-    vocab_size: int | None = knob(None, "vocabulary size, padded to a multiple of 128")
-    seq_length: int | None = knob(None, "tokens per sample; default: the model's, else 512")
-    micro_batch_size: int | None = knob(None, "samples per forward; default: the model's, else 4")
-    global_batch_size: int | None = knob(
+    num_layers: int | None = option(None, "transformer layers")
+    hidden_size: int | None = option(None, "hidden size")
+    num_attention_heads: int | None = option(None, "attention heads")
+    vocab_size: int | None = option(None, "vocabulary size, padded to a multiple of 128")
+    seq_length: int | None = option(None, "tokens per sample; default: the model's, else 512")
+    micro_batch_size: int | None = option(None, "samples per forward; default: the model's, else 4")
+    global_batch_size: int | None = option(
         None, "samples per iteration; default: one micro-batch a replica, four with --parallel pp"
     )
-    attention_dropout: BelowOne = knob(0.0, "dropout of attention probabilities, of every contender")
-    hidden_dropout: BelowOne = knob(0.0, "dropout after the embedding and each block, of every contender")
-    bf16: bool = knob(False, "ours in bfloat16 with float32 masters, peers under bfloat16 autocast; else float32")
-    parallel: Literal[tuple(PARALLEL)] = knob(  # type: ignore[valid-type]
+    attention_dropout: BelowOne = option(0.0, "dropout of attention probabilities, of every contender")
+    hidden_dropout: BelowOne = option(0.0, "dropout after the embedding and each block, of every contender")
+    bf16: bool = option(False, "ours in bfloat16 with float32 masters, peers under bfloat16 autocast; else float32")
+    parallel: Literal[tuple(PARALLEL)] = option(  # type: ignore[valid-type]
         "none",
         "on several ranks: dp against DistributedDataParallel, zero3 against fully_shard, tp against DTensor, pp against "
         "torch.distributed.pipelining",
     )
-    ranks: Count = knob(2, "ranks of --parallel, with equal shares of the cores")
-    peers: list[str] = knob(
+    ranks: Count = option(2, "ranks of --parallel, with equal shares of the cores")
+    peers: list[str] = option(
         ["plain", "plain-compiled", "transformers", "transformers-compiled"],
         "plain PyTorch and transformers, eager and compiled, in our precision; fp32, bf16, compiled: transformers in float32, "
         "bfloat16 autocast, compiled with autocast; none",
         metavar="NAME",
     )
-    compile: list[str] = knob(
+    compile: list[str] = option(
         ["off"],
         "ways in which ours competes, each a contender: off, or another choice of training's --compile",
         metavar="NAME",
     )
-    same_allocator: bool = knob(False, "peers keep freed memory in the process, too, as ours does on a CPU")
-    rounds: Count = knob(9, "measured turns of each contender")
-    warmup: WholeNumber = knob(2, "unmeasured iterations of each contender; the first one compiles")
-    steps: Count | None = knob(None, "iterations of a turn; default: half a second of them")
-    limit_seconds: Positive | None = knob(None, "begin no turn after so many seconds")
-    profile: bool = knob(False, "list the operators that take most of an iteration")
-    ceilings: bool = knob(True, "do not measure the limits of the device", flags=("--no-ceilings",))
-    device: DeviceName = knob("auto", "device to run on; auto: an accelerator if there is one")
-    json: str | None = knob(None, "file for all measurements", metavar="FILE")
-    works: list[str] = knob(
+    same_allocator: bool = option(False, "peers keep freed memory in the process, too, as ours does on a CPU")
+    rounds: Count = option(9, "measured turns of each contender")
+    warmup: WholeNumber = option(2, "unmeasured iterations of each contender; the first one compiles")
+    steps: Count | None = option(None, "iterations of a turn; default: half a second of them")
+    limit_seconds: Positive | None = option(None, "begin no turn after so many seconds")
+    profile: bool = option(False, "list the operators that take most of an iteration")
+    ceilings: bool = option(True, "do not measure the limits of the device", flags=("--no-ceilings",))
+    device: DeviceName = option("auto", "device to run on; auto: an accelerator if there is one")
+    json: str | None = option(None, "file for all measurements", metavar="FILE")
+    works: list[str] = option(
         [],
         "instead of --model: works by name or prefix, in this order; readme: all of README's table, parallel: those on two "
         "ranks. Prints beforehand what each may take, and a row for each",
         metavar="NAME",
     )
-    records: str | None = knob(
+    records: str | None = option(
         None,
         "JSON lines with the rounds of --works; rounds that are there, of the same code, machine and contenders, are not taken "
         "again",
         metavar="FILE",
     )
-    picture: str | None = knob(None, "PNG with a bar for each contender and a dot for each round", metavar="FILE")
+    picture: str | None = option(None, "PNG with a bar for each contender and a dot for each round", metavar="FILE")
 
     def problems(self) -> Iterator[str]:
         if unknown := [name for name in self.peers if name not in (*PEERS, "none")]:

@@ -23,7 +23,7 @@ from torch.distributed import checkpoint as dcp
 from megatron.convert import copy_checkpoint, open_any, write_hf_folder
 from megatron.convert.check_missing_keys import check_complete
 from megatron.convert.strided_checkpoint import StridedCheckpoint
-from megatron.core.base.dataclass_flags import ConfigError, FlagConfig, knob
+from megatron.core.base.dataclass_flags import ConfigError, FlagConfig, option
 from megatron.core.dist_checkpointing import Checkpoint
 from megatron.core.dist_checkpointing.local_tensor import LocalTensor
 from megatron.core.dist_checkpointing.lost_buffers import note_of_lost_buffers
@@ -40,30 +40,30 @@ _MODEL = "model/"  # what the names of a model's tensors begin with in a checkpo
 class ConvertConfig(FlagConfig):
     """A model to write."""
 
-    load: str | None = knob(None, "folder with the model", metavar="DIR")
-    iteration: int | None = knob(None, "iteration to take; default: the latest")
-    save_hf: str | None = knob(None, "folder to write, which must not exist", metavar="DIR")
-    save: str | None = knob(
+    load: str | None = option(None, "folder with the model", metavar="DIR")
+    iteration: int | None = option(None, "iteration to take; default: the latest")
+    save_hf: str | None = option(None, "folder to write, which must not exist", metavar="DIR")
+    save: str | None = option(
         None,
         "folder to write instead as a checkpoint of ours, which must not exist; --load is another project's",
         metavar="DIR",
     )
-    save_dcp: str | None = knob(
+    save_dcp: str | None = option(
         None,
         "folder to write instead by torch.distributed.checkpoint, which must not exist; it holds a pickle (.metadata)",
         metavar="DIR",
     )
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = knob(
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = option(
         None, "dtype of the tensors; default: as they are"
     )
-    model_type: str | None = knob(
+    model_type: str | None = option(
         None, "model_type to write, such as llama; default: the one it began as, or the first that fits"
     )
-    max_shard_size: str | None = knob(None, "bytes of one file of --save-hf, as 500MB; default: 5GB", read=read_size)
-    tokenizer: str | None = knob(
+    max_shard_size: str | None = option(None, "bytes of one file of --save-hf, as 500MB; default: 5GB", read=read_size)
+    tokenizer: str | None = option(
         None, "folder with the tokenizer's files, which are copied; default: the one it began as", metavar="DIR"
     )
-    allow_missing_tensors: bool = knob(False, "write a model that lacks tensors, without them; each is named")
+    allow_missing_tensors: bool = option(False, "write a model that lacks tensors, without them; each is named")
 
     def problems(self) -> list[str]:
         found = missing(self, "load")

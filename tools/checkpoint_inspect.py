@@ -22,7 +22,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.base.dataclass_flags import ConfigError, Count, FlagConfig, WholeNumber, knob
+from megatron.core.base.dataclass_flags import ConfigError, Count, FlagConfig, WholeNumber, option
 from megatron.core.dist_checkpointing import Checkpoint, CheckpointError, LocalTensor, open_checkpoint
 from megatron.core.dist_checkpointing.checkpoint_folder import saved_iterations
 from megatron.core.dist_checkpointing.format import TensorRecord, item_bytes_of, iteration_of, show_box
@@ -40,16 +40,16 @@ _SHOWN = 20  # differences of the state, and tensors in a PNG
 class CheckpointInspectConfig(FlagConfig):
     """Checkpoints to look at."""
 
-    load: str | None = knob(None, "checkpoint folder, of all iterations or of one", metavar="DIR")
-    ckpt_step: WholeNumber | None = knob(None, "iteration (default: the latest)")
-    verify: bool = knob(False, "read every byte and check every hash")
-    tensors: str | None = knob(
+    load: str | None = option(None, "checkpoint folder, of all iterations or of one", metavar="DIR")
+    ckpt_step: WholeNumber | None = option(None, "iteration (default: the latest)")
+    verify: bool = option(False, "read every byte and check every hash")
+    tensors: str | None = option(
         None, "list, or compare, only the tensors whose names match this regular expression", metavar="REGEX"
     )
-    compare: str | None = knob(None, "another checkpoint folder, to compare tensor by tensor", metavar="DIR")
-    compare_step: WholeNumber | None = knob(None, "iteration of --compare (default: the latest)")
-    png: str | None = knob(None, "draw where the tensors differ into this file", metavar="FILE")
-    max_pictures: Count = knob(4, "pictures printed of tensors that differ")
+    compare: str | None = option(None, "another checkpoint folder, to compare tensor by tensor", metavar="DIR")
+    compare_step: WholeNumber | None = option(None, "iteration of --compare (default: the latest)")
+    png: str | None = option(None, "draw where the tensors differ into this file", metavar="FILE")
+    max_pictures: Count = option(4, "pictures printed of tensors that differ")
 
     def problems(self) -> Iterator[str]:
         yield from missing(self, "load")

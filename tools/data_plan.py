@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.base.dataclass_flags import ConfigError, Count, FlagConfig, knob
+from megatron.core.base.dataclass_flags import ConfigError, Count, FlagConfig, option
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.data_usage_report import Reading, total
 from megatron.core.datasets.gpt_samples import plan_reading
@@ -25,11 +25,11 @@ from tools.errors import run_tool
 class PlanConfig(FlagConfig):
     """How much is read."""
 
-    global_batch_size: Count | None = knob(None, "samples per iteration")
-    train_iters: Count | None = knob(None, "training iterations")
-    train_samples: Count | None = knob(None, "training samples, instead of --train-iters")
-    eval_interval: int = knob(1000, "iterations between validations; 0: only after training")
-    eval_iters: int = knob(0, "global batches per validation; 0: plan the training split only")
+    global_batch_size: Count | None = option(None, "samples per iteration")
+    train_iters: Count | None = option(None, "training iterations")
+    train_samples: Count | None = option(None, "training samples, instead of --train-iters")
+    eval_interval: int = option(1000, "iterations between validations; 0: only after training")
+    eval_iters: int = option(0, "global batches per validation; 0: plan the training split only")
 
     def problems(self) -> Iterator[str]:
         if (self.train_iters is None) == (self.train_samples is None):

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.core.base import output_streams
 from megatron.core.base.dataclass_flags import ConfigError, FlagParser, add_flags, build, flag_of, read_flags
-from megatron.core.base.error_reporting import is_told_to_user
+from megatron.core.base.error_reporting import is_user_error
 
 
 def run_tool(
@@ -46,7 +46,7 @@ def exit_status(tool: str, work: Callable[[], None], interrupted: str) -> int:
         try:
             work()
         except (ValueError, OSError, ImportError) as error:
-            if output_streams.answers_failed() or (isinstance(error, ValueError) and not is_told_to_user(error)):
+            if output_streams.answers_failed() or (isinstance(error, ValueError) and not is_user_error(error)):
                 raise
             output_streams.print_stderr(f"{tool}: {'; '.join(_said(error).splitlines())}")
             return 2 if isinstance(error, ConfigError) else 1
@@ -59,7 +59,7 @@ def exit_status(tool: str, work: Callable[[], None], interrupted: str) -> int:
 
 
 def missing(config: Any, *names: str) -> list[str]:
-    """A problem for each of the knobs `names` that is not given."""
+    """A problem for each of the options `names` that is not given."""
     return [f"{flag_of(name)} is needed" for name in names if not getattr(config, name)]
 
 

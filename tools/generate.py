@@ -37,10 +37,10 @@ from megatron.core.base.dataclass_flags import (
     WholeNumber,
     add_flags,
     build,
-    knob,
+    option,
     read_flags,
 )
-from megatron.core.base.error_reporting import is_told_to_user, write_error_file
+from megatron.core.base.error_reporting import is_user_error, write_error_file
 from megatron.core.base.output_streams import READER_ENDED, answers_failed, until_reader_ends
 from megatron.core.dist_checkpointing import Checkpoint
 from megatron.core.inference import (
@@ -81,38 +81,38 @@ class GenerateConfig(FlagConfig):
     """Generation."""
 
     prompt: list[str] = field(default_factory=list)
-    load: str | None = knob(None, "checkpoint folder", metavar="DIR", required=True)
-    model: str | None = knob(
+    load: str | None = option(None, "checkpoint folder", metavar="DIR", required=True)
+    model: str | None = option(
         None,
         "script that trained, if it adds a tokenizer or an attention kernel; it runs up to pretrain()",
         metavar="FILE",
     )
-    iteration: WholeNumber | None = knob(
+    iteration: WholeNumber | None = option(
         None, "iteration to load; default: the latest", flags=("--iteration", "--ckpt-step")
     )
-    prompt_file: str | None = knob(None, "file with one prompt; -: standard input", metavar="FILE")
-    sample_input_file: str | None = knob(None, "file with a prompt per line; -: standard input", metavar="FILE")
-    max_new_tokens: Count = knob(
+    prompt_file: str | None = option(None, "file with one prompt; -: standard input", metavar="FILE")
+    sample_input_file: str | None = option(None, "file with a prompt per line; -: standard input", metavar="FILE")
+    max_new_tokens: Count = option(
         64, "tokens to generate, unless the document ends first", flags=("--max-new-tokens", "--out-seq-length")
     )
-    num_samples: Count = knob(1, "texts per prompt")
-    batch_size: Count = knob(1, "texts generated at once; results differ from one at a time only by rounding")
-    genfile: str | None = knob(None, "JSONL file for the texts instead of standard output", metavar="FILE")
-    seed: Annotated[int, "[0, 2^32)"] = knob(1234, "sampling seed")
-    recompute: bool = knob(False, "no key/value cache: recompute all tokens for each new one")
-    decoder_start_token_id: WholeNumber | None = knob(
+    num_samples: Count = option(1, "texts per prompt")
+    batch_size: Count = option(1, "texts generated at once; results differ from one at a time only by rounding")
+    genfile: str | None = option(None, "JSONL file for the texts instead of standard output", metavar="FILE")
+    seed: Annotated[int, "[0, 2^32)"] = option(1234, "sampling seed")
+    recompute: bool = option(False, "no key/value cache: recompute all tokens for each new one")
+    decoder_start_token_id: WholeNumber | None = option(
         None, "T5: id that begins the decoder's text; default: the tokenizer's, or that of a Hugging Face folder"
     )
-    tensor_model_parallel_size: Count = knob(1, "tensor-parallel ranks")
-    pipeline_model_parallel_size: Count = knob(1, "pipeline-parallel ranks")
-    context_parallel_size: Count = knob(1, "context-parallel ranks: shards of each prompt")
-    cp_comm_type: list[str] = knob(
+    tensor_model_parallel_size: Count = option(1, "tensor-parallel ranks")
+    pipeline_model_parallel_size: Count = option(1, "pipeline-parallel ranks")
+    context_parallel_size: Count = option(1, "context-parallel ranks: shards of each prompt")
+    cp_comm_type: list[str] = option(
         ["p2p"], "how context-parallel ranks see each other's tokens, as in training", metavar="TYPE"
     )
-    hierarchical_context_parallel_sizes: list[int] | None = knob(None, "as in training, for --cp-comm-type a2a+p2p")
-    device: DeviceName = knob("auto", "device to run on; auto: an accelerator if there is one")
-    distributed_timeout_minutes: Count = knob(10, "minutes until an unfinished collective is an error")
-    local_rank: int | None = knob(
+    hierarchical_context_parallel_sizes: list[int] | None = option(None, "as in training, for --cp-comm-type a2a+p2p")
+    device: DeviceName = option("auto", "device to run on; auto: an accelerator if there is one")
+    distributed_timeout_minutes: Count = option(10, "minutes until an unfinished collective is an error")
+    local_rank: int | None = option(
         None, "rank on this node, as launchers pass it", flags=("--local-rank", "--local_rank")
     )
 
@@ -339,7 +339,7 @@ def run(settings: Settings, world: Axis) -> None:
         say(f"WARNING: {checkpoint.warning}")
     prompts = Prompts([], [], 0, 0)
     tokenizer = genfile = None
-    with collectives.together(world, device.torch_device):
+    with collectives.raise_together(world, device.torch_device):
         if world.is_first:
             prompts, tokenizer = Prompts.read(settings, checkpoint.state, str(checkpoint.folder))
             if path := generation.genfile:
@@ -372,7 +372,7 @@ def main(arguments: list[str] | None = None) -> int:
         if parallel_state.launched_world_size() > 1:
             device = settings.device if settings else Device.select(local_rank=parallel_state.launched_local_rank())
             parallel_state.start_distributed(device.backend, timeout)
-        with collectives.together(parallel_state.agreement_axis()):
+        with collectives.raise_together(parallel_state.agreement_axis()):
             if problem is not None:
                 raise problem
         run(settings, parallel_state.world_axis())
@@ -384,7 +384,7 @@ def main(arguments: list[str] | None = None) -> int:
         print()
         return 130
     except (ValueError, OSError, ImportError, collectives.PeerError) as error:
-        if isinstance(error, ValueError) and not is_told_to_user(error):
+        if isinstance(error, ValueError) and not is_user_error(error):
             raise
         said = str(error)
         if isinstance(error, OSError) and answers_failed():

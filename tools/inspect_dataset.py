@@ -16,7 +16,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.base.dataclass_flags import FlagConfig, knob
+from megatron.core.base.dataclass_flags import FlagConfig, option
 from megatron.core.datasets.mmap_indexed_dataset import IndexedDataset
 from megatron.core.datasets.vocab_check import first_unknown
 from megatron.core.tokenizers import Tokenizer, TokenizerConfig, build_tokenizer
@@ -30,9 +30,9 @@ _TOKENS_AT_ONCE = 1 << 24
 class InspectConfig(FlagConfig):
     """Token files to look at."""
 
-    input: list[str] | None = knob(None, "prefixes of PREFIX.bin and PREFIX.idx, or folders of them")
-    document: list[int] | None = knob(None, "numbers of documents to print, counted from 0; -1 is the last")
-    verify: bool = knob(False, "read every token and check it")
+    input: list[str] | None = option(None, "prefixes of PREFIX.bin and PREFIX.idx, or folders of them")
+    document: list[int] | None = option(None, "numbers of documents to print, counted from 0; -1 is the last")
+    verify: bool = option(False, "read every token and check it")
 
     def problems(self) -> list[str]:
         return missing(self, "input")

@@ -13,7 +13,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.base.dataclass_flags import FlagConfig, knob
+from megatron.core.base.dataclass_flags import FlagConfig, option
 from megatron.core.datasets.eod_check import last_tokens
 from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
 from megatron.core.datasets.mmap_indexed_dataset import IndexedDataset
@@ -26,8 +26,8 @@ _SEQUENCES_AT_ONCE = 1 << 20
 class MergeConfig(FlagConfig):
     """Token files to merge."""
 
-    input: list[str] | None = knob(None, "prefixes of PREFIX.bin and PREFIX.idx, or folders; merged in this order")
-    output_prefix: str | None = knob(None, "prefix of the merged files")
+    input: list[str] | None = option(None, "prefixes of PREFIX.bin and PREFIX.idx, or folders; merged in this order")
+    output_prefix: str | None = option(None, "prefix of the merged files")
 
     def problems(self) -> list[str]:
         return missing(self, "input", "output_prefix")

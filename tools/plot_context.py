@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.base.dataclass_flags import FlagConfig, knob
+from megatron.core.base.dataclass_flags import FlagConfig, option
 from tools.drawing.page import page
 from tools.drawing.ring import svg_of, text_of_chunks, text_of_ring, text_of_scores
 from tools.errors import run_tool
@@ -24,10 +24,10 @@ from tools.errors import run_tool
 class PlotContextConfig(FlagConfig):
     """Ring to draw."""
 
-    context_parallel_size: int = knob(4, "ranks that share each sample")
-    svg: str | None = knob(None, "SVG file", metavar="FILE")
-    text: bool = knob(False, "print the drawing even with --svg")
-    write_docs: str | None = knob(
+    context_parallel_size: int = option(4, "ranks that share each sample")
+    svg: str | None = option(None, "SVG file", metavar="FILE")
+    text: bool = option(False, "print the drawing even with --svg")
+    write_docs: str | None = option(
         None, "write the documentation page on context parallelism to this file, and nothing else", metavar="FILE"
     )
 

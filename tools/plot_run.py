@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.base.dataclass_flags import FlagConfig, knob
+from megatron.core.base.dataclass_flags import FlagConfig, option
 from tools.errors import missing, naming_flag, run_tool
 
 # The lines of megatron/training/monitor/training_log.py: training_line and validation_line. An interval of skipped
@@ -36,10 +36,10 @@ _LOADED = re.compile(r"^loaded checkpoint of iteration (\d+) from (.+)$", re.MUL
 class PlotRunConfig(FlagConfig):
     """Plot of a run."""
 
-    log: list[str] | None = knob(
+    log: list[str] | None = option(
         None, "logs or metrics files of training runs, each drawn under its file name", metavar="FILE", required=True
     )
-    output: str | None = knob(None, "PNG to write", metavar="FILE", required=True)
+    output: str | None = option(None, "PNG to write", metavar="FILE", required=True)
 
     def problems(self) -> Iterator[str]:
         yield from missing(self, "log", "output")

@@ -20,8 +20,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.base.dataclass_flags import ConfigError, FlagConfig, knob
-from megatron.core.base.error_reporting import is_told_to_user
+from megatron.core.base.dataclass_flags import ConfigError, FlagConfig, option
+from megatron.core.base.error_reporting import is_user_error
 from megatron.core.pipeline_parallel.schedule.actions import Op, Schedule
 from megatron.core.pipeline_parallel.schedule.lower import add_reduce, add_transfers
 from megatron.core.pipeline_parallel.schedule.plot import chrome_trace, plot_svg, plot_text
@@ -52,28 +52,30 @@ _COST_OF = {Op.F: "forward", Op.B: "backward", Op.I: "input", Op.W: "weight"}
 class PlotConfig(FlagConfig):
     """Schedule to draw."""
 
-    schedule: str = knob(
+    schedule: str = option(
         "1f1b",
         f"one of {', '.join(SCHEDULES)}, or FILE.py:FUNCTION, a function (p, m, v) -> schedule of your own",
         flags=("--schedule", "--pipeline-schedule"),
     )
-    all: bool = knob(False, "every schedule that fits the sizes")
-    pipeline_model_parallel_size: int = knob(4, "pipeline ranks")
-    microbatches: int = knob(8, "microbatches per iteration")
-    chunks: int | None = knob(
+    all: bool = option(False, "every schedule that fits the sizes")
+    pipeline_model_parallel_size: int = option(4, "pipeline ranks")
+    microbatches: int = option(8, "microbatches per iteration")
+    chunks: int | None = option(
         None, "model chunks per rank; default: 2 for interleaved, zb-interleaved and zb-v, else 1"
     )
-    forward_cost: float = knob(1.0, "time of a forward of one stage")
-    backward_cost: float | None = knob(None, "time of a backward; default: --input-cost + --weight-cost, or 2 forwards")
-    input_cost: float | None = knob(None, "time of the input gradient; default: half a backward")
-    weight_cost: float | None = knob(None, "time of the weight gradient; default: the rest of a backward")
-    transfer_cost: float = knob(0.0, "time of a transfer to the next rank")
-    svg: str | None = knob(None, "SVG file; with --all one per schedule, its name appended", metavar="FILE")
-    trace: str | None = knob(
+    forward_cost: float = option(1.0, "time of a forward of one stage")
+    backward_cost: float | None = option(
+        None, "time of a backward; default: --input-cost + --weight-cost, or 2 forwards"
+    )
+    input_cost: float | None = option(None, "time of the input gradient; default: half a backward")
+    weight_cost: float | None = option(None, "time of the weight gradient; default: the rest of a backward")
+    transfer_cost: float = option(0.0, "time of a transfer to the next rank")
+    svg: str | None = option(None, "SVG file; with --all one per schedule, its name appended", metavar="FILE")
+    trace: str | None = option(
         None, "Chrome trace file (chrome://tracing, ui.perfetto.dev); with --all one per schedule", metavar="FILE"
     )
-    text: bool = knob(False, "print the plot even with --svg or --trace")
-    write_docs: str | None = knob(
+    text: bool = option(False, "print the plot even with --svg or --trace")
+    write_docs: str | None = option(
         None, "write the documentation page on schedules to this file, and nothing else", metavar="FILE"
     )
 
@@ -149,7 +151,7 @@ def report(config: PlotConfig, name: str) -> Iterator[str]:
     try:
         schedule = make_schedule(name, p, m, v)
     except ValueError as error:
-        if not is_told_to_user(error):
+        if not is_user_error(error):
             raise
         raise ConfigError(_in_flags_of_the_tool(str(error)).splitlines()) from None
     cost, transfer = config.cost, config.transfer_cost

@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.base.dataclass_flags import ConfigError, FlagParser, knobs
+from megatron.core.base.dataclass_flags import ConfigError, FlagParser, option_fields
 from megatron.core.datasets.bert_dataset_builder import build_bert_datasets
 from megatron.core.datasets.gpt_samples import build_gpt_datasets
 from megatron.core.datasets.index_map import SPLIT_NAMES
@@ -70,7 +70,7 @@ _SIZES = (
     "train_samples eval_interval eval_iters seed lr tensor_model_parallel_size pipeline_model_parallel_size "
     "num_distributed_optimizer_instances"
 )
-_OTHERS = [field.name for name, part in COMPONENTS.items() if name not in _TEXT for field in knobs(part)]
+_OTHERS = [field.name for name, part in COMPONENTS.items() if name not in _TEXT for field in option_fields(part)]
 UNREAD = {name: "no index depends on it" for name in _OTHERS if name not in _SIZES.split()}
 
 

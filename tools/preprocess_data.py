@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.base.dataclass_flags import Count, FlagConfig, knob
+from megatron.core.base.dataclass_flags import Count, FlagConfig, option
 from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
 from megatron.core.datasets.mmap_indexed_dataset import token_dtype
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
@@ -46,31 +46,31 @@ _PIECES_AHEAD = 2  # pieces of text held for each worker: one at work, one waiti
 class PreprocessConfig(FlagConfig):
     """Text to token files."""
 
-    input: list[str] | None = knob(
+    input: list[str] | None = option(
         None,
         "JSONL files (also .gz, .zst), Parquet files, folders, quoted patterns, or - for standard input, in this order",
         metavar="FILE",
         required=True,
     )
-    json_keys: list[str] = knob(["text"], "keys to tokenize, each into its own files", metavar="KEY")
-    output_prefix: str | None = knob(
+    json_keys: list[str] = option(["text"], "keys to tokenize, each into its own files", metavar="KEY")
+    output_prefix: str | None = option(
         None, "output: PREFIX_KEY_document.bin and .idx, or PREFIX_KEY_sentence", metavar="PREFIX", required=True
     )
-    append_eod: bool = knob(False, "append the end-of-document token to each document")
-    split_sentences: bool = knob(False, "one sequence per sentence, for BERT and T5")
-    sentence_splitter: Literal["rules", "nltk"] = knob(
+    append_eod: bool = option(False, "append the end-of-document token to each document")
+    split_sentences: bool = option(False, "one sequence per sentence, for BERT and T5")
+    sentence_splitter: Literal["rules", "nltk"] = option(
         "rules", "built-in rules for English and similar languages, or the package nltk"
     )
-    lang: str = knob("english", "language for --sentence-splitter nltk")
-    keep_newlines: bool = knob(False, "keep white space after sentences")
-    workers: Count = knob(1, "tokenizing processes")
-    partitions: Count = knob(1, "accepted without effect: work is divided automatically")
-    keep_sequential_samples: bool = knob(False, "accepted without effect: the input order is always kept")
-    dataset_impl: Literal["mmap"] = knob("mmap", "accepted without effect: mmap is the only format")
-    chunk_size: int | None = knob(None, "accepted without effect: work is divided automatically")
-    log_interval: Count = knob(10_000, "documents between progress lines")
-    on_error: Literal["fail", "skip"] = knob("fail", "fail or skip on an unreadable line")
-    max_line_mb: Count = knob(LONGEST_LINE_MB, "longest line in MB; a worker may need 100 times as much memory")
+    lang: str = option("english", "language for --sentence-splitter nltk")
+    keep_newlines: bool = option(False, "keep white space after sentences")
+    workers: Count = option(1, "tokenizing processes")
+    partitions: Count = option(1, "accepted without effect: work is divided automatically")
+    keep_sequential_samples: bool = option(False, "accepted without effect: the input order is always kept")
+    dataset_impl: Literal["mmap"] = option("mmap", "accepted without effect: mmap is the only format")
+    chunk_size: int | None = option(None, "accepted without effect: work is divided automatically")
+    log_interval: Count = option(10_000, "documents between progress lines")
+    on_error: Literal["fail", "skip"] = option("fail", "fail or skip on an unreadable line")
+    max_line_mb: Count = option(LONGEST_LINE_MB, "longest line in MB; a worker may need 100 times as much memory")
 
     def problems(self) -> Iterator[str]:
         yield from missing(self, "input", "output_prefix", "json_keys")

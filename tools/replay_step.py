@@ -21,7 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core import parallel_state
-from megatron.core.base.dataclass_flags import ConfigError, build, changes, flags_of, knobs
+from megatron.core.base.dataclass_flags import ConfigError, build, changes, flags_of, option_fields
 from megatron.core.base.output_streams import until_reader_ends
 from megatron.core.dist_checkpointing import Checkpoint, CheckpointError, LocalTensor, open_checkpoint
 from megatron.core.dist_checkpointing.lost_buffers import lost_buffers
@@ -67,7 +67,7 @@ class DumpedSamples:
 
 def words_of(component: str, values: Mapping[str, Any], names: tuple[str, ...] | None = None) -> Iterator[str]:
     """A component's settings that are not the default, as words of a command line."""
-    fields = {field.name: field for field in knobs(COMPONENTS[component])}
+    fields = {field.name: field for field in option_fields(COMPONENTS[component])}
     config = build(COMPONENTS[component], {name: value for name, value in values.items() if name in fields})
     for name, (_, value) in changes(config).items():
         if value is None or (names is not None and name not in names):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.base.dataclass_flags import FlagConfig, Positive, knob
+from megatron.core.base.dataclass_flags import FlagConfig, Positive, option
 from megatron.core.storage.atomic_file import atomic_file
 from tools.errors import missing, run_tool
 
@@ -32,9 +32,9 @@ _SKIPPED_PREFIXES = ("_sysconfigdata", "pydoc_data/")  # generated files
 class StdlibCorpusConfig(FlagConfig):
     """Standard-library corpus."""
 
-    output: str | None = knob(None, "JSON-lines file to write", metavar="FILE", required=True)
-    max_mb: Positive = knob(32.0, "stop at this many megabytes (10^6 bytes) of text")
-    docstrings: bool = knob(False, "docstrings only, one per document")
+    output: str | None = option(None, "JSON-lines file to write", metavar="FILE", required=True)
+    max_mb: Positive = option(32.0, "stop at this many megabytes (10^6 bytes) of text")
+    docstrings: bool = option(False, "docstrings only, one per document")
 
     def problems(self) -> list[str]:
         return missing(self, "output")

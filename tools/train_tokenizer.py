@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.base.dataclass_flags import FlagConfig, knob
+from megatron.core.base.dataclass_flags import FlagConfig, option
 from megatron.core.base.lazy_imports import optional_package
 from megatron.core.storage.atomic_file import atomic_file
 from megatron.training.monitor.long_task_progress import heartbeat
@@ -37,18 +37,18 @@ _JSON_ENDINGS = (".jsonl", ".json")
 class TrainTokenizerConfig(FlagConfig):
     """Tokenizer training."""
 
-    input: list[str] | None = knob(
+    input: list[str] | None = option(
         None, "text files, folders of .jsonl, .json and .txt files, or quoted patterns", metavar="FILE", required=True
     )
-    json_key: str = knob("text", "key of the text in JSONL files", metavar="KEY")
-    vocab_size: int = knob(32_000, f"ids to make, {EOD} included; fewer come out if the text is small")
-    special_tokens: list[str] = knob([], f"tokens to have beside {EOD}, such as those of --fim-data", metavar="TOKEN")
-    kind: Literal["bpe", "char", "wordpiece"] = knob(
+    json_key: str = option("text", "key of the text in JSONL files", metavar="KEY")
+    vocab_size: int = option(32_000, f"ids to make, {EOD} included; fewer come out if the text is small")
+    special_tokens: list[str] = option([], f"tokens to have beside {EOD}, such as those of --fim-data", metavar="TOKEN")
+    kind: Literal["bpe", "char", "wordpiece"] = option(
         "bpe",
         f"tokens from bytes; an id for each character of the text, and {UNKNOWN} for all others; or BERT's: pieces of words "
         "in lower case, in which --output is a vocab.txt",
     )
-    output: str | None = knob(None, "tokenizer.json (or vocab.txt) to write", metavar="FILE", required=True)
+    output: str | None = option(None, "tokenizer.json (or vocab.txt) to write", metavar="FILE", required=True)
 
     def problems(self) -> Iterator[str]:
         yield from missing(self, "input", "output")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.core.base.dataclass_flags import ConfigError, knob
+from megatron.core.base.dataclass_flags import ConfigError, option
 
 WORDS = 100  # default of --vocab-size
 
@@ -17,7 +17,7 @@ WORDS = 100  # default of --vocab-size
 class PhraseConfig:
     """Phrases."""
 
-    phrase_length: int = knob(8, "tokens per phrase")
+    phrase_length: int = option(8, "tokens per phrase")
 
     def __post_init__(self) -> None:
         if self.phrase_length < 1:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatron.core.base.dataclass_flags import ConfigError, knob
+from megatron.core.base.dataclass_flags import ConfigError, option
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.ops.attention.kv_cache import KeyValueCache
 from megatron.core.sharding.placement import Normal
@@ -30,10 +30,10 @@ from megatron.core.transformer.norm import make_norm
 class SideBySideConfig:
     """Side by side."""
 
-    branch_scale: float = knob(
+    branch_scale: float = option(
         1.0, "factor of attention and MLP before they are added to the residual stream", of_model=True
     )
-    restart_weight: float = knob(0.1, "weight of the auxiliary loss: does the next token start the phrase again?")
+    restart_weight: float = option(0.1, "weight of the auxiliary loss: does the next token start the phrase again?")
 
     def __post_init__(self) -> None:
         problems = []
@@ -85,8 +85,8 @@ class SideBySideModel(GPTModel):
         if labels is None or not self.language_model.post_process:
             return super().forward(tokens, position_ids, attention_mask, labels, cache)
         x = self.language_model(tokens, position_ids, attention_mask)  # [s, b, h], or [s/t, b, h]
-        words = sharded_cross_entropy(self.language_model.scores(x), labels.t(), self.axis, self.vocab_size)
-        whole = autograd_collectives.whole_sequence(x, self.axis) if self.gathers else x
+        words = sharded_cross_entropy(self.language_model.logits(x), labels.t(), self.axis, self.vocab_size)
+        whole = autograd_collectives.gather_replicated_sequence(x, self.axis) if self.gathers else x
         scores = whole.to(words.dtype) @ self.restart_head.to(words.dtype)  # [s, b]
         begins = functional.binary_cross_entropy_with_logits(scores, restarts.t().to(words.dtype), reduction="none")
         return words.t(), begins.t()

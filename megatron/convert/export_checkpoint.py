@@ -78,7 +78,7 @@ def write_hf_folder(
     and of tensors that are not written. Raises ConfigError, CheckpointError.
     """
     partial = out.with_name(out.name + PARTIAL)
-    with collectives.together(world, device):
+    with collectives.raise_together(world, device):
         options = {"kind": kind, "dtype": dtype, "most_bytes": most_bytes, "allow_missing": allow_missing}
         options["note"] = note if world.is_first else lambda line: None
         plan = plan_folder(checkpoint.state, checkpoint.manifest.tensors, str(checkpoint.folder), **options)
@@ -90,9 +90,9 @@ def write_hf_folder(
             if exists(partial):
                 remove_tree(partial)
             make_folders(partial)
-    with collectives.together(world, device):
+    with collectives.raise_together(world, device):
         write_files(checkpoint, plan, partial, list(plan.files)[world.rank :: world.size])
-    with collectives.together(world, device):
+    with collectives.raise_together(world, device):
         if world.is_first:
             finish_folder(plan, partial, along, note)
             at(partial).rename(partial, out)

@@ -69,7 +69,7 @@ def write_gathered(
 
     If one rank fails, all raise, and the folder is incomplete. note: told, on the first rank, of files that are not written.
     """
-    with collectives.together(world, device):
+    with collectives.raise_together(world, device):
         if world.is_first:
             make_folders(out)
     for name, file in plan.files.items():
@@ -79,9 +79,9 @@ def write_gathered(
             first.attempt(partial(write_rows, out / name, plan, file, rows))
         for _ in rows:  # all that are left, also where the disk is full: the other ranks are in the same calls
             pass
-        with collectives.together(world, device):
+        with collectives.raise_together(world, device):
             first.raise_it()
-    with collectives.together(world, device):
+    with collectives.raise_together(world, device):
         if world.is_first:
             finish_folder(plan, out, None, note)
 

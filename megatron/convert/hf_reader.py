@@ -188,7 +188,7 @@ def open_hf_folder(root: Path, world: Axis = ALONE, device: torch.device | str =
     Every rank of `world` must call. The first rank reads config and headers for all.
     """
     text = None
-    with collectives.together(world, device):
+    with collectives.raise_together(world, device):
         if world.is_first:
             folder = _read(root)
             settings, _ = settings_of(folder.config, str(root / CONFIG))
@@ -199,6 +199,6 @@ def open_hf_folder(root: Path, world: Axis = ALONE, device: torch.device | str =
         name: TensorInFile(file, dtype, tuple(shape), start)
         for name, (file, dtype, shape, start) in raw["tensors"].items()
     }
-    with collectives.together(world, device):
+    with collectives.raise_together(world, device):
         manifest = manifest_of(HFFolder(raw["config"], tensors, tuple(raw["notes"])), root)
     return StridedCheckpoint(root, manifest, "; ".join(raw["notes"]))

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from megatron.convert.check_missing_keys import check_complete
 from megatron.convert.strided_checkpoint import StridedCheckpoint, lies_in_order
-from megatron.core.base.async_handle import Pending, done
+from megatron.core.base.async_handle import AsyncHandle, done
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing import LocalTensor, save_checkpoint
 from megatron.core.offload.stored_tensor import StoredTensor
 from megatron.core.parallel.grid import ALONE
-from megatron.core.sharding.boxes import Box, boxes_of_run, size_of, whole
+from megatron.core.sharding.boxes import Box, flat_range_to_boxes, size_of, whole
 from megatron.core.storage.file_layer import exists
 from megatron.core.storage.paths import path_of
 
@@ -76,16 +76,16 @@ class _ReadInRuns(StoredTensor):
             return super().parts(nbytes)
         return iter([self.view((self.numel(),))])
 
-    def start_reading(self) -> Pending[Tensor]:
+    def start_reading(self) -> AsyncHandle[Tensor]:
         values = torch.empty(self.numel(), dtype=self.dtype)
         pairs: list[tuple[Box, Box]] = []
         at = 0
-        for box in boxes_of_run(self.start, self.start + self.numel(), self.whole_shape):
+        for box in flat_range_to_boxes(self.start, self.start + self.numel(), self.whole_shape):
             count = prod(size_of(box))
             pairs.append((box, ((at, at + count),)))
             at += count
         self.checkpoint.read_into({self.name: LocalTensor(values, self.whole_shape, pairs, False)}, convert=True)
         return done(values.view(self.shape))
 
-    def start_writing(self, values: Tensor) -> Pending[Any]:
+    def start_writing(self, values: Tensor) -> AsyncHandle[Any]:
         raise TypeError(f"{self.name} of {self.checkpoint.folder} is read only")

@@ -32,7 +32,7 @@ def open_megatron(
     Every rank of `world` must call. The first rank reads the files' indices for all.
     """
     text = None
-    with collectives.together(world, device):
+    with collectives.raise_together(world, device):
         if world.is_first:
             folder = find_megatron(root, iteration)
             read = {"classic": read_classic, "torch_dist": read_dist}[folder.kind]

@@ -67,7 +67,7 @@ def open_any(
 ) -> Checkpoint:
     """`open_checkpoint`, also of a folder of another project. Every rank of `world` must call."""
     foreign = None
-    with collectives.together(world, device):
+    with collectives.raise_together(world, device):
         if world.is_first:
             if not (is_it := is_foreign(root, iteration)) and not is_url(root):
                 check_readable(path_of(root))
@@ -85,7 +85,7 @@ def open_foreign(
     Every rank of `world` must call. The first rank reads what describes the tensors for all.
     """
     root = path_of(root)
-    with collectives.together(world, device):
+    with collectives.raise_together(world, device):
         kinds = json.dumps([is_hf_folder(root), is_titan_folder(root)]) if world.is_first else None
     is_hf, is_titan = json.loads(collectives.broadcast_text(kinds, world, device))
     if not is_hf:

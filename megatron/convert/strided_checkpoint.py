@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.format import ITEM_BYTES, CheckpointError,
 from megatron.core.dist_checkpointing.load_sharded import Checkpoint
 from megatron.core.dist_checkpointing.local_tensor import LocalTensor
 from megatron.core.offload.stored_tensor import StoredTensor
-from megatron.core.sharding.boxes import Box, intersect, relative_to, run_of, size_of, slices, whole
+from megatron.core.sharding.boxes import Box, contiguous_flat_range, intersect, relative_to, size_of, slices, whole
 from megatron.core.storage.file_layer import at, read_all
 
 _MOST_AT_ONCE = 16 << 20  # bytes of a file in memory at a time
@@ -64,7 +64,7 @@ class StridedCheckpoint(Checkpoint):
             for part, values in read_box(self.folder, piece, whole(size_of(piece.box)), name):
                 box = tuple((start + shift, stop + shift) for (start, stop), (shift, _) in zip(part, piece.box))
                 room = next(rooms)[: values.numel() * values.itemsize].view(values.dtype)
-                yield run_of(box, record.shape)[0], room.copy_(values.reshape(-1))
+                yield contiguous_flat_range(box, record.shape)[0], room.copy_(values.reshape(-1))
 
     def _fill(self, tensors: dict[str, LocalTensor], in_place: bool) -> None:
         wanted = [

@@ -24,7 +24,7 @@ def open_titan(root: Path, world: Axis = ALONE, device: torch.device | str = "cp
     Every rank of `world` must call. The first rank reads what describes the tensors for all.
     """
     text = None
-    with collectives.together(world, device):
+    with collectives.raise_together(world, device):
         if world.is_first:
             raw = read_json(root / CONFIG)
             config, kind = ModelConfig(**settings_of(raw, str(root / CONFIG))[0]), str(raw["model_type"])

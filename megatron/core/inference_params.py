@@ -2,6 +2,8 @@
 
 
 class InferenceParams:
+    """Megatron's cache of keys and values, which is not built."""
+
     def __init__(self, max_batch_size: int, max_sequence_length: int):
         raise NotImplementedError(
             f"InferenceParams({max_batch_size}, {max_sequence_length}): models here take no cache of Megatron's; generate "

@@ -1,4 +1,4 @@
-"""Megatron's `ModelParallelConfig`."""
+"""Megatron's `ModelParallelConfig` (Megatron: core/model_parallel_config.py)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import torch
 
 @dataclass
 class ModelParallelConfig:
-    """How ranks share a layer and a pipeline, and in which dtypes they compute."""
+    """The options of parallelism, of communication and of dtypes, with Megatron's names and defaults."""
 
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_comm_backend: str | None = None

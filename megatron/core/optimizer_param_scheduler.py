@@ -1,4 +1,4 @@
-"""Megatron's `OptimizerParamScheduler` over our schedules."""
+"""Megatron's `OptimizerParamScheduler`, over our schedules of rates and weight decay."""
 
 from typing import Any
 
@@ -8,8 +8,7 @@ from megatron.core.optimizer.param_group_schedule import SampleSchedule
 
 
 class OptimizerParamScheduler(SampleSchedule):
-    """Sets `lr` and `weight_decay` of an optimizer's groups. The unit of a step is the caller's: samples, in
-    Megatron's loop."""
+    """Sets `lr` and `weight_decay` of an optimizer's groups. The unit of a step is the caller's: samples, in Megatron's loop."""
 
     def __init__(
         self,
@@ -29,8 +28,16 @@ class OptimizerParamScheduler(SampleSchedule):
         wsd_decay_steps: int | None = None,
         lr_wsd_decay_style: str | None = None,
     ):
-        wsd = (wsd_decay_steps, lr_wsd_decay_style or "exponential")
-        rate = LearningRateSchedule(max_lr, min_lr, init_lr, lr_warmup_steps, lr_decay_steps, lr_decay_style, *wsd)
+        rate = LearningRateSchedule(
+            max_lr,
+            min_lr,
+            init_lr,
+            lr_warmup_steps,
+            lr_decay_steps,
+            lr_decay_style,
+            wsd_decay_steps,
+            lr_wsd_decay_style or "exponential",
+        )
         decay = WeightDecaySchedule(start_wd, end_wd, wd_incr_style, wd_incr_steps)
         super().__init__(optimizer, rate, decay)
         self._choice = LearningRateConfig(
@@ -39,7 +46,7 @@ class OptimizerParamScheduler(SampleSchedule):
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where the saved one was. Raises ConfigError if it was another schedule and no option says which counts."""
+        """Resume at the saved step. Raises ConfigError if the saved schedule differs and no option says which one counts."""
         self.resume(state_dict, self._choice)
 
 

@@ -1,6 +1,7 @@
-"""What `megatron.core` is, under Megatron's names. `megatron/__init__.py` looks here for whose files these are."""
+"""The name and the version of `megatron.core`, under Megatron's names. `megatron/__init__.py` checks that they are ours."""
 
-# The release of megatron-core whose interface this one follows: scripts compare it to choose between Megatron's signatures.
+# The release of megatron-core whose interface this one follows: scripts compare it to choose between Megatron's
+# signatures.
 MAJOR = 0
 MINOR = 16
 PATCH = 1

@@ -1,4 +1,4 @@
-"""Megatron's `mpu`: accessors over the `Mesh` of this process, for scripts.
+"""Megatron's `mpu`: accessors of this process's `Mesh`, for scripts (Megatron: core/parallel_state.py).
 
 Scripts also reach `parallel/initialize_distributed.py` and `initialize_model_parallel.py` through this module. Library code does
 not use it: it receives `Axis` objects.
@@ -11,14 +11,14 @@ import torch
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.lazy_imports import not_built
-from megatron.core.base.unsupported_arguments import takes
-from megatron.core.parallel.global_state import current, get_mesh, model_parallel_is_initialized, use_mesh  # noqa: F401
+from megatron.core.base.unsupported_arguments import accepts_defaults_only
+from megatron.core.parallel.global_state import get_global_state, get_mesh, model_parallel_is_initialized, use_mesh  # noqa: F401
 from megatron.core.parallel.initialize_distributed import (  # noqa: F401
     agreement_axis,
     available_backends,
     backend_of,
     has_joined,
-    has_line,
+    has_liveness,
     job_store,
     launched,
     launched_local_rank,
@@ -41,29 +41,40 @@ from megatron.core.parallel.initialize_model_parallel import (  # noqa: F401
 from megatron.core.parallel.parallel_config import ORDER, ParallelConfig  # noqa: F401
 from megatron.core.parallel.stage_map import loop
 
+# Accessors are made from the name of their axis.
+
 
 def _group(axis: str) -> Callable[..., Any]:
-    """check_initialized False: None before initialization, where it is an error otherwise."""
-    return lambda check_initialized=True: (
-        torch_group(axis) if check_initialized or model_parallel_is_initialized() else None
-    )
+    """Return an accessor of the axis's torch.distributed group.
+
+    check_initialized False: it returns None before initialization, where it is an error otherwise.
+    """
+
+    def get(check_initialized: bool = True) -> Any:
+        if not check_initialized and not model_parallel_is_initialized():
+            return None
+        return torch_group(axis)
+
+    return get
 
 
 def _rank(axis: str) -> Callable[[], int]:
-    """The position of this process on the axis."""
+    """Return an accessor of this process's position on the axis."""
     return lambda: get_mesh()[axis].rank
 
 
 def _size(axis: str) -> Callable[[], int]:
+    """Return an accessor of the axis's size."""
     return lambda: get_mesh()[axis].size
 
 
-def _member(axis: str, place: int = 0, *, from_here: bool = False) -> Callable[[], int]:
-    """The global rank at `place`, counted from the first rank of the axis or from this rank, modulo its size."""
+def _member(axis: str, offset: int = 0, *, from_this_rank: bool = False) -> Callable[[], int]:
+    """Return an accessor of the global rank at `offset`, counted from the axis's first rank or from this rank, in a ring."""
 
     def get() -> int:
-        found = get_mesh()[axis]
-        return found.ranks[(place + from_here * found.rank) % found.size]
+        ranks = get_mesh()[axis]
+        start = ranks.rank if from_this_rank else 0
+        return ranks.ranks[(start + offset) % ranks.size]
 
     return get
 
@@ -76,8 +87,8 @@ get_tensor_model_parallel_src_rank = _member("tp")  # reads the data for its gro
 get_pipeline_model_parallel_group = _group("pp")
 get_pipeline_model_parallel_rank = _rank("pp")
 get_pipeline_model_parallel_world_size = _size("pp")
-get_pipeline_model_parallel_next_rank = _member("pp", 1, from_here=True)
-get_pipeline_model_parallel_prev_rank = _member("pp", -1, from_here=True)
+get_pipeline_model_parallel_next_rank = _member("pp", 1, from_this_rank=True)
+get_pipeline_model_parallel_prev_rank = _member("pp", -1, from_this_rank=True)
 
 get_context_parallel_group = _group("cp")
 get_context_parallel_rank = _rank("cp")
@@ -86,7 +97,7 @@ get_tensor_and_context_parallel_group = _group("tp_cp")
 
 
 def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[Any] | None:
-    """The groups of --cp-comm-type a2a+p2p: the neighbours that exchange heads, and the ring between groups of them."""
+    """Return the groups of --cp-comm-type a2a+p2p: the neighbours that exchange heads, and the ring between groups of them."""
     if not check_initialized and not model_parallel_is_initialized():
         return None
     return [_group(name)() for name in ("cp_heads", "cp_ring")]
@@ -114,40 +125,39 @@ def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[in
 
 
 def get_pipeline_model_parallel_first_rank() -> int:
-    """The global rank of this pipeline's first stage."""
+    """Return the global rank of this pipeline's first stage."""
     mesh = get_mesh()
     return mesh["pp"].ranks[mesh.stages.rank_of_first]
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
-    """The global rank of this pipeline's last stage."""
+    """Return the global rank of this pipeline's last stage."""
     mesh = get_mesh()
     return mesh["pp"].ranks[mesh.stages.rank_of_last]
 
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
-    """The running model chunk of this rank."""
-    return current().virtual_rank
+    """Return the number of the running model chunk on this rank."""
+    return get_global_state().virtual_rank
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
-    current().virtual_rank = rank
+    get_global_state().virtual_rank = rank
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
-    return current().virtual_size
+    return get_global_state().virtual_size
 
 
 def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> None:
-    here = current()
-    if world_size != here.virtual_size:
-        here.mesh.stages = loop(here.mesh["pp"].size, world_size or 1)
+    state = get_global_state()
+    if world_size != state.virtual_size:
+        state.mesh.stages = loop(state.mesh["pp"].size, world_size or 1)
 
 
 # Megatron's tools set ranks and sizes to build another rank's shard. Layers here take an `Axis`, and would ignore the
-# setting;
-# so a setter accepts the actual value, or None, and refuses all others.
-def _check_again(setter: str, value: int | None, actual: int) -> None:
+# setting; so a setter accepts the actual value, or None, and refuses all others.
+def _check_unchanged(setter: str, value: int | None, actual: int) -> None:
     if value not in (None, actual):
         raise ConfigError(
             f"{setter}({value}): it is {actual} and cannot be changed; start the processes of the layout that you want, with "
@@ -155,66 +165,75 @@ def _check_again(setter: str, value: int | None, actual: int) -> None:
         )
 
 
-def _rank_again(setter: str, axis: str) -> Callable[[int | None], None]:
-    return lambda rank: _check_again(setter, rank, get_mesh()[axis].rank)
+def _rank_setter(setter: str, axis: str) -> Callable[[int | None], None]:
+    return lambda rank: _check_unchanged(setter, rank, get_mesh()[axis].rank)
 
 
-def _size_again(setter: str, axis: str) -> Callable[[int | None], None]:
-    return lambda world_size: _check_again(setter, world_size, get_mesh()[axis].size)
+def _size_setter(setter: str, axis: str) -> Callable[[int | None], None]:
+    return lambda world_size: _check_unchanged(setter, world_size, get_mesh()[axis].size)
 
 
-set_tensor_model_parallel_rank = _rank_again("set_tensor_model_parallel_rank", "tp")
-set_tensor_model_parallel_world_size = _size_again("set_tensor_model_parallel_world_size", "tp")
-set_pipeline_model_parallel_rank = _rank_again("set_pipeline_model_parallel_rank", "pp")
-set_pipeline_model_parallel_world_size = _size_again("set_pipeline_model_parallel_world_size", "pp")
-set_data_parallel_rank = _rank_again("set_data_parallel_rank", "dp")
-set_expert_model_parallel_rank = _rank_again("set_expert_model_parallel_rank", "ep")
-set_expert_model_parallel_world_size = _size_again("set_expert_model_parallel_world_size", "ep")
+set_tensor_model_parallel_rank = _rank_setter("set_tensor_model_parallel_rank", "tp")
+set_tensor_model_parallel_world_size = _size_setter("set_tensor_model_parallel_world_size", "tp")
+set_pipeline_model_parallel_rank = _rank_setter("set_pipeline_model_parallel_rank", "pp")
+set_pipeline_model_parallel_world_size = _size_setter("set_pipeline_model_parallel_world_size", "pp")
+set_data_parallel_rank = _rank_setter("set_data_parallel_rank", "dp")
+set_expert_model_parallel_rank = _rank_setter("set_expert_model_parallel_rank", "ep")
+set_expert_model_parallel_world_size = _size_setter("set_expert_model_parallel_world_size", "ep")
 
 
-def _holds(stage: int, ignore_virtual: bool, vp_stage: int | None) -> bool:
-    """Whether the running chunk (or `vp_stage`) is `stage`; with `ignore_virtual`, whether any chunk of this rank is."""
-    here = current()
-    mine = here.mesh.stages.of_rank(here.mesh["pp"].rank)
-    if ignore_virtual or len(mine) == 1 or stage not in mine:
-        return stage in mine
-    chunk = here.virtual_rank if vp_stage is None else vp_stage
+def _is_stage(stage: int, ignore_virtual: bool, vp_stage: int | None) -> bool:
+    """Return whether the running chunk (or `vp_stage`) is `stage`; with `ignore_virtual`, whether any local chunk is."""
+    state = get_global_state()
+    local_stages = state.mesh.stages.of_rank(state.mesh["pp"].rank)
+    if ignore_virtual or len(local_stages) == 1 or stage not in local_stages:
+        return stage in local_stages
+    chunk = state.virtual_rank if vp_stage is None else vp_stage
     if chunk is None:
         raise RuntimeError("no chunk is running: pass vp_stage, or set_virtual_pipeline_model_parallel_rank first")
-    return mine[chunk] == stage
+    return local_stages[chunk] == stage
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = False, vp_stage: int | None = None) -> bool:
-    """Whether the running chunk (or `vp_stage`, or with `ignore_virtual` any chunk) is the first stage."""
-    return _holds(0, ignore_virtual, vp_stage)
+    """Return whether the running chunk (or `vp_stage`, or with `ignore_virtual` any chunk) is the first stage."""
+    return _is_stage(0, ignore_virtual, vp_stage)
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = False, vp_stage: int | None = None) -> bool:
-    """Whether the running chunk (or `vp_stage`, or with `ignore_virtual` any chunk) is the last stage."""
-    return _holds(get_mesh().stages.last, ignore_virtual, vp_stage)
+    """Return whether the running chunk (or `vp_stage`, or with `ignore_virtual` any chunk) is the last stage."""
+    return _is_stage(get_mesh().stages.last, ignore_virtual, vp_stage)
+
+
+def _inner_axis(axis: str, partial: bool) -> str:
+    """Return the name of an axis, or of its inner part, whose ranks shard one copy of the optimizer state."""
+    return f"{axis}_inner" if partial else axis
 
 
 def _of_data(accessor: Callable[[str], Callable[[], Any]]) -> Callable[..., Any]:
-    """partial_data_parallel: only the ranks that shard one copy of the optimizer state."""
+    """Return an accessor of a data-parallel axis, with Megatron's arguments."""
 
     def get(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> Any:
-        return accessor("dp" + "_inner" * partial_data_parallel + "_cp" * with_context_parallel)()
+        axis = _inner_axis("dp", partial_data_parallel)
+        return accessor(f"{axis}_cp" if with_context_parallel else axis)()
 
     return get
 
 
 def _of_expert_data(accessor: Callable[[str], Callable[[], Any]]) -> Callable[..., Any]:
-    return lambda partial_expert_data_parallel=False: accessor("edp" + "_inner" * partial_expert_data_parallel)()
+    def get(partial_expert_data_parallel: bool = False) -> Any:
+        return accessor(_inner_axis("edp", partial_expert_data_parallel))()
+
+    return get
 
 
-get_data_parallel_group = takes(independent_all_gather=False)(_of_data(_group))
+get_data_parallel_group = accepts_defaults_only(independent_all_gather=False)(_of_data(_group))
 get_data_parallel_rank = _of_data(_rank)
 get_data_parallel_world_size = _of_data(_size)
 get_data_parallel_src_rank = _of_data(_member)
 
 
 def get_expert_data_parallel_group(check_initialized: bool = True, partial_expert_data_parallel: bool = False) -> Any:
-    return _group("edp" + "_inner" * partial_expert_data_parallel)(check_initialized)
+    return _group(_inner_axis("edp", partial_expert_data_parallel))(check_initialized)
 
 
 get_expert_data_parallel_rank = _of_expert_data(_rank)
@@ -222,16 +241,18 @@ get_expert_data_parallel_world_size = _of_expert_data(_size)
 
 
 def get_data_parallel_group_gloo(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> Any:
-    """The data-parallel group of a job that runs on gloo; NotImplementedError otherwise."""
+    """Return the data-parallel group of a job that runs on gloo; NotImplementedError otherwise."""
     group = get_data_parallel_group(with_context_parallel, partial_data_parallel)
-    if group is not None and (backend := backend_of(group)) != "gloo":
-        raise NotImplementedError(f"a job on {backend} has no gloo groups; use get_data_parallel_group()")
+    if group is not None and backend_of(group) != "gloo":
+        raise NotImplementedError(f"a job on {backend_of(group)} has no gloo groups; use get_data_parallel_group()")
     return group
 
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether this rank (or its running chunk, or `vp_stage`) shares the word table: by default the first stage and, for the
-    output layer, the last."""
+    """Return whether this rank (or its running chunk, or `vp_stage`) shares the token embedding.
+
+    By default the first stage does and, for the output layer, the last.
+    """
     mesh = get_mesh()
     if ignore_virtual or not {0, mesh.stages.last} & {*mesh.stages.of_rank(mesh["pp"].rank)}:
         return mesh["pp"].ranks[mesh["pp"].rank] in mesh.embedding_ranks
@@ -252,24 +273,27 @@ def is_unitialized() -> bool:
 
 
 class GlobalMemoryBuffer:
-    """Scratch tensors by name: a temporary that every layer needs is allocated once."""
+    """Scratch tensors by name: a temporary tensor that every layer needs is allocated once."""
 
     def __init__(self) -> None:
         self.buffer: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
     def get_tensor(self, tensor_shape: Sequence[int], dtype: torch.dtype, name: str) -> torch.Tensor:
-        """An uninitialised tensor. It overwrites the tensor returned for this name and dtype before."""
+        """Return an uninitialised tensor in the memory of the tensor returned for this name and dtype before."""
         numel = torch.Size(tensor_shape).numel()
-        kept = self.buffer.get((name, dtype))
-        if kept is None or kept.numel() < numel:
-            kept = self.buffer[name, dtype] = torch.empty(numel, dtype=dtype, device=current().device)
-        return kept[:numel].view(tuple(tensor_shape))
+        buffer = self.buffer.get((name, dtype))
+        if buffer is None or buffer.numel() < numel:
+            buffer = torch.empty(numel, dtype=dtype, device=get_global_state().device)
+            self.buffer[name, dtype] = buffer
+        return buffer[:numel].view(tuple(tensor_shape))
 
 
 def get_global_memory_buffer() -> GlobalMemoryBuffer:
-    here = current()
-    here.memory_buffer = here.memory_buffer or GlobalMemoryBuffer()
-    return here.memory_buffer
+    """Return the process's buffer of scratch tensors, made on first use."""
+    state = get_global_state()
+    if state.memory_buffer is None:
+        state.memory_buffer = GlobalMemoryBuffer()
+    return state.memory_buffer
 
 
 _SPLIT = "a stage of two stacks knows its layers; the split is the setting --pipeline-model-parallel-split-rank"

@@ -24,12 +24,17 @@ Option = Literal["max", "minmax", "all"]
 
 
 class Timer:
-    """Total time between `start` and `stop`, which must not nest. barrier: `with` waits for all ranks at both ends."""
+    """A timer sums the time between `start` and `stop`, which must not nest.
+
+    barrier: `with` waits for all ranks at both ends.
+    """
 
     def __init__(self, name: str, owner: "Timers", barrier: bool):
-        self.name, self._owner = name, owner
+        self.name = name
+        self._owner = owner
         self._barrier = barrier
-        self._total, self._began = 0.0, None
+        self._total = 0.0
+        self._began: float | None = None
 
     def start(self, barrier: bool = False) -> None:
         """Start. barrier: wait for all ranks first; every rank must call."""
@@ -46,12 +51,13 @@ class Timer:
         self._began = None
 
     def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
-        """Seconds so far, up to now if the timer is running."""
+        """Return the seconds so far, up to now if the timer is running. reset: start again from 0."""
         running = self._began is not None
         if running:
             self.stop(barrier)
         total = self._total
-        self._total = 0.0 if reset else total
+        if reset:
+            self._total = 0.0
         if running:
             self.start(barrier)
         return total
@@ -64,8 +70,8 @@ class Timer:
         self.stop(self._barrier)
 
 
-class _Off(Timer):
-    """The timer above --timing-log-level: it does nothing."""
+class _DisabledTimer(Timer):
+    """A timer above --timing-log-level does nothing."""
 
     def start(self, barrier: bool = False) -> None: ...
     def stop(self, barrier: bool = False) -> None: ...
@@ -88,18 +94,20 @@ class Timers:
         barrier: bool = False,
         say: Callable[[str], None] = print,
     ):
-        self.level, self.option = level, option
+        self.level = level
+        self.option = option
         self._barrier = barrier
-        self._device, self._world = device, world
+        self._device = device
+        self._world = world
         self._torch_device = "cpu" if device is None else device.torch_device
         self._say = say
         self._timers: dict[str, Timer] = {}
-        self._off = _Off("off", self, barrier=False)
+        self._disabled = _DisabledTimer("off", self, barrier=False)
 
     def __call__(self, name: str, log_level: int = 1) -> Any:
-        """The timer `name`, created on first use; a timer that does nothing if `log_level` is above --timing-log-level."""
+        """Return the timer `name`; one that does nothing if `log_level` is above --timing-log-level."""
         if log_level > self.level:
-            return self._off
+            return self._disabled
         if name not in self._timers:
             self._timers[name] = Timer(name, self, self._barrier and log_level == 1)
         return self._timers[name]
@@ -116,12 +124,12 @@ class Timers:
     def seconds_of_ranks(
         self, names: Iterable[str] | None = None, *, reset: bool = True
     ) -> dict[str, dict[int, float]]:
-        """{timer: {rank: seconds}}, with the ranks that have the timer. Every rank must call."""
-        wanted = self._timers.keys() if names is None else names
-        mine = {name: self._timers[name].elapsed(reset) for name in wanted if name in self._timers}
+        """Return {timer: {rank: seconds}}, with the ranks that have the timer. Every rank must call."""
+        requested = self._timers.keys() if names is None else names
+        local = {name: self._timers[name].elapsed(reset) for name in requested if name in self._timers}
         if self._world is None:
-            return {name: {0: seconds} for name, seconds in mine.items()}
-        texts = collectives.all_gather_texts(json.dumps(mine), self._world, self._torch_device)
+            return {name: {0: seconds} for name, seconds in local.items()}
+        texts = collectives.all_gather_texts(json.dumps(local), self._world, self._torch_device)
         table: dict[str, dict[int, float]] = {}
         for rank, text in enumerate(texts):
             for name, seconds in json.loads(text).items():
@@ -136,31 +144,40 @@ class Timers:
         reset: bool = True,
         barrier: bool = False,
     ) -> dict[str, dict[int, float]]:
-        """Print the timer table once, in ms divided by `normalizer`, and reset the timers. Returns {timer: {rank: seconds}}.
-        Every rank must call."""
+        """Print the timer table once, in ms divided by `normalizer`, and reset the timers. Every rank must call.
+
+        Returns {timer: {rank: seconds}}.
+        """
         del rank  # the last rank always prints
         if self.level == 0:
             return {}
         if barrier:
             self.wait_for_all()
-        if table := self.seconds_of_ranks(names, reset=reset):
+        table = self.seconds_of_ranks(names, reset=reset)
+        if table:
             self._say(time_table(table, self.option, normalizer))
         return table
 
 
 def time_table(seconds: Mapping[str, Mapping[int, float]], option: Option, normalizer: float = 1.0) -> str:
-    """Megatron's table: ms per step, over the ranks that have the timer."""
-    ms = {name: {rank: 1000 * s / normalizer for rank, s in of.items()} for name, of in seconds.items()}
+    """Return Megatron's table: ms per step, over the ranks that have the timer. seconds: {timer: {rank: seconds}}."""
+    ms: dict[str, dict[int, float]] = {}
+    for name, by_rank in seconds.items():
+        ms[name] = {rank: 1000 * s / normalizer for rank, s in by_rank.items()}
+
     if option == "all":
         lines = ["times across ranks (ms):"]
-        for name, of in ms.items():
-            lines += [f"  {name}:", *(f"     rank {rank:2d}: {value:.2f}" for rank, value in of.items())]
+        for name, by_rank in ms.items():
+            lines.append(f"  {name}:")
+            lines += [f"     rank {rank:2d}: {value:.2f}" for rank, value in by_rank.items()]
         return "\n".join(lines)
+
     lines = ["max time across ranks (ms):" if option == "max" else "(min, max) time across ranks (ms):"]
-    for name, of in ms.items():
-        low, high = min(of.values()), max(of.values())
-        shown = f"{high:.2f}" if option == "max" else f"({low:.2f}, {high:.2f})"
-        lines.append(f"    {(name + ' ').ljust(48, '.')}: {shown}")
+    for name, by_rank in ms.items():
+        low = min(by_rank.values())
+        high = max(by_rank.values())
+        text = f"{high:.2f}" if option == "max" else f"({low:.2f}, {high:.2f})"
+        lines.append(f"    {(name + ' ').ljust(48, '.')}: {text}")
     return "\n".join(lines)
 
 

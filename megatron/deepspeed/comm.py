@@ -301,9 +301,9 @@ class Handle:
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         """Complete the call. On an accelerator the compute stream waits, not the host."""
-        rank_status.wait(self._slot)
+        rank_status.begin_wait(self._slot)
         result = self._work.wait() if timeout is None else self._work.wait(timeout)
-        rank_status.come_back()
+        rank_status.end_wait()
         if self._finish is not None:
             self._finish()
             self._finish = None
@@ -329,7 +329,7 @@ def _call(
     ranks = tuple(dist.get_process_group_ranks(members))
     slot = rank_status.issue(op, "script", ranks, sum(x.nbytes for x in tensors), -1)
     work = start(group=members, async_op=True)
-    rank_status.come_back()
+    rank_status.end_wait()
     if work is None:
         return None
     handle = Handle(work, slot, finish)

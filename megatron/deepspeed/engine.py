@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing.format import CheckpointError
-from megatron.core.optimizer.torch_optimizer_wrapper import shown_to_torch
+from megatron.core.optimizer.torch_optimizer_wrapper import as_torch_optimizer
 from megatron.core.parallel import collectives
 from megatron.core.parallel.accelerator import Device
 from megatron.core.parallel.global_state import get_mesh, model_parallel_is_initialized
@@ -101,7 +101,7 @@ class DeepSpeedEngine(Engine):
         text = f"global_step{self.global_steps}" if tag is None else _tag_text(folder, tag)
         self._check_one_tag(folder, text)
         self.save(folder / text, client_state=dict(client_state or {}))
-        with collectives.together(world, self.device):
+        with collectives.raise_together(world, self.device):
             if save_latest and world.is_first:
                 file_layer.write_whole(folder / "latest", text)
         return True
@@ -132,7 +132,7 @@ class DeepSpeedEngine(Engine):
         root, world = path_of(load_dir), self.mesh["world"]
         text = None if tag is None else _tag_text(root, tag)
         self._check_one_tag(root, text or "(none)")
-        with collectives.together(world, self.device):
+        with collectives.raise_together(world, self.device):
             if text is not None and world.is_first and not file_layer.is_folder(root / text):
                 raise CheckpointError(root, f"there is no checkpoint of the tag {text!r}", "give a tag that was saved")
             if text is None and world.is_first:
@@ -228,7 +228,9 @@ def initialize(
     engine = DeepSpeedEngine(model, settings, made, device)
     if lr_scheduler is not None:
         is_made = hasattr(lr_scheduler, "step")
-        engine.lr_scheduler = lr_scheduler if is_made else lr_scheduler(shown_to_torch(engine.optimizer.param_groups))
+        engine.lr_scheduler = (
+            lr_scheduler if is_made else lr_scheduler(as_torch_optimizer(engine.optimizer.param_groups))
+        )
     elif settings.scheduler is not None:
         engine.lr_scheduler = make_schedule(settings.scheduler, engine.optimizer)
     if training_data is not None:

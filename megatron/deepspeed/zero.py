@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.distributed.gathered_parameters import WholeParameters
-from megatron.core.distributed.zero_init import MakingInShards
+from megatron.core.distributed.gathered_parameters import FullParameters
+from megatron.core.distributed.zero_init import ShardedInit
 from megatron.core.parallel.global_state import get_mesh, model_parallel_is_initialized
 from megatron.core.parallel.initialize_model_parallel import initialize_model_parallel
 from megatron.deepspeed.comm import init_distributed
@@ -38,9 +38,9 @@ class Init:
         if enabled and module is not None:
             self._making().take(module)
 
-    def _making(self) -> MakingInShards:
+    def _making(self) -> ShardedInit:
         join()
-        return MakingInShards(get_mesh().samples, self._dtype)
+        return ShardedInit(get_mesh().samples, self._dtype)
 
     def __enter__(self) -> "Init":
         self._block = self._making().__enter__() if self._enabled else None
@@ -58,7 +58,7 @@ def join(dist_init_required: bool | None = None, distributed_port: int | None = 
         initialize_model_parallel()
 
 
-class GatheredParameters(WholeParameters):
+class GatheredParameters(FullParameters):
     """A block in which these parameters are whole. Every rank must enter.
 
     params: one or several. modifier_rank: the global rank whose changes count; None: changes are lost, or where the

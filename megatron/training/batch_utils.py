@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from megatron.core import parallel_state
-from megatron.core.base.unsupported_arguments import takes
+from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.ops.attention.masks import Documents
-from megatron.core.ops.shard_sequence import of_my_rows
+from megatron.core.ops.shard_sequence import shard_sequence
 from megatron.core.parallel import collectives
 from megatron.core.tensor_parallel.broadcast_batch import broadcast_batch
 from megatron.core.tensor_parallel.cross_entropy import cross_entropy_of
@@ -18,7 +18,7 @@ from megatron.training.global_vars import get_runtime
 NAMES = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")  # in the order in which scripts unpack them
 
 
-@takes(mtp_on_this_rank=False)
+@accepts_defaults_only(mtp_on_this_rank=False)
 def get_batch_on_this_tp_rank(data_iterator: Iterator | None) -> dict[str, Any]:
     """tokens, labels, position_ids: int64 [b, s]; loss_mask: float32 [b, s]; attention_mask: None where attention is
     causal over
@@ -35,14 +35,14 @@ def get_batch_on_this_tp_rank(data_iterator: Iterator | None) -> dict[str, Any]:
     return {name: batch[name] for name in NAMES}
 
 
-@takes(cp_group=None)
+@accepts_defaults_only(cp_group=None)
 def get_batch_on_this_cp_rank(batch: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
     """This context-parallel rank's rows of each sample: of tensors [b, s], and of the queries of a mask [b, 1, s, s].
 
     `Documents` stay whole, since a query sees keys of other ranks. Labels must have been shifted before."""
     sequence = parallel_state.get_mesh().sequence
     return {
-        name: of_my_rows(x, sequence, dim=2 if name == "attention_mask" else 1) if isinstance(x, Tensor) else x
+        name: shard_sequence(x, sequence, dim=2 if name == "attention_mask" else 1) if isinstance(x, Tensor) else x
         for name, x in batch.items()
     }
 

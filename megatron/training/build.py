@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.base.unsupported_arguments import takes
+from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.datasets.data_loader import batches
 from megatron.core.datasets.index_map import requested_samples
 from megatron.core.distributed.data_parallel import DistributedDataParallel
@@ -64,7 +64,7 @@ def refused_alike(runtime: Runtime) -> Iterator[None]:
         yield
     except ConfigError as error:
         problem = error
-    with collectives.together(runtime.mesh["world"], runtime.device.torch_device):
+    with collectives.raise_together(runtime.mesh["world"], runtime.device.torch_device):
         if problem is not None:
             raise problem
 
@@ -92,7 +92,7 @@ def name_problems(chunks: dict[int, nn.Module], pp: Axis, device: torch.device |
     ]
 
 
-@takes(no_wd_decay_cond=None, scale_lr_cond=None, lr_mult=1.0, checkpointing_context=None)
+@accepts_defaults_only(no_wd_decay_cond=None, scale_lr_cond=None, lr_mult=1.0, checkpointing_context=None)
 def setup_model_and_optimizer(
     model_provider_func: ModelProvider, model_type: ModelType | None = None, *, group_of: GroupRule = default_group
 ) -> tuple[list[DistributedDataParallel], FlatOptimizer, AnySchedule]:
@@ -123,7 +123,7 @@ def build_train_valid_test_data_iterators(
     data, where = runtime.config.data, (training.micro_batch_size, samples.rank, samples.size)
     if data.full_validation:
         sizes[1] = whole_set(data, training.eval_iters * runtime.batch_sizes.last)
-    with collectives.together(runtime.mesh["world"], runtime.device.torch_device), as_settings_problem():
+    with collectives.raise_together(runtime.mesh["world"], runtime.device.torch_device), as_settings_problem():
         datasets = build_train_valid_test_datasets_provider(sizes)
         found = [of.samples for of in sets_of("valid", datasets[1], data, runtime.samples_at_once)]
     if not runtime.mesh["tp"].is_first:
@@ -133,7 +133,7 @@ def build_train_valid_test_data_iterators(
     return iterate(datasets[0]), valid, iterate(datasets[2])
 
 
-@takes(wrap_with_ddp=True, config=None, pg_collection=None)
+@accepts_defaults_only(wrap_with_ddp=True, config=None, pg_collection=None)
 def get_model(
     model_provider_func: ModelProvider, model_type: ModelType = ModelType.encoder_or_decoder
 ) -> list[nn.Module]:

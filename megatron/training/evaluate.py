@@ -63,12 +63,12 @@ def evaluate(
     at_once, full = pipeline.batch.num_microbatches, pipeline.batch.micro_batch_size * pipeline.mesh.samples.size
     with torch.no_grad():
         for done in range(0, num_microbatches, at_once):
-            rank_status.go_on()
+            rank_status.heartbeat()
             some = min(at_once, num_microbatches - done)
             options = {"training": False, "num_microbatches": some, "forward_step": step}
             totals.add(pipeline.run(data_iterators, first_sample + done * full, **options))
     if has_empty_rows:
-        with collectives.together(pipeline.mesh["world"], pipeline.device):
+        with collectives.raise_together(pipeline.mesh["world"], pipeline.device):
             _check_counts(reports)
     shared = pipeline.share_totals(totals)
     return shared.report | dict.fromkeys(shared.uncounted)

@@ -13,12 +13,12 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.datasets.vocab_check import within_table
 from megatron.core.offload.offload_tiers import Tier
-from megatron.core.ops.cpu_half_precision_matmul import NATIVE, Products
+from megatron.core.ops.cpu_half_precision_matmul import NATIVE, MatmulModes
 from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.parallel import collectives
 from megatron.core.parallel.accelerator import Device
-from megatron.core.parallel.global_state import acting_on, current
+from megatron.core.parallel.global_state import get_global_state, mesh_override
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.tokenizer_config import NO_TOKENIZER
@@ -47,7 +47,7 @@ class Runtime:
     weight_grads: WeightGradStore
     timers: Timers = field(default_factory=Timers)
     tier: Tier | None = None  # of offloaded state
-    products: Products = NATIVE  # how a CPU computes half-precision products
+    matmul_modes: MatmulModes = NATIVE  # how a CPU computes half-precision products
     held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # resources released at the end of the run
     tokenizer_sha256: str | None = None  # of its files' content
     data_sha256: str | None = None  # of the data's content; only on the first rank
@@ -90,7 +90,7 @@ class Runtime:
     @property
     def layer_context(self) -> LayerContext:
         """The context that every layer of this rank gets."""
-        return LayerContext.on(
+        return LayerContext.from_mesh(
             self.mesh,
             self.config.transformer.params_dtype,
             self.dropout_keys,
@@ -101,8 +101,8 @@ class Runtime:
             sequence_parallel=self.config.parallel.sequence_parallel_on,
             device=self.device.torch_device,
             weight_grads=self.weight_grads,
-            products=self.products,
-            fills=not current().fills_by_name,
+            matmul_modes=self.matmul_modes,
+            fills=not get_global_state().defers_initialization,
         )
 
     def model_parts(
@@ -152,7 +152,7 @@ def set_runtime(runtime: Runtime | None, *, this_thread_only: bool = False) -> N
     else:
         _runtime = runtime
     if parallel_state.model_parallel_is_initialized():
-        current().run = runtime
+        get_global_state().run = runtime
 
 
 @contextlib.contextmanager
@@ -161,9 +161,9 @@ def acting_as(runtime: Runtime) -> Iterator[None]:
     before, acted = _override.runtime, is_dry_run()
     _override.runtime, _override.acts = runtime, True
     try:
-        with acting_on(runtime.mesh) as here:
+        with mesh_override(runtime.mesh) as here:
             here.run, here.device = runtime, runtime.device.torch_device
-            here.products = runtime.products
+            here.matmul_modes = runtime.matmul_modes
             here.sequence_parallel = runtime.config.parallel.sequence_parallel_on
             yield
     finally:

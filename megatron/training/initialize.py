@@ -15,9 +15,9 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.base import output_streams, rank_status
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.base.error_reporting import is_told_to_user, write_error_file
+from megatron.core.base.error_reporting import is_user_error, write_error_file
 from megatron.core.base.lazy_imports import names_of_megatron
-from megatron.core.base.unsupported_arguments import takes
+from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.datasets.data_fingerprint import data_sha256
 from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle
 from megatron.core.datasets.vocab_check import table_note, table_problem, within_table
@@ -25,12 +25,12 @@ from megatron.core.models.common.model_rules import NO_RULES, ModelRules
 from megatron.core.offload.offload_folder import folder_problems, remove_left_behind
 from megatron.core.offload.state_offload_config import make_tier
 from megatron.core.ops import cpu_half_precision_matmul as matmul
-from megatron.core.ops.compile.compiled_region import settle_compiling
+from megatron.core.ops.compile.compiled_region import agree_on_compiling
 from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.parallel import collectives
 from megatron.core.parallel.accelerator import Device, DeviceConfig
-from megatron.core.parallel.global_state import current
+from megatron.core.parallel.global_state import get_global_state
 from megatron.core.parallel.grid import ORDER, Axis
 from megatron.core.parallel.launcher_environment import Launch, discover, threads_per_rank
 from megatron.core.parallel.mesh import Mesh
@@ -64,9 +64,9 @@ class Settings:
     tokenizer_sha256: str | None
 
 
-@takes(parsed_args=None, store=None)
-@takes("allow_no_cuda", skip_mpu_initialization=False)
-@takes("args_defaults", ignore_unknown_args=False)
+@accepts_defaults_only(parsed_args=None, store=None)
+@accepts_defaults_only("allow_no_cuda", skip_mpu_initialization=False)
+@accepts_defaults_only("args_defaults", ignore_unknown_args=False)
 def initialize_megatron(
     extra_args_provider: ExtraArgs | None = None,
     args_defaults: Mapping[str, Any] | None = None,
@@ -119,7 +119,10 @@ def initialize_megatron(
         get_embedding_ranks=get_embedding_ranks,
         get_position_embedding_ranks=get_position_embedding_ranks,
     )
-    current().device, current().sequence_parallel = device.torch_device, config.parallel.sequence_parallel_on
+    get_global_state().device, get_global_state().sequence_parallel = (
+        device.torch_device,
+        config.parallel.sequence_parallel_on,
+    )
     seed_generators(config.training.seed, mesh)
     runtime = build_runtime(settings, mesh)
     set_runtime(runtime)
@@ -134,11 +137,11 @@ def build_runtime(settings: Settings, mesh: Mesh) -> Runtime:
     level, option = log.timing_log_level, log.timing_log_option
     barrier = log.barrier_with_L1_time
     timers = Timers(level, option, device=device, world=world, barrier=barrier, say=print_rank_last)
-    with collectives.together(world, device.torch_device):
+    with collectives.raise_together(world, device.torch_device):
         tier = make_tier(config.offload, world.rank, device.torch_device)
         settings.notes.extend(_remove_left_behind(config, world.size))
-    current().products = ways = settle_products(config, world, device, settings.notes)
-    settings.notes.extend(settle_compiling(config.transformer, device.torch_device, world))
+    get_global_state().matmul_modes = ways = settle_products(config, world, device, settings.notes)
+    settings.notes.extend(agree_on_compiling(config.transformer, device.torch_device, world))
     names_data = (config.checkpoint.save or config.checkpoint.load) and world.is_first
     runtime = Runtime(
         config,
@@ -150,7 +153,7 @@ def build_runtime(settings: Settings, mesh: Mesh) -> Runtime:
         WeightGradStore(),
         timers,
         tier,
-        products=ways,
+        matmul_modes=ways,
         tokenizer_sha256=settings.tokenizer_sha256,
         data_sha256=data_sha256(config.data) if names_data else None,
     )
@@ -160,12 +163,12 @@ def build_runtime(settings: Settings, mesh: Mesh) -> Runtime:
     return runtime
 
 
-def settle_products(config: Config, world: Axis, device: Device, notes: list[str]) -> matmul.Products:
+def settle_products(config: Config, world: Axis, device: Device, notes: list[str]) -> matmul.MatmulModes:
     """How to compute half-precision products: as in the checkpoint, or as measured, with a note. Every rank must call."""
     dtype, asked = config.transformer.params_dtype, config.transformer.cpu_half_products
-    measures = asked == "auto" and matmul.has_two_ways(dtype, device.torch_device)
+    measures = asked == "auto" and matmul.is_half_precision_on_cpu(dtype, device.torch_device)
     kept = saved_products(config.checkpoint, world, device.torch_device) if measures else None
-    found, note = matmul.settle(dtype, device.torch_device, world, asked=asked, kept=kept)
+    found, note = matmul.select_matmul_modes(dtype, device.torch_device, world, requested=asked, saved=kept)
     notes += [note] if note else []
     return found
 
@@ -356,7 +359,7 @@ def as_settings_problem() -> Iterator[None]:
     except ConfigError:
         raise
     except ValueError as error:
-        if not is_told_to_user(error):
+        if not is_user_error(error):
             raise
         raise ConfigError(str(error)) from error
     except OSError as error:
@@ -366,7 +369,7 @@ def as_settings_problem() -> Iterator[None]:
 def agree_on_settings(settings: Settings | None, problem: ConfigError | None) -> None:
     """Raise on every rank if a rank has a `problem` or other settings: the run would hang, or train a wrong model."""
     world = parallel_state.agreement_axis()
-    with collectives.together(world):
+    with collectives.raise_together(world):
         if problem is not None:
             raise problem
     # A script's own flags may differ between ranks, unless the meaning of the parameters depends on them ("own_model").
@@ -398,7 +401,7 @@ def derived_settings(config: Config, mesh: Mesh, tokenizer: Tokenizer | None) ->
         "data_parallel_size": mesh.samples.size,
         "params_dtype": config.transformer.params_dtype,
         "padded_vocab_size": None if words is None else config.transformer.padded_vocab_size(words, tensor),
-        "virtual_pipeline_model_parallel_size": current().virtual_size,
+        "virtual_pipeline_model_parallel_size": get_global_state().virtual_size,
         "global_batch_size": config.global_batch_size(mesh["world"].size),
         "max_position_embeddings": config.positions,
         "ffn_hidden_size": config.transformer.ffn_size,
@@ -412,7 +415,7 @@ def seed_generators(seed: int, mesh: Mesh) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-    current().seed = seed
+    get_global_state().seed = seed
 
 
 def announce(runtime: Runtime, notes: Sequence[str]) -> None:

@@ -11,8 +11,8 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed.data_parallel import DataParallelConfig, DistributedDataParallel
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.loss_scaler import make_grad_scaler
-from megatron.core.optimizer.param_groups import GroupRule, default_group, without_decay_of_tables
-from megatron.core.parallel.global_state import current, filling_by_name
+from megatron.core.optimizer.param_groups import GroupRule, default_group, without_embedding_decay
+from megatron.core.parallel.global_state import defer_initialization, get_global_state
 from megatron.core.pipeline_parallel.loss_func_results import ForwardStep
 from megatron.core.pipeline_parallel.schedules import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec
@@ -49,22 +49,22 @@ def make_chunks(model_provider: ModelProvider, runtime: Runtime) -> dict[int, nn
     made: dict[int, nn.Module] = {}
     takes_chunk = takes_vp_stage(model_provider, stages.chunks)
     for chunk_number, stage in enumerate(stages.of_rank(runtime.mesh["pp"].rank)):
-        current().virtual_rank = chunk_number
+        get_global_state().virtual_rank = chunk_number
         chunk_argument = {"vp_stage": chunk_number} if takes_chunk else {}
         chunk_argument |= stacks_of_stage(model_provider, config, stage)
         # torch's own modules create their tensors on the current default device.
-        with runtime.device.torch_device, filling_by_name():
+        with runtime.device.torch_device, defer_initialization():
             chunk = model_provider(pre_process=stage == 0, post_process=stage == stages.last, **chunk_argument)
         place_plain_parameters(chunk, config.transformer.params_dtype, config.parallel.sequence_parallel_on)
         if problems := model_problems(chunk, in_pipeline=stages.last > 0):
             raise ConfigError(problems)
         made[stage] = chunk
-    if shared := share_tables(made):
+    if shared := tie_embeddings(made):
         refuse_shared_tables(shared, runtime.config.data_parallel)
     return made
 
 
-def share_tables(made: Mapping[int, nn.Module]) -> list[str]:
+def tie_embeddings(made: Mapping[int, nn.Module]) -> list[str]:
     """Store a tied table once on a rank with both the first and the last stage: later chunks use the first chunk's tensor.
 
     Returns the names of the shared tables."""
@@ -102,8 +102,10 @@ def in_buffers(made: dict[int, nn.Module], runtime: Runtime, group_of: GroupRule
     tier = runtime.tier if config.offload.offload_params else None
     common = runtime.mesh, config.data_parallel, runtime.weight_grads
     for stage, chunk in made.items():
-        whole = config.optimizer.whole_among({name: p.placement for name, p in chunk.named_parameters()}, group_of)
-        chunks[stage] = DistributedDataParallel(chunk, *common, tier=tier, whole=whole)
+        whole = config.optimizer.full_matrix_params(
+            {name: p.placement for name, p in chunk.named_parameters()}, group_of
+        )
+        chunks[stage] = DistributedDataParallel(chunk, *common, tier=tier, unsplit=whole)
     return chunks
 
 
@@ -177,7 +179,7 @@ def model_problems(chunk: Any, *, in_pipeline: bool) -> list[str]:
 
 def build_optimizer(chunks: ChunksByStage, runtime: Runtime, group_of: GroupRule = default_group) -> FlatOptimizer:
     if runtime.config.transformer.embedding_init_method_std is not None:
-        group_of = without_decay_of_tables(group_of)
+        group_of = without_embedding_decay(group_of)
     return FlatOptimizer(
         [buffer for chunk in chunks.values() for buffer in chunk.buffers],
         runtime.config.optimizer,

@@ -44,7 +44,7 @@ class ModelShape:
     @classmethod
     def of(cls, transformer: Any, vocab_size: int, seq_length: int) -> "ModelShape":
         """The shape of a `ModelConfig`."""
-        befores = [transformer.keys_before(layer) for layer in range(transformer.num_layers)]
+        befores = [transformer.window_left(layer) for layer in range(transformer.num_layers)]
         return cls(
             transformer.num_layers,
             transformer.hidden_size,

@@ -17,10 +17,10 @@ from torch import nn
 from megatron.core import parallel_state
 from megatron.core.base import rank_status
 from megatron.core.datasets.data_loader import loader
-from megatron.core.distributed.comm_volume import traffic_line
+from megatron.core.distributed.comm_volume import comm_volume_line
 from megatron.core.models.common.model_rules import NO_RULES
 from megatron.core.ops.attention.kernels import news_of_attention
-from megatron.core.ops.compile.compiled_region import news_of_compiling, news_of_layers
+from megatron.core.ops.compile.compiled_region import compile_fallback_lines, compile_log_line
 from megatron.core.optimizer.lr_schedule import (
     AnySchedule,
     differences,
@@ -98,7 +98,7 @@ class Trainer:
                 self.optimizer = build_optimizer(self.chunks, runtime, group_of)
         runtime.device.return_freed()
         self.model = list(self.chunks.values())
-        for line in news_of_layers(self.model):
+        for line in compile_fallback_lines(self.model):
             print_rank_last(line)
         ranks_here = parallel_state.launched().local_size
         self.contention = Contention(ranks_here, available_cores()[0], torch.get_num_threads())
@@ -115,7 +115,7 @@ class Trainer:
             self.guard = Guard(runtime, self.pipeline, self.model, self.optimizer, self.state)
             self.log = self._build_log(log_state)
         self.datasets = self._build_datasets(datasets_provider)
-        with collectives.together(self.mesh["world"], self.device), as_settings_problem():
+        with collectives.raise_together(self.mesh["world"], self.device), as_settings_problem():
             self.watch = Watch(runtime, self.pipeline, self.model, self.state)
         rank_status.enter("getting ready")
         self.saves = Saves(runtime, self.model, self.optimizer, self.state, self.watch.note_progress)
@@ -194,7 +194,7 @@ class Trainer:
         steps = self._steps_left
         needed = self.batch_sizes.consumed_after(state.consumed_train_samples, steps)
         building = heartbeat("building the data sets", print_rank_0)
-        with collectives.together(self.mesh["world"], self.device), as_settings_problem(), building:
+        with collectives.raise_together(self.mesh["world"], self.device), as_settings_problem(), building:
             datasets = check_datasets(provider(sizes), steps, needed, state)
             at_once = self.runtime.samples_at_once
             sets = {split: sets_of(split, datasets[split], self.config.data, at_once) for split in ("valid", "test")}
@@ -311,7 +311,7 @@ class Trainer:
     def tidy_up(self) -> None:
         """Print what the last step has compiled, and which kernels it could not use; return the memory that compiling took, or
         that steps have left in pieces."""
-        if news := news_of_compiling():
+        if news := compile_log_line():
             print_rank_last(news)
         for line in news_of_attention():
             print_rank_last(line)
@@ -441,10 +441,10 @@ class Trainer:
         print_rank_0(f"model of {total:,} parameters; training to iteration {self.train_iters}")
         chosen, axes = self.config.data_parallel, self.mesh.grad_axes(shards=True)
         if axes.reduce.size > 1:
-            flats = [flat for chunk in self.model for flat in chunk.flats()]
+            flats = [flat for chunk in self.model for flat in chunk.buffer_sizes()]
             inner, m = axes.shard.size, self.pipeline.batch.num_microbatches
             sizes = {"inner": inner, "outer": axes.reduce.size // inner, "microbatches": m}
-            print_rank_0(traffic_line(flats, chosen.stage, **sizes, divides_outer=chosen.divides_over_outer))
+            print_rank_0(comm_volume_line(flats, chosen.stage, **sizes, divides_outer=chosen.divides_over_outer))
         interval = self.config.log.steps_between_lines
         if self._steps_left and self.state.iteration // interval == self.train_iters // interval:
             print_rank_0(f"no iteration of this run is logged: none is a multiple of --log-interval {interval}")

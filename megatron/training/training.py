@@ -21,7 +21,7 @@ from megatron.core.base import output_streams, rank_status
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.error_reporting import write_error_file
 from megatron.core.base.lazy_imports import names_of_megatron
-from megatron.core.base.unsupported_arguments import takes
+from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.enums import ModelType
 from megatron.core.models.common.model_rules import NO_RULES, ModelRules
 from megatron.core.optimizer.param_groups import GroupRule, default_group
@@ -56,7 +56,7 @@ class Script(NamedTuple):
     argv: Sequence[str] | None
 
 
-@takes(store=None, inprocess_call_wrapper=None)
+@accepts_defaults_only(store=None, inprocess_call_wrapper=None)
 def pretrain(
     train_valid_test_dataset_provider: DatasetsProvider,
     model_provider: ModelProvider,

@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing import LocalTensor, open_checkpoint, save_
 from megatron.core.dist_checkpointing.format import CheckpointError
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
-from megatron.core.distributed.gathered_parameters import start_alike, whole_state_dict
+from megatron.core.distributed.gathered_parameters import full_state_dict, sync_module_states
 from megatron.core.offload.state_offload_config import OffloadConfig, make_tier
 from megatron.core.ops.main_grad_interface import slot_of
 from megatron.core.optimizer import FlatOptimizer, torch_optimizer_wrapper
@@ -33,7 +33,7 @@ from megatron.core.optimizer.loss_scaler import LossScaleConfig, make_grad_scale
 from megatron.core.optimizer.torch_optimizer_wrapper import GroupedOptimizer
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.sharding.boxes import whole
-from megatron.training.checkpointing.save_and_load import model_tensors, optimizer_tensors, read_tensors
+from megatron.training.checkpointing.save_and_load import read_tensors, sharded_model_state, sharded_optimizer_state
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ class Engine(nn.Module):
         is_torchs = isinstance(optimizer, torch.optim.Optimizer)
         name, groups = torch_optimizer_wrapper.groups_of_torch(optimizer) if is_torchs else optimizer
         common = torch_optimizer_wrapper.config_of_groups(name, groups, config.clipping)
-        number_of = torch_optimizer_wrapper.numbers_of(module, groups)
-        start_alike(module, mesh, self.device, getattr(torch, config.precision) if config.precision else None)
+        number_of = torch_optimizer_wrapper.group_numbers(module, groups)
+        sync_module_states(module, mesh, self.device, getattr(torch, config.precision) if config.precision else None)
         of_params, of_state = config.offload_param, config.offload_optimizer
         state_tier = make_tier(of_state, self.global_rank, self.device)
         same = (of_params.tier, of_params.offload_dir) == (of_state.tier, of_state.offload_dir)
@@ -193,7 +193,7 @@ class Engine(nn.Module):
     def module_state_dict(self) -> dict[str, Tensor]:
         """Copies of all weights and buffers, on the CPU, on every rank. Every rank must call."""
         self.chunk.finish_param_gather()
-        return whole_state_dict(self.module)
+        return full_state_dict(self.module)
 
     def save(self, folder: Path | str, **more: Any) -> None:
         """Write weights, buffers, optimizer, counters, schedule and `more`, plain JSON, to `folder`. Every rank must
@@ -207,7 +207,7 @@ class Engine(nn.Module):
             "schedule": {} if self.lr_scheduler is None else _plain(self.lr_scheduler.state_dict()),
         }
         self.chunk.finish_param_gather()
-        tensors = self._weights() | optimizer_tensors(flat, self.mesh)
+        tensors = self._weights() | sharded_optimizer_state(flat, self.mesh)
         save_checkpoint(folder, self.global_steps, tensors, state | more, self.mesh["world"], self.device)
 
     def load(
@@ -222,7 +222,7 @@ class Engine(nn.Module):
         """
         world, flat = self.mesh["world"], self.optimizer.flat
         checkpoint = open_checkpoint(folder, world=world, device=self.device)
-        state, tensors = checkpoint.state, optimizer_tensors(flat, self.mesh)
+        state, tensors = checkpoint.state, sharded_optimizer_state(flat, self.mesh)
         # A checkpoint of earlier versions has of its groups the rates alone.
         groups = state.get("groups") or [{"lr": rate} for rate in state["rates"]]
         if optimizer or schedule:
@@ -263,7 +263,7 @@ class Engine(nn.Module):
     def _weights(self) -> dict[str, LocalTensor]:
         """Parameters and buffers by their names in a checkpoint. Every rank has all of a buffer; the first writes its
         own."""
-        found, saved = model_tensors([self.chunk], self.mesh), self.module.state_dict(keep_vars=True)
+        found, saved = sharded_model_state([self.chunk], self.mesh), self.module.state_dict(keep_vars=True)
         for name, buffer in self.module.named_buffers():
             if name in saved and buffer.numel():
                 shape = tuple(buffer.shape)

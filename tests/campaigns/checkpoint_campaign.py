@@ -38,7 +38,7 @@ from megatron.core import parallel_state
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing import CheckpointError, format as disk
 from megatron.core.distributed.data_parallel import DataParallelConfig
-from megatron.core.optimizer.checkpoint_tensors import model_tensors, optimizer_tensors
+from megatron.core.optimizer.checkpoint_tensors import sharded_model_state, sharded_optimizer_state
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import AxisSizes
 from megatron.core.parallel.mesh import build_mesh
@@ -91,7 +91,9 @@ class Loader:
         runtime = runtime_for(self.mesh, MODEL, root, 2)
         chosen = replace(runtime.config.checkpoint, save=str(root) if saves else None, load_optim=self.optim)
         runtime.config = replace(runtime.config, checkpoint=chosen)
-        tensors = model_tensors(self.trainer.model, self.mesh) | optimizer_tensors(self.trainer.adam, self.mesh)
+        tensors = sharded_model_state(self.trainer.model, self.mesh) | sharded_optimizer_state(
+            self.trainer.adam, self.mesh
+        )
         for local in tensors.values():
             local.tensor.detach().fill_(float("nan"))  # of what is not loaded, nothing may come from the load before
         with contextlib.ExitStack() as held:

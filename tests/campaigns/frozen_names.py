@@ -87,7 +87,7 @@ PRODUCT = {
     "by the data's content": "megatron.training.arguments.config_diff:BY_DATA",
     "of widths": "megatron.training.arguments.config_diff:OF_WIDTHS",
     # tables that scripts extend, and tables whose keys are values of flags or of checkpoints
-    "table": "megatron.core.base.registry:Table",
+    "table": "megatron.core.base.registry:Registry",
     "SCHEDULES": "megatron.core.pipeline_parallel.schedule.registry:SCHEDULES",
     "KERNELS": "megatron.core.ops.attention.kernels:KERNELS",
     "OPTIMIZERS": "megatron.core.optimizer.optimizer_registry:OPTIMIZERS",
@@ -98,7 +98,7 @@ PRODUCT = {
     "rotary scalings": "megatron.core.transformer.position_config:ROPE_SCALINGS",
     "models by the name in a checkpoint": "megatron.core.transformer.expected_parameter_names:PARAMETER_NAMES",
     "models that generate": "megatron.core.inference.load_model:MODELS",
-    "ways of a product": "megatron.core.ops.cpu_half_precision_matmul:WAYS",
+    "ways of a product": "megatron.core.ops.cpu_half_precision_matmul:MATMUL_MODES",
     "checks of the guard": "megatron.training.rerun.check_runner:CHECKS",
     "DeepSpeed's schedules": "megatron.core.optimizer.deepspeed_lr_schedules:STEP_SCHEDULES",
     "coefficients of Newton-Schulz": "megatron.core.optimizer.muon_config:NS_COEFFICIENTS",
@@ -138,7 +138,7 @@ PRODUCT = {
     "not finite": "megatron.training.step:NotFiniteError",
 }
 SITE = "site"  # the argument that names a dropout site
-KNOB = "knob"  # the attribute of an argparse action that holds the field it was made from
+KNOB = "config_field"  # the attribute of an argparse action that holds the field it was made from
 SCRIPTS = {kind: f"pretrain_{kind}.py" for kind in ("gpt", "bert", "t5")}
 PRODUCT_FOLDERS = ("megatron",)
 
@@ -244,7 +244,7 @@ def parameters() -> Part:
     def build(mesh: Any) -> Part:
         groups = {}
         for name, (kind, config) in models().items():
-            context = product("layer context").on(mesh, config.params_dtype, product("dropout keys")(0))
+            context = product("layer context").from_mesh(mesh, config.params_dtype, product("dropout keys")(0))
             parts = {"context": context, "pre_process": True, "post_process": True}
             model = subject(kind).make(config, vocab_size=VOCAB, layers=range(config.all_layers), **parts)
             groups[f"parameters: {name}"] = shapes(model)

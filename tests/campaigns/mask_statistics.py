@@ -34,7 +34,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "support"))
 sys.path.insert(2, str(Path(__file__).resolve().parents[1] / "campaigns"))
 
 from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
-from megatron.core.ops.dropout_masks import MaskWords, column_words, kept, numbered_keys, pairs_of_words
+from megatron.core.ops.dropout_masks import MaskWords, column_words, keep_mask, numbered_keys, pairs_of_words
 
 CPU = torch.device("cpu")
 LAGS = (1, 2, 3, 4, 8, 16, 32, 64)
@@ -47,7 +47,7 @@ def masks(p: float, number: int, size: int = 512) -> Tensor:
         keys = DropoutKeys(seed)
         keys.samples = 2 * number, 2 * number + 1
         words = AttentionDropout(p, keys, layer, first_head=1).words_for((2, 2, size, size), CPU)
-        found.append(~kept(words, p).flatten(0, 1))
+        found.append(~keep_mask(words, p).flatten(0, 1))
     return torch.cat(found)
 
 
@@ -144,7 +144,7 @@ def key_bits(p: float, rows: int, width: int, seed: int) -> Tensor:
     key, place = (torch.randint(-(2**31), 2**31, (2,), generator=draw).int() for _ in range(2))
     keys = torch.stack([key, *(key ^ one for one in pairs_of_words([1 << bit for bit in range(64)]))])
     words = MaskWords(numbered_keys(keys, 0, rows), column_words(width, place))
-    first, *others = (_standard(~kept(words._replace(lines=lines), p), p) for lines in words.lines)
+    first, *others = (_standard(~keep_mask(words._replace(lines=lines), p), p) for lines in words.lines)
     return _scores_of_sums(torch.stack([(first * other).sum() for other in others]), rows * width)
 
 

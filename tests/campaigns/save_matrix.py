@@ -42,7 +42,7 @@ from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.offload.state_offload_config import OffloadConfig
 from megatron.core.offload.stored_tensor import start_reading
 from megatron.core.optimizer import OPTIMIZERS, UpdateRule
-from megatron.core.optimizer.checkpoint_tensors import model_tensors, optimizer_tensors
+from megatron.core.optimizer.checkpoint_tensors import sharded_model_state, sharded_optimizer_state
 from megatron.core.optimizer.loss_scaler import DynamicGradScaler
 from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.transformer.model_config import ModelConfig
@@ -303,7 +303,7 @@ def saving(trainer: TinyTrainer, runtime: Any) -> tuple[Any, Any]:
 def held(trainer: TinyTrainer) -> dict[str, Tensor]:
     """A copy of all weights and state that this rank holds."""
     trainer.finish_param_gather()
-    tensors = model_tensors(trainer.model, trainer.mesh) | optimizer_tensors(trainer.adam, trainer.mesh)
+    tensors = sharded_model_state(trainer.model, trainer.mesh) | sharded_optimizer_state(trainer.adam, trainer.mesh)
     return {name: start_reading(local.tensor).wait().detach().clone() for name, local in tensors.items()}
 
 

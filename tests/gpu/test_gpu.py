@@ -19,11 +19,11 @@ import torch
 from local_ranks import run_ranks
 from sentence_files import write_sentences
 
-from megatron.core.context_parallel.cp_attention import METHODS, ContextParallel, SharedAttention
+from megatron.core.context_parallel.cp_attention import METHODS, AttentionInputs, ContextParallel
 from megatron.core.ops.attention.kernels import fused_attention, plain_attention
 from megatron.core.ops.attention.masks import Documents, Window
 from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
-from megatron.core.ops.shard_sequence import of_my_rows
+from megatron.core.ops.shard_sequence import shard_sequence
 from megatron.core.optimizer.adam_and_sgd import UpdateStep, adam_update
 from megatron.core.parallel.grid import ALONE, Axis
 from megatron.core.parallel.mesh import Mesh
@@ -79,10 +79,10 @@ def test_attention_of_a_shared_sequence_equals_the_plain_kernel_in_float64(kind:
     none = AttentionDropout(0.0, DropoutKeys(0), 0, 0)
 
     def work(mesh: Mesh) -> list[torch.Tensor]:
-        q, k, v, grad = (of_my_rows(x, mesh["cp"], dim=0) for x in whole)
+        q, k, v, grad = (shard_sequence(x, mesh["cp"], dim=0) for x in whole)
         inputs = [x.requires_grad_() for x in (q, k, v)]
         cp = ContextParallel(mesh["cp"], heads=mesh["cp_heads"], ring=mesh["cp_ring"])
-        out = METHODS[kind].attend(SharedAttention(*inputs, mask, none, "auto", rows_first(fused_attention)), cp)
+        out = METHODS[kind].attend(AttentionInputs(*inputs, mask, none, "auto", rows_first(fused_attention)), cp)
         with torch.autograd.set_multithreading_enabled(
             False
         ):  # the ranks would share, and block, one thread of the device
@@ -99,7 +99,7 @@ def test_attention_of_a_shared_sequence_equals_the_plain_kernel_in_float64(kind:
     for rank, got in enumerate(run_ranks({"cp": 4, "cp_heads": 2}, work)):
         mine = Axis("cp", tuple(range(4)), rank)
         for x, y in zip(got, (expected.detach(), *(x.grad for x in inputs)), strict=True):
-            part = of_my_rows(y, mine, dim=0)
+            part = shard_sequence(y, mine, dim=0)
             torch.testing.assert_close(x.double(), part, rtol=bound, atol=bound * y.abs().max().item())
 
 
@@ -108,12 +108,12 @@ def test_half_precision_weight_gradients_are_summed_in_float32(factor: torch.dty
     weight = torch.nn.Parameter(on_device(64, 32, dtype=factor))
     weight.main_grad = torch.ones(64, 32, device=weight.device)
     grad, x = on_device(512, 64, seed=1, dtype=factor), on_device(512, 32, seed=2, dtype=factor)
-    assert linear_autograd.weight_gradient(weight, grad, x) is None
+    assert linear_autograd.accumulate_wgrad(weight, grad, x) is None
     expected = 1 + grad.double().t() @ x.double()
     torch.testing.assert_close(weight.main_grad.double(), expected, rtol=0, atol=expected.abs().max().item() * 1e-5)
     if DEVICE == "cuda":
         chosen = linear_autograd._accumulate_for(weight.device, torch.float32, factor).__name__
-        assert chosen in ("_added_within", "_mixed"), f"the factors are widened ({chosen})"
+        assert chosen in ("_addmm_out_dtype", "_mm_out_dtype"), f"the factors are widened ({chosen})"
 
 
 def test_a_looked_up_row_is_summed_in_float32():

@@ -63,7 +63,7 @@ _replace = os.replace
 def die_while_meeting() -> None:
     """When the others know that this rank has come."""
     until = time.monotonic() + 5
-    while not getattr(job, "_line", None) and time.monotonic() < until:
+    while not getattr(job, "_client", None) and time.monotonic() < until:
         time.sleep(0.05)
     time.sleep(0.2)
     os._exit(9)

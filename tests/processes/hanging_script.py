@@ -51,15 +51,15 @@ class Hanging:
     """Stands before the functions by which a rank writes where it is."""
 
     def __init__(self):
-        self.issue, self.enter = rank_status.Whereabouts.issue, rank_status.Whereabouts.enter
+        self.issue, self.enter = rank_status.RankStatusWriter.issue, rank_status.RankStatusWriter.enter
         self.calls, self.phase = 0, ""
 
-    def on_enter(self, here: rank_status.Whereabouts, phase: str) -> None:
+    def on_enter(self, here: rank_status.RankStatusWriter, phase: str) -> None:
         self.enter(here, phase)
         self.phase = phase.replace(" ", "_")
         self.count(self.phase == PLACE)
 
-    def on_issue(self, here: rank_status.Whereabouts, op: str, *call: object) -> int:
+    def on_issue(self, here: rank_status.RankStatusWriter, op: str, *call: object) -> int:
         self.count(any(f"{name}@{self.phase}" == PLACE for name in (op, "any")))
         slot = self.issue(here, op, *call)
         self.count(any(f"{name}+{self.phase}" == PLACE for name in (op, "any")))
@@ -74,8 +74,8 @@ class Hanging:
 if __name__ == "__main__":
     if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == RANK:
         hanging = Hanging()
-        rank_status.Whereabouts.issue = lambda *words: hanging.on_issue(*words)
-        rank_status.Whereabouts.enter = lambda *words: hanging.on_enter(*words)
+        rank_status.RankStatusWriter.issue = lambda *words: hanging.on_issue(*words)
+        rank_status.RankStatusWriter.enter = lambda *words: hanging.on_enter(*words)
     pretrain(
         pretrain_gpt.train_valid_test_datasets_provider,
         pretrain_gpt.model_provider,

@@ -52,7 +52,7 @@ if __name__ == "__main__":
         sys.argv.remove("--own-group")
         dist.init_process_group("gloo")
     mark("settings")
-    marked(job, "_open_line", "opening its line", after="meeting")
+    marked(job, "_open_client", "opening its line", after="meeting")
     marked(dist, "init_process_group", "connecting", after="agreeing")
     marked(initialize_model_parallel, "build_mesh", "making groups", after="initialising")
     marked(training, "Trainer", "building")

@@ -20,9 +20,9 @@ sys.path.insert(2, str(Path(__file__).resolve().parents[1] / "campaigns"))
 from benchmarks.context_speed import of_torch
 
 from megatron.core import parallel_state
-from megatron.core.context_parallel.cp_attention import METHODS, ContextParallel, SharedAttention
+from megatron.core.context_parallel.cp_attention import METHODS, AttentionInputs, ContextParallel
 from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
-from megatron.core.ops.shard_sequence import of_my_rows
+from megatron.core.ops.shard_sequence import shard_sequence
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
 
@@ -38,10 +38,10 @@ def whole_tensors() -> list[Tensor]:
 
 def ours(kind: str, cp: ContextParallel) -> list[Tensor]:
     """The result and the gradients of q, k and v, of my rows."""
-    *inputs, grad = (of_my_rows(x, cp.axis, dim=0) for x in whole_tensors())
+    *inputs, grad = (shard_sequence(x, cp.axis, dim=0) for x in whole_tensors())
     q, k, v = (x.requires_grad_() for x in inputs)
     dropout = AttentionDropout(0.0, DropoutKeys(0), 0, 0)
-    out = METHODS[kind].attend(SharedAttention(q, k, v, None, dropout, "auto", _whole_samples), cp)
+    out = METHODS[kind].attend(AttentionInputs(q, k, v, None, dropout, "auto", _whole_samples), cp)
     out.backward(grad)
     return [out.detach(), q.grad, k.grad, v.grad]
 
@@ -53,7 +53,7 @@ def _whole_samples(q: Tensor, k: Tensor, v: Tensor, _: None) -> Tensor:
 
 def torchs(axis: Axis, rotate: str) -> list[Tensor]:
     theirs._cp_options.convert_to_f32 = False
-    heads = [of_my_rows(x, axis, dim=0).permute(1, 2, 0, 3).contiguous() for x in whole_tensors()]
+    heads = [shard_sequence(x, axis, dim=0).permute(1, 2, 0, 3).contiguous() for x in whole_tensors()]
     return of_torch(heads, rotate)
 
 
@@ -62,7 +62,7 @@ def of_one_process(axis: Axis) -> list[Tensor]:
     q, k, v = (x.requires_grad_() for x in inputs)
     out = _whole_samples(q, k, v, None)
     out.backward(grad)
-    return [of_my_rows(x, axis, dim=0) for x in (out.detach(), q.grad, k.grad, v.grad)]
+    return [shard_sequence(x, axis, dim=0) for x in (out.detach(), q.grad, k.grad, v.grad)]
 
 
 def through_host(kind: str, cp: ContextParallel) -> list[Tensor]:

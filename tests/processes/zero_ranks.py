@@ -206,7 +206,7 @@ def build_plain(mesh: Mesh, model: ModelConfig) -> torch.nn.Module:
         positions=SEQ,
         vocab_size=VOCAB,
         layers=range(model.num_layers),
-        context=LayerContext.on(mesh, model.params_dtype, DropoutKeys(SEED), fills=False),
+        context=LayerContext.from_mesh(mesh, model.params_dtype, DropoutKeys(SEED), fills=False),
     )
     initialize_parameters(module, SEED, mesh)
     return module

@@ -66,5 +66,5 @@ def stopped(error: type, flags: str, layout: Layout = ALONE, **how) -> list[str]
 def weights_of(trainer: Trainer) -> Tensor:
     """Those that this rank holds between two steps."""
     return torch.cat(
-        [values for chunk in trainer.model for buffer in chunk.buffers for values in buffer.held_params.tensors]
+        [values for chunk in trainer.model for buffer in chunk.buffers for values in buffer.param_shard.tensors]
     ).clone()

@@ -41,7 +41,9 @@ def tiny_trainer(mesh: Mesh, model: ModelConfig, layout: Layout, **options) -> T
 def state_of(tiny: TinyTrainer) -> list[Tensor]:
     """Every bit of what is kept, in an order of its own."""
     tiny.finish_param_gather()
-    kept = save_and_load.model_tensors(tiny.model, tiny.mesh) | save_and_load.optimizer_tensors(tiny.adam, tiny.mesh)
+    kept = save_and_load.sharded_model_state(tiny.model, tiny.mesh) | save_and_load.sharded_optimizer_state(
+        tiny.adam, tiny.mesh
+    )
     whole = [local.tensor for _, local in sorted(kept.items())]
     return [start_reading(x).wait().detach().flatten().clone() for x in whole]
 

@@ -17,7 +17,7 @@ from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.optimizer import OPTIMIZERS
 from megatron.core.optimizer.param_groups import default_group
 from megatron.core.parallel.accelerator import Device
-from megatron.core.parallel.global_state import current
+from megatron.core.parallel.global_state import get_global_state
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel import SCHEDULES
 from megatron.core.tokenizers import TOKENIZERS, build_tokenizer
@@ -80,7 +80,7 @@ def trainer_of(
     config, args = settings_of(script, flags)
     check(config, mesh["world"].size)
     mesh.stages = config.stages
-    current().sequence_parallel = config.parallel.sequence_parallel_on
+    get_global_state().sequence_parallel = config.parallel.sequence_parallel_on
     keys = DropoutKeys(config.training.seed)
     tokenizer = build_tokenizer(config.tokenizer) if config.tokenizer.tokenizer_type else None
     tier = make_tier(config.offload, mesh["world"].rank, torch.device("cpu"), block=4096)

@@ -24,7 +24,7 @@ from megatron.core.ops.attention.masks import Documents
 from megatron.core.ops.cpu_half_precision_matmul import NATIVE
 from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.dropout import DropoutKeys
-from megatron.core.ops.shard_sequence import of_my_rows
+from megatron.core.ops.shard_sequence import shard_sequence
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.loss_scaler import DynamicGradScaler
 from megatron.core.optimizer.optimizer_registry import OptimizerConfig
@@ -34,7 +34,7 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.layer_split import split_layers, split_two_stacks
 from megatron.core.pipeline_parallel.schedules import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec
-from megatron.core.sharding.boxes import pieces_of_run, size_of, slices
+from megatron.core.sharding.boxes import pieces_in_flat_range, size_of, slices
 from megatron.core.sharding.initial_values import initialize_parameters
 from megatron.core.sharding.placement import Placement, owned_pieces
 from megatron.core.transformer.layer_build_context import LayerContext
@@ -43,7 +43,7 @@ from megatron.training.arguments.command_line import parse_args
 from megatron.training.arguments.config import Config
 from megatron.training.checkpointing import save_and_load
 from megatron.training.checkpointing.train_state import TrainState
-from megatron.training.model_chunks import share_tables
+from megatron.training.model_chunks import tie_embeddings
 from megatron.training.step import StepResult, train_step
 
 VOCAB, SEQ, SEED = 61, 8, 3
@@ -119,7 +119,7 @@ def microbatches(
         rows = [sample(number, texts) for number in batch.samples_of(first_sample, i, mesh["dp"])]
         whole = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
         yield {
-            key: x if key in uncut else of_my_rows(x, mesh["cp"], dim=2 if x.dim() == 4 else 1)
+            key: x if key in uncut else shard_sequence(x, mesh["cp"], dim=2 if x.dim() == 4 else 1)
             for key, x in whole.items()
         }
 
@@ -157,7 +157,7 @@ def build_chunks(
     subject: Subject = GPT,
     tier: Tier | None = None,
     frozen: str = "",
-    whole_among: Callable[[dict[str, Placement]], Collection[str]] = lambda placements: (),
+    full_matrix_params: Callable[[dict[str, Placement]], Collection[str]] = lambda placements: (),
 ) -> tuple[dict[int, DistributedDataParallel], DropoutKeys, WeightGradStore]:
     """This rank's stages in their buffers. frozen: parameters whose names have this in them are not trained."""
     keys, store, chunks = DropoutKeys(SEED), WeightGradStore(), {}
@@ -173,22 +173,22 @@ def build_chunks(
             config,
             vocab_size=vocab,
             layers=split[stage],
-            context=LayerContext.on(mesh, config.params_dtype, keys, tier=tier, **options),
+            context=LayerContext.from_mesh(mesh, config.params_dtype, keys, tier=tier, **options),
             pre_process=stage == 0,
             post_process=stage == stages.last,
         )
         for stage in stages.of_rank(mesh["pp"].rank)
     }
     if stages.last > 0:
-        share_tables(models)
+        tie_embeddings(models)
     for stage, model in models.items():
         initialize_parameters(model, SEED, mesh)
         named = dict(model.named_parameters())
         for name, parameter in named.items() if frozen else ():
             parameter.requires_grad_(frozen not in name)
         params_tier = tier if layout.offload.offload_params else None
-        whole = whole_among({name: p.placement for name, p in named.items()})
-        chunks[stage] = DistributedDataParallel(model, mesh, poisoned, store, tier=params_tier, whole=whole)
+        whole = full_matrix_params({name: p.placement for name, p in named.items()})
+        chunks[stage] = DistributedDataParallel(model, mesh, poisoned, store, tier=params_tier, unsplit=whole)
     return chunks, keys, store
 
 
@@ -250,8 +250,8 @@ class TinyTrainer:
         self.batch, self.state = BatchShape(global_batch // layout.dp // layout.m, layout.m), TrainState()
         self.tier = make_tier(layout.offload, mesh["world"].rank, torch.device("cpu"), block=4096)
         optimizer = optimizer or OptimizerConfig()
-        whole_among = partial(optimizer.whole_among, group_of=group_of)
-        parts = build_chunks(mesh, config, layout, texts.vocab, subject, self.tier, frozen, whole_among)
+        full_matrix_params = partial(optimizer.full_matrix_params, group_of=group_of)
+        parts = build_chunks(mesh, config, layout, texts.vocab, subject, self.tier, frozen, full_matrix_params)
         self.chunks = parts[0]
         self.model = list(self.chunks.values())
         self.buffers = [buffer for chunk in self.model for buffer in chunk.buffers]
@@ -319,7 +319,7 @@ def runtime_for(
         tokenizer_sha256=None,
         data_sha256=None,
         global_batch_size=global_batch,
-        products=NATIVE,
+        matmul_modes=NATIVE,
     )
 
 
@@ -388,7 +388,7 @@ def my_pieces(
         for attribute, buffers in (shards or {}).items()
         for buffer in buffers
         if buffer.stage
-        for slot in buffer.plan.slots
+        for slot in buffer.plan.param_ranges
     }
     if not hasattr(module, "owned_by_rank"):  # asked for after every step
         module.owned_by_rank = [
@@ -402,9 +402,9 @@ def my_pieces(
                 result += [(name, placement.shape, box, tensor_of(p)[slices(local)].clone()) for box, local in owned]
             continue
         slot, shard, buffer = held[name]
-        for start, stop in overlaps(buffer.owned, slot.start, slot.stop) if buffer.axes.replica.is_first else ():
+        for start, stop in overlaps(buffer.owned_runs, slot.start, slot.stop) if buffer.axes.replica.is_first else ():
             values, run = start_reading(shard.at(start, stop)).wait(), (start - slot.start, stop - slot.start)
-            for box, ((first, last),) in pieces_of_run(owned, run, shape):
+            for box, ((first, last),) in pieces_in_flat_range(owned, run, shape):
                 result.append((name, placement.shape, box, values[first:last].reshape(size_of(box)).clone()))
     return result
 

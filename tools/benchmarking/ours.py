@@ -8,7 +8,13 @@ from typing import Any
 import pretrain_bert
 import pretrain_gpt
 from megatron.core.base.dataclass_flags import flag_of
-from megatron.core.ops.compile.compiled_region import CompileConfig, Region, news_of_layers, spent, why_not
+from megatron.core.ops.compile.compiled_region import (
+    CompileConfig,
+    CompiledRegion,
+    compile_cost,
+    compile_fallback_lines,
+    why_not,
+)
 from megatron.core.parallel import collectives
 from megatron.training.evaluate import evaluate
 from megatron.training.initialize import initialize_megatron
@@ -67,23 +73,23 @@ class Ours:
         optimizer.clip_factor = timed("clipping")(optimizer.clip_factor)
 
     def _note_regions_that_run_eager(self) -> None:
-        choose = Region.chosen
+        choose = CompiledRegion.select
 
-        def noted(region: Region, config: CompileConfig, device: Any) -> Callable[..., Any]:
+        def noted(region: CompiledRegion, config: CompileConfig, device: Any) -> Callable[..., Any]:
             found = choose(region, config, device)
             if found == region.eager:
                 self.chosen_eager.append(region.eager.__name__)
             return found
 
-        Region.chosen = noted  # type: ignore[method-assign]
+        CompiledRegion.select = noted  # type: ignore[method-assign]
 
     def check_compiled(self) -> None:
         """RuntimeError if --compile was asked for and something that it compiles ran eager. After the first step."""
-        if self.compiled and (self.chosen_eager or not spent().programs):
+        if self.compiled and (self.chosen_eager or not compile_cost().programs):
             what = ", ".join(sorted({*self.chosen_eager})) or "everything"
             reason = why_not(self.trainer.device.type) or "the log of a run says why"
             raise RuntimeError(f"--compile: {what} ran eager ({reason}); there is nothing to compare")
-        if in_parts := news_of_layers(self.trainer.model):
+        if in_parts := compile_fallback_lines(self.trainer.model):
             raise RuntimeError(f"{in_parts[0]}; there is nothing to compare")
 
     def _new_batches(self) -> dict[int, Batches]:

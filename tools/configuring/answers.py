@@ -12,8 +12,8 @@ from megatron.core.base.dataclass_flags import (
     Positive,
     add_flags,
     flag_of,
-    knob,
-    knobs,
+    option,
+    option_fields,
 )
 from tools.configuring.layouts import Work
 from tools.configuring.sizes import SIZES, Model, Size, nearest
@@ -27,23 +27,23 @@ _SIZES = "; ".join(f"{family}: {', '.join(sizes)}" for family, sizes in SIZES.it
 class Answers(FlagConfig):
     """The job: asked for, unless given."""
 
-    machines: Count | None = knob(None, "machines")
-    devices: Count | None = knob(None, "devices of each machine; with --device cpu the processes of each machine")
-    device: Literal["gpu", "cpu"] | None = knob(None, "what computes: gpu or cpu")
-    memory: Positive | None = knob(None, "GiB of each device; with --device cpu of each machine", metavar="GIB")
-    model: Literal["gpt", "bert", "llama"] | None = knob(None, "family of the model: gpt, bert or llama")
-    size: str | None = knob(None, f"published size, by its parameters: {_SIZES}; or {OWN_SHAPE}")
-    num_layers: Count | None = knob(None, "layers, of a model of another size")
-    hidden_size: Count | None = knob(None, "hidden size")
-    num_attention_heads: Count | None = knob(None, "attention heads")
-    num_query_groups: Count | None = knob(None, "key/value heads of a llama; default: one for each head; never asked")
-    ffn_hidden_size: Count | None = knob(
+    machines: Count | None = option(None, "machines")
+    devices: Count | None = option(None, "devices of each machine; with --device cpu the processes of each machine")
+    device: Literal["gpu", "cpu"] | None = option(None, "what computes: gpu or cpu")
+    memory: Positive | None = option(None, "GiB of each device; with --device cpu of each machine", metavar="GIB")
+    model: Literal["gpt", "bert", "llama"] | None = option(None, "family of the model: gpt, bert or llama")
+    size: str | None = option(None, f"published size, by its parameters: {_SIZES}; or {OWN_SHAPE}")
+    num_layers: Count | None = option(None, "layers, of a model of another size")
+    hidden_size: Count | None = option(None, "hidden size")
+    num_attention_heads: Count | None = option(None, "attention heads")
+    num_query_groups: Count | None = option(None, "key/value heads of a llama; default: one for each head; never asked")
+    ffn_hidden_size: Count | None = option(
         None, "width inside the MLP; default: 4 x hidden, of a llama 8/3 x hidden; never asked"
     )
-    vocab_size: Count | None = knob(None, "words; default: those of the size; never asked")
-    seq_length: Count | None = knob(None, "tokens of a sequence")
-    global_batch_size: Count | None = knob(None, "sequences of a step, over all ranks")
-    precision: Literal["bf16", "fp16", "fp32"] | None = knob(None, "precision of the parameters: bf16, fp16 or fp32")
+    vocab_size: Count | None = option(None, "words; default: those of the size; never asked")
+    seq_length: Count | None = option(None, "tokens of a sequence")
+    global_batch_size: Count | None = option(None, "sequences of a step, over all ranks")
+    precision: Literal["bf16", "fp16", "fp32"] | None = option(None, "precision of the parameters: bf16, fp16 or fp32")
 
     def problems(self) -> Iterator[str]:
         own = [flag_of(name) for name in _SHAPE if getattr(self, name) is not None]
@@ -60,18 +60,20 @@ class Answers(FlagConfig):
 class Choices(FlagConfig):
     """The search and its result."""
 
-    micro_batch_size: Count | None = knob(None, "sequences that a rank computes at once; default: tries 1, 2, 4 and 8")
-    usable: Annotated[float, "(0, 1]"] = knob(
+    micro_batch_size: Count | None = option(
+        None, "sequences that a rank computes at once; default: tries 1, 2, 4 and 8"
+    )
+    usable: Annotated[float, "(0, 1]"] = option(
         0.9, "share of the memory that a layout may take; the rest is for workspaces of kernels and of communication"
     )
-    show: Count = knob(3, "end the search at this many layouts that fit, each with other sizes of TP and PP")
-    choose: Count | None = knob(None, "the layout of those that fit, by its number; with --yes default: 1")
-    train_iters: Count = knob(1000, "iterations that are written")
-    lr: Positive = knob(3e-4, "learning rate that is written")
-    yes: bool = knob(False, "ask nothing")
-    shell: str | None = knob(None, "write a script for bash", metavar="FILE.sh")
-    yaml: str | None = knob(None, "write the flags as a file for --yaml-cfg", metavar="FILE.yaml")
-    overwrite: bool = knob(False, "replace files that are there")
+    show: Count = option(3, "end the search at this many layouts that fit, each with other sizes of TP and PP")
+    choose: Count | None = option(None, "the layout of those that fit, by its number; with --yes default: 1")
+    train_iters: Count = option(1000, "iterations that are written")
+    lr: Positive = option(3e-4, "learning rate that is written")
+    yes: bool = option(False, "ask nothing")
+    shell: str | None = option(None, "write a script for bash", metavar="FILE.sh")
+    yaml: str | None = option(None, "write the flags as a file for --yaml-cfg", metavar="FILE.yaml")
+    overwrite: bool = option(False, "replace files that are there")
 
 
 class Question(NamedTuple):
@@ -121,7 +123,7 @@ def complete(given: Answers, ask: Callable[[str], str] | None, say: Callable[[st
 
 def _answered(answers: Answers, question: Question, ask: Callable | None, say: Callable[[str], None]) -> Answers:
     default, flag = question.default(answers), flag_of(question.name)
-    shown = next(field.metadata["help"] for field in knobs(Answers) if field.name == question.name)
+    shown = next(field.metadata["help"] for field in option_fields(Answers) if field.name == question.name)
     if question.name == "size":
         shown = f"size ({', '.join(SIZES[answers.model])}, or {OWN_SHAPE})"
     while True:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import product, starmap
 from typing import NamedTuple
 
-from megatron.core.distributed.comm_volume import Flat, step_traffic
+from megatron.core.distributed.comm_volume import BufferSizes, step_comm_volume
 from tools.configuring.sizes import Model
 
 RECOMPUTES = {
@@ -136,8 +136,8 @@ def sent(work: Work, layout: Layout) -> dict[str, float]:
     activation = work.seq_length * layout.micro_batch * shape.hidden_size * work.element  # N of docs/parallelism.md
     again = 3 if work.model.family == "llama" else 4  # dropout behind a layer's last sum has that made again
     moved = (10 + {"none": 0, "mlp": 1, "full": again}[layout.recompute]) * activation  # in a layer
-    flat = Flat(work.model.parameters // (layout.tp * layout.pp), 0, work.element, sum_bytes=4, sent_bytes=4)
-    traffic = step_traffic(flat, layout.zero, inner=layout.dp, microbatches=microbatches)
+    flat = BufferSizes(work.model.parameters // (layout.tp * layout.pp), 0, work.element, sum_bytes=4, sent_bytes=4)
+    traffic = step_comm_volume(flat, layout.zero, inner=layout.dp, microbatches=microbatches)
     return {
         "tensor": (layout.tp - 1) / layout.tp * moved * shape.num_layers / layout.pp * microbatches,
         "data": sum(traffic.values()),

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from megatron.core.base.dataclass_flags import ConfigError, FlagParser
 from megatron.core.models.common.model_rules import text_problems
-from megatron.core.ops.cpu_half_precision_matmul import NATIVE, WAYS, Products
+from megatron.core.ops.cpu_half_precision_matmul import MATMUL_MODES, NATIVE, MatmulModes
 from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.parallel.accelerator import Device
@@ -73,9 +73,9 @@ def read(words: Sequence[str]) -> Read:
     with as_settings_problem():
         tokenizer = None if config.tokenizer.tokenizer_type is None else build_tokenizer(config.tokenizer)
     way = config.transformer.cpu_half_products
-    products = Products.all(way) if way in WAYS else NATIVE  # by the flags, not by a trial on this CPU
+    matmul_modes = MatmulModes.all(way) if way in MATMUL_MODES else NATIVE  # by the flags, not by a trial on this CPU
     mesh, keys = mesh_of(config, args.world_size, 0), DropoutKeys(1)
-    runtime = Runtime(config, args, mesh, Device("cpu"), tokenizer, keys, WeightGradStore(), products=products)
+    runtime = Runtime(config, args, mesh, Device("cpu"), tokenizer, keys, WeightGradStore(), matmul_modes=matmul_modes)
     # A laptop plans for the accelerators that will train, unless the flags choose a CPU.
     accelerator = config.device.device != "cpu" and not args.measure
     return Read(Job(runtime, script.model_provider, script.forward_step, accelerator, script.group_of), args)

@@ -12,7 +12,7 @@ from typing import Any
 from megatron.convert.families.config_fields import Given, ModelSettings, dtype_in
 from megatron.convert.families.family import Family
 from megatron.convert.families.registry import FAMILIES
-from megatron.core.base.dataclass_flags import ConfigError, knobs
+from megatron.core.base.dataclass_flags import ConfigError, option_fields
 from megatron.core.transformer.model_config import LossConfig, ModelConfig, PrecisionConfig, RecomputeConfig
 
 # What settings together say, by properties of a `ModelConfig`; they are compared instead of these settings.
@@ -24,7 +24,7 @@ _SAID_TOGETHER = {
     "activation": (("swiglu", "gated", "activation"), lambda model: model.activation_region),
     "windows": (
         ("window_size", "window_attn_skip_freq"),
-        lambda model: [model.keys_before(i) for i in range(model.num_layers)],
+        lambda model: [model.window_left(i) for i in range(model.num_layers)],
     ),
     "rotary positions": (
         ("rotary_base", "rotary_base_of_windows", "no_rope_freq", "rotary_seq_len_interpolation_factor")
@@ -51,7 +51,7 @@ def what_it_computes(model: ModelConfig) -> dict[str, Any]:
     """All that tells two models apart, one value for each meaning."""
     together = {name: said(model) for name, (_, said) in _SAID_TOGETHER.items()}
     covered = _NOT_OF_THE_MODEL.union(*(names for names, _ in _SAID_TOGETHER.values()))
-    return together | {f.name: getattr(model, f.name) for f in knobs(ModelConfig) if f.name not in covered}
+    return together | {f.name: getattr(model, f.name) for f in option_fields(ModelConfig) if f.name not in covered}
 
 
 def family_of(config: Mapping[str, Any], source: str) -> Family:

@@ -7,9 +7,9 @@ several, it is written as the first.
 
 from megatron.convert.families import bert, gpt_like, llama_like, t5
 from megatron.convert.families.family import Family
-from megatron.core.base.registry import Table
+from megatron.core.base.registry import Registry
 
-FAMILIES = Table(
+FAMILIES = Registry(
     "FAMILIES",
     Family,
     {

@@ -63,7 +63,7 @@ def windows(
         return {"window_size": f"{width - 1},0"} | pattern
 
     def write(model: Any) -> dict[str, Any]:
-        before = [model.keys_before(layer) for layer in range(model.num_layers)]
+        before = [model.window_left(layer) for layer in range(model.num_layers)]
         has, width = [keys is not None for keys in before], next((keys for keys in before if keys is not None), None)
         # A class with layer_types alone wants a width, although no layer may use it.
         said = {"sliding_window": (absent if lists and not switch else None) if width is None else width + 1}

@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple
 
-from megatron.core.sharding.boxes import Box, run_of, whole
+from megatron.core.sharding.boxes import Box, contiguous_flat_range, whole
 
 Shape = tuple[int, ...]
 
@@ -158,7 +158,7 @@ def stretches_of(operation: str, heads: HeadCounts, ours: Shape) -> list[Stretch
     begins = list(accumulate(map(prod, shapes), initial=0))
     found = []
     for box, view in OPERATIONS[operation].places(heads, [View.of(which, shape) for which, shape in enumerate(shapes)]):
-        if (run := run_of(box, ours)) is None or view.strides != View.of(0, view.shape).strides:
+        if (run := contiguous_flat_range(box, ours)) is None or view.strides != View.of(0, view.shape).strides:
             return None
         found.append(Stretch(*run, begins[view.which] + view.start))
     return found

@@ -1,5 +1,4 @@
-"""The handle of an asynchronous operation: a collective, a transfer between stages, a read, a write, a copy. Without
-torch."""
+"""The handle of an asynchronous operation: a collective, a transfer between stages, a read, a write, a copy. No torch."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
@@ -7,11 +6,11 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 
-class Pending(Generic[T]):
+class AsyncHandle(Generic[T]):
     """An operation in flight. `wait()` blocks until it is done and returns its result; later calls return the same result.
 
-    finish: called once; waits and returns the result. keep: objects kept alive until then. Tensors of the operation must not
-    be read or written before `wait()`.
+    finish: called once; waits and returns the result. keep: objects kept alive until then. Tensors of the operation
+    must not be read or written before `wait()`.
     """
 
     def __init__(self, finish: Callable[[], T], *keep: Any):
@@ -21,16 +20,17 @@ class Pending(Generic[T]):
     def wait(self) -> T:
         if self._finish is not None:
             self._result = self._finish()
-            self._finish, self._keep = None, ()
+            self._finish = None
+            self._keep = ()
         return self._result
 
 
-def done(result: T = None) -> Pending[T]:
-    """A Pending that is complete."""
-    return Pending(lambda: result, result)
+def done(result: T = None) -> AsyncHandle[T]:
+    """Return the handle of an operation that is complete."""
+    return AsyncHandle(lambda: result, result)
 
 
-def all_of(started: Iterable[Pending[T]]) -> Pending[tuple[T, ...]]:
-    """One Pending for several; waits in their order."""
-    started = tuple(started)
-    return Pending(lambda: tuple(one.wait() for one in started), *started)
+def all_of(handles: Iterable[AsyncHandle[T]]) -> AsyncHandle[tuple[T, ...]]:
+    """Return one handle for several, which are waited for in their order."""
+    handles = tuple(handles)  # starts all operations, if `handles` is a generator
+    return AsyncHandle(lambda: tuple(handle.wait() for handle in handles), *handles)

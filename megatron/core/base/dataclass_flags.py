@@ -1,13 +1,13 @@
-"""Command-line flags from dataclass fields: a knob is declared once, beside the component that it configures.
+"""Command-line flags from dataclass fields: an option is declared once, beside the component that it configures.
 
     @dataclass(frozen=True)
     class ModelConfig(FlagConfig):
         \"\"\"Shape of the transformer.\"\"\"
-        num_layers: Count = knob(12, "transformer layers in the whole model")
+        num_layers: Count = option(12, "transformer layers in the whole model")
 
 gives `--num-layers 24`, its default, its help, and `ModelConfig(num_layers=24)`. Configs are frozen; derived values are
-properties. A knob's type may bound its numbers (`Count`), rules within one config stand in `FlagConfig.problems`, and the
-caller checks rules across configs.
+properties. An option's type may bound its numbers (`Count`), rules within one config are checked in `FlagConfig.problems`,
+and the caller checks rules across configs.
 """
 
 import argparse
@@ -36,7 +36,7 @@ class ConfigError(ValueError):
         super().__init__("\n".join(self.problems))
 
 
-def knob(
+def option(
     default: Any,
     help: str,
     *,
@@ -47,40 +47,40 @@ def knob(
     names: Collection[str] | None = None,
     read: Callable[[str], str] | None = None,
 ) -> Any:
-    """A dataclass field that is also a flag.
+    """Declare a dataclass field that is also a flag.
 
-    `flags` replaces the spelling `--field-name`; further entries are aliases. A boolean with default False is switched on by
-    `--field-name`, a boolean with default True is switched off by `--no-field-name`; the help says what giving the flag
-    does.
-    `required`: help and docs say so; the config, or a check across configs, refuses its absence.
-    `of_model`, for a script's own knobs: a checkpoint with another value does not fit the model and is refused.
-    `names`: an open table; the allowed values are its keys when the flags are read, with a script's additions.
-    `read`, for a text with a form of its own, or for `names`, to say more of others: its one spelling, or an
-    ArgumentTypeError
-    that says what is allowed.
+    flags: replaces the spelling `--field-name`; further entries are aliases. A boolean with default False is switched
+        on by `--field-name`, a boolean with default True is switched off by `--no-field-name`; the help says what
+        giving the flag does.
+    required: help and docs say so; the config, or a check across configs, refuses its absence.
+    of_model: for a script's own options: a checkpoint with another value does not fit the model and is refused.
+    names: a registry; the allowed values are its keys when the flags are read, with a script's additions.
+    read: for a text with a form of its own, or for `names`, to accept other texts too: returns its one spelling, or
+        raises an ArgumentTypeError that says what is allowed.
     """
     metadata = dict(
         help=help, flags=flags, metavar=metavar, required=required, of_model=of_model, names=names, read=read
     )
-    if isinstance(default, list):  # which has no hash
+    if isinstance(default, list):  # a mutable default, which has no hash
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata, hash=False)
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def flags_of(field: dataclasses.Field) -> tuple[str, ...]:
-    """The spellings of a field on the command line."""
+    """Return the spellings of a field on the command line."""
     if field.metadata["flags"]:
         return field.metadata["flags"]
-    return (flag_of(f"no_{field.name}" if field.default is True else field.name),)
+    name = f"no_{field.name}" if field.default is True else field.name
+    return (flag_of(name),)
 
 
 def flag_of(name: str) -> str:
-    """The default spelling of a field: --num-layers for num_layers."""
+    """Return the default spelling of a field: --num-layers for num_layers."""
     return f"--{name.replace('_', '-')}"
 
 
-def knobs(config_class: type) -> list[dataclasses.Field]:
-    """The fields of a config class that are flags."""
+def option_fields(config_class: type) -> list[dataclasses.Field]:
+    """Return the fields of a config class that are flags."""
     return [f for f in dataclasses.fields(config_class) if "help" in f.metadata]
 
 
@@ -89,12 +89,12 @@ def default_of(field: dataclasses.Field) -> Any:
 
 
 def title_of(config_class: type) -> str:
-    """The title of a group of flags: the first line of the class's docstring."""
+    """Return the title of a group of flags: the first line of the class's docstring."""
     return (config_class.__doc__ or config_class.__name__).strip().split("\n")[0].removesuffix(".")
 
 
 def default_text(field: dataclasses.Field) -> str:
-    """The default as help and docs show it; "" for a switch and for None."""
+    """Return the default as help and docs show it; "" for a switch and for None."""
     default = default_of(field)
     if isinstance(default, bool) or default is None:
         return "required" if field.metadata["required"] else ""
@@ -108,11 +108,12 @@ class FlagConfig:
     """Base class of configs. The constructor checks ranges and `problems`, and raises one ConfigError with all problems."""
 
     def __post_init__(self) -> None:
-        if problems := [*out_of_range(self), *self.problems()]:
+        problems = [*out_of_range(self), *self.problems()]
+        if problems:
             raise ConfigError(problems)
 
     def problems(self) -> Iterable[str]:
-        """Violated rules of this config, one line each. Also called if a number is out of range."""
+        """Return the violated rules of this config, one line each. Also called if a number is out of range."""
         return ()
 
     @property
@@ -121,7 +122,7 @@ class FlagConfig:
         return {}
 
 
-# Types of knobs with a range: the metadata of the `Annotated` type is an interval.
+# Types of options with a range: the metadata of the `Annotated` type is an interval.
 Count = Annotated[int, "[1, inf)"]
 WholeNumber = Annotated[int, "[0, inf)"]
 Positive = Annotated[float, "(0, inf)"]
@@ -134,18 +135,22 @@ _annotations_of = cache(partial(typing.get_type_hints, include_extras=True))
 
 
 def interval_of(config_class: type, field: dataclasses.Field) -> str | None:
-    """The interval of a knob's type, such as "[0, 1)"; None if it has none."""
+    """Return the interval of an option's type, such as "[0, 1)"; None if it has none."""
     kind = _annotations_of(config_class)[field.name]
-    return next((one.__metadata__[0] for one in (kind, *typing.get_args(kind)) if hasattr(one, "__metadata__")), None)
+    for part in (kind, *typing.get_args(kind)):  # Count, or Count | None
+        if hasattr(part, "__metadata__"):
+            return part.__metadata__[0]
+    return None
 
 
 _IN_WORDS = {"[0, inf)": "not be negative", "(0, inf)": "be positive", "[1, inf)": "be at least 1"}
 
 
 def out_of_range(config: Any) -> Iterator[str]:
-    """One line for each value outside its knob's interval or table of names, or that its reader refuses."""
+    """Yield one line for each value outside its option's interval or registry, or that its reader refuses."""
     for field, interval in _limited(type(config)):
-        names, value = field.metadata["names"], getattr(config, field.name)
+        names = field.metadata["names"]
+        value = getattr(config, field.name)
         if value is None:
             continue
         if field.metadata["read"] is not None:
@@ -158,17 +163,21 @@ def out_of_range(config: Any) -> Iterator[str]:
         if interval is None:
             continue
         low, high = _ends_of(interval)
-        above = low < value or (interval[0] == "[" and value == low)
-        below = value < high or (interval[-1] == "]" and value == high)
-        if not (above and below):
+        is_above = low < value or (interval[0] == "[" and value == low)
+        is_below = value < high or (interval[-1] == "]" and value == high)
+        if not (is_above and is_below):  # also for NaN, whose comparisons are all false
             yield f"{flags_of(field)[0]} is {value}; it must {_IN_WORDS.get(interval, f'be in {interval}')}"
 
 
 @cache
 def _limited(config_class: type) -> list[tuple[dataclasses.Field, str | None]]:
-    """The knobs with an interval, a table of names or a reader."""
-    pairs = ((field, interval_of(config_class, field)) for field in knobs(config_class))
-    return [(f, i) for f, i in pairs if i or f.metadata["names"] is not None or f.metadata["read"] is not None]
+    """Return the options with an interval, a registry of names or a reader, each with its interval."""
+    limited = []
+    for field in option_fields(config_class):
+        interval = interval_of(config_class, field)
+        if interval or field.metadata["names"] is not None or field.metadata["read"] is not None:
+            limited.append((field, interval))
+    return limited
 
 
 @cache
@@ -177,7 +186,7 @@ def _ends_of(interval: str) -> tuple[float, ...]:
 
 
 def _bound(text: str) -> float:
-    """An end of an interval: "0", "inf" or "2^32"."""
+    """Read an end of an interval: "0", "inf" or "2^32"."""
     base, *power = text.split("^")
     return float(base) ** float(*power or [1])
 
@@ -193,7 +202,7 @@ def read_whole_number(text: str) -> int:
 
 
 def read_number(text: str) -> float:
-    """A finite number. NaN is refused because it would pass range checks: every comparison with it is false."""
+    """Read a finite number. NaN is refused because it would pass range checks: every comparison with it is false."""
     try:
         value = float(text)
     except ValueError:
@@ -204,7 +213,7 @@ def read_number(text: str) -> float:
 
 
 def read_text(text: str) -> str:
-    """A text that is not empty: an empty value is usually an unset shell variable."""
+    """Read a text that is not empty: an empty value is usually an unset shell variable."""
     if not text:
         raise argparse.ArgumentTypeError("the value is empty; give one or omit the flag")
     return text
@@ -215,7 +224,7 @@ _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
 def one_of(choices: Collection[Any]) -> Any:
-    """A reader of one of `choices`, all of one type. Looks them up when called: a script may have added to the table."""
+    """Return a reader of one of `choices`, all of one type. It looks them up when called: a script may have added some."""
 
     def read(text: str) -> Any:
         if text not in map(str, choices):
@@ -229,7 +238,7 @@ _types_of = cache(typing.get_type_hints)  # called several times for each field 
 
 
 def value_kind(config_class: type, field: dataclasses.Field) -> Any:
-    """The type of a knob's value without None: int for int | None."""
+    """Return the type of an option's value without None: int for int | None."""
     kind = _types_of(config_class)[field.name]
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
         kind = next(t for t in typing.get_args(kind) if t is not type(None))
@@ -237,16 +246,19 @@ def value_kind(config_class: type, field: dataclasses.Field) -> Any:
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Whether a value that came as JSON is of the type of a field: bool, int, float, str, Literal[...], list[X], or X
-    | None."""
+    """Return whether a value from JSON has the type of a field.
+
+    kind: bool, int, float, str, Literal[...], list[X], or X | None.
+    """
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
-        return any(fits(value, one) for one in typing.get_args(kind))
+        return any(fits(value, part) for part in typing.get_args(kind))
     if typing.get_origin(kind) is Annotated:
         return fits(value, typing.get_args(kind)[0])
     if typing.get_origin(kind) is Literal:
         return type(value) in (str, int, bool) and value in typing.get_args(kind)
     if typing.get_origin(kind) is list:
-        return isinstance(value, list) and all(fits(one, typing.get_args(kind)[0]) for one in value)
+        element = typing.get_args(kind)[0]
+        return isinstance(value, list) and all(fits(entry, element) for entry in value)
     if kind is float:
         return (type(value) is float and math.isfinite(value)) or fits(value, int)
     if kind is int:
@@ -254,38 +266,43 @@ def fits(value: Any, kind: Any) -> bool:
     return type(value) is kind
 
 
-def misfits(of: type, given: typing.Mapping[str, Any]) -> list[str]:
-    """The values among `given`, which came as JSON, that are not of the type of the field of their name in the
-    dataclass `of`."""
-    kinds = _types_of(of)
-    named = [(name, kinds[name], given[name]) for name in kinds if name in given]
-    return [f"{name} is {value!r:.40}" for name, kind, value in named if not fits(value, kind)]
+def misfits(config_class: type, values: typing.Mapping[str, Any]) -> list[str]:
+    """Return the `values` from JSON that do not have the type of the field of their name in the dataclass."""
+    problems = []
+    for name, kind in _types_of(config_class).items():
+        if name in values and not fits(values[name], kind):
+            problems.append(f"{name} is {values[name]!r:.40}")
+    return problems
 
 
 def _choices_of(kind: Any, field: dataclasses.Field) -> Collection[Any]:
-    """The allowed values of a choice; empty for other knobs."""
-    return field.metadata["names"] or (typing.get_args(kind) if typing.get_origin(kind) is Literal else ())
+    """Return the allowed values of a choice; empty for other options."""
+    if field.metadata["names"]:
+        return field.metadata["names"]
+    return typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
 
 
 def metavar_of(config_class: type, field: dataclasses.Field) -> str:
-    """The placeholder of the value in help: N an integer, X a number, {a,b} a choice; "" for a switch."""
+    """Return the placeholder of the value in help: N an integer, X a number, {a,b} a choice; "" for a switch."""
     kind = value_kind(config_class, field)
     if kind is bool:
         return ""
-    if choices := _choices_of(kind, field):
+    choices = _choices_of(kind, field)
+    if choices:
         return "{" + ",".join(map(str, choices)) + "}"
     element = typing.get_args(kind)[0] if typing.get_origin(kind) is list else kind
     return field.metadata["metavar"] or _METAVARS[element]
 
 
 def _argparse_options(config_class: type, field: dataclasses.Field) -> dict[str, Any]:
-    """The arguments of `add_argument` for a knob of type bool, int, float, str, Literal[...], list[X] or X | None."""
+    """Return the arguments of `add_argument` for an option of type bool, int, float, str, Literal[...], list[X] or X | None."""
     options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
     kind = value_kind(config_class, field)
     if kind is bool:
         return options | {"action": "store_false" if field.default is True else "store_true"}
     options["metavar"] = metavar_of(config_class, field)
-    if choices := _choices_of(kind, field):
+    choices = _choices_of(kind, field)
+    if choices:
         return options | {"type": field.metadata["read"] or one_of(choices)}
     if typing.get_origin(kind) is list:
         return options | {"nargs": "+", "type": _READERS[typing.get_args(kind)[0]]}
@@ -318,7 +335,7 @@ class FlagParser(argparse.ArgumentParser):
         self.defaults_of_script: dict[str, Any] = {}  # that it sets of other flags by `set_defaults`
 
     def read(self, argv: Sequence[str] | None) -> "ReadFlags":
-        """Parses a command line; values that cannot be read are listed, not raised."""
+        """Parse a command line; values that cannot be read are listed, not raised."""
         self._unreadable = {}
         values, unknown = super().parse_known_args(argv)
         for name in self._unreadable:
@@ -332,7 +349,7 @@ class FlagParser(argparse.ArgumentParser):
         return read.values, read.unknown
 
     def print_help(self, file: Any = None) -> None:
-        """Also for `--help | head`."""
+        """Print the help; a reader that ends early, as in `--help | head`, is no error."""
         if file is None:
             output_streams.print_answer(self.format_help())
         else:
@@ -360,17 +377,18 @@ class FlagParser(argparse.ArgumentParser):
 
     @contextlib.contextmanager
     def flags_of_script(self) -> Iterator[None]:
-        """Flags added inside the block become `own`; help shows them, and their groups, after the first group.
+        """Take flags added inside the block as the script's `own`; help shows them, and their groups, after the first group.
 
-        A default that it sets of a flag that is not its own would count as if the user had given it.
+        A default that the script sets of a flag that is not its own would count as if the user had given it.
         """
-        before, ours = list(self._action_groups), len(self._actions)
+        before = list(self._action_groups)
+        num_actions = len(self._actions)
         defaults = {action.dest: action.default for action in self._actions}
         yield
-        self.own = self._actions[ours:]
+        self.own = self._actions[num_actions:]
         names = self._defaults.keys() - {action.dest for action in self.own}
         self.defaults_of_script = {name: self._defaults.pop(name) for name in sorted(names)}
-        for action in self._actions[:ours]:
+        for action in self._actions[:num_actions]:
             action.default = defaults[action.dest]
         added = [group for group in self._action_groups if group not in before]
         self._optionals.title = "Flags of this script"
@@ -385,9 +403,9 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def add_flags(parser: argparse.ArgumentParser, config_class: type) -> None:
-    """Adds the group of flags of `config_class`."""
+    """Add the group of flags of `config_class`."""
     group = parser.add_argument_group(title_of(config_class))
-    for field in knobs(config_class):
+    for field in option_fields(config_class):
         add_flag(group, config_class, field)
 
 
@@ -399,30 +417,33 @@ def add_flag(
     default: Any = None,
     hidden: bool = False,
 ) -> None:
-    """Adds the flag of one field. default: shown in help instead of the field's own. hidden: not in help."""
+    """Add the flag of one field. default: shown in help instead of the field's own. hidden: not in help."""
     default = default_text(field) if default is None else default
-    shown = {"": "", "required": " (required)"}.get(default, f" (default: {default})")
-    text = argparse.SUPPRESS if hidden else f"{field.metadata['help']}{shown}".replace("%", "%%")
+    suffix = {"": "", "required": " (required)"}.get(default, f" (default: {default})")
+    text = f"{field.metadata['help']}{suffix}".replace("%", "%%")
+    if hidden:
+        text = argparse.SUPPRESS
     action = group.add_argument(*flags_of(field), help=text, **_argparse_options(config_class, field))
-    action.knob = field  # argparse itself does not know the default
+    action.config_field = field  # argparse itself does not know the default
 
 
-def knob_of(action: argparse.Action) -> dataclasses.Field | None:
-    """The config field whose flag this is; None: a script added the flag by argparse alone."""
-    return getattr(action, "knob", None)
+def field_of_action(action: argparse.Action) -> dataclasses.Field | None:
+    """Return the config field whose flag this is; None: a script added the flag by argparse alone."""
+    return getattr(action, "config_field", None)
 
 
 def read_flags(parser: FlagParser, argv: Sequence[str] | None) -> dict[str, Any]:
-    """The values of the given flags. Raises ConfigError for unknown flags, with the nearest known flag."""
-    given, unknown = parser.parse_known_args(argv)
+    """Return the values of the given flags. Raises ConfigError for unknown flags, with the nearest known flag."""
+    values, unknown = parser.parse_known_args(argv)
     if unknown:
         raise ConfigError(unknown_problems(unknown, parser))
-    return vars(given)
+    return vars(values)
 
 
 def repeated_flags(parser: FlagParser, argv: Sequence[str]) -> list[str]:
-    """One line for each setting that is given more than once; the last value counts."""
-    actions, times = parser.actions_by_flag(), Counter()
+    """Return one line for each option that is given more than once; the last value counts."""
+    actions = parser.actions_by_flag()
+    times: Counter[str] = Counter()
     for word in argv:
         action = actions.get(word.split("=")[0])
         if action is not None and not isinstance(action, argparse._AppendAction):
@@ -431,7 +452,7 @@ def repeated_flags(parser: FlagParser, argv: Sequence[str]) -> list[str]:
 
 
 def unknown_problems(words: Sequence[str], parser: FlagParser) -> list[str]:
-    """One line for each unknown flag among `words`, or one for all if none is a flag. `-1` is a value, not a flag."""
+    """Return one line for each unknown flag among `words`, or one for all if none is a flag. `-1` is a value, not a flag."""
     flags = [word for word in words if re.match(r"--?[A-Za-z_]", word)]
     if flags:
         return [unknown_flag_message(flag, parser.known_flags(), parser.refused) for flag in flags]
@@ -439,51 +460,61 @@ def unknown_problems(words: Sequence[str], parser: FlagParser) -> list[str]:
 
 
 def unknown_flag_message(flag: str, known: list[str], refused: Collection[str] = ()) -> str:
-    """`unknown flag --num-layer; did you mean --num-layers?`"""
+    """Return a message such as `unknown flag --num-layer; did you mean --num-layers?`."""
     name = flag.split("=")[0]
     allowed = [other for other in known if other not in refused]
-    near = nearest_flag(name, known, refused) or " or ".join(_longer_flags(name, allowed))
-    return f"unknown flag {flag}" + (f"; did you mean {near}?" if near else "; --help lists the known ones")
+    suggestion = nearest_flag(name, known, refused) or " or ".join(_longer_flags(name, allowed))
+    if suggestion:
+        return f"unknown flag {flag}; did you mean {suggestion}?"
+    return f"unknown flag {flag}; --help lists the known ones"
 
 
-_CALLED_ELSEWHERE = {"--learning-rate": "--lr", "--max-steps": "--train-iters", "--num-steps": "--train-iters"}
-_CLOSE = 0.8  # share of equal letters; difflib's default of 0.6 suggests --lr for --xavier
+_OTHER_PROGRAMS_NAMES = {"--learning-rate": "--lr", "--max-steps": "--train-iters", "--num-steps": "--train-iters"}
+_MIN_SIMILARITY = 0.8  # share of equal letters; difflib's default of 0.6 suggests --lr for --xavier
 
 
 def _longer_flags(name: str, known: list[str]) -> list[str]:
-    """The flags that begin with `name` and a hyphen; none if there are more than 4."""
+    """Return the flags that begin with `name` and a hyphen; none if there are more than 4."""
     longer = [flag for flag in known if flag.startswith(f"--{name.lstrip('-').replace('_', '-')}-")]
     return longer if len(longer) <= 4 else []
 
 
 def nearest_flag(flag: str, known: list[str], refused: Collection[str] = ()) -> str | None:
-    """The known flag nearest to `flag`: other hyphens, with or without --no-, a unique continuation, or a typing error.
+    """Return the known flag nearest to `flag`: other hyphens, with or without --no-, a unique continuation, or a typing error.
 
     None if the nearest is in `refused`: the next nearest would have another meaning.
     """
-    near = _nearest(flag, known)
-    return None if near in refused else near
+    nearest = _nearest(flag, known)
+    return None if nearest in refused else nearest
 
 
 def _nearest(flag: str, known: list[str]) -> str | None:
     plain = "--" + flag.lstrip("-").replace("_", "-")
-    if (usual := _CALLED_ELSEWHERE.get(plain)) in known:
-        return usual
+    ours = _OTHER_PROGRAMS_NAMES.get(plain)
+    if ours in known:
+        return ours
     opposite = f"--{plain[5:]}" if plain.startswith("--no-") else f"--no-{plain[2:]}"
+    candidates = [plain, opposite]
     longer = [other for other in known if other.startswith(f"{plain}-")]
-    for candidate in (plain, opposite, *(longer if len(longer) == 1 else ())):
-        if candidate in known:
-            return candidate
-    return next(iter(difflib.get_close_matches(plain, known, 1, _CLOSE)), None)
+    if len(longer) == 1:
+        candidates += longer
+    candidates = [candidate for candidate in candidates if candidate in known]
+    candidates += difflib.get_close_matches(plain, known, 1, _MIN_SIMILARITY)
+    return candidates[0] if candidates else None
 
 
-def build(config_class: type, given: dict[str, Any]) -> Any:
-    """A `config_class` from the given values; fields of other classes are ignored."""
-    names = {f.name for f in dataclasses.fields(config_class)}
-    return config_class(**{name: value for name, value in given.items() if name in names})
+def build(config_class: type, values: dict[str, Any]) -> Any:
+    """Build a `config_class` from values by name; fields of other classes are ignored."""
+    names = {field.name for field in dataclasses.fields(config_class)}
+    return config_class(**{name: value for name, value in values.items() if name in names})
 
 
 def changes(config: Any) -> dict[str, tuple[Any, Any]]:
-    """The fields that differ from their defaults: name -> (default, value)."""
-    pairs = {f.name: (default_of(f), getattr(config, f.name)) for f in knobs(type(config))}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    """Return the options that differ from their defaults: name -> (default, value)."""
+    changed = {}
+    for field in option_fields(type(config)):
+        default = default_of(field)
+        value = getattr(config, field.name)
+        if default != value:
+            changed[field.name] = default, value
+    return changed

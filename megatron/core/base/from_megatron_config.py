@@ -1,4 +1,4 @@
-"""Megatron's config dataclasses, read as settings of ours: fields of the same names, and refusals of what is not built."""
+"""Megatron's config dataclasses are read as configs of ours: fields of equal names, and refusals of what is not built."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -8,23 +8,31 @@ from megatron.core.base.dataclass_flags import ConfigError
 
 
 def problems_of_not_built(config: Any, not_built: Mapping[str, Any]) -> list[str]:
-    """Why what `config` says cannot be computed.
+    """Return a problem for each field of `config` that asks for what is not built.
 
-    not_built: fields that would change the numbers, and that nothing here computes -> the only value that is accepted. A field
-    that the config lacks asks for nothing.
+    not_built: fields that would change the numbers, and that nothing here computes -> the only value that is accepted.
+    A field that the config lacks asks for nothing.
     """
-    asked = [name for name, default in not_built.items() if getattr(config, name, default) != default]
     kind = type(config).__name__
-    return [f"{kind}: {name}={getattr(config, name)!r} is not built yet; leave it out" for name in asked]
+    problems = []
+    for name, default in not_built.items():
+        value = getattr(config, name, default)
+        if value != default:
+            problems.append(f"{kind}: {name}={value!r} is not built yet; leave it out")
+    return problems
 
 
-def settings_from(config: Any, theirs: type, ours: type, not_built: Mapping[str, Any], **others: Any) -> Any:
-    """What `config` says as settings of the class `ours`: the fields that the class `theirs` has too, and `others`.
+def settings_from(
+    config: Any, megatron_class: type, our_class: type, not_built: Mapping[str, Any], **others: Any
+) -> Any:
+    """Return `config` as an `our_class`: the fields that `megatron_class` has too, and `others`, which come first.
 
     Raises ConfigError for what is not built, out of range, or does not go together.
     """
-    shared = {one.name for one in fields(theirs)} & {one.name for one in fields(ours)}
-    made = ours(**{**{name: getattr(config, name) for name in shared}, **others})
-    if problems := [*problems_of_not_built(config, not_built), *made.problems()]:
+    shared = {field.name for field in fields(megatron_class)} & {field.name for field in fields(our_class)}
+    values = {name: getattr(config, name) for name in shared}
+    settings = our_class(**{**values, **others})
+    problems = [*problems_of_not_built(config, not_built), *settings.problems()]
+    if problems:
         raise ConfigError(problems)
-    return made
+    return settings

@@ -1,4 +1,4 @@
-"""Lazy imports: names and packages are imported on first use, so that files of plain integers load without torch."""
+"""Names and packages are imported on first use, so that files of plain integers load without torch."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -11,12 +11,15 @@ from megatron.core.base.megatron_api_names import ELSEWHERE, NOT_BUILT, SWITCHED
 
 
 def lazy_names(module: str, names: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """A module's `__getattr__` and `__dir__`. names: defining module -> names, separated by blanks; ".norm" is a submodule.
+    """Return a module's `__getattr__` and `__dir__`, which import names on first use.
 
-    A name must differ from every submodule's, which replaces it once imported, or the submodule be callable
-    (`make_callable`).
+    names: defining module -> names, separated by blanks; ".norm" is a submodule. A name must differ from every
+    submodule's, which replaces it once imported, or the submodule be callable (`make_callable`).
     """
-    home = {name: source for source, some in names.items() for name in some.split()}
+    home: dict[str, str] = {}
+    for source, words in names.items():
+        for name in words.split():
+            home[name] = source
 
     def get(name: str) -> Any:
         if name not in home:
@@ -27,7 +30,7 @@ def lazy_names(module: str, names: Mapping[str, str]) -> tuple[Callable[[str], A
 
 
 def all_names(module: str, homes: str) -> Callable[[str], Any]:
-    """A module's `__getattr__`: every name of the modules `homes`, separated by blanks; the first that has it."""
+    """Return a module's `__getattr__` for every name of the modules `homes`, separated by blanks; the first that has it."""
 
     def get(name: str) -> Any:
         for home in map(import_module, homes.split()):
@@ -39,7 +42,7 @@ def all_names(module: str, homes: str) -> Callable[[str], Any]:
 
 
 def make_callable(module: str, function: Callable[..., Any]) -> None:
-    """A call of the module calls `function`, whose name the module has and hides in its package."""
+    """Make a module callable: a call calls `function`, whose name in the package is hidden by the module's."""
     kind = type(
         "CallableModule", (ModuleType,), {"__call__": staticmethod(function), "__wrapped__": staticmethod(function)}
     )
@@ -47,7 +50,7 @@ def make_callable(module: str, function: Callable[..., Any]) -> None:
 
 
 def optional_package(name: str, needed_by: str) -> Any:
-    """The module `name`. Raises ImportError that says what needs its package and how to install it."""
+    """Import the module `name`. Raises ImportError that says what needs its package and how to install it."""
     try:
         return import_module(name)
     except ImportError:
@@ -56,8 +59,10 @@ def optional_package(name: str, needed_by: str) -> Any:
 
 
 def not_built(module: str, reasons: Mapping[str, str]) -> Callable[[str], Any]:
-    """A module's `__getattr__` for unsupported functions of Megatron: they can be imported, and raise NotImplementedError if
-    called. reasons: name -> why, and the alternative."""
+    """Return a module's `__getattr__` for unsupported functions of Megatron.
+
+    They can be imported, and raise NotImplementedError if called. reasons: name -> the reason, and the alternative.
+    """
 
     def get(name: str) -> Any:
         if name not in reasons:
@@ -68,9 +73,10 @@ def not_built(module: str, reasons: Mapping[str, str]) -> Callable[[str], Any]:
 
 
 def names_of_megatron(module: str) -> Callable[[str], Any]:
-    """A module's `__getattr__`: names that Megatron has at this path and that are defined elsewhere here, or refused
-    when called
-    (`megatron_names`)."""
+    """Return a module's `__getattr__` for names that Megatron has at this path and that are defined elsewhere here.
+
+    Those that are not built raise NotImplementedError when called (`megatron_names`).
+    """
     return partial(_name_of_megatron, module)
 
 

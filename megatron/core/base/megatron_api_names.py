@@ -1,4 +1,4 @@
-"""Names that Megatron core 0.16 has at a path of ours and that are defined elsewhere here, or nowhere: where, or why not.
+"""Megatron core 0.16 has these names at paths of ours; they are defined elsewhere here, or nowhere, with the reason.
 
 A script that imports one of them is not stopped by the import. One that is not built raises NotImplementedError when it
 is called.
@@ -74,14 +74,14 @@ ELSEWHERE: Mapping[str, Mapping[str, str]] = {
     "megatron.training.checkpointing": {"megatron.training.global_vars": "print_rank_0"},
     "megatron.training.training": {"megatron.training.build": "get_model"},
 }
-# Switches that say whether an optional package of Megatron's is used: none is.
+# Switches of Megatron's that tell whether an optional package is used: none is.
 SWITCHED_OFF = (
     "HAVE_TE HAVE_APEX HAVE_DTENSOR HAVE_EINOPS HAVE_FA3 HAVE_FMLA HAVE_FSDP2 HAVE_FUSED_LAYER_NORM "
     "HAVE_FUSED_QKV_ROPE HAVE_NVTX "
     "HAVE_PACKAGING HAVE_PERSIST_LAYER_NORM HAVE_TORCH_SYMM_MEM HAVE_TRITON IS_CHECKPOINTING"
 )
 
-# Why names of a module, or of the modules in a package, are not built, and what to use.
+# Module, or package of modules -> the reason why its names are not built, and what to use instead.
 REASONS: Mapping[str, str] = {
     "megatron.core": "nothing here unpickles, so no globals are registered as safe",
     "megatron.core.datasets": (
@@ -332,7 +332,7 @@ NOT_BUILT: Mapping[str, str] = {
 
 
 def reason_of(module: str) -> str:
-    """Why names of a module are not built: that of the module, or of the package around it."""
+    """Return the reason why names of a module are not built: that of the module, or of the package around it."""
     while module not in REASONS:
         module = module.rpartition(".")[0]
     return REASONS[module]

@@ -1,14 +1,13 @@
-"""What memory is used for, said where it is allocated. Who counts memory asks `current_memory_kind`. Without torch.
+"""Memory is labelled with what it is used for, in the code that allocates it. No torch.
 
-    with memory_kind("communication"):          what this thread allocates inside is of this kind; @memory_kind(...) on
-    functions
-        parts = torch.empty_like(x)
-    set_memory_kind("activations", received)     memory that is there changes its kind
+    with memory_kind("communication"):           memory that this thread allocates inside is of this kind;
+        parts = torch.empty_like(x)              @memory_kind(...) does the same for a function
+    set_memory_kind("activations", received)     these tensors are of this kind from now on
 
 Kinds: communication, gradients, activations, slices (of state in a file, on the host), other (temporary memory of an
-update or
-a report). The innermost block decides; outside of all blocks memory is that of activations. A backward may run in another
-thread than its forward, so a backward that needs a kind says so itself.
+update or a report). The innermost block decides; outside of all blocks memory is that of activations. A backward may
+run in another thread than its forward, so a backward that needs a kind sets it itself. The prediction of memory reads
+the labels by `current_memory_kind` and `listeners`.
 """
 
 import threading
@@ -29,7 +28,7 @@ listeners: list[Callable[[str, Iterable[Any]], None]] = []  # called by `set_mem
 
 
 class memory_kind(ContextDecorator):
-    """Inside the block, or the decorated function, this thread allocates memory of `kind`."""
+    """A block, or a decorated function, in which this thread allocates memory of `kind`."""
 
     def __init__(self, kind: str):
         self.kind = kind
@@ -42,12 +41,12 @@ class memory_kind(ContextDecorator):
 
 
 def current_memory_kind() -> str:
-    """The kind of what this thread allocates now."""
+    """Return the kind of the memory that this thread allocates now."""
     entered = _kinds.entered
     return entered[-1] if entered else ACTIVATIONS
 
 
 def set_memory_kind(kind: str, tensors: Iterable[Any]) -> None:
-    """The memory of these tensors is of this kind from here on."""
+    """Label the memory of these tensors with this kind from now on."""
     for listener in listeners:
         listener(kind, tensors)

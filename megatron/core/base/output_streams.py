@@ -1,20 +1,19 @@
-"""A process goes on when an output of it cannot be written any more, and says so in the others. Pure.
+"""A process keeps running when one of its outputs cannot be written any more, and reports that on the others. Pure.
 
     keep_running(rank)     from now on a write to standard output or standard error raises nothing
-    until_reader_ends(f)   for a tool, whose standard output is what it was asked for: it ends when nobody reads that any
-    more
-    print_stderr(text)     print on standard error, for threads and exits that must go on whatever becomes of the text
-    lose(output, why)      of any other output: say it once, and remember it for those that read `losses`
+    until_reader_ends(f)   for a tool, whose standard output is its answer: it ends when nobody reads the answer any more
+    print_stderr(text)     print on standard error, for threads and exits that must continue even if the text is lost
+    lose(output, why)      of any other output: report it once, and record it in `losses`
 
-What a standard stream leads to decides what follows a failed write:
+The kind of a standard stream decides what follows a failed write:
 
     a pipe, a terminal, nothing     its reader is gone for good: the descriptor leads to /dev/null from now on, so that
                                     neither libraries in C nor child processes meet the error again
     a file                          the disk may have space again: each write is tried, and the first that works says how
                                     many bytes are missing before it
 
-A failed write says so by a bare system call on the other stream: the failed one's lock is held here, and a thread that
-fails on the other at the same moment holds that one's.
+A failed write is reported by a bare system call on the other stream: this thread holds the failed stream's lock, and a
+thread that fails on the other stream at the same moment holds that one's.
 """
 
 import contextlib
@@ -53,9 +52,10 @@ class StandardStream(io.RawIOBase):
         """raises: a failed write raises its error, once; from then on the descriptor leads to /dev/null."""
         super().__init__()
         self.raises = raises
-        self.failure: OSError | None = None  # that was raised
+        self.failure: OSError | None = None  # the error that was raised
         self.name = f"<{name}>"
-        self._what, self._handle = _NAMES[name], handle
+        self._output = _NAMES[name]  # in messages
+        self._handle = handle
         self._is_gone = is_closed
         self._missing = 0  # bytes lost since the last write that worked
         self._why = ""
@@ -76,7 +76,7 @@ class StandardStream(io.RawIOBase):
         if self._is_gone:
             return len(content)
         try:
-            self._note_what_is_missing()
+            self._report_missing_bytes()
         except OSError as error:
             self._fail(error, len(content))
             return len(content)
@@ -90,11 +90,11 @@ class StandardStream(io.RawIOBase):
 
     @property
     def is_gone(self) -> bool:
-        """Whether nothing that is written here arrives, or has arrived lately."""
+        """Whether the last write was lost, or all writes are."""
         return self._is_gone or self._missing > 0
 
     def _write_some(self, data: memoryview) -> int:
-        """One write, which waits where another program has made the descriptor non-blocking."""
+        """Write once; wait if another program has made the descriptor non-blocking. Return the bytes written."""
         while True:
             try:
                 written = os.write(self._handle, data)
@@ -104,7 +104,7 @@ class StandardStream(io.RawIOBase):
             self._in_line = data[written - 1] != ord("\n")
             return written
 
-    def _note_what_is_missing(self) -> None:
+    def _report_missing_bytes(self) -> None:
         if not self._missing:
             return
         start = "\n" if self._in_line else ""
@@ -115,7 +115,8 @@ class StandardStream(io.RawIOBase):
 
     def _fail(self, error: OSError, lost: int) -> None:
         if self.raises:
-            self.failure, self._is_gone = error, True
+            self.failure = error
+            self._is_gone = True
             _lead_nowhere(self._handle)
             raise error
         self._missing += lost
@@ -123,7 +124,7 @@ class StandardStream(io.RawIOBase):
         if not _is_file(self._handle):
             self._is_gone = True
             _lead_nowhere(self._handle)
-        lose(self._what, self._why)
+        lose(self._output, self._why)
 
 
 def _is_file(handle: int) -> bool:
@@ -134,21 +135,21 @@ def _is_file(handle: int) -> bool:
 
 
 def _lead_nowhere(handle: int) -> None:
+    """Make a descriptor lead to /dev/null."""
     with contextlib.suppress(OSError):  # no descriptor is left for /dev/null
-        nowhere = os.open(os.devnull, os.O_RDWR)
-        if nowhere != handle:
-            os.dup2(nowhere, handle)
-            os.close(nowhere)
+        null = os.open(os.devnull, os.O_RDWR)
+        if null != handle:
+            os.dup2(null, handle)
+            os.close(null)
         os.set_inheritable(handle, True)
 
 
 def keep_running(rank: int = 0, *, answers: bool = False) -> None:
-    """From now on neither standard stream ends this process. A stream that a script or a test has put in the place of
-    one stays.
+    """Let neither standard stream end this process from now on. A stream that a script or a test has replaced stays.
 
-    rank: named in messages. A second call changes only that. answers: on standard output, a failed write still raises. A
-    stream that was closed at the start (`>&-`) leads nowhere from now on: a checkpoint would be the next file to get its
-    descriptor, and libraries in C write there.
+    rank: named in messages. A second call changes only that. answers: on standard output, a failed write still raises.
+    A stream that was closed at the start (`>&-`) leads to /dev/null from now on: a checkpoint would be the next file to
+    get its descriptor, and libraries in C write there.
     """
     global _rank
     _rank = rank
@@ -173,7 +174,7 @@ def keep_running(rank: int = 0, *, answers: bool = False) -> None:
 
 
 def _as_text(stream: StandardStream, encoding: str, errors: str | None, **buffering: bool) -> io.TextIOWrapper:
-    """As Python makes its own streams."""
+    """Return a text stream over a raw one, built as Python builds its own."""
     return io.TextIOWrapper(io.BufferedWriter(stream), encoding, errors, **buffering)  # type: ignore[arg-type]
 
 
@@ -186,19 +187,22 @@ def _is_open(handle: int) -> bool:
 
 
 def lose(output: str, why: object) -> None:
-    """An output has failed: say it once, on a standard stream that can be written. Any thread may call, and a signal
-    handler."""
+    """Report once that an output has failed, on a standard stream that can be written.
+
+    Any thread may call, and a signal handler. why: an OSError, or a text.
+    """
     if any(loss.output == output for loss in losses):
         return
-    loss = Loss(output, (isinstance(why, OSError) and why.strerror) or str(why))
+    reason = why.strerror if isinstance(why, OSError) else None
+    loss = Loss(output, reason or str(why))
     losses.append(loss)
     write_now(f"WARNING: rank {_rank}: {loss}\n")
 
 
 def write_now(text: str) -> None:
-    """Write on standard error, or where that is lost on standard output.
+    """Write on standard error, or if that is lost on standard output.
 
-    By a system call: a signal may have come while a print was in the middle of its line.
+    It is a system call, since a signal may have interrupted a print in the middle of its line.
     """
     for name in ("stderr", "stdout"):
         stream = _streams.get(name)
@@ -215,7 +219,7 @@ def write_now(text: str) -> None:
 
 
 def print_stderr(text: str) -> None:
-    """Print on standard error, if it can be written. Raises nothing that a lost output raises."""
+    """Print on standard error, if it can be written; no error if it cannot."""
     if sys.stderr is None:  # print would take standard output instead
         return
     with contextlib.suppress(OSError, ValueError):
@@ -237,8 +241,8 @@ READER_ENDED = 128 + signal.SIGPIPE  # the exit code that shells give a program 
 def until_reader_ends(work: Callable[[], int | None]) -> int | None:
     """Do the `work` of a tool and return its exit status.
 
-    If the reader of standard output ends first, as with `| head`, that is `READER_ENDED`, and nothing is said; if standard
-    output cannot be written for another reason, it is 1, with a line. A lost standard error ends no tool.
+    If the reader of standard output ends first, as with `| head`, the status is `READER_ENDED`, without a message; if
+    standard output cannot be written for another reason, it is 1, with a message. A lost standard error ends no tool.
     """
     keep_running(answers=True)
     try:
@@ -256,7 +260,7 @@ def until_reader_ends(work: Callable[[], int | None]) -> int | None:
 
 
 def _status_after(error: OSError) -> int:
-    """The exit status of a process whose answer cannot be written, which it says unless its reader just ended."""
+    """Return the exit status of a process whose answer cannot be written; print why, unless its reader just ended."""
     if isinstance(error, BrokenPipeError):
         return READER_ENDED
     print_stderr(f"standard output cannot be written: {error.strerror}")
@@ -269,13 +273,13 @@ def _flush_answers() -> None:
 
 
 def answers_failed() -> bool:
-    """Whether an OSError that was raised is, or follows from, that of standard output."""
+    """Return whether an OSError that was raised is, or follows from, that of standard output."""
     stream = _streams.get("stdout")
     return stream is not None and stream.failure is not None
 
 
 def print_answer(text: str) -> None:
-    """Print what the process was asked for, such as its help, and end it quietly if the reader ends first."""
+    """Print the answer of a tool, such as its help; end the process without a message if the reader ends first."""
     stream = _streams.get("stdout")
     before = stream is not None and stream.raises
     try:

@@ -1,8 +1,7 @@
-"""Every key of a settings file of another program, answered: works, has no effect (and why), or is refused (and what to do).
+"""Each key of another program's settings file works, has no effect (with the reason), or is refused (with a remedy).
 
-A refused key may stand with a value that asks for what happens anyway: false, null, {}, {"enabled": false}, or the value
-in the
-table. A section that is answered by its own name is not looked into.
+A refused key may have a value that asks for what happens anyway: false, null, {}, {"enabled": false}, or the value in
+the table. The keys of a section that is named itself are not looked at.
 """
 
 import difflib
@@ -14,12 +13,13 @@ from typing import Any, NamedTuple
 
 from megatron.core.base.dataclass_flags import ConfigError
 
-# A reason -> the keys that it is given for: section ("" at the top, "a.b" inside others) -> names, separated by blanks.
+# Reason -> the keys that it applies to: section ("" at the top, "a.b" inside others) -> names, separated by blanks. A
+# name may be followed by a harmless value: `name=value`.
 Reasons = Mapping[str, Mapping[str, str]]
 
 
 class WorkingKey(NamedTuple):
-    """A key that works: the kind of its value, which is from `lowest` to `highest`, or one of `texts`."""
+    """A key that works, the kind of its value, and its limits: from `lowest` to `highest`, or one of `texts`."""
 
     kind: type
     text: str
@@ -29,15 +29,15 @@ class WorkingKey(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What becomes of a key. status: works, no effect or refused."""
+    """The answer to a key. status: works, no effect or refused. harmless: values of a refused key that are accepted."""
 
     status: str
     text: str
     harmless: tuple[Any, ...] = ()
 
 
-class AnsweredKeys:
-    """The answers of one table. name: of the settings, and page: of its documents, in messages."""
+class ConfigKeyPolicy:
+    """The answers to all keys of one kind of settings file. In messages, name is that of the file, page its documentation."""
 
     def __init__(self, working: Mapping[str, WorkingKey], no_effect: Reasons, refused: Reasons, name: str, page: str):
         self.working = working
@@ -47,27 +47,32 @@ class AnsweredKeys:
 
     @cached_property
     def answers(self) -> dict[str, Answer]:
-        """Every key, with its sections before it, and what becomes of it."""
-        found = {key: Answer("works", working.text) for key, working in self.working.items()}
+        """The answer to every key; a key has its sections before it: "optimizer.params.lr"."""
+        answers = {key: Answer("works", working.text) for key, working in self.working.items()}
         for status, reasons in self._others.items():
             for reason, sections in reasons.items():
                 for section, words in sections.items():
                     for word in words.split():
                         key, *value = (f"{section}.{word}" if section else word).split("=")
-                        assert key not in found, f"{key} is there twice"
-                        found[key] = Answer(status, reason, tuple(map(json.loads, value)))
-        return found
+                        assert key not in answers, f"{key} is there twice"
+                        answers[key] = Answer(status, reason, tuple(map(json.loads, value)))
+        return answers
 
     @cached_property
     def sections(self) -> set[str]:
-        """The sections that are looked into."""
-        return {key[:at] for key in self.answers for at, letter in enumerate(key) if letter == "."}
+        """The sections with answers to keys of their own: of "a.b.c", "a" and "a.b"."""
+        sections = set()
+        for key in self.answers:
+            names = key.split(".")
+            for depth in range(1, len(names)):
+                sections.add(".".join(names[:depth]))
+        return sections
 
-    def check(self, given: Mapping[str, Any]) -> list[str]:
-        """Raises ConfigError with every refused, unknown or wrong key. Returns the keys that have no effect, and why."""
+    def check(self, settings: Mapping[str, Any]) -> list[str]:
+        """Raise ConfigError with every refused, unknown or wrong key. Return the keys that have no effect, with reasons."""
         problems: list[str] = []
         notes: list[str] = []
-        for key, value in self._leaves(given, ""):
+        for key, value in self._leaves(settings, ""):
             answer = self.answers.get(key)
             if answer is None:
                 problems.append(self._unknown(key))
@@ -81,8 +86,9 @@ class AnsweredKeys:
             raise ConfigError([f"{self.name}: {problem}" for problem in problems])
         return notes
 
-    def _leaves(self, given: Mapping[str, Any], section: str) -> Iterator[tuple[str, Any]]:
-        for name, value in given.items():
+    def _leaves(self, settings: Mapping[str, Any], section: str) -> Iterator[tuple[str, Any]]:
+        """Yield the keys and values of all sections that are looked into."""
+        for name, value in settings.items():
             key = f"{section}.{name}" if section else str(name)
             if key not in self.sections:
                 yield key, value
@@ -92,33 +98,41 @@ class AnsweredKeys:
                 raise ConfigError(f"{self.name}: {key} is {value!r}; it must be a section in braces")
 
     def _unknown(self, key: str) -> str:
-        near = difflib.get_close_matches(key, [*self.answers, *self.sections], 1, 0.75)
-        last = key.rpartition(".")[2]
-        elsewhere = [other for other in self.answers if other.rpartition(".")[2] == last]
-        meant = " or ".join((near or elsewhere)[:2])
-        return f"unknown key {key}" + (f"; did you mean {meant}?" if meant else f"; {self.page} lists the known ones")
+        suggestions = difflib.get_close_matches(key, [*self.answers, *self.sections], 1, 0.75)
+        if not suggestions:  # the same name in another section
+            name = key.rpartition(".")[2]
+            suggestions = [other for other in self.answers if other.rpartition(".")[2] == name]
+        if suggestions:
+            return f"unknown key {key}; did you mean {' or '.join(suggestions[:2])}?"
+        return f"unknown key {key}; {self.page} lists the known ones"
 
     def _problems_of_value(self, key: str, value: Any) -> Iterator[str]:
-        known = self.working[key]
-        fits, names = isinstance(value, known.kind), {bool: "true or false", str: "a text", dict: "a section in braces"}
-        must = names.get(known.kind, "a whole number" if known.kind is int else "a number")
-        if known.kind in (int, float):
-            fits = (
-                isinstance(value, int | float)
-                and not isinstance(value, bool)
-                and known.lowest <= value <= known.highest
-            )
-            fits = fits and (known.kind is float or value == int(value))
-            must += f" from {known.lowest} " + ("up" if known.highest == math.inf else f"to {known.highest}")
-        elif known.texts:
-            fits, must = value in known.texts, f"one of {', '.join(known.texts)}"
+        """Yield the problem of a value that is not of its key's kind or beyond its limits."""
         if value == "auto":
             yield f'{key} is "auto", which transformers\' Trainer fills in; give a value'
-        elif not fits and value is not None:
-            yield f"{key} is {value!r}; it must be {must}"
+            return
+        if value is None:
+            return
+        known = self.working[key]
+        if known.kind in (int, float):
+            is_valid = isinstance(value, int | float) and not isinstance(value, bool)
+            is_valid = is_valid and known.lowest <= value <= known.highest
+            is_valid = is_valid and (known.kind is float or value == int(value))
+            kind = "a whole number" if known.kind is int else "a number"
+            limit = "up" if known.highest == math.inf else f"to {known.highest}"
+            expected = f"{kind} from {known.lowest} {limit}"
+        elif known.texts:
+            is_valid = value in known.texts
+            expected = f"one of {', '.join(known.texts)}"
+        else:
+            is_valid = isinstance(value, known.kind)
+            expected = {bool: "true or false", str: "a text", dict: "a section in braces"}.get(known.kind, "a number")
+        if not is_valid:
+            yield f"{key} is {value!r}; it must be {expected}"
 
 
 def _asks_for_nothing(value: Any, harmless: tuple[Any, ...]) -> bool:
+    """Return whether a refused key's value asks for what happens anyway."""
     if isinstance(value, Mapping):
         return not value or value.get("enabled") is False
     return value is None or value in harmless or (value is False and True not in harmless)

@@ -1,4 +1,4 @@
-"""Megatron's signatures: arguments that a function of ours has no use for."""
+"""Functions of ours may have Megatron's signatures: with arguments that they accept at their defaults only."""
 
 import functools
 import inspect
@@ -6,34 +6,39 @@ from collections.abc import Callable
 from typing import Any
 
 
-def takes(after: str = "", /, **others: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A function, or a class, with Megatron's further arguments, each with its default; NotImplementedError for any
-    other value.
+def accepts_defaults_only(after: str = "", /, **others: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a function, or a class, Megatron's further arguments, each with its default.
 
-    They have the places behind the argument `after`, in this order; by default behind all of its own that have a place.
+    Any other value raises NotImplementedError. The arguments are placed behind the argument `after`, in this order; by
+    default behind all of the function's own positional arguments.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(function, type):
             function.__init__ = decorate(function.__init__)  # type: ignore[misc]
             return function
+
+        # the signature with the further arguments
         own = inspect.signature(function)
-        named = list(own.parameters.values())
+        parameters = list(own.parameters.values())
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        more = [inspect.Parameter(name, kind, default=value) for name, value in others.items()]
-        place = [*own.parameters].index(after) + 1 if after else sum(one.kind <= kind for one in named)
-        signature = own.replace(parameters=[*named[:place], *more, *named[place:]])
+        further = [inspect.Parameter(name, kind, default=value) for name, value in others.items()]
+        place = sum(parameter.kind <= kind for parameter in parameters)
+        if after:
+            place = [*own.parameters].index(after) + 1
+        signature = own.replace(parameters=[*parameters[:place], *further, *parameters[place:]])
 
         @functools.wraps(function)
         def call(*args: Any, **options: Any) -> Any:
-            given = signature.bind(*args, **options)
-            for name, value in others.items():
-                asked = given.arguments.pop(name, value)
-                if asked is not value and (value is None or asked != value):
+            bound = signature.bind(*args, **options)
+            for name, default in others.items():
+                value = bound.arguments.pop(name, default)
+                # `is` first: a value such as a tensor may not be comparable.
+                if value is not default and (default is None or value != default):
                     raise NotImplementedError(
-                        f"{function.__qualname__}: {name}={asked!r} is not built; leave it at {value!r}"
+                        f"{function.__qualname__}: {name}={value!r} is not built; leave it at {default!r}"
                     )
-            return function(*given.args, **given.kwargs)
+            return function(*bound.args, **bound.kwargs)
 
         call.__signature__ = signature  # type: ignore[attr-defined]
         return call

@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from typing import NamedTuple
 
-ChunkNumbers = tuple[int, ...]  # ascending numbers of chunks, as a rank holds them
+ChunkNumbers = tuple[int, ...]  # ascending numbers of chunks of the sample, in the order in which a rank has them
 
 
 class ScoreBlock(NamedTuple):
@@ -26,28 +26,39 @@ class ScoreBlock(NamedTuple):
     causal: bool
 
 
-def blocks_between(mine: ChunkNumbers, theirs: ChunkNumbers, size: int) -> list[ScoreBlock]:
-    """As few blocks as hold each visible pair of my row and their key once, and hidden pairs only where they are causal.
+def blocks_between(row_chunks: ChunkNumbers, key_chunks: ChunkNumbers, size: int) -> list[ScoreBlock]:
+    """Return as few blocks as possible that have each visible pair of a row and a key once. Blocks have hidden pairs only
+    where they are causal.
 
-    size: rows of a chunk."""
-    rows = len(mine) * size
-    if mine == theirs:
+    size: rows of a chunk. Slices are of the rows of `row_chunks`, and of the keys of `key_chunks`, side by side.
+    """
+    rows = len(row_chunks) * size
+    if row_chunks == key_chunks:
         return [ScoreBlock(slice(0, rows), slice(0, rows), True)]
-    found: list[ScoreBlock] = []
-    for place, chunk in enumerate(theirs):
-        keys, first = slice(place * size, (place + 1) * size), bisect_right(mine, chunk)
-        later = slice(first * size, rows)
-        if found and found[-1][:2] == (later, slice(found[-1].keys.start, keys.start)):
-            found[-1] = ScoreBlock(later, slice(found[-1].keys.start, keys.stop), False)
-        elif first < len(mine):
-            found.append(ScoreBlock(later, keys, False))
-    same = [chunk for chunk in mine if chunk in theirs]
-    diagonals = [(_part(mine.index(chunk), size), _part(theirs.index(chunk), size)) for chunk in same]
-    return found + [ScoreBlock(*parts, True) for parts in diagonals]
+
+    # A chunk of keys is seen by all rows of later chunks. Neighbouring chunks with the same rows become one block.
+    blocks: list[ScoreBlock] = []
+    for place, key_chunk in enumerate(key_chunks):
+        keys = _rows_of_chunk(place, size)
+        first_later = bisect_right(row_chunks, key_chunk)
+        later_rows = slice(first_later * size, rows)
+        last = blocks[-1] if blocks else None
+        if last is not None and last.rows == later_rows and last.keys.stop == keys.start:
+            blocks[-1] = ScoreBlock(later_rows, slice(last.keys.start, keys.stop), False)
+        elif first_later < len(row_chunks):
+            blocks.append(ScoreBlock(later_rows, keys, False))
+
+    # The same chunk as rows and keys: causal.
+    for chunk in row_chunks:
+        if chunk in key_chunks:
+            rows_of_chunk = _rows_of_chunk(row_chunks.index(chunk), size)
+            keys_of_chunk = _rows_of_chunk(key_chunks.index(chunk), size)
+            blocks.append(ScoreBlock(rows_of_chunk, keys_of_chunk, True))
+    return blocks
 
 
 class ScoreTile(NamedTuple):
-    """Scores of some of my rows and of the keys at hand; in the sample they begin at `first_row` and `first_key`."""
+    """Scores of some rows of this rank and some keys at hand. In the sample they begin at `first_row` and `first_key`."""
 
     rows: slice
     keys: slice
@@ -56,34 +67,42 @@ class ScoreTile(NamedTuple):
 
 
 def tiles_between(
-    mine: ChunkNumbers,
-    theirs: ChunkNumbers,
+    row_chunks: ChunkNumbers,
+    key_chunks: ChunkNumbers,
     size: int,
     *,
     queries: int,
     keys: int,
-    before: int | None,
+    window_left: int | None,
     is_causal: bool = True,
     key_size: int | None = None,
 ) -> Iterator[ScoreTile]:
-    """All visible pairs in tiles of at most `queries` x `keys` scores; those at the edges hold hidden pairs too.
+    """Yield all visible pairs in tiles of at most `queries` x `keys` scores; those at the edges have hidden pairs too.
 
-    before: how many keys a row sees before its own; None: all. key_size: keys of a chunk, of a sequence of another
-    length; None:
-    as many as rows."""
+    size: rows of a chunk. window_left: how many keys a row sees before its own; None: all. key_size: keys of a chunk, of
+    a sequence of another length; None: as many as rows.
+    """
     key_size = size if key_size is None else key_size
-    for at, row_chunk in enumerate(mine):
+    for row_place, row_chunk in enumerate(row_chunks):
         for start in range(0, size, queries):
-            first, count = row_chunk * size + start, min(queries, size - start)
-            for place, key_chunk in enumerate(theirs):
-                begin = key_chunk * key_size
-                low = begin if before is None else max(begin, first - before)
-                high = min(begin + key_size, first + count) if is_causal else begin + key_size
-                for key in range(low, high, keys):
-                    here = place * key_size + key - begin
-                    rows = slice(at * size + start, at * size + start + count)
-                    yield ScoreTile(rows, slice(here, here + min(keys, high - key)), first, key)
+            count = min(queries, size - start)
+            rows = slice(row_place * size + start, row_place * size + start + count)
+            first_row = row_chunk * size + start  # in the sample
+            for key_place, key_chunk in enumerate(key_chunks):
+                # the chunk's keys that some of the rows see, as positions in the sample
+                chunk_start = key_chunk * key_size
+                low = chunk_start
+                high = chunk_start + key_size
+                if window_left is not None:
+                    low = max(low, first_row - window_left)
+                if is_causal:
+                    high = min(high, first_row + count)
+                for first_key in range(low, high, keys):
+                    local_key = key_place * key_size + first_key - chunk_start
+                    yield ScoreTile(
+                        rows, slice(local_key, local_key + min(keys, high - first_key)), first_row, first_key
+                    )
 
 
-def _part(place: int, size: int) -> slice:
+def _rows_of_chunk(place: int, size: int) -> slice:
     return slice(place * size, (place + 1) * size)

@@ -1,4 +1,4 @@
-"""What attention is given of context parallelism, and the table behind `--cp-comm-type`."""
+"""Attention of samples that ranks share, and METHODS, the table behind `--cp-comm-type`."""
 
 import math
 from collections.abc import Callable
@@ -8,13 +8,19 @@ import torch
 from torch import Tensor
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.base.registry import Table
+from megatron.core.base.registry import Registry
 from megatron.core.context_parallel.block_attention import FlashBlocks, TiledBlocks, flash_refuses
-from megatron.core.context_parallel.ring_attention import Gathered, Ring, Travel, attention_over_blocks, in_order
-from megatron.core.context_parallel.ulysses import my_rows, whole_sequences
+from megatron.core.context_parallel.ring_attention import (
+    Gathered,
+    KVTransfer,
+    Ring,
+    attention_over_blocks,
+    to_sample_order,
+)
+from megatron.core.context_parallel.ulysses import heads_to_rows, rows_to_heads
 from megatron.core.ops.attention.kernels import SOFTMAX, attention_function
-from megatron.core.ops.attention.masks import Biased, Mask, Window
-from megatron.core.ops.attention.softcap_and_sinks import Scoring
+from megatron.core.ops.attention.masks import Mask, MaskWithBias, Window
+from megatron.core.ops.attention.softcap_and_sinks import SoftmaxOptions
 from megatron.core.ops.dropout import AttentionDropout
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import ALONE, Axis
@@ -23,7 +29,7 @@ from megatron.core.parallel.sequence_shard import chunks_of
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """The ranks that share each sample, and how their attention communicates: names of METHODS, one, or one for each
+    """The ranks that share each sample, and how their attention communicates: one name of METHODS, or one for each
     layer."""
 
     axis: Axis = ALONE
@@ -33,7 +39,7 @@ class ContextParallel:
     ring: Axis = ALONE
 
     def check(self, length: int) -> None:
-        """Raises ValueError if samples of `length` tokens cannot be: a rank was given all tokens instead of its own."""
+        """Raise ValueError if samples of `length` tokens are too long: a rank was given all tokens instead of its own."""
         if self.axis.size > 1 and self.longest is not None and length > self.longest:
             raise ValueError(
                 f"the model was given {length // self.axis.size} tokens of each sample on each of {self.axis.size} "
@@ -42,126 +48,154 @@ class ContextParallel:
             )
 
     def method_of(self, layer: int) -> "Method | None":
-        """layer: its number in the whole model; attentions that are numbered behind all layers begin again. None: no
-        other rank
-        has a part of its samples."""
+        """Return the method of a layer's attention; None: no other rank has a part of its samples.
+
+        layer: its number in the model. Attentions that are numbered behind all layers start over with the types.
+        """
         return None if self.axis.size == 1 else METHODS[self.types[layer % len(self.types)]]
 
 
 @dataclass(frozen=True)
-class SharedAttention:
-    """One attention: q [s / c, b, n, d]; k, v [s / c, b, groups, d], of my rows; with a tensor for a mask, keys and
-    values of
-    another sequence too.
+class AttentionInputs:
+    """The inputs of one attention on this rank. With a tensor for a mask, keys and values may be of another sequence.
 
-    mask: as the kernels take it. A tensor, or the bias of `Biased`, has my rows, or one for all of them, and the columns
-    of the
-    whole sample, as the numbers of `Documents` are.
-    kernel(q, k, v, mask): the attention of whole samples. backend: its name in KERNELS.
+    mask: as the kernels take it. A tensor, or the bias of `MaskWithBias`, has this rank's rows, or one for all of them,
+    and the columns of the full sample, as the numbers of `Documents` have.
+    kernel(q, k, v, mask): the attention of full samples, [s, b, heads, d]. backend: its name in KERNELS.
     """
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
+    q: Tensor  # [s / c, b, n, d]
+    k: Tensor  # [s / c, b, groups, d]
+    v: Tensor  # [s / c, b, groups, d]
     mask: Mask
     dropout: AttentionDropout
     backend: str
     kernel: Callable[[Tensor, Tensor, Tensor, Mask], Tensor]
-    scoring: Scoring | None = None  # of all of this tensor-parallel rank's heads; None: a plain softmax
+    softmax_options: SoftmaxOptions | None = None  # of all heads of this tensor-parallel rank; None: a plain softmax
 
 
 @dataclass(frozen=True)
 class Method:
-    """One way for the ranks of an axis to compute the attention of a sample that they share; all ways give the same numbers.
+    """A way for the ranks of an axis to compute the attention of samples that they share; all methods give the same
+    numbers.
 
-    attend(work, cp) -> [s / c, b, n, d]; every rank of cp.axis must call.
-    deals_over(cp): the axis over whose ranks the heads are dealt out.
+    attend(inputs, cp) -> [s / c, b, n, d]; every rank of cp.axis must call.
+    head_axis(cp): the axis over which the heads are split.
     """
 
-    attend: Callable[[SharedAttention, ContextParallel], Tensor]
-    deals_over: Callable[[ContextParallel], Axis] = lambda cp: ALONE
+    attend: Callable[[AttentionInputs, ContextParallel], Tensor]
+    head_axis: Callable[[ContextParallel], Axis] = lambda cp: ALONE
 
 
-def over_blocks(travel: Callable[[Axis], Travel], work: SharedAttention, axis: Axis) -> Tensor:
-    """Each rank computes its own rows, block by block of the keys that come to it."""
-    mine = chunks_of(axis.rank, axis.size)
-    size, key_size = len(work.q) // len(mine), len(work.k) // len(mine)
-    mask, bias = (work.mask.within, work.mask.bias) if isinstance(work.mask, Biased) else (work.mask, None)
-    plain = work.mask is None and work.scoring is None and not work.dropout.is_active and flash_refuses(work.q) is None
-    if work.backend not in (*_BY_FLASH, *_BY_TILES):
+# ---------------------------------------------------------------- ring attention and gathered keys
+
+
+def blockwise_attention(make_transfer: Callable[[Axis], KVTransfer], inputs: AttentionInputs, axis: Axis) -> Tensor:
+    """Compute this rank's rows, block by block of the keys that the transfer brings: -> [s / c, b, n, d]. Every rank of
+    the axis must call. ConfigError for a backend that has no block-wise form."""
+    if inputs.backend not in (*_BY_FLASH, *_BY_TILES):
         raise ConfigError(
-            f"--attention-backend {work.backend} computes whole samples, and --cp-comm-type p2p and all_gather need parts of "
+            f"--attention-backend {inputs.backend} computes whole samples, and --cp-comm-type p2p and all_gather need parts of "
             f"them: give --cp-comm-type a2a, or one of the backends {', '.join((*_BY_FLASH, *_BY_TILES))}"
         )
-    if (function := attention_function(work.backend)) != SOFTMAX:
+    function = attention_function(inputs.backend)
+    if function != SOFTMAX:
         raise ConfigError(
-            f"--attention-backend {work.backend} computes {function!r}, and --cp-comm-type p2p and all_gather compute {SOFTMAX}: "
-            "give --cp-comm-type a2a"
+            f"--attention-backend {inputs.backend} computes {function!r}, and --cp-comm-type p2p and all_gather compute "
+            f"{SOFTMAX}: give --cp-comm-type a2a"
         )
-    if plain and work.backend in _BY_FLASH:
-        kernel = FlashBlocks(mine, size)
+
+    row_chunks = chunks_of(axis.rank, axis.size)
+    size = len(inputs.q) // len(row_chunks)
+    key_size = len(inputs.k) // len(row_chunks)
+    options = inputs.softmax_options
+    is_plain = inputs.mask is None and options is None and not inputs.dropout.is_active
+    if is_plain and inputs.backend in _BY_FLASH and flash_refuses(inputs.q) is None:
+        kernel = FlashBlocks(row_chunks, size)
+        bias = None
     else:
-        cap = None if work.scoring is None else work.scoring.cap
-        kernel = TiledBlocks(mine, size, mask, work.dropout, cap, key_size)
-    sinks = None if work.scoring is None else work.scoring.sinks
-    return attention_over_blocks(work.q, work.k, work.v, travel(axis), kernel, sinks, bias)
+        has_bias = isinstance(inputs.mask, MaskWithBias)
+        mask = inputs.mask.within if has_bias else inputs.mask
+        bias = inputs.mask.bias if has_bias else None
+        cap = None if options is None else options.cap
+        kernel = TiledBlocks(row_chunks, size, mask, inputs.dropout, cap, key_size)
+    sinks = None if options is None else options.sinks
+    return attention_over_blocks(inputs.q, inputs.k, inputs.v, make_transfer(axis), kernel, sinks, bias)
 
 
 _BY_FLASH, _BY_TILES = ("auto", "fused", "flash"), ("tiled", "tiled-eager", "unfused", "local")  # of KERNELS
 
 
-def over_heads(work: SharedAttention, axis: Axis) -> Tensor:
-    """Each rank computes whole samples of its share of the heads."""
-    whole = _dealt_out(work, axis)
-    return my_rows(work.kernel(whole.q, whole.k, whole.v, whole.mask), axis)
+# ---------------------------------------------------------------- Ulysses
 
 
-def over_heads_and_blocks(work: SharedAttention, cp: ContextParallel) -> Tensor:
-    """Neighbours deal their heads out, and each then has the rows of all of them: chunks o and 2 r - 1 - o of 2 r, of a
-    ring of
-    r groups, since the chunks of neighbours lie side by side (arXiv:2405.07719)."""
-    return my_rows(over_blocks(Ring, _dealt_out(work, cp.heads), cp.ring), cp.heads)
+def ulysses_attention(inputs: AttentionInputs, axis: Axis) -> Tensor:
+    """Compute full samples of this rank's share of the heads: -> [s / c, b, n, d]. Every rank of the axis must call."""
+    full = _split_heads(inputs, axis)
+    out = full.kernel(full.q, full.k, full.v, full.mask)  # [s, b, n / c, d]
+    return heads_to_rows(out, axis)
 
 
-def _dealt_out(work: SharedAttention, axis: Axis) -> SharedAttention:
-    """This rank's share of the heads, with the rows of all ranks of the axis. Key and value heads that several need are
-    sent to
-    each."""
-    heads, groups = work.q.shape[2], work.k.shape[2]
+def ulysses_ring_attention(inputs: AttentionInputs, cp: ContextParallel) -> Tensor:
+    """Split the heads over neighbours (`cp.heads`), each of which then has the rows of all of them, and run a ring over
+    the groups of neighbours (`cp.ring`): -> [s / c, b, n, d]. USP, arXiv:2405.07719.
+
+    The chunks of neighbours lie side by side, so a group has chunks o and 2 r - 1 - o of 2 r, for group o of r.
+    """
+    out = blockwise_attention(Ring, _split_heads(inputs, cp.heads), cp.ring)
+    return heads_to_rows(out, cp.heads)
+
+
+def _split_heads(inputs: AttentionInputs, axis: Axis) -> AttentionInputs:
+    """Return this rank's share of the heads, with the rows of all ranks of the axis. Key and value heads that several
+    ranks need are sent to each. ConfigError if the heads do not divide."""
+    heads = inputs.q.shape[2]
+    groups = inputs.k.shape[2]
     if heads % axis.size:
         raise ConfigError(
             f"--cp-comm-type a2a and a2a+p2p deal {heads} attention heads of a tensor-parallel rank out to {axis.size} "
             "context-parallel ranks; use a --context-parallel-size that divides them, or --cp-comm-type p2p or all_gather"
         )
-    again = math.lcm(groups, axis.size) // groups
-    pair = (x if again == 1 else x.repeat_interleave(again, dim=2) for x in (work.k, work.v))
-    whole = {name: whole_sequences(x, axis) for name, x in zip("qkv", (work.q, *pair))}
-    scoring = work.scoring
-    if scoring is not None and scoring.sinks is not None:
-        scoring = scoring._replace(sinks=scoring.sinks.chunk(axis.size)[axis.rank])
-    return replace(work, **whole, mask=_with_all_rows(work.mask, axis), scoring=scoring)
+    copies = math.lcm(groups, axis.size) // groups  # of each key/value head, so that their number divides
+
+    def over_heads(x: Tensor, copies: int = 1) -> Tensor:
+        if copies > 1:
+            x = x.repeat_interleave(copies, dim=2)
+        return rows_to_heads(x, axis)
+
+    options = inputs.softmax_options
+    q = over_heads(inputs.q)  # [s, b, n / c, d]
+    k = over_heads(inputs.k, copies)  # [s, b, copies groups / c, d]
+    v = over_heads(inputs.v, copies)
+    if options is not None and options.sinks is not None:
+        options = options._replace(sinks=options.sinks.chunk(axis.size)[axis.rank])
+    return replace(inputs, q=q, k=k, v=v, mask=_mask_of_all_rows(inputs.mask, axis), softmax_options=options)
 
 
-def _with_all_rows(mask: Mask, axis: Axis) -> Mask:
-    """The mask with the rows of all ranks of the axis, where it has rows; of a bias, those of my share of the heads."""
+def _mask_of_all_rows(mask: Mask, axis: Axis) -> Mask:
+    """Return the mask with the rows of all ranks of the axis, where it has rows; a bias of this rank's share of the
+    heads."""
     if isinstance(mask, Window):
-        return replace(mask, within=_with_all_rows(mask.within, axis))
-    if isinstance(mask, Biased):
-        per_row = whole_sequences(mask.bias.permute(1, 2, 0).unsqueeze(-1), axis)  # [rows, s, my share of the heads, 1]
-        return Biased(per_row.squeeze(-1).permute(2, 0, 1), _with_all_rows(mask.within, axis))
+        return replace(mask, within=_mask_of_all_rows(mask.within, axis))
+    if isinstance(mask, MaskWithBias):
+        bias = mask.bias.permute(1, 2, 0).unsqueeze(-1)  # [s / c, s, n, 1]
+        bias = rows_to_heads(bias, axis)  # [s, s, n / c, 1]
+        bias = bias.squeeze(-1).permute(2, 0, 1)  # [n / c, s, s]
+        return MaskWithBias(bias, _mask_of_all_rows(mask.within, axis))
     if not isinstance(mask, Tensor) or mask.shape[-2] == 1:
         return mask
-    rows = collectives.all_gather(mask.movedim(-2, 0).to(torch.uint8), axis)
-    return in_order(rows.chunk(axis.size)).movedim(0, -2).bool()
+    rows_first = mask.movedim(-2, 0).to(torch.uint8)  # bytes travel, not bools
+    gathered = collectives.all_gather(rows_first, axis)
+    return to_sample_order(gathered.chunk(axis.size)).movedim(0, -2).bool()
 
 
-METHODS: Table[Method] = Table(
+METHODS: Registry[Method] = Registry(
     "METHODS",
     Method,
     {
-        "p2p": Method(lambda work, cp: over_blocks(Ring, work, cp.axis)),
-        "all_gather": Method(lambda work, cp: over_blocks(Gathered, work, cp.axis)),
-        "a2a": Method(lambda work, cp: over_heads(work, cp.axis), deals_over=lambda cp: cp.axis),
-        "a2a+p2p": Method(over_heads_and_blocks, deals_over=lambda cp: cp.heads),
+        "p2p": Method(lambda inputs, cp: blockwise_attention(Ring, inputs, cp.axis)),
+        "all_gather": Method(lambda inputs, cp: blockwise_attention(Gathered, inputs, cp.axis)),
+        "a2a": Method(lambda inputs, cp: ulysses_attention(inputs, cp.axis), head_axis=lambda cp: cp.axis),
+        "a2a+p2p": Method(ulysses_ring_attention, head_axis=lambda cp: cp.heads),
     },
 )

@@ -1,8 +1,7 @@
-"""Attention as a sum over blocks of keys: of keys that travel round a ring of ranks, or that are gathered first.
+"""Attention as a sum over blocks of keys: keys that travel round a ring of ranks, or that are gathered first.
 
-Ring (arXiv:2310.01889): in step i a rank has the keys and values of rank r - i, while those of the next step are on
-their way. In
-the backward they travel again, and their gradients one hop behind them; the last hop brings these home.
+Ring (arXiv:2310.01889): in step i a rank has the keys and values of rank r - i, while those of the next step are on their
+way. In the backward they travel again, and their gradients follow one hop behind; the last hop returns these to their rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,8 +10,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron.core.base.async_handle import Pending, done
-from megatron.core.context_parallel.block_attention import FlashBlocks, Grads, Merged, TiledBlocks, Total, Upstream
+from megatron.core.base.async_handle import AsyncHandle, done
+from megatron.core.context_parallel.block_attention import (
+    BackwardInputs,
+    FlashBlocks,
+    GradSums,
+    LazySum,
+    OnlineSoftmax,
+    TiledBlocks,
+)
 from megatron.core.context_parallel.causal_blocks import ChunkNumbers
 from megatron.core.ops.attention.tiles import wide_empty
 from megatron.core.parallel import collectives
@@ -21,42 +27,49 @@ from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.sequence_shard import chunks_of
 
 Visit = Callable[[ChunkNumbers, Tensor], None]  # (chunks, their keys and values)
-# Takes the sum of the gradients of these keys and values on other ranks, too, which is on its way; returns it with mine, as
-# `Total` has it.
-VisitBack = Callable[[ChunkNumbers, Tensor, Pending[Tensor] | None], Tensor]
+# (chunks, their keys and values, the sum of their gradients on other ranks, in flight) -> that sum with this rank's added,
+# [2, b, rows, groups, d] as `LazySum` has it.
+VisitBackward = Callable[[ChunkNumbers, Tensor, AsyncHandle[Tensor] | None], Tensor]
 
 
-class Travel(Protocol):
-    """How the keys and values [2, b, groups, s / c, d] of all ranks come to a rank."""
+# ---------------------------------------------------------------- how keys and values get to a rank
 
-    def forward(self, mine: Tensor, visit: Visit) -> Tensor:
-        """Calls visit for keys and values until all have been seen; returns what `backward` takes."""
+
+class KVTransfer(Protocol):
+    """A way for the keys and values kv [2, b, groups, s / c, d] of all ranks to get to each rank."""
+
+    def forward(self, kv: Tensor, visit: Visit) -> Tensor:
+        """Call visit for keys and values until all have been seen; return what `backward` takes as `saved`."""
         ...
 
-    def backward(self, saved: Tensor, visit: VisitBack) -> Tensor:
-        """Calls visit again; returns the sum of the gradients of mine, [2, b, s / c, groups, d]."""
+    def backward(self, saved: Tensor, visit: VisitBackward) -> Tensor:
+        """Call visit again; return the sum over ranks of the gradient of this rank's kv, [2, b, s / c, groups, d]."""
         ...
 
 
 class Ring:
+    """Keys and values shift from rank to rank; only this rank's wait for the backward."""
+
     def __init__(self, axis: Axis):
         self.axis = axis
 
     def chunks(self, step: int) -> ChunkNumbers:
+        """Return the chunks of the sample that are here in a step."""
         return chunks_of((self.axis.rank - step) % self.axis.size, self.axis.size)
 
-    def forward(self, mine: Tensor, visit: Visit) -> Tensor:
-        here = mine
+    def forward(self, kv: Tensor, visit: Visit) -> Tensor:
+        here = kv
         for step in range(self.axis.size):
-            coming = self._shift(here, step)
+            coming = self._start_shift(here, step)  # in flight while this step's block is computed
             visit(self.chunks(step), here)
             here = coming.wait()
-        return mine
+        return kv
 
-    def backward(self, saved: Tensor, visit: VisitBack) -> Tensor:
-        here, leaving = saved, None
+    def backward(self, saved: Tensor, visit: VisitBackward) -> Tensor:
+        here = saved
+        leaving = None  # the sum of gradients of the keys and values that are here, in flight from the rank before
         for step in range(self.axis.size):
-            coming = self._shift(here, step)
+            coming = self._start_shift(here, step)
             sums = visit(self.chunks(step), here, leaving)
             if step + 1 == self.axis.size:  # complete: rounded before it travels, as it would be after
                 sums = sums.to(saved.dtype)
@@ -64,13 +77,14 @@ class Ring:
             here = coming.wait()
         return leaving.wait()
 
-    def _shift(self, here: Tensor, step: int) -> Pending[Tensor]:
-        return collectives.start_shift(here, self.axis) if step + 1 < self.axis.size else done(here)
+    def _start_shift(self, here: Tensor, step: int) -> AsyncHandle[Tensor]:
+        is_last = step + 1 == self.axis.size
+        return done(here) if is_last else collectives.start_shift(here, self.axis)
 
 
 class Gathered:
-    """arXiv:2407.21783, section 3.3.2. The gathered keys and values wait for the backward, unless attention is
-    recomputed."""
+    """Keys and values of all ranks are gathered first (Llama 3, arXiv:2407.21783, section 3.3.2). They wait for the
+    backward, unless attention is recomputed."""
 
     def __init__(self, axis: Axis):
         self.axis = axis
@@ -79,49 +93,60 @@ class Gathered:
     def chunks(self) -> ChunkNumbers:
         return tuple(range(2 * self.axis.size))
 
-    def forward(self, mine: Tensor, visit: Visit) -> Tensor:
-        whole = in_order(collectives.all_gather(mine, self.axis).chunk(self.axis.size), dim=-2)
-        visit(self.chunks, whole)
-        return whole
+    def forward(self, kv: Tensor, visit: Visit) -> Tensor:
+        # In one expression, so that the ranks' parts are freed before the visit.
+        gathered = to_sample_order(collectives.all_gather(kv, self.axis).chunk(self.axis.size), dim=-2)
+        visit(self.chunks, gathered)
+        return gathered
 
-    def backward(self, saved: Tensor, visit: VisitBack) -> Tensor:
-        grad = by_rank(visit(self.chunks, saved, None), self.axis.size, dim=-3).flatten(0, 1)
+    def backward(self, saved: Tensor, visit: VisitBackward) -> Tensor:
+        grad = visit(self.chunks, saved, None)  # [2, b, s, groups, d], float32 or wider
+        grad = to_rank_order(grad, self.axis.size, dim=-3).flatten(0, 1)  # [c 2, b, s / c, groups, d]
         if saved.dtype == grad.dtype:
             return collectives.reduce_scatter(grad, self.axis)
-        return collectives.start_reduce_scatter_in(grad.dtype, grad.to(saved.dtype), self.axis).wait()  # half precision
+        # Half precision travels, and is summed in float32.
+        return collectives.start_reduce_scatter_in(grad.dtype, grad.to(saved.dtype), self.axis).wait()
 
 
-def in_order(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """The rows of each rank, [s / c, ..] with `dim` 0 -> [s, ..] in the order of the sample."""
-    first, last = zip(*(part.chunk(2, dim) for part in parts))
-    return torch.cat([*first, *reversed(last)], dim)
+def to_sample_order(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Put the rows of each rank, [s / c, ..] with `dim` 0, into the order of the sample: [s, ..].
+
+    A rank has two chunks, one from each end of the sample: rank r of c has chunks r and 2 c - 1 - r.
+    """
+    first_chunks, last_chunks = zip(*(part.chunk(2, dim) for part in parts))
+    return torch.cat([*first_chunks, *reversed(last_chunks)], dim)
 
 
-def by_rank(x: Tensor, ranks: int, dim: int = 0) -> Tensor:
-    """[s, ..] in the order of the sample, with `dim` 0 -> [c, s / c, ..], the rows of each rank. Not for autograd."""
-    chunks, shape = x.chunk(2 * ranks, dim), list(x.shape)
+def to_rank_order(x: Tensor, ranks: int, dim: int = 0) -> Tensor:
+    """Invert `to_sample_order`: [s, ..] with `dim` 0 -> [c, s / c, ..], the rows of each rank. Not for autograd."""
+    chunks = x.chunk(2 * ranks, dim)
+    shape = list(x.shape)
     shape[dim] //= ranks
-    found = x.new_empty(ranks, *shape)
-    for rank, rows in enumerate(found):
+    out = x.new_empty(ranks, *shape)
+    for rank, rows in enumerate(out):
         torch.cat([chunks[chunk] for chunk in chunks_of(rank, ranks)], dim, out=rows)
-    return found
+    return out
+
+
+# ---------------------------------------------------------------- attention
 
 
 def attention_over_blocks(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    travel: Travel,
+    transfer: KVTransfer,
     kernel: FlashBlocks | TiledBlocks,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Attention of my rows to the keys of all ranks: q [s / c, b, n, d]; k, v [s / c, b, groups, d] -> as q. Keys and
-    values may
-    be those of another sequence, of another length.
+    """Return the attention of this rank's rows to the keys of all ranks: q [s / c, b, n, d]; k, v [s / c, b, groups, d]
+    -> [s / c, b, n, d]. Keys and values may be those of another sequence, of another length.
 
-    sinks: [n], bias: [n, my rows, s], as of `Scoring`. Every rank that shares the sample must call, forward and backward."""
-    return _OverBlocks.apply(q, k, v, sinks, bias, travel, kernel)
+    sinks: [n], bias: [n, s / c, s], as in `SoftmaxOptions`. Every rank that shares the sample must call, forward and
+    backward.
+    """
+    return _OverBlocks.apply(q, k, v, sinks, bias, transfer, kernel)
 
 
 class _OverBlocks(torch.autograd.Function):
@@ -133,48 +158,58 @@ class _OverBlocks(torch.autograd.Function):
         v: Tensor,
         sinks: Tensor | None,
         bias: Tensor | None,
-        travel: Travel,
+        transfer: KVTransfer,
         kernel: FlashBlocks | TiledBlocks,
     ) -> Tensor:
-        heads = _heads(q)
-        merged = Merged(heads, sinks)
-        pairs = torch.stack((_by_head(k), _by_head(v)))
-        saved = travel.forward(pairs, lambda chunks, x: kernel.add(merged, heads, *x, chunks, bias))
-        out, log_sums = merged.result
-        out = out.to(q.dtype)
-        ctx.save_for_backward(heads, saved, out, log_sums, sinks, bias)
-        ctx.travel, ctx.kernel = travel, kernel
-        return out.permute(2, 0, 1, 3)
+        q_heads = _heads_for_kernel(q)  # [b, n, s / c, d]
+        kv = torch.stack((_heads_first(k), _heads_first(v)))  # [2, b, groups, s / c, d]
+        softmax = OnlineSoftmax(q_heads, sinks)
+        saved_kv = transfer.forward(kv, lambda chunks, here: kernel.add(softmax, q_heads, *here, chunks, bias))
+        out, log_sums = softmax.result
+        out = out.to(q.dtype)  # [b, n, s / c, d]
+        ctx.save_for_backward(q_heads, saved_kv, out, log_sums, sinks, bias)
+        ctx.transfer = transfer
+        ctx.kernel = kernel
+        return out.permute(2, 0, 1, 3)  # [s / c, b, n, d]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # once: recomputation fills it when it is read
-        heads, pairs = saved[:2]
-        sinks, bias = saved[4:]
-        up = Upstream(_heads(grad), *saved[2:4])
-        of_q = Total(heads)
-        of_bias = wide_empty(bias.shape, bias).zero_() if ctx.needs_input_grad[4] else None
+        """grad: [s / c, b, n, d].
 
-        def visit(chunks: ChunkNumbers, here: Tensor, arriving: Pending[Tensor] | None) -> Tensor:
-            of_pairs = Total(here[0], tensors=len(here), arriving=arriving)
-            ctx.kernel.add_grads(Grads(of_q, of_pairs, of_bias), up, heads, *here, chunks, bias)
-            return of_pairs.result
+        Saved: q and this rank's (or all) keys and values, whose scores are computed again block by block; the result and
+        log(sum exp) of its rows over all keys, which give probabilities without another merge; sinks and bias.
+        """
+        # Read once: under recomputation, reading saved_tensors recomputes them.
+        q_heads, kv, out, log_sums, sinks, bias = ctx.saved_tensors
+        inputs = BackwardInputs(_heads_for_kernel(grad), out, log_sums)
+        grad_q = LazySum(q_heads)
+        grad_bias = wide_empty(bias.shape, bias).zero_() if ctx.needs_input_grad[4] else None
 
-        of_pairs = ctx.travel.backward(pairs, visit)
-        of_sinks = None if sinks is None else up.grad_of_sinks(sinks)
-        of_bias = None if of_bias is None else of_bias.to(bias.dtype)
-        of_inputs = (x.transpose(0, 1).to(grad.dtype) for x in (*of_q.rounded(grad.dtype), *of_pairs))
-        return *of_inputs, of_sinks, of_bias, None, None
+        def visit(chunks: ChunkNumbers, here: Tensor, arriving: AsyncHandle[Tensor] | None) -> Tensor:
+            grad_kv = LazySum(here[0], tensors=len(here), arriving=arriving)
+            ctx.kernel.add_grads(GradSums(grad_q, grad_kv, grad_bias), inputs, q_heads, *here, chunks, bias)
+            return grad_kv.result
+
+        grad_kv = ctx.transfer.backward(kv, visit)  # [2, b, s / c, groups, d]
+        grad_sinks = None if sinks is None else inputs.grad_of_sinks(sinks)
+        if grad_bias is not None:
+            grad_bias = grad_bias.to(bias.dtype)
+        # [b, s / c, heads, d] -> [s / c, b, heads, d]
+        grads_qkv = [x.transpose(0, 1).to(grad.dtype) for x in (*grad_q.rounded(grad.dtype), *grad_kv)]
+        return *grads_qkv, grad_sinks, grad_bias, None, None
 
 
-def _by_head(x: Tensor) -> Tensor:
-    """[s, b, n, d] -> [b, n, s, d]"""
+def _heads_first(x: Tensor) -> Tensor:
+    """Permute [s, b, n, d] -> [b, n, s, d]."""
     return x.permute(1, 2, 0, 3)
 
 
-def _heads(x: Tensor) -> Tensor:
-    """[s, b, n, d] -> [b, n, s, d], on a CPU with each head's rows side by side.
+def _heads_for_kernel(x: Tensor) -> Tensor:
+    """Permute [s, b, n, d] -> [b, n, s, d], on a CPU contiguous: each head's rows side by side.
 
-    Its kernel reads them where they lie. The rows of a head of [s, b, n, d] are n d numbers apart, often a power of two, and then
-    share a few sets of the cache: 8 float32 heads of 64 and 2,048 rows took 107 + 435 ms of processor time, copied 59 + 191."""
-    return _by_head(x) if is_accelerator(x.device) else _by_head(x).contiguous()
+    The CPU's kernel reads rows in place. The rows of a head of [s, b, n, d] are n d numbers apart, often a power of two,
+    and then share a few sets of the cache: 8 float32 heads of 64 and 2,048 rows took 107 + 435 ms of processor time,
+    copied 59 + 191.
+    """
+    heads = _heads_first(x)
+    return heads if is_accelerator(x.device) else heads.contiguous()

@@ -1,42 +1,48 @@
-"""Heads exchanged for rows (DeepSpeed Ulysses, arXiv:2309.14509): a rank computes whole sequences of its share of the
-heads."""
+"""All-to-all from rows to heads and back (DeepSpeed Ulysses, arXiv:2309.14509): a rank computes full sequences of its share
+of the heads."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.core.context_parallel.ring_attention import by_rank, in_order
+from megatron.core.context_parallel.ring_attention import to_rank_order, to_sample_order
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
 
 
-def whole_sequences(x: Tensor, axis: Axis) -> Tensor:
-    """[s / c, b, n, d] of my rows -> [s, b, n / c, d] in the sample's order, of my share of the heads. Every rank
-    must call."""
-    return x if axis.size == 1 else _Exchange.apply(x, axis, True)
+def rows_to_heads(x: Tensor, axis: Axis) -> Tensor:
+    """Exchange this rank's rows of all heads, [s / c, b, n, d], for all rows of its share of the heads, [s, b, n / c, d],
+    in the order of the sample. Every rank must call."""
+    return x if axis.size == 1 else _AllToAll.apply(x, axis, True)
 
 
-def my_rows(x: Tensor, axis: Axis) -> Tensor:
-    """`whole_sequences` backwards."""
-    return x if axis.size == 1 else _Exchange.apply(x, axis, False)
+def heads_to_rows(x: Tensor, axis: Axis) -> Tensor:
+    """Invert `rows_to_heads`: [s, b, n / c, d] -> [s / c, b, n, d]. Every rank must call."""
+    return x if axis.size == 1 else _AllToAll.apply(x, axis, False)
 
 
-class _Exchange(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, to_whole: bool) -> Tensor:
-        ctx.axis, ctx.to_whole = axis, to_whole
-        return (_to_whole if to_whole else _to_rows)(x, axis)
+    def forward(ctx: Any, x: Tensor, axis: Axis, to_heads: bool) -> Tensor:
+        ctx.axis = axis
+        ctx.to_heads = to_heads
+        return _to_heads(x, axis) if to_heads else _to_rows(x, axis)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return (_to_rows if ctx.to_whole else _to_whole)(grad, ctx.axis), None, None
+        """Run the opposite exchange; no tensor is saved."""
+        grad_x = _to_rows(grad, ctx.axis) if ctx.to_heads else _to_heads(grad, ctx.axis)
+        return grad_x, None, None
 
 
-def _to_whole(x: Tensor, axis: Axis) -> Tensor:
-    shares = torch.stack(x.chunk(axis.size, dim=2))  # [c, s / c, b, n / c, d]
-    return in_order(collectives.all_to_all(shares, axis))
+def _to_heads(x: Tensor, axis: Axis) -> Tensor:
+    by_rank = torch.stack(x.chunk(axis.size, dim=2))  # [c, s / c, b, n / c, d], heads for each rank
+    received = collectives.all_to_all(by_rank, axis)  # [c, s / c, b, n / c, d], rows of each rank
+    return to_sample_order(received)  # [s, b, n / c, d]
 
 
 def _to_rows(x: Tensor, axis: Axis) -> Tensor:
-    return torch.cat(collectives.all_to_all(by_rank(x, axis.size), axis).unbind(0), dim=2)
+    # [c, s / c, b, n / c, d]: rows for each rank -> heads of each rank
+    received = collectives.all_to_all(to_rank_order(x, axis.size), axis)
+    return torch.cat(received.unbind(0), dim=2)  # [s / c, b, n, d]

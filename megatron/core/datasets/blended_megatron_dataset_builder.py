@@ -20,14 +20,14 @@ from megatron.core.datasets.mask_selection import MaskedDataConfig
 from megatron.core.datasets.megatron_dataset import WithMask
 from megatron.core.datasets.utils import Split
 from megatron.core.parallel import collectives
-from megatron.core.parallel.global_state import current, model_parallel_is_initialized
+from megatron.core.parallel.global_state import get_global_state, model_parallel_is_initialized
 from megatron.core.parallel_state import launched_rank
 
 
 def _gpt(config: GPTDatasetConfig, sizes: list[int | None], building: dict[str, Any]) -> list[Any]:
     _check_pad(config)
     made = gpt_samples.build_gpt_datasets(config.data, config.tokenizer, sizes, config.random_seed, **building)
-    if model_parallel_is_initialized() and current().run is not None:  # a run's batches need no mask of s x s
+    if model_parallel_is_initialized() and get_global_state().run is not None:  # a run's batches need no mask of s x s
         return list(made)
     masked = lambda one: None if one is None else WithMask(one, config)  # noqa: E731
     return [[masked(part) for part in one] if isinstance(one, list) else masked(one) for one in made]
@@ -66,7 +66,7 @@ class BlendedMegatronDatasetBuilder:
             return self._of_a_class()
         building: dict[str, Any] = {}
         if model_parallel_is_initialized():
-            world, device = current().mesh["world"], current().device
+            world, device = get_global_state().mesh["world"], get_global_state().device
             building = {"is_builder": world.is_first, "wait": lambda: collectives.barrier(world, device)}
             building |= {"say": _say, "progress": _say}
         return _KINDS[self.cls](self.config, self.sizes, building)

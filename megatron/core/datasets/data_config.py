@@ -1,4 +1,4 @@
-"""The knobs of the training data."""
+"""The options of the training data."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron.core.base.dataclass_flags import ConfigError, Count, FlagConfig, NotNegative, WholeNumber, flag_of, knob
+from megatron.core.base.dataclass_flags import ConfigError, Count, FlagConfig, NotNegative, WholeNumber, flag_of, option
 from megatron.core.datasets.blend import Blend, parse_blend
 from megatron.core.datasets.index_map import SPLIT_NAMES, parse_split
 
@@ -27,54 +27,54 @@ DATA_SOURCES = {
 class DataConfig(FlagConfig):
     """Training data."""
 
-    data_path: list[str] | None = knob(
+    data_path: list[str] | None = option(
         None,
         "prefix of PREFIX.bin and PREFIX.idx from tools/preprocess_data.py; a blend: 0.3 A 0.7 B, or A B C",
         metavar="PREFIX",
     )
-    train_data_path: list[str] | None = knob(None, "prefix or blend for training only", metavar="PREFIX")
-    valid_data_path: list[str] | None = knob(None, "prefix or blend for validation only", metavar="PREFIX")
-    test_data_path: list[str] | None = knob(None, "prefix or blend for testing only", metavar="PREFIX")
-    data_args_path: str | None = knob(None, "file with the value of --data-path; # starts a comment", metavar="FILE")
-    per_split_data_args_path: str | None = knob(
+    train_data_path: list[str] | None = option(None, "prefix or blend for training only", metavar="PREFIX")
+    valid_data_path: list[str] | None = option(None, "prefix or blend for validation only", metavar="PREFIX")
+    test_data_path: list[str] | None = option(None, "prefix or blend for testing only", metavar="PREFIX")
+    data_args_path: str | None = option(None, "file with the value of --data-path; # starts a comment", metavar="FILE")
+    per_split_data_args_path: str | None = option(
         None, 'JSON file {"train": [..], "valid": [..], "test": [..]} of blends', metavar="FILE"
     )
-    split: str | None = knob(
+    split: str | None = option(
         None,
         f"shares of train, validation and test; unset: {DEFAULT_SPLIT}; without effect on mock data",
         metavar="X,X,X",
     )
-    seq_length: Count | None = knob(
+    seq_length: Count | None = option(
         None, "tokens per sample", flags=("--seq-length", "--encoder-seq-length"), required=True
     )
-    decoder_seq_length: Count | None = knob(None, "pretrain_t5.py: tokens per sample of the decoder")
-    data_cache_path: str | None = knob(
+    decoder_seq_length: Count | None = option(None, "pretrain_t5.py: tokens per sample of the decoder")
+    data_cache_path: str | None = option(
         None, "folder for index files; default: PREFIX/cache/GPTDataset_indices", metavar="DIR"
     )
-    mid_level_dataset_surplus: NotNegative = knob(
+    mid_level_dataset_surplus: NotNegative = option(
         0.005, "share of extra samples built for each data set of a blend", metavar="X"
     )
-    mmap_bin_files: bool = knob(True, "read token files with ordinary reads instead of memory mapping")
-    epoch_stable_order: bool = knob(
+    mmap_bin_files: bool = option(True, "read token files with ordinary reads instead of memory mapping")
+    epoch_stable_order: bool = option(
         False, "shuffle each epoch separately: a longer run keeps the order (Megatron's order depends on the length)"
     )
-    dataloader_type: Literal["single", "cyclic", "external"] = knob(
+    dataloader_type: Literal["single", "cyclic", "external"] = option(
         "single", "single: one pass; cyclic: reshuffled epochs; external: the script's own loader"
     )
-    num_workers: WholeNumber = knob(1, "prefetch threads per rank; 0: read samples on demand")
-    mock_data: bool = knob(False, "train on synthetic, learnable tokens instead of files")
-    eod_mask_loss: bool = knob(False, "mask the loss where the input is the end-of-document token")
-    reset_position_ids: bool = knob(
+    num_workers: WholeNumber = option(1, "prefetch threads per rank; 0: read samples on demand")
+    mock_data: bool = option(False, "train on synthetic, learnable tokens instead of files")
+    eod_mask_loss: bool = option(False, "mask the loss where the input is the end-of-document token")
+    reset_position_ids: bool = option(
         False, "restart position ids after each end-of-document token, and rotary angles with them"
     )
-    reset_attention_mask: bool = knob(False, "attend within a document only")
-    full_validation: bool = knob(
+    reset_attention_mask: bool = option(False, "attend within a document only")
+    full_validation: bool = option(
         False, "each validation reads every sample of the validation set once, instead of --eval-iters batches"
     )
-    multiple_validation_sets: bool = knob(
+    multiple_validation_sets: bool = option(
         False, "evaluate each prefix of --valid-data-path on its own, with a loss for each; the list has no weights"
     )
-    validation_set_names: list[str] | None = knob(
+    validation_set_names: list[str] | None = option(
         None, "names of the sets of --multiple-validation-sets in logs; default: 0, 1, ...", metavar="NAME"
     )
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.base.dataclass_flags import ConfigError, FlagConfig, Share, flag_of, knob
+from megatron.core.base.dataclass_flags import ConfigError, FlagConfig, Share, flag_of, option
 from megatron.core.datasets.vocab_check import beyond_of
 
 _UNREADABLE = "\N{REPLACEMENT CHARACTER}"  # what bytes that are no character are read as
@@ -25,23 +25,23 @@ _UNREADABLE = "\N{REPLACEMENT CHARACTER}"  # what bytes that are no character ar
 class FimConfig(FlagConfig):
     """Fill in the middle."""
 
-    fim_data: bool = knob(False, "fill-in-the-middle: rearrange documents as prefix, suffix, middle")
-    fim_rate: Share = knob(0.5, "share of documents that are rearranged")
-    fim_spm_rate: Share = knob(0.5, "share of rearranged documents in suffix-prefix-middle order")
-    fim_split_sample: str | None = knob(
+    fim_data: bool = option(False, "fill-in-the-middle: rearrange documents as prefix, suffix, middle")
+    fim_rate: Share = option(0.5, "share of documents that are rearranged")
+    fim_spm_rate: Share = option(0.5, "share of rearranged documents in suffix-prefix-middle order")
+    fim_split_sample: str | None = option(
         None, "token that splits a document into fragments, e.g. the files of a repository", metavar="TOKEN"
     )
-    fim_fragment_rate: Share | None = knob(None, "share of fragments rearranged; needs --fim-split-sample")
-    fim_no_prefix: str | None = knob(
+    fim_fragment_rate: Share | None = option(None, "share of fragments rearranged; needs --fim-split-sample")
+    fim_no_prefix: str | None = option(
         None, "never rearrange documents or fragments that begin with this", metavar="TEXT"
     )
-    fim_prefix_token: str = knob("<fim_prefix>", "token before the prefix", metavar="TOKEN")
-    fim_middle_token: str = knob("<fim_middle>", "token before the middle", metavar="TOKEN")
-    fim_suffix_token: str = knob("<fim_suffix>", "token before the suffix", metavar="TOKEN")
-    fim_pad_token: str = knob(
+    fim_prefix_token: str = option("<fim_prefix>", "token before the prefix", metavar="TOKEN")
+    fim_middle_token: str = option("<fim_middle>", "token before the middle", metavar="TOKEN")
+    fim_suffix_token: str = option("<fim_suffix>", "token before the suffix", metavar="TOKEN")
+    fim_pad_token: str = option(
         "<fim_pad>", "token that fills shortened samples up; where it does, it is masked from the loss", metavar="TOKEN"
     )
-    fim_eod_token: str | None = knob(
+    fim_eod_token: str | None = option(
         None, "token between documents; default: the tokenizer's end-of-document token", metavar="TOKEN"
     )
 

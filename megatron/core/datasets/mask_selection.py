@@ -8,16 +8,16 @@ from typing import Annotated
 
 import numpy as np
 
-from megatron.core.base.dataclass_flags import FlagConfig, Share, knob
+from megatron.core.base.dataclass_flags import FlagConfig, Share, option
 
 
 @dataclass(frozen=True)
 class MaskedDataConfig(FlagConfig):
     """Masked words, for pretrain_bert.py."""
 
-    mask_prob: Annotated[float, "(0, 1)"] = knob(0.15, "share of the words of a sample that are masked")
-    short_seq_prob: Share = knob(0.1, "share of samples shorter than --seq-length")
-    bert_binary_head: bool = knob(
+    mask_prob: Annotated[float, "(0, 1)"] = option(0.15, "share of the words of a sample that are masked")
+    short_seq_prob: Share = option(0.1, "share of samples shorter than --seq-length")
+    bert_binary_head: bool = option(
         True,
         "masked words only: no sentence-order head, and single-sentence documents are used",
         flags=("--bert-no-binary-head",),

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.base.error_reporting import is_told_to_user
+from megatron.core.base.error_reporting import is_user_error
 from megatron.core.datasets.ambiguous_pad_token import id_of, pad_is_text
 from megatron.core.datasets.bert_and_t5_samples import T5Dataset, TextSample
 from megatron.core.datasets.blend import BlendedDataset
@@ -93,7 +93,7 @@ def t5_problems(config: DataConfig, masking: MaskedDataConfig, tokenizer: Any | 
         try:
             _pieces_of(tokenizer, config, masking)
         except ValueError as error:
-            if not is_told_to_user(error):
+            if not is_user_error(error):
                 raise
             problems.append(str(error))
     return problems

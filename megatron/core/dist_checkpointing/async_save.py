@@ -148,17 +148,17 @@ class BackgroundSaves:
         self._world, self._device = world, device
         self._memory: SharedMemory | None = None
         self._flying: _Flying | None = None
-        with collectives.together(world, device):
+        with collectives.raise_together(world, device):
             self._start_process()
             hello = {"rank": world.rank, "ranks": world.size, "address": None}
             if world.is_first:
                 self._writer.send(hello)
                 hello |= self._answer()
         text = collectives.broadcast_text(json.dumps(hello), world, device)
-        with collectives.together(world, device):
+        with collectives.raise_together(world, device):
             if not world.is_first:
                 self._writer.send(json.loads(text) | {"rank": world.rank})
-        with collectives.together(world, device):
+        with collectives.raise_together(world, device):
             self._answer()
 
     def _start_process(self) -> None:
@@ -188,7 +188,7 @@ class BackgroundSaves:
         that of the first rank."""
         assert self._flying is None, "one save at a time"
         began, saving = time.monotonic(), Saving(path_of(root), iteration, state, print)
-        with collectives.together(self._world, self._device):
+        with collectives.raise_together(self._world, self._device):
             check_savable(saving, tensors, is_first=self._world.is_first)
             self.reserve(tensors)
         parts = snapshot(shares(tensors), self._memory.data)
@@ -211,7 +211,7 @@ class BackgroundSaves:
 
     def finish(self) -> SavedInBackground | None:
         """Waits for the save in flight on every rank, and raises its error if it failed. Every rank must call."""
-        with collectives.together(self._world, self._device):
+        with collectives.raise_together(self._world, self._device):
             return self.land()
 
     def land(self) -> SavedInBackground | None:
@@ -227,7 +227,7 @@ class BackgroundSaves:
         did = None
         while not select.select([self._writer.line], [], [], _LOOKS_EVERY)[0]:
             if (does := _work_of(self._process.pid)) != did:
-                rank_status.go_on()  # a slow disk is no rank that hangs
+                rank_status.heartbeat()  # a slow disk is no rank that hangs
             did = does
         try:
             answer = self._writer.receive()

@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.local_tensor import LocalTensor, problems_
 from megatron.core.offload.stored_tensor import Stored, StoredTensor
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import ALONE, Axis
-from megatron.core.sharding.boxes import Box, intersect, relative_to, run_of, size_of, slices, whole
+from megatron.core.sharding.boxes import Box, contiguous_flat_range, intersect, relative_to, size_of, slices, whole
 from megatron.core.storage import file_layer
 from megatron.core.storage.paths import path_of
 from megatron.core.storage.read_ahead import FileSpan
@@ -71,7 +71,7 @@ class Checkpoint:
         into the
         tensor, without this memory; what is damaged is then in the tensor when this raises.
         """
-        with collectives.together(world, device):
+        with collectives.raise_together(world, device):
             self._check(tensors, convert)
             with torch.no_grad():
                 self._fill(tensors, in_place)
@@ -79,7 +79,7 @@ class Checkpoint:
     def has_runs(self, name: str) -> bool:
         """Whether `runs` can give this tensor: its pieces have whole rows, or elements of one."""
         record = self.manifest.tensors[name]
-        return all(run_of(piece.box, record.shape) is not None for piece in record.pieces)
+        return all(contiguous_flat_range(piece.box, record.shape) is not None for piece in record.pieces)
 
     def runs(self, name: str, rooms: Iterator[Tensor]) -> Iterator[tuple[int, Tensor]]:
         """The elements of a tensor in flat parts: (the number of the first in row-major order, values), piece by piece.
@@ -92,7 +92,7 @@ class Checkpoint:
         dtype = getattr(torch, record.dtype)
         with file_layer.reading_ahead([self._span(piece) for piece in record.pieces]) as opened:
             for piece in record.pieces:
-                start, _ = run_of(piece.box, record.shape)
+                start, _ = contiguous_flat_range(piece.box, record.shape)
                 for at, data in self._read(piece, name, lambda at, left: next(rooms)[:left], opened):
                     yield start + at // dtype.itemsize, data.view(dtype)
 
@@ -221,7 +221,7 @@ def open_checkpoint(
     Every rank of `world` must call. The first rank reads the manifest for all, so that they agree on the iteration.
     """
     found = None
-    with collectives.together(world, device):
+    with collectives.raise_together(world, device):
         if world.is_first:
             try:
                 choice = folder.find(path_of(root), iteration)
@@ -232,7 +232,7 @@ def open_checkpoint(
     head, text = collectives.broadcast_text(found, world, device).split("\n", 1)
     name, warning = json.loads(head)
     path = path_of(root) / name
-    with collectives.together(world, device):
+    with collectives.raise_together(world, device):
         manifest = format.parse_manifest(text, path / format.MANIFEST)
         format.check_whole(manifest, path / format.MANIFEST)
         if world.is_first:

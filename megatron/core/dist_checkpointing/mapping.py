@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.dist_checkpointing.local_tensor import LocalTensor, part_of_whole, tensor_at
 from megatron.core.dist_checkpointing.state_dict_io import KeyedTensor
-from megatron.core.parallel.global_state import current
+from megatron.core.parallel.global_state import get_global_state
 
 
 @dataclass
@@ -83,9 +83,11 @@ def make_tp_sharded_tensor_for_checkpoint(
 ) -> ShardedTensor:
     """A part whose axis `tp_axis` is divided over the tensor-parallel ranks. prepend_offsets: of leading axes that the whole
     tensor has and `tensor` has not."""
-    tp = current().mesh["tp"]
+    tp = get_global_state().mesh["tp"]
     divided = (tp_axis + len(prepend_offsets), tp.rank, tp.size)
-    return _part(tensor, key, prepend_offsets, [divided], replica_id or (0, 0, current().mesh.tokens.rank), **kwargs)
+    return _part(
+        tensor, key, prepend_offsets, [divided], replica_id or (0, 0, get_global_state().mesh.tokens.rank), **kwargs
+    )
 
 
 def make_sharded_tensor_for_checkpoint(
@@ -96,7 +98,7 @@ def make_sharded_tensor_for_checkpoint(
     **kwargs: Any,
 ) -> ShardedTensor:
     """A part that all tensor- and data-parallel ranks hold alike."""
-    mesh = current().mesh
+    mesh = get_global_state().mesh
     return _part(tensor, key, prepend_offsets, [], replica_id or (0, mesh["tp"].rank, mesh.tokens.rank), **kwargs)
 
 

@@ -32,7 +32,7 @@ class _Collectives:
         self._world, self._device = world, device
 
     def together(self) -> contextlib.AbstractContextManager[None]:
-        return collectives.together(self._world, self._device)
+        return collectives.raise_together(self._world, self._device)
 
     def gather(self, number: int) -> list[int]:
         return collectives.all_gather(torch.tensor([number], device=self._device), self._world).tolist()

@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing.checkpoint_folder import saved_iterations
 from megatron.core.dist_checkpointing.load_sharded import open_checkpoint
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.state_dict_io import load_state_dict, load_whole_tensors, save_state_dict
-from megatron.core.parallel.global_state import current
+from megatron.core.parallel.global_state import get_global_state
 from megatron.core.storage.paths import path_of
 
 
@@ -36,7 +36,9 @@ def save(
     if async_sharded_save:
         raise NotImplementedError("async_sharded_save: a save returns when all is written; leave it out")
     about = {} if content_metadata is None else {"content_metadata": content_metadata}
-    save_state_dict(checkpoint_dir, {**_plain(sharded_state_dict), **about}, current().mesh, current().device)
+    save_state_dict(
+        checkpoint_dir, {**_plain(sharded_state_dict), **about}, get_global_state().mesh, get_global_state().device
+    )
 
 
 def load(
@@ -54,7 +56,9 @@ def load(
     `strict`.
     """
     del sharded_strategy, common_strategy, validate_access_integrity, strict
-    return load_state_dict(checkpoint_dir, _plain(sharded_state_dict), current().mesh, current().device)
+    return load_state_dict(
+        checkpoint_dir, _plain(sharded_state_dict), get_global_state().mesh, get_global_state().device
+    )
 
 
 def load_common_state_dict(checkpoint_dir: str | Path) -> dict[str, Any]:

@@ -1,18 +1,43 @@
-"""A bucket: the part of a buffer that one collective reduces or gathers."""
+"""A bucket: the part of a buffer that one collective reduces or gathers.
+
+Its gradients in one step (stages 0 and 1), or in one microbatch (stages 2 and 3):
+
+    begin_step()          main_grads are zeros, or unset where a matrix product will overwrite them, or released
+    open_grad(slot)       before each gradient: released memory is allocated, missing zeros are set
+    start_reduce()        the collective starts: an all-reduce (stage 0) or a reduce-scatter to each rank's shard
+    finish_reduce()       `grad_shard` is the sum over the ranks; stages 2 and 3 add it to the earlier microbatches'
+                          sum, and release the gradients
+    sum_over_replicas()   stages 2 and 3, end of step: the sum over the copies of the shard is added
+
+`grad_shard` by stage:
+
+    stage   memory of grad_shard                    after finish_reduce
+    0       the bucket's gradients themselves       the sum over all ranks, in place (--grad-reduce-in-bf16: copied)
+    1       this rank's part of the gradients       the sum, copied from the reduce-scatter's output
+    2, 3    its own                                 the sum of all microbatches so far
+
+Its parameters:
+
+    stage 0       nothing to do
+    stage 1, 2    start_gather() after the update, finish_gather() before the next use
+    stage 3       start_gather(), finish_gather() before each use of a unit, release_params() after it
+
+A tensor whose memory is released, or is being written by a collective, has another class (`released_tensors.py`).
+"""
 
 from torch import Tensor, nn
 
-from megatron.core.base.async_handle import Pending
+from megatron.core.base.async_handle import AsyncHandle
 from megatron.core.base.memory_category import memory_kind
-from megatron.core.distributed.collective_order import UseOrder
+from megatron.core.distributed.collective_order import CollectiveOrderCheck
 from megatron.core.distributed.contiguous_buffers import ParamAndGradBuffer
 from megatron.core.distributed.param_grad_state import ParamSlot
 from megatron.core.distributed.released_tensors import (
-    ArrivingParameter,
-    LateGradient,
+    GatheringParameter,
+    LazyGradient,
     ReleasedGradient,
     ReleasedParameter,
-    become,
+    set_residency,
 )
 from megatron.core.offload.stored_tensor import start_reading, start_writing
 from megatron.core.parallel import collectives
@@ -26,196 +51,215 @@ class Bucket:
     and the result is widened.
     """
 
-    def __init__(self, buffer: ParamAndGradBuffer, number: int, order: UseOrder | None = None):
-        self.buffer, self.plan = buffer, buffer.plan.buckets[number]
+    def __init__(self, buffer: ParamAndGradBuffer, number: int, order: CollectiveOrderCheck | None = None):
+        self.buffer = buffer
+        self.plan = buffer.plan.buckets[number]
         self.slots = [buffer.parameters[name].slot for name in self.plan.names]
         for slot in self.slots:
             slot.bucket = self
-        start, stop = self.plan.start, self.plan.stop
-        self._span, self._order = slice(start, stop), order
+        self._order = order
+
+        # counts of this step
         self.missing = 0  # parameters that have fewer gradients in this step than expected
         self.is_written = False  # gradients were added since the last reduction
-        part = collectives.my_part(stop - start, buffer.axes.shard)
-        mine = (start + part.start, start + part.stop)
-        self.sum, self.held_params = buffer.held_sums.at(*mine), buffer.held_params.at(*mine)
-        self._rounds = buffer.config.grad_reduce_in_bf16 and buffer.axes.reduce.size > 1
+
+        # this rank's shard, flat
+        start = self.plan.start
+        stop = self.plan.stop
+        self._span = slice(start, stop)
+        part = collectives.local_slice(stop - start, buffer.axes.shard)
+        self.grad_shard = buffer.grad_shard.at(start + part.start, start + part.stop)
+        self.param_shard = buffer.param_shard.at(start + part.start, start + part.stop)
+
+        # all elements of the bucket: releasable buffers; None: they are a part of the buffer and stay resident
         self._params = buffer.params_of[number] if buffer.params_of else None
         self._grads = buffer.grads_of[number] if buffer.grads_of else None
-        self._holders = [slot.parameter for slot in self.slots]
-        self._gradients = [parameter.main_grad for parameter in self._holders]
-        self._passes, self._is_opened = buffer.zero.passes_grads, False
+        self._parameters = [slot.parameter for slot in self.slots]
+        self._main_grads = [parameter.main_grad for parameter in self._parameters]
+        self._shards_grads = buffer.zero.shards_grads
+        self._reduces_in_bf16 = buffer.config.grad_reduce_in_bf16 and buffer.axes.reduce.size > 1
+        self._is_opened = False  # gradients were allocated in this step
         buffer.buckets.append(self)
         if self._params is not None:
-            become(ReleasedParameter, self._holders)
-        if self._passes:
-            self._away()
-        self._reducing: Pending[Tensor] | None = None
-        self._gathering: Pending[Tensor] | None = None
-        self._reading: Pending[Tensor] | None = None
+            set_residency(ReleasedParameter, self._parameters)
+        if self._shards_grads:
+            self._mark_grads_released()
 
-    # ---------------------------------------------------------------- gradients
+        # collectives and reads in flight
+        self._reducing: AsyncHandle[Tensor] | None = None
+        self._gathering: AsyncHandle[Tensor] | None = None
+        self._reading: AsyncHandle[Tensor] | None = None
 
-    def open_grad(self, slot: ParamSlot, *, overwrites: bool = False) -> bool:
-        """Prepare `main_grad` of one parameter for a gradient: allocate it if it is transient, and set zeros to add to.
-
-        Returns True if `overwrites` is given and the caller must overwrite instead of adding.
-        """
-        if self._passes:
-            # The sum in flight reads the memory that the next gradient will be written to, so it ends first.
-            self.finish_reduce()
-        self.open()
-        return slot.prepare(overwrites=overwrites)
-
-    def open(self) -> None:
-        """Allocate transient gradients that are not there, and clear them."""
-        self._is_opened = True
-        if self._grads is not None and not self._grads.is_open:
-            self._grads.open()
-            become(Tensor, self._gradients)
-            self._clear()
-
-    def complete(self) -> None:
-        """Set zeros where no gradient of this step has come."""
-        self.open()
-        for slot in self.slots:
-            if slot.is_unset:
-                self.open_grad(slot)
-
-    def _clear(self) -> None:
-        """Set gradients to zero, except where a product will overwrite them."""
-        gradients, first = self.gradients, 0
-        for slot in self.slots:
-            slot.begin()
-            if not slot.is_unset:
-                continue
-            gradients[first : slot.start].zero_()
-            if self.buffer.poison:
-                # A reader of what no product has written yet shows as NaN.
-                gradients[slot.start : slot.stop].fill_(float("nan"))
-            first = slot.stop
-        gradients[first:].zero_()
-
-    @property
-    def gradients(self) -> Tensor:
-        """The whole gradients of the bucket's parameters; they must be resident."""
-        return self.buffer.grads.data[self._span] if self._grads is None else self._grads.data
+    # ---------------------------------------------------------------- gradients, in the order of a step
 
     def begin_step(self) -> None:
         """Forget everything of the last step, which may have ended in an error."""
         if self._reducing is not None:
             # After an error a collective may still be writing into these buffers.
             self._reducing.wait()
-        self._reducing, self.is_written = None, False
-        if self._passes:
+        self._reducing = None
+        self.is_written = False
+        if self._shards_grads:
             self._release_grads()
-            self.sum.zero_()
-        elif self.buffer.grads_come_late and self._is_opened and not self.buffer.keeps_grads:
+            self.grad_shard.zero_()
+        elif self.buffer.grads_are_lazy and self._is_opened and not self.buffer.keeps_grads:
             self._release_grads()
         else:
             self._clear()
         self._is_opened = False
 
-    def _release_grads(self) -> None:
-        self._grads.release()
-        self._away()
+    def open_grad(self, slot: ParamSlot, *, overwrites: bool = False) -> bool:
+        """Prepare `main_grad` of one parameter for a gradient: allocate it if it is released, and set zeros to add to.
 
-    def _away(self) -> None:
-        if self.buffer.grads_come_late:
-            become(LateGradient, self._gradients)
-        elif not self.buffer.poison:  # poisoned gradients read as NaN without a class
-            become(ReleasedGradient, self._gradients)
+        Returns True if `overwrites` is given and the caller must overwrite instead of adding.
+        """
+        if self._shards_grads:
+            # The sum in flight reads the memory that the next gradient will be written to, so it ends first.
+            self.finish_reduce()
+        self.open()
+        return slot.prepare(overwrites=overwrites)
+
+    def open(self) -> None:
+        """Allocate released gradients, and clear them."""
+        self._is_opened = True
+        if self._grads is not None and not self._grads.is_open:
+            self._grads.open()
+            set_residency(Tensor, self._main_grads)
+            self._clear()
+
+    def complete(self) -> None:
+        """Set zeros where this step has added no gradient."""
+        self.open()
+        for slot in self.slots:
+            if slot.is_unset:
+                self.open_grad(slot)
 
     @memory_kind("communication")
     def start_reduce(self) -> None:
         """Start the sum over the ranks. A second call changes nothing."""
         if self._reducing is not None:
             return
-        self._comes("sums the gradients")
+        self._record_collective("sums the gradients")
         self.complete()
-        gradients = self.gradients.bfloat16() if self._rounds else self.gradients
+        gradients = self.gradients  # [bucket]
+        if self._reduces_in_bf16:
+            gradients = gradients.bfloat16()
         if not self.buffer.zero.shards_state:
-            self._reducing = collectives.start_all_reduce(gradients, self.buffer.axes.reduce)
+            self._reducing = collectives.start_all_reduce(gradients, self.buffer.axes.reduce)  # [bucket]
         elif self.buffer.config.reduce_scatter_with_fp32_accumulation:
-            self._reducing = collectives.start_reduce_scatter_in(self.sum.dtype, gradients, self.buffer.axes.shard)
+            shard = self.buffer.axes.shard
+            self._reducing = collectives.start_reduce_scatter_in(self.grad_shard.dtype, gradients, shard)  # [shard]
         else:
-            self._reducing = collectives.start_reduce_scatter(gradients, self.buffer.axes.shard)
+            self._reducing = collectives.start_reduce_scatter(gradients, self.buffer.axes.shard)  # [shard]
 
     @memory_kind("communication")
     def finish_reduce(self) -> None:
-        """Wait until `sum`, this rank's shard, is reduced: over all ranks, or in stages 2 and 3 over `axes.shard`,
+        """Wait until `grad_shard` is reduced: in stages 0 and 1 over all ranks, in stages 2 and 3 over `axes.shard`,
         where the sum of a microbatch is added to those of earlier ones."""
         if self._reducing is None:
             return
         total = self._reducing.wait()
-        self._reducing, self.is_written = None, False
-        if self._passes:
-            # Sharded sums add up here, over microbatches; whole gradients are not kept from one to the next.
-            self.sum.add_(total)
+        self._reducing = None
+        self.is_written = False
+
+        # stages 2 and 3: sums of shards accumulate over microbatches; whole gradients are not kept from one to the next
+        if self._shards_grads:
+            self.grad_shard.add_(total)
             if self.buffer.poison:
                 total.fill_(float("nan"))
             self._release_grads()
             return
+
+        # stages 0 and 1; an all-reduce of the gradients themselves has summed in place
         if self.buffer.zero.shards_state:
             collectives.all_reduce(total, self.buffer.axes.replica)  # hybrid sharding: over the copies of the shard
-        if self._rounds or self.buffer.zero.shards_state:
-            self.sum.copy_(total)
+        if self._reduces_in_bf16 or self.buffer.zero.shards_state:
+            self.grad_shard.copy_(total)
 
     @memory_kind("communication")
     def sum_over_replicas(self) -> None:
-        """Stages 2 and 3, end of step: reduce the shard over the outer axis (reduce-scatter if the shard is cut there
-        too)."""
+        """Sum the shard over its copies at the end of a step (stages 2 and 3): a reduce-scatter where the outer axis
+        shards it again, else an all-reduce.
+
+        Once a step and not once a microbatch: sums over copies can wait until all microbatches are added.
+        """
         outer = self.buffer.axes.outer
         if outer.size > 1:
-            # Once a step and not once a microbatch: sums over copies can wait until all are added.
-            self.sum[collectives.my_part(self.sum.numel(), outer)].copy_(collectives.reduce_scatter(self.sum, outer))
+            owned = collectives.local_slice(self.grad_shard.numel(), outer)
+            self.grad_shard[owned].copy_(collectives.reduce_scatter(self.grad_shard, outer))
         else:
-            collectives.all_reduce(self.sum, self.buffer.axes.replica)
+            collectives.all_reduce(self.grad_shard, self.buffer.axes.replica)
 
-    def _comes(self, verb: str) -> None:
-        """Announce a collective that a branch on data could keep other ranks from making."""
+    @property
+    def gradients(self) -> Tensor:
+        """The gradients of all of the bucket's parameters, flat [bucket]; they must be resident."""
+        if self._grads is None:
+            return self.buffer.grads.data[self._span]
+        return self._grads.data
+
+    def _clear(self) -> None:
+        """Set gradients to zero, except where a product will overwrite them."""
+        gradients = self.gradients
+        first = 0  # everything before it is done
+        for slot in self.slots:
+            slot.begin()
+            if not slot.is_unset:
+                continue
+            gradients[first : slot.start].zero_()
+            if self.buffer.poison:
+                # A read before the product has written shows as NaN.
+                gradients[slot.start : slot.stop].fill_(float("nan"))
+            first = slot.stop
+        gradients[first:].zero_()
+
+    def _release_grads(self) -> None:
+        self._grads.release()
+        self._mark_grads_released()
+
+    def _mark_grads_released(self) -> None:
+        if self.buffer.grads_are_lazy:
+            set_residency(LazyGradient, self._main_grads)
+        elif not self.buffer.poison:  # poisoned gradients read as NaN without a class
+            set_residency(ReleasedGradient, self._main_grads)
+
+    def _record_collective(self, verb: str) -> None:
+        """Record a collective that a branch on data could keep other ranks from making."""
         if self._order is not None:
             others = len(self.plan.names) - 1
-            self._order.comes(f"{verb} of {self.plan.names[0]}{f' and {others} more' if others else ''}")
+            more = f" and {others} more" if others else ""
+            self._order.record(f"{verb} of {self.plan.names[0]}{more}")
 
-    # ---------------------------------------------------------------- parameters
+    # ---------------------------------------------------------------- parameters, in the order of their use
 
     def read_ahead(self) -> None:
         """Start reading the own shard from its tier (stage 3). A gather must follow before the next update."""
         if self._reading is None and self._gathering is None and not self._params.is_open:
-            self._reading = start_reading(self.held_params)
-
-    @memory_kind("communication")
-    def gather_updated(self) -> None:
-        """After an update: all-gather, over `axes.outer`, the shard that this rank holds."""
-        outer = self.buffer.axes.outer
-        mine = start_reading(self.held_params[collectives.my_part(self.held_params.numel(), outer)]).wait()
-        mine = to_device(mine, self.buffer.device)
-        if isinstance(self.held_params, Tensor) and self.held_params.device == self.buffer.device:
-            # Cloned: the input of an all-gather may not overlap its output.
-            collectives.start_all_gather(mine.clone(), outer, out=self.held_params).wait()
-        else:
-            start_writing(self.held_params, collectives.all_gather(mine, outer)).wait()
+            self._reading = start_reading(self.param_shard)
 
     @memory_kind("communication")
     def start_gather(self) -> None:
         """Start the all-gather of the parameters, unless they are resident or in flight."""
         if self._gathering is not None or (self._params is not None and self._params.is_open):
             return
+        shard_axis = self.buffer.axes.shard
         if self._params is not None:
-            self._comes("gathers the parameters")
-            reading, self._reading = self._reading or start_reading(self.held_params), None
-            mine, out = to_device(reading.wait(), self.buffer.device), self._params.open()
+            # stage 3: from the shard's storage into memory that is allocated now
+            self._record_collective("gathers the parameters")
+            reading = self._reading or start_reading(self.param_shard)
+            self._reading = None
+            own_shard = to_device(reading.wait(), self.buffer.device)  # [shard]
+            out = self._params.open()  # [bucket]
             # Communication over one rank does nothing, not even a copy.
-            if self.buffer.axes.shard.size == 1:
-                out.copy_(mine)
-            self._gathering = collectives.start_all_gather(mine, self.buffer.axes.shard, out=out)
-        elif self.buffer.axes.shard.size > 1:
-            mine = self.held_params.clone()  # the input of an all-gather may not overlap its output
-            self._gathering = collectives.start_all_gather(
-                mine, self.buffer.axes.shard, out=self.buffer.params.data[self._span]
-            )
+            if shard_axis.size == 1:
+                out.copy_(own_shard)
+            self._gathering = collectives.start_all_gather(own_shard, shard_axis, out=out)
+        elif shard_axis.size > 1:
+            # stages 1 and 2: in place
+            own_shard = self.param_shard.clone()  # the input of an all-gather may not overlap its output
+            out = self.buffer.params.data[self._span]  # [bucket]
+            self._gathering = collectives.start_all_gather(own_shard, shard_axis, out=out)
             # A forward that uses one outside its module, where no hook waits, waits by its class.
-            become(ArrivingParameter, self._holders)
+            set_residency(GatheringParameter, self._parameters)
 
     @memory_kind("communication")
     def finish_gather(self) -> None:
@@ -223,14 +267,7 @@ class Bucket:
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
-            become(nn.Parameter, self._holders)
-
-    @memory_kind("communication")
-    def keep_values(self) -> None:
-        """Stage 3: the resident parameters, which a script has changed, take the place of this rank's shard."""
-        if self._params is not None and self._params.is_open:
-            mine = self._params.data[collectives.my_part(self._params.data.numel(), self.buffer.axes.shard)].clone()
-            start_writing(self.held_params, mine).wait()
+            set_residency(nn.Parameter, self._parameters)
 
     def release_params(self) -> None:
         """Release all but this rank's shard (stage 3)."""
@@ -238,4 +275,23 @@ class Bucket:
         self._reading = None
         if self._params is not None and self._params.is_open:
             self._params.release()
-            become(ReleasedParameter, self._holders)
+            set_residency(ReleasedParameter, self._parameters)
+
+    @memory_kind("communication")
+    def keep_values(self) -> None:
+        """Write the resident parameters, which a script has changed, into this rank's shard (stage 3)."""
+        if self._params is not None and self._params.is_open:
+            part = collectives.local_slice(self._params.data.numel(), self.buffer.axes.shard)
+            start_writing(self.param_shard, self._params.data[part].clone()).wait()
+
+    @memory_kind("communication")
+    def gather_updated(self) -> None:
+        """All-gather this rank's shard over `axes.outer` after an update, of which each rank has made a part."""
+        outer = self.buffer.axes.outer
+        owned = start_reading(self.param_shard[collectives.local_slice(self.param_shard.numel(), outer)]).wait()
+        owned = to_device(owned, self.buffer.device)  # [shard / outer.size]
+        if isinstance(self.param_shard, Tensor) and self.param_shard.device == self.buffer.device:
+            # Cloned: the input of an all-gather may not overlap its output.
+            collectives.start_all_gather(owned.clone(), outer, out=self.param_shard).wait()
+        else:
+            start_writing(self.param_shard, collectives.all_gather(owned, outer)).wait()

@@ -1,15 +1,15 @@
 """The layout of parameters in contiguous buffers, and the shard of each rank. Pure integers.
 
-    [ final norm | layer 1 fc2 |..] [ layer 1 qkv |..| layer 0 qkv |..] [..| embedding ]    one buffer per (reduce group,
-    dtype)
+    one buffer per (reduce group, dtype):
+    [ final norm | layer 1 fc2 |..] [ layer 1 qkv |..| layer 0 qkv |..] [..| embedding ]
       bucket 0                        bucket 1                            bucket 2          one collective per bucket
-      shard 0 | shard 1 | shard 2     shard 0 | shard 1 | shard 2         ..                ZeRO: each bucket in equal shards
+      shard 0 | shard 1 | shard 2     shard 0 | shard 1 | shard 2         ..                ZeRO: equal shards of each
 
-Parameters lie in reverse order of creation, the order in which a backward finishes their gradients. Each start is
-aligned. A parameter lies in one bucket, so that a shard holds at most one run of its elements.
+Parameters are laid out in reverse order of creation, the order in which a backward finishes their gradients. Each start
+is aligned. A parameter is in one bucket, so a shard holds at most one contiguous range of its elements.
 
-A parameter whose update needs the whole tensor lies in one shard: where it would cross a border of shards, it starts
-at that border and leaves a gap.
+A parameter whose update needs the whole tensor is not split: where it would cross a border between shards, it starts at
+that border and leaves a gap.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -19,18 +19,18 @@ ALIGN = 8  # elements, 16 bytes in bfloat16: what matrix units ask of an operand
 
 
 @dataclass(frozen=True)
-class Item:
+class ParamSpec:
     """A parameter to lay out."""
 
     name: str
     numel: int
     key: Hashable  # parameters of one key share a buffer
     unit: Hashable = None  # parameters of one unit are used together
-    is_whole: bool = False  # lies in one shard
+    is_unsplit: bool = False  # must be in one shard
 
 
 @dataclass(frozen=True)
-class Slot:
+class ParamRange:
     """Elements start .. stop of a buffer belong to this parameter."""
 
     name: str
@@ -48,19 +48,21 @@ class BucketPlan:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How to cut a buffer: into buckets of about `bucket` elements (None: one bucket) or one bucket per unit, each into
-    `shards` equal shards."""
+class BucketSpec:
+    """The rule by which a buffer is cut: into buckets of about `bucket_numel` elements (None: one bucket) or, with
+    `by_unit`, one bucket per unit. Each bucket is cut into `shards` equal shards."""
 
-    bucket: int | None = None
+    bucket_numel: int | None = None
     shards: int = 1
     by_unit: bool = False
 
 
 @dataclass(frozen=True)
 class BufferPlan:
+    """The layout of one buffer: the range of each parameter, and the buckets, in the order of the buffer."""
+
     key: Hashable
-    slots: tuple[Slot, ...]
+    param_ranges: tuple[ParamRange, ...]
     buckets: tuple[BucketPlan, ...]
     shards: int
 
@@ -69,82 +71,107 @@ class BufferPlan:
         """Elements, including the gaps that alignment leaves."""
         return self.buckets[-1].stop
 
-    def owned(self, part: int, shards: int | None = None) -> list[tuple[int, int]]:
-        """The runs (start, stop) of shard `part`, one per bucket; the whole buffer if there is one shard. shards: a
-        smaller number of larger shards, each several of the plan's."""
+    def shard_runs(self, rank: int, shards: int | None = None) -> list[tuple[int, int]]:
+        """Return the ranges (start, stop) of shard `rank`, one per bucket; the whole buffer if there is one shard.
+
+        shards: a smaller number of larger shards, each several of the plan's; default: the plan's number.
+        """
         shards = self.shards if shards is None else shards
         if shards == 1:
             return [(0, self.numel)]
-        parts = [(bucket.start, (bucket.stop - bucket.start) // shards) for bucket in self.buckets]
-        return [(start + part * size, start + (part + 1) * size) for start, size in parts]
+        result = []
+        for bucket in self.buckets:
+            size = (bucket.stop - bucket.start) // shards
+            start = bucket.start + rank * size
+            result.append((start, start + size))
+        return result
 
 
-def lay_out(
-    items: list[Item], align: int = ALIGN, cut_of: Callable[[Hashable], Cut] = lambda key: Cut()
+def plan_buffers(
+    params: list[ParamSpec],
+    align: int = ALIGN,
+    bucket_spec_of: Callable[[Hashable], BucketSpec] = lambda key: BucketSpec(),
 ) -> list[BufferPlan]:
-    """One plan per key, in the order in which the keys first appear from the back.
+    """Return one plan per key, in the order in which the keys first appear from the back.
 
     A bucket ends with the parameter that fills it. So every bucket but the last has at least the size asked for.
     """
-    by_key: dict[Hashable, list[Item]] = {}
-    for item in reversed(items):
-        by_key.setdefault(item.key, []).append(item)
-    return [_lay_out_buffer(key, held, align, cut_of(key)) for key, held in by_key.items()]
+    by_key: dict[Hashable, list[ParamSpec]] = {}
+    for param in reversed(params):
+        by_key.setdefault(param.key, []).append(param)
+    return [_plan_buffer(key, same_key, align, bucket_spec_of(key)) for key, same_key in by_key.items()]
 
 
-def _lay_out_buffer(key: Hashable, items: list[Item], align: int, cut: Cut) -> BufferPlan:
-    slots: list[Slot] = []
+def _plan_buffer(key: Hashable, params: list[ParamSpec], align: int, spec: BucketSpec) -> BufferPlan:
+    ranges: list[ParamRange] = []
     buckets: list[BucketPlan] = []
-    start = 0
-    for held in _in_buckets(items, align, cut):
-        places, part = _place(held, align, cut.shards)
-        slots += [Slot(item.name, start + at, start + at + item.numel) for item, at in zip(held, places)]
-        buckets.append(BucketPlan(start, start + part * cut.shards, tuple(item.name for item in held)))
-        start = buckets[-1].stop
-    return BufferPlan(key, tuple(slots), tuple(buckets), cut.shards)
+    bucket_start = 0
+    for bucket_params in _split_into_buckets(params, align, spec):
+        offsets, shard_numel = _place(bucket_params, align, spec.shards)
+        for param, offset in zip(bucket_params, offsets):
+            start = bucket_start + offset
+            ranges.append(ParamRange(param.name, start, start + param.numel))
+        bucket_stop = bucket_start + shard_numel * spec.shards
+        buckets.append(BucketPlan(bucket_start, bucket_stop, tuple(param.name for param in bucket_params)))
+        bucket_start = bucket_stop
+    return BufferPlan(key, tuple(ranges), tuple(buckets), spec.shards)
 
 
-def _in_buckets(items: list[Item], align: int, cut: Cut) -> Iterator[list[Item]]:
-    held, size = [], 0
-    for item, following in zip(items, [*items[1:], None]):
-        held.append(item)
-        size += _round_up(item.numel, align)
-        is_full = cut.bucket is not None and size >= cut.bucket
-        if following is None or (following.unit != item.unit if cut.by_unit else is_full):
-            yield held
-            held, size = [], 0
-
-
-def _place(items: list[Item], align: int, shards: int) -> tuple[list[int], int]:
-    """(start of each item of a bucket, length of a shard). The shard grows by the overflow until all items fit."""
-    part = _round_up(sum(_round_up(item.numel, align) for item in items), align * shards) // shards
-    part = max([part, *(_round_up(item.numel, align) for item in items if item.is_whole)])  # a whole item fits a shard
-    while True:
-        places, at = [], 0
-        for item in items:
-            if item.is_whole and at % part + item.numel > part:  # would cross a border of shards
-                at = _round_up(at, part)
-            places.append(at)
-            at += _round_up(item.numel, align)
-        if at <= part * shards:
-            return places, part
-        part += _round_up(at - part * shards, align * shards) // shards
-
-
-def overlaps(held: list[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
-    """The intersections of elements start .. stop with these runs, without empty ones."""
-    shared = [(max(start, a), min(stop, b)) for a, b in held]
-    return [(a, b) for a, b in shared if a < b]
-
-
-def runs(slots: tuple[Slot, ...], label: dict[str, Hashable]) -> list[tuple[Hashable, int, int]]:
-    """Neighbouring slots of equal label, joined: (label, start, stop), including the gaps between them."""
-    result: list[tuple[Hashable, int, int]] = []
-    for slot in slots:
-        if result and result[-1][0] == label[slot.name]:
-            result[-1] = (result[-1][0], result[-1][1], slot.stop)
+def _split_into_buckets(params: list[ParamSpec], align: int, spec: BucketSpec) -> Iterator[list[ParamSpec]]:
+    """Yield the parameters of each bucket, in order."""
+    bucket: list[ParamSpec] = []
+    numel = 0
+    for param, following in zip(params, [*params[1:], None]):
+        bucket.append(param)
+        numel += _round_up(param.numel, align)
+        if following is None:
+            ends = True
+        elif spec.by_unit:
+            ends = following.unit != param.unit
         else:
-            result.append((label[slot.name], slot.start, slot.stop))
+            ends = spec.bucket_numel is not None and numel >= spec.bucket_numel
+        if ends:
+            yield bucket
+            bucket = []
+            numel = 0
+
+
+def _place(params: list[ParamSpec], align: int, shards: int) -> tuple[list[int], int]:
+    """Return (start of each parameter of a bucket, elements of a shard). The shard grows until all parameters fit."""
+    total = sum(_round_up(param.numel, align) for param in params)
+    shard_numel = _round_up(total, align * shards) // shards
+    # an unsplit parameter must fit into one shard
+    shard_numel = max([shard_numel, *(_round_up(param.numel, align) for param in params if param.is_unsplit)])
+    while True:
+        starts = []
+        end = 0
+        for param in params:
+            crosses_border = end % shard_numel + param.numel > shard_numel
+            if param.is_unsplit and crosses_border:
+                end = _round_up(end, shard_numel)
+            starts.append(end)
+            end += _round_up(param.numel, align)
+        if end <= shard_numel * shards:
+            return starts, shard_numel
+        shard_numel += _round_up(end - shard_numel * shards, align * shards) // shards
+
+
+def overlaps(ranges: list[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
+    """Return the intersections of elements start .. stop with these ranges, without empty ones."""
+    shared = [(max(start, first), min(stop, last)) for first, last in ranges]
+    return [(first, last) for first, last in shared if first < last]
+
+
+def runs(param_ranges: tuple[ParamRange, ...], label: dict[str, Hashable]) -> list[tuple[Hashable, int, int]]:
+    """Join neighbouring parameters of equal label: (label, start, stop), including the gaps between them."""
+    result: list[tuple[Hashable, int, int]] = []
+    for param_range in param_ranges:
+        this_label = label[param_range.name]
+        if result and result[-1][0] == this_label:
+            _, start, _ = result.pop()
+            result.append((this_label, start, param_range.stop))
+        else:
+            result.append((this_label, param_range.start, param_range.stop))
     return result
 
 

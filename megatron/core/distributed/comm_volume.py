@@ -1,4 +1,4 @@
-"""What data parallelism sends in a step, by ZeRO stage, from the size of the buffers. Pure numbers.
+"""The communication volume of data parallelism in a step, by ZeRO stage, from the size of the buffers. Pure numbers.
 
 Of P elements in m microbatches over d ranks, in groups of n that each hold all shards, with bandwidth-optimal
 collectives, which send (k - 1) / k of a tensor from each of k ranks, an all-reduce twice that:
@@ -10,8 +10,8 @@ collectives, which send (k - 1) / k of a tensor from each of k ranks, an all-red
     3                 m reduce-scatters of P, 2 m all-gathers of P         the same
     3, outer optim    the same as 3                                        a reduce-scatter and an all-gather of P / n
 
-Sums of what tensor-parallel ranks hold parts of, and of a table that two stages share, are not counted: no stage
-changes them.
+Sums of partial gradients over tensor-parallel ranks, and of an embedding that two pipeline stages share, are not
+counted: they are the same in every stage.
 """
 
 from collections.abc import Iterable
@@ -19,67 +19,84 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Flat:
-    """A buffer by its numbers: elements, those fetched once more in a forward since two units use them, bytes of an
-    element, and whether what is sent is summed in the type of the sums."""
+class BufferSizes:
+    """The sizes of one buffer. Bytes are of one element."""
 
     numel: int
-    lent: int
+    shared_numel: int  # elements that a forward gathers twice, since two units use them
     param_bytes: int
-    sum_bytes: int  # of the sum of gradients that a rank keeps
-    sent_bytes: int  # of a gradient on its way
-    sums_wide: bool = False
+    sum_bytes: int  # of the sum of gradients that a rank stores
+    sent_bytes: int  # of a gradient as it is sent
+    sums_wide: bool = False  # gradients are sent in `sent_bytes` and added up in `sum_bytes`
 
 
-Traffic = dict[tuple[str, str], float]  # (call, field of `GradAxes`) -> bytes that a rank sends in a step
+CommVolume = dict[tuple[str, str], float]  # (collective, field of `GradAxes`) -> bytes that a rank sends in a step
 
 
-def step_traffic(
-    flat: Flat, stage: int, *, inner: int, outer: int = 1, microbatches: int = 1, divides_outer: bool = False
-) -> Traffic:
-    """Bytes that one rank sends in a step; without what an axis of one rank leaves out."""
-    gradients, parameters = flat.numel * flat.sent_bytes, flat.numel * flat.param_bytes
+def step_comm_volume(
+    sizes: BufferSizes, stage: int, *, inner: int, outer: int = 1, microbatches: int = 1, divides_outer: bool = False
+) -> CommVolume:
+    """Return the bytes that one rank sends in a step, by collective. Axes of one rank are left out.
+
+    inner: ranks of a group that has all shards; outer: such groups; divides_outer: --outer-dp-sharding-strategy optim.
+    """
+    gradients = sizes.numel * sizes.sent_bytes
+    parameters = sizes.numel * sizes.param_bytes
     if stage == 0:
-        return _some({("all_reduce", "reduce"): 2 * _share(inner * outer) * gradients})
-    fetched = 2 * parameters + flat.lent * flat.param_bytes
-    reductions, op = microbatches if stage > 1 else 1, "all_to_all" if flat.sums_wide else "reduce_scatter"
-    sent = {
-        (op, "shard"): _share(inner) * gradients * reductions,
-        ("all_gather", "shard"): _share(inner) * (fetched * microbatches if stage == 3 else parameters),
+        return _without_zeros({("all_reduce", "reduce"): 2 * _sent_share(inner * outer) * gradients})
+
+    # inside a group: the gradients to their shards, the parameters from their shards
+    reductions = microbatches if stage > 1 else 1
+    gathered = parameters
+    if stage == 3:  # in each forward and each backward
+        gathered = (2 * parameters + sizes.shared_numel * sizes.param_bytes) * microbatches
+    # sums in a wider type cannot be a reduce-scatter: the parts are exchanged, and each rank adds up its own
+    reduce_op = "all_to_all" if sizes.sums_wide else "reduce_scatter"
+    sent: CommVolume = {
+        (reduce_op, "shard"): _sent_share(inner) * gradients * reductions,
+        ("all_gather", "shard"): _sent_share(inner) * gathered,
     }
-    rounds_between = stage == 1 and not flat.sums_wide
-    part = flat.numel * (flat.sent_bytes if rounds_between else flat.sum_bytes) / inner
+
+    # between groups: the sums of a shard, which are still in the gradients' dtype in stage 1 alone
+    is_sent_narrow = stage == 1 and not sizes.sums_wide
+    shard = sizes.numel * (sizes.sent_bytes if is_sent_narrow else sizes.sum_bytes) / inner
     if divides_outer:
-        sent["reduce_scatter", "outer"] = _share(outer) * part
-        sent["all_gather", "outer"] = _share(outer) * parameters / inner
+        sent["reduce_scatter", "outer"] = _sent_share(outer) * shard
+        sent["all_gather", "outer"] = _sent_share(outer) * parameters / inner
     else:
-        sent["all_reduce", "replica"] = 2 * _share(outer) * part
-    return _some(sent)
+        sent["all_reduce", "replica"] = 2 * _sent_share(outer) * shard
+    return _without_zeros(sent)
 
 
-def traffic_line(
-    flats: Iterable[Flat], stage: int, *, inner: int, outer: int, microbatches: int, divides_outer: bool
+def comm_volume_line(
+    buffers: Iterable[BufferSizes], stage: int, *, inner: int, outer: int, microbatches: int, divides_outer: bool
 ) -> str:
-    """What each stage would send in this layout, the chosen one marked."""
-    held = list(flats)
-    rows = [(str(number), number, False) for number in range(4)]
-    rows += [("3 with --outer-dp-sharding-strategy optim", 3, True)] * (outer > 1)
-    words = []
-    for name, number, divides in rows:
-        sizes = {"inner": inner, "outer": outer, "microbatches": microbatches, "divides_outer": divides}
-        sent = sum(sum(step_traffic(flat, number, **sizes).values()) for flat in held)
-        chosen = (number, divides) == (stage, divides_outer)
-        words.append(f"{name}: {sent / 2**20:,.1f} MiB{' (chosen)' if chosen else ''}")
+    """Return a log line that says what each stage would send in this layout, the chosen one marked."""
+    buffers = list(buffers)
+    rows = [(str(number), number, False) for number in range(4)]  # (name, stage, divides_outer)
+    if outer > 1:
+        rows.append(("3 with --outer-dp-sharding-strategy optim", 3, True))
+    texts = []
+    for name, row_stage, row_divides in rows:
+        sent = 0.0
+        for sizes in buffers:
+            volume = step_comm_volume(
+                sizes, row_stage, inner=inner, outer=outer, microbatches=microbatches, divides_outer=row_divides
+            )
+            sent += sum(volume.values())
+        is_chosen = (row_stage, row_divides) == (stage, divides_outer)
+        texts.append(f"{name}: {sent / 2**20:,.1f} MiB{' (chosen)' if is_chosen else ''}")
     groups = f"{outer} groups of {inner} ranks" if outer > 1 else f"{inner} ranks"
     return (
         f"data-parallel traffic that rank 0 sends in a step of {microbatches} microbatches over {groups}, by ZeRO "
-        "stage: " + (", ".join(words))
+        "stage: " + (", ".join(texts))
     )
 
 
-def _share(ranks: int) -> float:
+def _sent_share(ranks: int) -> float:
+    """The share of a tensor that each rank sends in a bandwidth-optimal reduce-scatter or all-gather."""
     return (ranks - 1) / ranks
 
 
-def _some(sent: Traffic) -> Traffic:
+def _without_zeros(sent: CommVolume) -> CommVolume:
     return {call: size for call, size in sent.items() if size}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.distributed.buffer_plan import BufferPlan, Slot, overlaps
+from megatron.core.distributed.buffer_plan import BufferPlan, ParamRange, overlaps
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.offload.offload_tiers import Tier
 from megatron.core.offload.stored_tensor import Stored, start_writing
@@ -22,71 +22,82 @@ class MemoryBuffer:
     """`numel` zeros of one dtype on one device."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu"):
-        self.numel, self.dtype = numel, dtype
-        self.data = torch.zeros(numel, dtype=dtype, device=device)
+        self.numel = numel
+        self.dtype = dtype
+        self.data = torch.zeros(numel, dtype=dtype, device=device)  # [numel]
 
     def zero(self) -> None:
         self.data.zero_()
 
     def get(self, shape: tuple[int, ...], start: int) -> Tensor:
-        """A view of shape `shape` that begins at element `start`."""
+        """Return a view of shape `shape` that begins at element `start`."""
         return _view(self.data, shape, start)
 
 
 class Shard:
-    """Runs of elements of a buffer that one rank keeps, each as a flat tensor of `dtype`. With a tier, the tensors may
-    be files. A rank may keep no run at all: Muon's momentum on a data-parallel rank whose shard has no matrix."""
+    """The part of a buffer that one rank stores: `runs` of elements (start, stop), each as a flat tensor of `dtype`.
 
-    def __init__(self, held: list[tuple[int, int]], tensors: list[Stored], dtype: torch.dtype):
-        self.held = held
+    With a tier, the tensors may be files. A rank may store no run at all: Muon's momentum on a data-parallel rank whose
+    shard has no matrix.
+    """
+
+    def __init__(self, runs: list[tuple[int, int]], tensors: list[Stored], dtype: torch.dtype):
+        self.runs = runs
         self.tensors = tensors
         self.dtype = dtype
 
     def at(self, start: int, stop: int) -> Stored:
-        """Elements start .. stop of the buffer, which must lie within one run."""
-        for (first, last), tensor in zip(self.held, self.tensors):
+        """Return elements start .. stop of the buffer, flat [stop - start]. They must be within one run."""
+        for (first, last), tensor in zip(self.runs, self.tensors):
             if first <= start and stop <= last:
                 return tensor[start - first : stop - first]
-        raise AssertionError(f"elements {start}..{stop} of a shard that holds {self.held}")
+        raise AssertionError(f"elements {start}..{stop} of a shard that holds {self.runs}")
 
-    def values(self, slot: Slot) -> Stored:
-        """This shard's part of a parameter, flat; empty if it holds none."""
-        first, last = self.elements(slot)
+    def values(self, param_range: ParamRange) -> Stored:
+        """Return this shard's part of a parameter, flat; empty if the shard has none."""
+        first, last = self.elements(param_range)
         if first == last:
             return torch.empty(0, dtype=self.dtype)
-        return self.at(slot.start + first, slot.start + last)
+        return self.at(param_range.start + first, param_range.start + last)
 
-    def elements(self, slot: Slot) -> tuple[int, int]:
-        """The range (start, stop) of a parameter's elements, in row-major order, that this shard holds."""
-        mine = overlaps(self.held, slot.start, slot.stop)
-        return (mine[0][0] - slot.start, mine[0][1] - slot.start) if mine else (0, 0)
+    def elements(self, param_range: ParamRange) -> tuple[int, int]:
+        """Return the range (start, stop) of a parameter's elements, in row-major order, that this shard stores."""
+        shared = overlaps(self.runs, param_range.start, param_range.stop)
+        if not shared:
+            return (0, 0)
+        start, stop = shared[0]  # a shard has at most one range of a parameter
+        return (start - param_range.start, stop - param_range.start)
 
-    def within(self, held: list[tuple[int, int]]) -> "Shard":
-        """The shard restricted to these runs, in the same memory."""
-        return self if held == self.held else Shard(held, [self.at(*run) for run in held], self.dtype)
+    def within(self, runs: list[tuple[int, int]]) -> "Shard":
+        """Return the shard restricted to these runs, in the same memory."""
+        if runs == self.runs:
+            return self
+        return Shard(runs, [self.at(*run) for run in runs], self.dtype)
 
 
-class Transient:
-    """A flat tensor whose memory is allocated and released while views of it stay: parameters or gradients of ZeRO 2
-    and 3, and gradients that have no other rank to meet.
+class ReleasableBuffer:
+    """A flat tensor whose memory is released and allocated again while views of it stay valid objects.
 
-    It begins open, since torch makes views of allocated memory only. `poison`: the memory stays, and release fills it
-    with NaN, so that a use after release shows.
+    It holds parameters or gradients of ZeRO 2 and 3, and lazily allocated gradients. It begins open, since torch makes
+    views of allocated memory only. `poison`: the memory stays, and release fills it with NaN, so that a use after
+    release shows.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu", *, poison: bool = False):
-        self.data = torch.empty(numel, dtype=dtype, device=device)
-        self.is_open, self.poison = True, poison
+        self.data = torch.empty(numel, dtype=dtype, device=device)  # [numel]
+        self.is_open = True
+        self.poison = poison
         self._bytes = self.data.untyped_storage().nbytes()
 
     def open(self) -> Tensor:
-        """The tensor, with uninitialized memory."""
+        """Allocate the memory if it is released. Return the flat tensor; newly allocated memory is uninitialized."""
         if not self.is_open and not self.poison:
             resize(self.data.untyped_storage(), self._bytes)
         self.is_open = True
         return self.data
 
     def release(self) -> None:
+        """Free the memory; with `poison`, fill it with NaN instead."""
         self.is_open = False
         if self.poison:
             self.data.fill_(float("nan"))
@@ -101,20 +112,20 @@ class ParamAndGradBuffer:
     parameters, gradients accumulate in float32, or in `grad_dtype` with float32 sums of this rank's shard. By ZeRO
     stage:
 
-        stage   params     grads      owned_params      sums (the reduced gradients)
-        0       whole      whole      all of params     all of grads
-        1       whole      whole      shard of params   shard of grads
-        2       whole      transient  shard of params   memory of its own
-        3       transient  transient  memory of its own memory of its own
+        stage   params      grads       owned_params      sums (the reduced gradients)
+        0       whole       whole       all of params     all of grads
+        1       whole       whole       shard of params   shard of grads
+        2       whole       releasable  shard of params   memory of its own
+        3       releasable  releasable  memory of its own memory of its own
 
-    A transient buffer is one `Transient` per bucket: `params_of`, `grads_of`. On a CPU, whole gradients that no other
-    rank shares are transient too (`grads_come_late`): resident from the first gradient of their bucket until the next
-    step begins. Their memory is that of activations in the forward, which the backward frees as it needs it.
+    A releasable buffer is one `ReleasableBuffer` per bucket: `params_of`, `grads_of`. On a CPU, whole gradients that no
+    other rank shares are releasable too (`grads_are_lazy`): resident from the first gradient of their bucket until the
+    next step begins. They then use the memory of the activations, which the backward frees as it goes.
 
-    axes: the ranks that sum gradients; each rank of `axes.shard` owns its shard of every bucket. With an `axes.outer`
-    (stage 3) a rank holds a shard of parameters and gradients (`held_params`, `held_sums`) and updates a part of it, the
-    part that it owns. Otherwise a rank owns all that it holds. tier: storage of the held parameters of
-    stage 3; None: the device's memory.
+    axes: the ranks that sum gradients; each rank of `axes.shard` has a shard of every bucket (`param_shard`,
+    `grad_shard`). Without `axes.outer` a rank updates its whole shard. With `axes.outer` (stage 3) it updates a part of
+    the shard: the elements `owned_runs`, whose parameters are `owned_params`.
+    tier: storage of `param_shard` in stage 3; None: the device's memory.
     """
 
     def __init__(
@@ -125,115 +136,149 @@ class ParamAndGradBuffer:
         config: DataParallelConfig,
         tier: Tier | None = None,
     ):
-        self.plan, self.axes = plan, axes
-        self.config, self.zero = config, config.zero
-        self.stage, self.poison = config.stage, config.poison_released_buffers
-        self.parameters = {slot.name: parameters[slot.name] for slot in plan.slots}
+        self.plan = plan
+        self.axes = axes
+        self.config = config
+        self.zero = config.zero
+        self.stage = config.stage
+        self.poison = config.poison_released_buffers
+        self.parameters = {
+            param_range.name: parameters[param_range.name] for param_range in plan.param_ranges
+        }  # in the order of the buffer
         first = next(iter(self.parameters.values()))
-        self.is_tied = ACROSS_STAGES in first.placement.partial_grad  # a table shared by the first and the last stage
-        self.dtype, self.master_dtype = first.dtype, torch.promote_types(first.dtype, torch.float32)
-        self.grad_dtype = torch.bfloat16 if config.main_grads_dtype == "bf16" else self.master_dtype
+        self.is_tied = ACROSS_STAGES in first.placement.partial_grad  # an embedding that first and last stage share
         self.device = first.device
-        self.held = plan.owned(axes.shard.rank, axes.shard.size)
-        self.owned = plan.owned(axes.shard.rank * axes.outer.size + axes.outer.rank)
-        self.params = None if self.zero.passes_params else MemoryBuffer(plan.numel, self.dtype, self.device)
-        self.grads_come_late = grads_come_late(axes, config) and self.device.type == "cpu"
-        self.keeps_grads = False  # those too, from step to step
-        self.buckets: list[Any] = []  # set by `Bucket`
-        in_buckets = self.zero.passes_grads or self.grads_come_late
-        self.grads = None if in_buckets else MemoryBuffer(plan.numel, self.grad_dtype, self.device)
-        self.params_of: tuple[Transient, ...] = ()
-        self.grads_of: tuple[Transient, ...] = ()
-        self.held_params = self._shard(self.params, self.dtype, tier)
-        self.owned_params = self.held_params.within(self.owned)
-        self._take_in_parameters()
-        self.held_sums = self._memory_of_sums()
-        self._owned_sums = self.held_sums.within(self.owned) if axes.outer.size > 1 else self.held_sums
+
+        # dtypes: of the parameters, of the optimizer's masters, of the gradients
+        self.dtype = first.dtype
+        self.master_dtype = torch.promote_types(first.dtype, torch.float32)
+        self.grad_dtype = torch.bfloat16 if config.main_grads_dtype == "bf16" else self.master_dtype
+
+        # elements of this rank: its shard, and the part of the shard that it updates
+        self.shard_runs = plan.shard_runs(axes.shard.rank, axes.shard.size)
+        self.owned_runs = plan.shard_runs(axes.shard.rank * axes.outer.size + axes.outer.rank)
+
+        # whole buffers; None: one releasable buffer per bucket instead, made by _adopt_parameters
+        self.grads_are_lazy = grads_are_lazy(axes, config) and self.device.type == "cpu"
+        self.keeps_grads = False  # lazily allocated gradients stay allocated from step to step
+        self.params: MemoryBuffer | None = None
+        if not self.zero.shards_params:
+            self.params = MemoryBuffer(plan.numel, self.dtype, self.device)
+        self.grads: MemoryBuffer | None = None
+        if not (self.zero.shards_grads or self.grads_are_lazy):
+            self.grads = MemoryBuffer(plan.numel, self.grad_dtype, self.device)
+        self.params_of: tuple[ReleasableBuffer, ...] = ()
+        self.grads_of: tuple[ReleasableBuffer, ...] = ()
+        self.buckets: list[Any] = []  # each `Bucket` adds itself
+
+        # the parameters move into the buffers; in stage 3 only into `param_shard`
+        self.param_shard = self._make_shard(self.params, self.dtype, tier)
+        self.owned_params = self.param_shard.within(self.owned_runs)
+        self._adopt_parameters()
+
+        # the reduced gradients
+        self.grad_shard = self._make_grad_shard()
+        self._owned_sums = self.grad_shard.within(self.owned_runs) if axes.outer.size > 1 else self.grad_shard
 
     @property
     def sums(self) -> Shard:
-        """The reduced gradients that this rank owns. Those that come late are resident until the next step begins."""
+        """The reduced gradients that this rank owns. Lazily allocated ones are resident until the next step begins."""
         self.open_grads()
         return self._owned_sums
 
     def open_grads(self) -> None:
-        """Allocate gradients that come late, and set zeros where none has come."""
-        for bucket in self.buckets if self.grads_come_late else ():
-            bucket.complete()
+        """Allocate lazily allocated gradients, and set zeros where this step has added none."""
+        if self.grads_are_lazy:
+            for bucket in self.buckets:
+                bucket.complete()
 
     @property
     def is_half_precision(self) -> bool:
         """Whether the parameters are rounded copies of fp32 masters."""
         return self.dtype != self.master_dtype
 
-    def kept(self, slot: Slot) -> tuple[int, int]:
-        """The range (start, stop) of a parameter's elements, in row-major order, whose optimizer state this rank
+    def owned_range(self, param_range: ParamRange) -> tuple[int, int]:
+        """Return the range (start, stop) of a parameter's elements, in row-major order, whose optimizer state this rank
         owns."""
-        return self.owned_params.elements(slot)
+        return self.owned_params.elements(param_range)
 
-    def _memory_of_sums(self) -> Shard:
+    def _make_grad_shard(self) -> Shard:
+        """Return where the reduced gradients of this rank's shard are: views of `grads`, or memory of their own."""
         if self.config.fixed_order_grad_reduce:  # every rank sums all gradients
             return Shard([(0, self.plan.numel)], [self.grads.data], self.grad_dtype)
-        if self.grad_dtype != self.master_dtype:  # wider than the gradients
-            return self._shard(None, self.master_dtype)
-        if self.grads_come_late:
-            runs = [(bucket.start, bucket.stop) for bucket in self.plan.buckets]
-            return Shard(runs, [grads.data for grads in self.grads_of], self.grad_dtype)
-        return self._shard(self.grads, self.master_dtype)
+        if self.grad_dtype != self.master_dtype:  # the sums are wider than the gradients
+            return self._make_shard(None, self.master_dtype)
+        if self.grads_are_lazy:
+            bucket_runs = [(bucket.start, bucket.stop) for bucket in self.plan.buckets]
+            return Shard(bucket_runs, [grads.data for grads in self.grads_of], self.grad_dtype)
+        return self._make_shard(self.grads, self.master_dtype)
 
-    def _shard(self, whole: MemoryBuffer | None, dtype: torch.dtype, tier: Tier | None = None) -> Shard:
-        """This rank's runs of a whole buffer, as views; zeros if there is no whole buffer."""
-        if whole is not None:
-            return Shard(self.held, [whole.data[start:stop] for start, stop in self.held], dtype)
-        make = partial(torch.zeros, device=self.device) if tier is None else tier.zeros
-        return Shard(self.held, [make(stop - start, dtype=dtype) for start, stop in self.held], dtype)
+    def _make_shard(self, buffer: MemoryBuffer | None, dtype: torch.dtype, tier: Tier | None = None) -> Shard:
+        """Return this rank's shard: views of a whole buffer, or zeros if there is no whole buffer."""
+        if buffer is not None:
+            return Shard(self.shard_runs, [buffer.data[start:stop] for start, stop in self.shard_runs], dtype)
+        zeros = partial(torch.zeros, device=self.device) if tier is None else tier.zeros
+        return Shard(self.shard_runs, [zeros(stop - start, dtype=dtype) for start, stop in self.shard_runs], dtype)
 
-    def _take_in_parameters(self) -> None:
-        """Move each parameter and its `main_grad` into the buffers; the memory that the parameter came with is
-        released.
+    def _adopt_parameters(self) -> None:
+        """Move each parameter and its `main_grad` into the buffers; the parameter's old memory is released.
 
         Stage 3 has one bucket resident at a time, so that a model that fits only in shards fits while it is built.
         """
-        places = {place.name: place for place in self.plan.slots}
+        ranges = {param_range.name: param_range for param_range in self.plan.param_ranges}
         for bucket in self.plan.buckets:
-            span, make = slice(bucket.start, bucket.stop), partial(Transient, bucket.stop - bucket.start)
-            params = make(self.dtype, self.device, poison=self.poison) if self.params is None else None
-            grads = make(self.grad_dtype, self.device, poison=self.poison) if self.grads is None else None
-            if params is not None:
+            numel = bucket.stop - bucket.start
+
+            # the bucket's memory: a part of the whole buffer, or a releasable buffer of its own
+            params: ReleasableBuffer | None = None
+            if self.params is None:
+                params = ReleasableBuffer(numel, self.dtype, self.device, poison=self.poison)
                 params.data.zero_()  # the shards include the gaps of alignment
-            all_values = self.params.data[span] if params is None else params.data
-            all_grads = self.grads.data[span] if grads is None else grads.data
+            grads: ReleasableBuffer | None = None
+            if self.grads is None:
+                grads = ReleasableBuffer(numel, self.grad_dtype, self.device, poison=self.poison)
+            all_values = self.params.data[bucket.start : bucket.stop] if params is None else params.data  # [numel]
+            all_grads = self.grads.data[bucket.start : bucket.stop] if grads is None else grads.data  # [numel]
+
+            # each parameter, and its main_grad, becomes a view of it
             for name in bucket.names:
-                parameter, slot = self.parameters[name], self.parameters[name].slot
-                slot.start, slot.stop = places[name].start - bucket.start, places[name].stop - bucket.start
+                parameter = self.parameters[name]
+                slot = parameter.slot
+                slot.start = ranges[name].start - bucket.start
+                slot.stop = ranges[name].stop - bucket.start
                 values = _view(all_values, parameter.shape, slot.start)
                 values.copy_(parameter.data)
                 parameter.data = values
                 # `.data` has a version counter of its own; a plain view shares the buffer's.
                 parameter.main_grad = _view(all_grads, parameter.shape, slot.start).data
                 set_slot(parameter.main_grad, slot)
+
+            # stage 3: this rank's shard is copied out, the rest released
             if params is not None:
-                self._keep_held(bucket.start, params)
+                self._keep_shard(bucket.start, params)
                 self.params_of += (params,)
             if grads is not None:
-                if not self.grads_come_late:  # views of their sums are made while they are resident
+                if not self.grads_are_lazy:  # `_make_grad_shard` makes views of lazy ones, which must be resident
                     grads.release()
                 self.grads_of += (grads,)
 
-    def _keep_held(self, first: int, params: Transient) -> None:
-        """Copy this rank's shard out of a resident bucket, which begins at element `first`, and release the bucket."""
-        for start, stop in overlaps(self.held, first, first + params.data.numel()):
-            mine = params.data[start - first : stop - first].clone()  # a storage that numpy has seen cannot be released
-            start_writing(self.held_params.at(start, stop), mine).wait()
+    def _keep_shard(self, bucket_start: int, params: ReleasableBuffer) -> None:
+        """Copy this rank's shard out of a resident bucket, which begins at element `bucket_start`, and release the
+        bucket."""
+        for start, stop in overlaps(self.shard_runs, bucket_start, bucket_start + params.data.numel()):
+            # cloned, since a storage that numpy has seen cannot be released
+            own_values = params.data[start - bucket_start : stop - bucket_start].clone()
+            start_writing(self.param_shard.at(start, stop), own_values).wait()
         params.release()
 
 
-def grads_come_late(axes: GradAxes, config: DataParallelConfig) -> bool:
-    """Whether gradients are whole and need not lie in one piece, since no other rank adds to them."""
-    return axes.reduce.size == 1 and not (config.zero.passes_grads or config.fixed_order_grad_reduce)
+def grads_are_lazy(axes: GradAxes, config: DataParallelConfig) -> bool:
+    """Return whether gradients are whole and need no contiguous memory, since no other rank adds to them."""
+    return axes.reduce.size == 1 and not (config.zero.shards_grads or config.fixed_order_grad_reduce)
 
 
 def _view(flat: Tensor, shape: tuple[int, ...], start: int) -> Tensor:
+    """Return elements start .. of a flat tensor as a view of `shape`."""
     stop = start + torch.Size(shape).numel()
     assert stop <= flat.numel(), f"elements {start}..{stop} of {flat.numel()}"
     return flat[start:stop].view(shape)

@@ -5,16 +5,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from megatron.core.base.dataclass_flags import Count, FlagConfig, knob
+from megatron.core.base.dataclass_flags import Count, FlagConfig, option
 
 
 class Zero(NamedTuple):
-    """The properties of a ZeRO stage; only here are stages numbers. `passes_*`: the tensors are whole for one bucket at
-    a time."""
+    """The tensors that a ZeRO stage shards; only here are stages numbers. Gradients and parameters that are sharded are
+    whole for one bucket at a time."""
 
     shards_state: bool
-    passes_grads: bool
-    passes_params: bool
+    shards_grads: bool
+    shards_params: bool
 
 
 _STAGE_OF = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
@@ -24,45 +24,45 @@ _STAGE_OF = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 
 class DataParallelConfig(FlagConfig):
     """Data parallelism."""
 
-    overlap_grad_reduce: bool = knob(False, "overlap gradient reduction with the last backward, bucket by bucket")
-    ddp_bucket_size: Count | None = knob(
+    overlap_grad_reduce: bool = option(False, "overlap gradient reduction with the last backward, bucket by bucket")
+    ddp_bucket_size: Count | None = option(
         None, "elements per bucket; default: max(40,000,000, 1,000,000 x data-parallel size)"
     )
-    use_distributed_optimizer: bool = knob(False, "shard optimizer state over data-parallel ranks: ZeRO stage 1")
-    zero_stage: Literal[0, 1, 2, 3] | None = knob(
+    use_distributed_optimizer: bool = option(False, "shard optimizer state over data-parallel ranks: ZeRO stage 1")
+    zero_stage: Literal[0, 1, 2, 3] | None = option(
         None, "shard over data-parallel ranks: 1: optimizer state; 2: also gradients; 3: also parameters"
     )
-    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] | None = knob(
-        None, "the ZeRO stage in the words of Megatron-FSDP"
+    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] | None = option(
+        None, "the ZeRO stage by its name in Megatron-FSDP"
     )
-    num_distributed_optimizer_instances: Count = knob(
-        1, "groups of data-parallel ranks that each hold all shards (hybrid sharding)"
+    num_distributed_optimizer_instances: Count = option(
+        1, "groups of data-parallel ranks, each with all shards (hybrid sharding)"
     )
-    outer_dp_sharding_strategy: Literal["no_shard", "optim"] = knob(
+    outer_dp_sharding_strategy: Literal["no_shard", "optim"] = option(
         "no_shard", "optim: also shard optimizer state over those groups (ZeRO stage 3)"
     )
-    overlap_param_gather: bool = knob(
+    overlap_param_gather: bool = option(
         False, "overlap the all-gather of updated parameters with the next forward; needs sharded optimizer state"
     )
-    grad_reduce_in_bf16: bool = knob(
+    grad_reduce_in_bf16: bool = option(
         False, "communicate gradients in bfloat16: half the bytes, sums rounded to 8 bits; accumulation stays in fp32"
     )
-    reduce_scatter_with_fp32_accumulation: bool = knob(
+    reduce_scatter_with_fp32_accumulation: bool = option(
         False,
         "with --grad-reduce-in-bf16: add up the bfloat16 parts in fp32; needs sharded optimizer state",
         flags=("--reduce-scatter-with-fp32-accumulation", "--ddp-reduce-scatter-with-fp32-accumulation"),
     )
-    main_grads_dtype: Literal["fp32", "bf16"] = knob(
+    main_grads_dtype: Literal["fp32", "bf16"] = option(
         "fp32",
         "dtype in which gradients are accumulated and reduced; bf16 needs --bf16 and sharded optimizer state, whose shards "
         "stay in fp32",
     )
-    fixed_order_grad_reduce: bool = knob(
+    fixed_order_grad_reduce: bool = option(
         False,
-        "sum gradients in one order, whatever the data- and pipeline-parallel sizes: bitwise equal layouts; stores the "
+        "sum gradients in the same order for any data- and pipeline-parallel size, so that layouts agree bit for bit; stores the "
         "gradients of every microbatch (debugging)",
     )
-    poison_released_buffers: bool = knob(
+    poison_released_buffers: bool = option(
         False,
         "fill released parameters, gradients and receive buffers with NaN, and check that all ranks issue the "
         "same ZeRO 2 and "
@@ -70,12 +70,14 @@ class DataParallelConfig(FlagConfig):
     )
 
     def problems(self) -> Iterator[str]:
-        asked, shards = self._stages_asked(), self.zero.shards_state
-        if len(set(asked.values())) > 1:
-            yield f"{' and '.join(asked)} ask for different ZeRO stages: {', '.join(map(str, asked.values()))}"
-        elif self.use_distributed_optimizer and 0 in asked.values():
-            yield f"--use-distributed-optimizer asks for ZeRO stage 1, but {next(iter(asked))} for none; leave one out"
-        bf16, instances = self.main_grads_dtype == "bf16", self.num_distributed_optimizer_instances
+        requested = self._requested_stages()
+        shards = self.zero.shards_state
+        bf16 = self.main_grads_dtype == "bf16"
+        instances = self.num_distributed_optimizer_instances
+        if len(set(requested.values())) > 1:
+            yield f"{' and '.join(requested)} ask for different ZeRO stages: {', '.join(map(str, requested.values()))}"
+        elif self.use_distributed_optimizer and 0 in requested.values():
+            yield f"--use-distributed-optimizer asks for ZeRO stage 1, but {next(iter(requested))} for none; leave one out"
         if instances > 1 and not shards:
             yield f"--num-distributed-optimizer-instances {instances} needs --use-distributed-optimizer"
         if self.overlap_param_gather and not shards:
@@ -87,30 +89,38 @@ class DataParallelConfig(FlagConfig):
                 "--reduce-scatter-with-fp32-accumulation sums shards of gradients sent in bfloat16; give "
                 "--grad-reduce-in-bf16 and --use-distributed-optimizer (or --zero-stage 1 to 3) too, or leave it out"
             )
-        if self.outer_dp_sharding_strategy == "optim" and (not self.zero.passes_params or instances < 2):
+        if self.outer_dp_sharding_strategy == "optim" and (not self.zero.shards_params or instances < 2):
             yield "--outer-dp-sharding-strategy optim needs --zero-stage 3 and --num-distributed-optimizer-instances 2 or more"
-        excluded = dict.fromkeys(asked, self.zero.passes_grads) | {
-            "--overlap-grad-reduce": self.overlap_grad_reduce,
-            "--grad-reduce-in-bf16": self.grad_reduce_in_bf16,
-            "--main-grads-dtype bf16": bf16,
-        }
-        for flag in (flag for flag, given in excluded.items() if given and self.fixed_order_grad_reduce):
-            yield f"--fixed-order-grad-reduce sums fp32 gradients of whole steps, in ZeRO stage 0 or 1; leave out {flag}"
+        if self.fixed_order_grad_reduce:
+            excluded = dict.fromkeys(requested, self.zero.shards_grads) | {
+                "--overlap-grad-reduce": self.overlap_grad_reduce,
+                "--grad-reduce-in-bf16": self.grad_reduce_in_bf16,
+                "--main-grads-dtype bf16": bf16,
+            }  # flag -> whether it is set to a value that is excluded
+            for flag, is_set in excluded.items():
+                if is_set:
+                    yield f"--fixed-order-grad-reduce sums fp32 gradients of whole steps, in ZeRO stage 0 or 1; leave out {flag}"
 
-    def _stages_asked(self) -> dict[str, int]:
-        name, stage = self.data_parallel_sharding_strategy, self.zero_stage
-        asked = {f"--zero-stage {stage}": stage, f"--data-parallel-sharding-strategy {name}": _STAGE_OF.get(name)}
-        return {flag: stage for flag, stage in asked.items() if stage is not None}
+    def _requested_stages(self) -> dict[str, int]:
+        """Return the stages that --zero-stage and --data-parallel-sharding-strategy name, by flag with value."""
+        requested = {}
+        if self.zero_stage is not None:
+            requested[f"--zero-stage {self.zero_stage}"] = self.zero_stage
+        strategy = self.data_parallel_sharding_strategy
+        if strategy in _STAGE_OF:
+            requested[f"--data-parallel-sharding-strategy {strategy}"] = _STAGE_OF[strategy]
+        return requested
 
     @cached_property
     def stage(self) -> int:
-        """The tensors in shards: 0 none, 1 masters and moments, 2 also gradients, 3 also parameters (ZeRO,
+        """The ZeRO stage: 0 shards nothing, 1 masters and moments, 2 also gradients, 3 also parameters (ZeRO,
         arXiv:1910.02054)."""
-        return max([int(self.use_distributed_optimizer), *self._stages_asked().values()])
+        return max([int(self.use_distributed_optimizer), *self._requested_stages().values()])
 
     @cached_property
     def zero(self) -> "Zero":
-        return Zero(shards_state=self.stage > 0, passes_grads=self.stage > 1, passes_params=self.stage > 2)
+        """The tensors that the stage shards."""
+        return Zero(shards_state=self.stage > 0, shards_grads=self.stage > 1, shards_params=self.stage > 2)
 
     @property
     def divides_over_outer(self) -> bool:
@@ -118,12 +128,15 @@ class DataParallelConfig(FlagConfig):
         return self.outer_dp_sharding_strategy == "optim"
 
     def bucket_numel(self, ranks: int) -> int | None:
-        """Elements per bucket; None for one bucket per buffer, where nothing overlaps."""
-        divides = self.cuts_by_size or self.zero.passes_params
-        return (self.ddp_bucket_size or max(40_000_000, 1_000_000 * ranks)) if divides else None
+        """Return the elements per bucket for `ranks` data-parallel ranks; None for one bucket per buffer, where nothing
+        overlaps."""
+        if not (self.cuts_by_size or self.zero.shards_params):
+            return None
+        return self.ddp_bucket_size or max(40_000_000, 1_000_000 * ranks)
 
     @property
     def cuts_by_size(self) -> bool:
         """Whether buckets are cut by size, not by layer."""
-        overlaps = self.overlap_grad_reduce or self.overlap_param_gather
-        return not self.zero.passes_params and (overlaps or self.zero.passes_grads)
+        if self.zero.shards_params:
+            return False
+        return self.overlap_grad_reduce or self.overlap_param_gather or self.zero.shards_grads

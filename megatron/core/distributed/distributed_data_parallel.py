@@ -9,7 +9,7 @@ from megatron.core.distributed import data_parallel
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.distributed.distributed_data_parallel_config import NOT_BUILT, DistributedDataParallelConfig
 from megatron.core.parallel import collectives
-from megatron.core.parallel.global_state import current
+from megatron.core.parallel.global_state import get_global_state
 
 
 class DistributedDataParallel(data_parallel.DistributedDataParallel):
@@ -38,8 +38,9 @@ class DistributedDataParallel(data_parallel.DistributedDataParallel):
             data_parallel_sharding_strategy=ddp_config.data_parallel_sharding_strategy if shards else None,
             reduce_scatter_with_fp32_accumulation=False,  # nothing is reduced in bfloat16
         )
-        super().__init__(module, current().mesh, ours, fills_grad=not ours.zero.shards_state)
-        self.config, self.ddp_config = config, ddp_config
+        super().__init__(module, get_global_state().mesh, ours, fills_grad=not ours.zero.shards_state)
+        self.config = config
+        self.ddp_config = ddp_config
 
     def finish_grad_reduce(self) -> None:
         super().finish_grad_reduce()
@@ -48,19 +49,19 @@ class DistributedDataParallel(data_parallel.DistributedDataParallel):
             raise RuntimeError("check_for_nan_in_grad: a gradient is not finite; lower the rate or check the data")
 
     def start_param_sync(self, *_: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
-        """All-gather what the other ranks have updated. `MegatronOptimizer.step` has done it."""
+        """All-gather what the other ranks have updated. After `MegatronOptimizer.step` nothing is left to gather."""
         self.gather_params()
         if force_sync:
             self.finish_param_gather()
 
     def broadcast_params(self) -> None:
-        """Every data-parallel rank gets the first one's parameters; before the optimizer is made, and not in ZeRO
-        stage 3."""
+        """Copy the first data-parallel rank's parameters to the others. Every rank must call, before the optimizer is
+        made, and not in ZeRO stage 3."""
         for parameter in self.module.parameters():
             collectives.broadcast(parameter.data, self.mesh.samples)
 
     def state_dict(self, prefix: str = "", keep_vars: bool = False, destination: Any = None) -> dict[str, Any]:
-        """That of the module, by its own names."""
+        """Return the module's `state_dict`, by the module's own names."""
         return self.module.state_dict(prefix=prefix, keep_vars=keep_vars, destination=destination)
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:

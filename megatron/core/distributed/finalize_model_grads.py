@@ -1,4 +1,4 @@
-"""The end of a step's gradients, for a loop of one's own."""
+"""Megatron's `finalize_model_grads`: the last reductions of a step's gradients, for a script's own loop."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron.core.base.lazy_imports import make_callable, names_of_megatron
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.parallel import collectives
-from megatron.core.parallel.global_state import current
+from megatron.core.parallel.global_state import get_global_state
 
 
 def finalize_model_grads(
@@ -32,13 +32,14 @@ def finalize_model_grads(
     mesh = chunks[0].mesh
     # Only the last stage knows the tokens; elsewhere a caller's number would be counted again.
     counted = num_tokens if mesh.has_last_stage else 0.0
-    total = torch.as_tensor(counted, dtype=torch.float64).detach().reshape(1).clone().to(current().device)
+    total = torch.as_tensor(counted, dtype=torch.float64).detach().reshape(1).clone().to(get_global_state().device)
     for axis in (mesh.tokens, mesh["pp"]):
         collectives.all_reduce(total, axis)
     for chunk in chunks:
         chunk.scale_gradients(1.0 / (total.item() or 1.0))
 
 
-make_callable(__name__, finalize_model_grads)  # imported, it takes the place of the function in its package
+# Importing this module sets `megatron.core.distributed.finalize_model_grads` to the module; so it can be called too.
+make_callable(__name__, finalize_model_grads)
 
 __getattr__ = names_of_megatron(__name__)

@@ -17,15 +17,16 @@ from megatron.core.parallel.grid import Axis
 
 
 class ReduceInFixedOrder(GradReduce):
-    """Stores each buffer's gradients by microbatch. ends: the axis of the first and last stage, which may share a
-    table."""
+    """Stores each buffer's gradients by microbatch. ends: the axis of the first and last stage, which may share an
+    embedding."""
 
-    sums_ends = True
+    sums_tied_embedding = True
 
     def __init__(self, buckets: Sequence[Bucket], ends: Axis):
         super().__init__(buckets, overlap=False)
         self._ends = ends
-        self._kept: dict[ParamAndGradBuffer, dict[int, MemoryBuffer]] = {bucket.buffer: {} for bucket in buckets}
+        # buffer -> microbatch -> its gradients, in the layout of the buffer
+        self._microbatch_grads: dict[ParamAndGradBuffer, dict[int, MemoryBuffer]] = {b.buffer: {} for b in buckets}
 
     def begin_step(self, num_microbatches: int | None) -> None:
         self._forget()
@@ -34,10 +35,12 @@ class ReduceInFixedOrder(GradReduce):
     @memory_kind("gradients")
     def begin_microbatch(self, microbatch: int, *, backward: bool) -> None:
         """Point each `main_grad` to this microbatch's own gradients."""
-        for buffer, kept in self._kept.items() if backward else ():
-            if microbatch not in kept:
-                kept[microbatch] = MemoryBuffer(buffer.grads.numel, buffer.grads.dtype, buffer.device)
-            _point(buffer, kept[microbatch])
+        if not backward:
+            return
+        for buffer, grads_of in self._microbatch_grads.items():
+            if microbatch not in grads_of:
+                grads_of[microbatch] = MemoryBuffer(buffer.grads.numel, buffer.grads.dtype, buffer.device)
+            _point_main_grads_to(grads_of[microbatch], buffer)
 
     def open(self, slot: ParamSlot, *, overwrites: bool = False) -> bool:
         return False  # the gradients of each microbatch begin as zeros
@@ -45,22 +48,24 @@ class ReduceInFixedOrder(GradReduce):
     @memory_kind("gradients")
     def finish(self) -> None:
         """Add up all microbatches of all data-parallel ranks into the buffers."""
-        for buffer, kept in self._kept.items():
-            for microbatch in sorted(kept):
-                mine = kept[microbatch].data
+        for buffer, grads_of in self._microbatch_grads.items():
+            for microbatch in sorted(grads_of):
+                grads = grads_of[microbatch].data  # [buffer]
                 if buffer.is_tied:  # first the two stages' parts of one microbatch
-                    collectives.all_reduce(mine, self._ends)
-                for part in collectives.all_gather(mine, buffer.axes.reduce).split(mine.numel()):
-                    buffer.grads.data.add_(part)
+                    collectives.all_reduce(grads, self._ends)
+                all_ranks = collectives.all_gather(grads, buffer.axes.reduce)  # [ranks x buffer]
+                for rank_grads in all_ranks.split(grads.numel()):
+                    buffer.grads.data.add_(rank_grads)
         self._forget()
 
     def _forget(self) -> None:
-        for buffer, kept in self._kept.items():
-            kept.clear()
-            _point(buffer, buffer.grads)
+        for buffer, grads_of in self._microbatch_grads.items():
+            grads_of.clear()
+            _point_main_grads_to(buffer.grads, buffer)
 
 
-def _point(buffer: ParamAndGradBuffer, grads: MemoryBuffer) -> None:
-    for place in buffer.plan.slots:
-        parameter = buffer.parameters[place.name]
-        parameter.main_grad = grads.get(tuple(parameter.shape), place.start)
+def _point_main_grads_to(grads: MemoryBuffer, buffer: ParamAndGradBuffer) -> None:
+    """Make each `main_grad` of the buffer's parameters a view of `grads`."""
+    for param_range in buffer.plan.param_ranges:
+        parameter = buffer.parameters[param_range.name]
+        parameter.main_grad = grads.get(tuple(parameter.shape), param_range.start)

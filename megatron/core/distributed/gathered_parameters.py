@@ -1,8 +1,8 @@
-"""Any torch module under data parallelism: where it starts, and its parameters whole in every ZeRO stage.
+"""Any torch module under data parallelism: equal values on all ranks, and full parameters in every ZeRO stage.
 
-start_alike(module, mesh, device)           before it is wrapped: on the device, with the first rank's values
-with WholeParameters(module.parameters()):  inside, this rank has all values
-whole_state_dict(module)                    copies of all values
+sync_module_states(module, mesh, device)     before it is wrapped: on the device, with the first rank's values
+with FullParameters(module.parameters()):    inside, this rank has all values
+full_state_dict(module)                      copies of all values
 """
 
 import json
@@ -22,18 +22,21 @@ from megatron.core.sharding.placement import Placement, placement_of
 
 
 @torch.no_grad()
-def start_alike(module: nn.Module, mesh: Mesh, device: torch.device | str, dtype: torch.dtype | None = None) -> None:
+def sync_module_states(
+    module: nn.Module, mesh: Mesh, device: torch.device | str, dtype: torch.dtype | None = None
+) -> None:
     """Bring a module's tensors to the device, in `dtype` if they are floating (None: their own), with the values of the
-    first
-    data-parallel rank. Every rank must call. RuntimeError if the ranks have different models.
+    first data-parallel rank.
 
-    One at a time is whole of the parameters that were made in shards (`MakingInShards`).
+    Every rank must call. Raises RuntimeError if the ranks have different models. Of parameters that were created in
+    shards (`ShardedInit`), one at a time is whole.
     """
-    _check_alike(module, mesh.samples, device)
+    _check_same_model(module, mesh.samples, device)
     for tensor in (*module.parameters(), *module.buffers()):
         shard = shard_of(tensor)
         was_sharded = shard is not None and not shard.is_whole
-        if not (was_sharded and dtype in (None, tensor.dtype) and shard.mine.device == torch.device(device)):
+        is_done = was_sharded and dtype in (None, tensor.dtype) and shard.values.device == torch.device(device)
+        if not is_done:
             tensor.data = tensor.data.to(device, dtype if tensor.is_floating_point() else None)
             if was_sharded:
                 shard.release()
@@ -43,32 +46,36 @@ def start_alike(module: nn.Module, mesh: Mesh, device: torch.device | str, dtype
             tensor.placement = Placement(tuple(tensor.shape), init=None, replicated_over=("tp",))
 
 
-def _check_alike(module: nn.Module, samples: Axis, device: torch.device | str) -> None:
+def _check_same_model(module: nn.Module, samples: Axis, device: torch.device | str) -> None:
     """Raise RuntimeError on every rank if one has other parameters or buffers than the first."""
     named = (*module.named_parameters(), *module.named_buffers())
-    mine = [f"{name} {list(x.shape)} {'trained' if x.requires_grad else 'fixed'}" for name, x in named]
-    marks = collectives.all_gather(torch.tensor([collectives.fingerprint(str(mine))], device=device), samples).tolist()
-    if len(set(marks)) == 1:
+    tensors = [f"{name} {list(x.shape)} {'trained' if x.requires_grad else 'fixed'}" for name, x in named]
+    own_hash = torch.tensor([collectives.fingerprint(str(tensors))], device=device)
+    hashes = collectives.all_gather(own_hash, samples).tolist()  # one per rank
+    if len(set(hashes)) == 1:
         return
-    all_named = [json.loads(text) for text in collectives.all_gather_texts(json.dumps(mine), samples, device)]
-    rank = next(rank for rank, mark in enumerate(marks) if mark != marks[0])
-    pairs = zip_longest(all_named[rank], all_named[0], fillvalue="nothing")
-    one, other = next((one, other) for one, other in pairs if one != other)
-    raise RuntimeError(
-        f"rank {samples.ranks[rank]} has another model than rank {samples.ranks[0]}: {one} in the place of {other}"
-    )
+    # Some rank differs: now the names are sent, for the message.
+    tensors_of = [json.loads(text) for text in collectives.all_gather_texts(json.dumps(tensors), samples, device)]
+    rank = next(rank for rank, rank_hash in enumerate(hashes) if rank_hash != hashes[0])
+    for tensor, first_ranks in zip_longest(tensors_of[rank], tensors_of[0], fillvalue="nothing"):
+        if tensor != first_ranks:
+            raise RuntimeError(
+                f"rank {samples.ranks[rank]} has another model than rank {samples.ranks[0]}: {tensor} in the place of "
+                f"{first_ranks}"
+            )
 
 
-class WholeParameters:
-    """A block in which these parameters, made in shards or of a wrapped module, are whole. Every rank must enter.
+class FullParameters:
+    """A block in which these parameters, of a wrapped module or created in shards, are whole. Every rank must enter.
 
-    changed_on: (axis, rank) whose changes inside the block count, on all ranks of the axis. None: changes are lost, or where
-    the parameter is whole anyway (stages 0 to 2), each rank keeps its own. ValueError if one is a rounded copy of a float32
-    master, which cannot be changed.
+    changed_on: (axis, rank) whose changes inside the block are kept, on all ranks of the axis. None: changes are lost;
+    where the parameter is whole anyway (stages 0 to 2), each rank keeps its own. Raises ValueError if one is a rounded
+    copy of a float32 master, which cannot be changed.
     """
 
     def __init__(self, parameters: Iterable[Tensor], changed_on: tuple[Axis, int] | None = None):
-        self._parameters, self._source = list(parameters), changed_on
+        self._parameters = list(parameters)
+        self._source = changed_on
         rounded = [slot for slot in _slots_of(self._parameters) if slot.bucket.buffer.is_half_precision]
         if changed_on is not None and rounded:
             raise ValueError(
@@ -89,8 +96,9 @@ class WholeParameters:
     @torch.no_grad()
     def __exit__(self, kind: Any, *_: Any) -> None:
         keeps = self._source is not None and kind is None
-        for parameter in self._parameters if keeps else ():
-            collectives.broadcast(parameter.data, *self._source)
+        if keeps:
+            for parameter in self._parameters:
+                collectives.broadcast(parameter.data, *self._source)
         for bucket in self._buckets:
             if keeps:
                 bucket.keep_values()
@@ -100,13 +108,14 @@ class WholeParameters:
 
 
 def _slots_of(parameters: Iterable[Tensor]) -> list[GradSlot]:
-    return [slot for parameter in parameters if (slot := slot_of(parameter)) is not None]
+    slots = [slot_of(parameter) for parameter in parameters]
+    return [slot for slot in slots if slot is not None]
 
 
-def whole_state_dict(module: nn.Module) -> dict[str, Tensor]:
-    """Copies of all parameters and buffers, on the CPU, on every rank. Every rank must call."""
+def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
+    """Return copies of all parameters and buffers, on the CPU, on every rank. Every rank must call."""
     state = {}
     for name, value in module.state_dict(keep_vars=True).items():
-        with WholeParameters([value]):
+        with FullParameters([value]):
             state[name] = value.detach().cpu().clone()
     return state

@@ -6,7 +6,16 @@
     3             ReduceEachMicrobatch                     ParamFetcher (`zero3_param_fetcher.py`), around each use
     0, 1, fixed   ReduceInFixedOrder (`fixed_order_reduce.py`)    ParamGather
 
-Inside a bucket (`bucket.py`) the stages differ by its memory: with or without shards, permanent or transient.
+A step calls them in this order:
+
+    begin_step(m)                              before the first microbatch
+      begin_microbatch(i, backward=...)        before each forward and backward
+        open(slot), add(slot)                  by layers, around each gradient; defer(slot): the gradient comes later
+    start()                                    after the last backward
+    finish()                                   the sums of this rank's shard are complete
+    updated()                                  after the optimizer, of the ParamGather
+
+Inside a bucket (`bucket.py`) the stages differ by its memory: with or without shards, permanent or releasable.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -15,25 +24,29 @@ from typing import Any
 from torch import nn
 
 from megatron.core.distributed.bucket import Bucket
-from megatron.core.distributed.collective_order import UseOrder
-from megatron.core.distributed.grad_count import Uses
+from megatron.core.distributed.collective_order import CollectiveOrderCheck
+from megatron.core.distributed.grad_count import GradCounter
 from megatron.core.distributed.param_grad_state import ParamSlot
 from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.main_grad_interface import slot_of
 
 
 class GradReduce:
-    """Base of the gradient strategies. begun: no backward of the step follows; is_complete: the gradients are
-    reduced."""
+    """Base of the gradient strategies.
 
-    sums_ends = False  # whether the strategy also sums a table that two pipeline stages share
+    reduction_started: no backward of the step follows. is_complete: the gradients are reduced.
+    """
+
+    sums_tied_embedding = False  # whether the strategy also sums an embedding that first and last pipeline stage share
 
     def __init__(self, buckets: Sequence[Bucket], *, overlap: bool):
-        self.buckets, self.overlap = buckets, overlap
+        self.buckets = buckets
+        self.overlap = overlap
         self.slots = [slot for bucket in buckets for slot in bucket.slots]
         for slot in self.slots:
             slot.reduce = self
-        self.begun, self.is_complete = False, True
+        self.reduction_started = False
+        self.is_complete = True
         self.learned = False  # whether a step has shown how many gradients each parameter gets
         self._num_microbatches: int | None = None  # of this step
 
@@ -43,13 +56,18 @@ class GradReduce:
         return any(slot.added for slot in self.slots)
 
     def begin_step(self, num_microbatches: int | None) -> None:
-        """Forget the last step. With an equal number of microbatches, a parameter gets at most the gradients it got
-        before."""
-        knows = self.is_complete and num_microbatches == self._num_microbatches
+        """Forget the last step, except the number of gradients that each parameter got.
+
+        With an equal number of microbatches, a parameter gets at most that many again. After an error, or with another
+        number, the counts are learned anew.
+        """
+        keeps_counts = self.is_complete and num_microbatches == self._num_microbatches
         self._num_microbatches = num_microbatches
-        self.begun = self.is_complete = False
+        self.reduction_started = False
+        self.is_complete = False
         for slot in self.slots:
-            slot.expected, slot.added = max(slot.expected, slot.added) if knows else 0, 0
+            slot.expected = max(slot.expected, slot.added) if keeps_counts else 0
+            slot.added = 0
         self.learned = any(slot.expected for slot in self.slots)
         for bucket in self.buckets:
             bucket.begin_step()
@@ -57,31 +75,34 @@ class GradReduce:
             bucket.missing = sum(slot.expected > 0 or not self.learned for slot in bucket.slots)
 
     def begin_microbatch(self, microbatch: int, *, backward: bool) -> None:
-        """Called before a forward or backward of the microbatch."""
+        """Prepare a forward or backward of the microbatch."""
 
     def open(self, slot: ParamSlot, *, overwrites: bool = False) -> bool:
+        """Prepare `main_grad` for a gradient. Returns True if the caller must overwrite it (`Bucket.open_grad`)."""
         return slot.bucket.open_grad(slot, overwrites=overwrites)
 
-    def put_off(self, slot: ParamSlot) -> None:
+    def defer(self, slot: ParamSlot) -> None:
+        """Note that the backward no longer needs the parameter's values, and that its gradient comes later."""
         self.open(slot)
 
     def add(self, slot: ParamSlot) -> None:
         """Count a gradient. Raises RuntimeError after the reduction began; a step without gradients, such as
         validation, may continue."""
         # Validation begins and ends a step without gradients; training may then add to it.
-        if self.begun and self.has_gradients:
+        if self.reduction_started and self.has_gradients:
             raise RuntimeError(
                 f"the gradient of {slot.name} was added after the gradients of its step were reduced over the ranks; call "
                 "zero_grad_buffer() of each model chunk before the first forward of a step, and run all microbatches of the "
                 "step in one call of get_forward_backward_func()"
             )
-        if self.begun:
-            self.begun = self.is_complete = False
+        if self.reduction_started:
+            self.reduction_started = False
+            self.is_complete = False
         slot.added += 1
 
     def start(self) -> None:
         """Start every reduction that is not in flight."""
-        self.begun = True
+        self.reduction_started = True
 
     def finish(self) -> None:
         """Wait until this rank's shard of each gradient is the sum over all samples of the step."""
@@ -99,12 +120,10 @@ class ReduceOnce(GradReduce):
                 f"the gradient of {slot.name} was written {slot.added} times in this step and at most {slot.expected} times "
                 "before, so its reduction may be in flight; leave out --overlap-grad-reduce for this model"
             )
-        if slot.added == slot.expected:
-            slot.bucket.missing -= 1
-            self._start_complete()
-
-    def _start_complete(self) -> None:
-        """Start buckets in their order, equal on all ranks, up to the first incomplete one."""
+        if slot.added < slot.expected:
+            return
+        slot.bucket.missing -= 1
+        # Start buckets in their order, equal on all ranks, up to the first incomplete one.
         for bucket in self.buckets:
             if bucket.missing:
                 return
@@ -121,69 +140,69 @@ class ReduceOnce(GradReduce):
 
 
 class ReduceEachMicrobatch(GradReduce):
-    """Stages 2 and 3: reduce a bucket as soon as a microbatch's gradients are complete, as `uses` counts them. One
-    bucket is in flight at a time."""
+    """Stages 2 and 3: reduce a bucket as soon as a microbatch's gradients are complete, as `counter` counts them. One
+    bucket is in flight at a time.
+
+    A bucket with fewer gradients than expected is reduced with the next microbatch, or at the end of the step; one with
+    more is reduced twice.
+    """
 
     def __init__(
         self,
         buckets: Sequence[Bucket],
         params: "ParamGather",
-        uses: Uses,
-        orders: Iterable[UseOrder],
+        counter: GradCounter,
+        orders: Iterable[CollectiveOrderCheck],
         weight_grads: WeightGradStore,
         *,
         overlap: bool,
     ):
         super().__init__(buckets, overlap=overlap)
-        self._params, self._uses = params, uses
-        self._orders, self._weight_grads = list(orders), weight_grads
-        self._travelling: Bucket | None = None
+        self._param_gather = params
+        self._counter = counter
+        self._orders = list(orders)
+        self._weight_grads = weight_grads
+        self._in_flight: Bucket | None = None
 
     def begin_step(self, num_microbatches: int | None) -> None:
-        self._travelling = None
-        self._uses.forget()
+        self._in_flight = None
+        self._counter.forget()
         for order in self._orders:
             order.forget()
         super().begin_step(num_microbatches)
 
     def begin_microbatch(self, microbatch: int, *, backward: bool) -> None:
-        self._uses.begin(microbatch, backward=backward, puts_off=self._weight_grads.is_collecting)
+        self._counter.begin(microbatch, backward=backward, defers_wgrads=self._weight_grads.is_collecting)
 
-    def put_off(self, slot: ParamSlot) -> None:
-        if self._uses.passes(slot.bucket):
-            self._params.passed(slot.bucket)
+    def defer(self, slot: ParamSlot) -> None:
+        if self._counter.param_done(slot.bucket):
+            self._param_gather.bucket_done(slot.bucket)
 
     def add(self, slot: ParamSlot) -> None:
         super().add(slot)
         slot.bucket.is_written = True
-        self.put_off(slot)
-        if self._uses.writes(slot.bucket):
-            self._sum(slot.bucket)
-
-    def _sum(self, bucket: Bucket) -> None:
-        """Reduce a microbatch's gradients.
-
-        A bucket with fewer gradients than expected is reduced with the next microbatch, or at the end of the step;
-        one with more is reduced twice.
-        """
-        if self._travelling is not None:  # one bucket in flight bounds the memory of whole gradients
-            self._travelling.finish_reduce()
-        bucket.start_reduce()
-        self._travelling = bucket
+        self.defer(slot)  # the backward is done with the parameter, as if its gradient were deferred
+        if not self._counter.grad_done(slot.bucket):
+            return
+        # The microbatch's gradients of the bucket are complete.
+        if self._in_flight is not None:  # one bucket in flight bounds the memory of whole gradients
+            self._in_flight.finish_reduce()
+        slot.bucket.start_reduce()
+        self._in_flight = slot.bucket
         if not self.overlap:
-            bucket.finish_reduce()
+            slot.bucket.finish_reduce()
 
     def start(self) -> None:
         super().start()
         for bucket in self.buckets:
-            # Only what came after the bucket's last reduction: one that is complete has been sent already.
+            # Only gradients that were added after the bucket's last reduction; complete ones have been sent already.
             if bucket.is_written:
                 bucket.start_reduce()
         for order in self._orders:
             order.end()
 
     def finish(self) -> None:
-        self._uses.end()
+        self._counter.end()
         for bucket in self.buckets:
             bucket.finish_reduce()
             bucket.sum_over_replicas()
@@ -194,25 +213,30 @@ class ParamGather:
     forward, and each module waits for its own."""
 
     def __init__(self, module: nn.Module, buckets: Sequence[Bucket], *, overlap: bool):
-        self._buckets, self._overlap = buckets, overlap
-        for owner in module.modules() if overlap else ():
+        self._buckets = buckets
+        self._overlap = overlap
+        if not overlap:
+            return
+        for owner in module.modules():
             slots = [slot_of(p) for p in owner.parameters(recurse=False)]
-            if own := {slot.bucket for slot in slots if slot is not None}:
-                owner.register_forward_pre_hook(_waiting_for(own))
+            own_buckets = {slot.bucket for slot in slots if slot is not None}
+            if own_buckets:
+                owner.register_forward_pre_hook(_wait_for(own_buckets))
 
     def begin_step(self) -> None:
-        """No state of a failed step is in the way."""
+        """Prepare a step, also after one that ended in an error. Here nothing is left of it."""
 
     def begin_microbatch(self, *, backward: bool) -> None:
-        """Parameters stay resident."""
+        """Prepare the forward or backward of a microbatch. Here parameters stay resident."""
 
     def before_forward(self) -> None:
+        """Prepare a forward of the chunk."""
         for bucket in self._buckets:
-            if bucket.buffer.is_tied:  # the output layer uses the table but has no hook for it
+            if bucket.buffer.is_tied:  # the output layer uses the embedding's weight but has no hook for it
                 bucket.finish_gather()
 
-    def passed(self, bucket: Bucket) -> None:
-        """The parameters of the bucket stay resident."""
+    def bucket_done(self, bucket: Bucket) -> None:
+        """Note that the backward no longer needs the values of this bucket. Here they stay resident."""
 
     def updated(self) -> None:
         """Gather the shards that the other ranks have updated; with overlap, start in the order of the next forward."""
@@ -224,12 +248,13 @@ class ParamGather:
             self.finish()
 
     def finish(self) -> None:
+        """Wait until all parameters are resident."""
         for bucket in self._buckets:
             bucket.finish_gather()
 
 
-def _waiting_for(buckets: Collection[Bucket]) -> Callable[..., None]:
-    """A pre-hook that waits for a module's parameters."""
+def _wait_for(buckets: Collection[Bucket]) -> Callable[..., None]:
+    """Return a pre-hook that waits for a module's parameters."""
 
     def wait(*_: Any) -> None:
         for bucket in buckets:

@@ -1,9 +1,15 @@
 """ZeRO stage 3: a unit's parameters are gathered before each use, forward and backward, and released after it.
 
-A unit is a layer of a list of layers, an `nn.MultiheadAttention`, which uses its child's parameters itself, or, outside of
-these, a module that holds parameters, itself or in an `nn.ParameterList` or another list without a forward. Hooks report
-each use (`grad_count.py`). In a backward, a unit's parameters stay resident until their gradients are complete or deferred
-(zero-bubble schedules). Recomputation during a backward gathers parameters; that backward releases them.
+A unit is a layer of a list of layers, an `nn.MultiheadAttention`, which uses its child's parameters itself, or, outside
+of these, a module that holds parameters, itself or in an `nn.ParameterList` or another list without a forward. Hooks
+report each use (`grad_count.py`):
+
+    forward     pre-hook: gather this unit, prefetch the next        hook: release
+    backward    hook on the output's gradient: gather this unit, prefetch the previous
+                last gradient written or deferred: release (`ParamFetcher.bucket_done`)
+
+In a backward, a unit's parameters stay resident until their gradients are complete or deferred (zero-bubble schedules).
+Recomputation runs a forward inside a backward: its pre-hook gathers, and that backward releases.
 
 Two things follow for modules. A layer with a backward of its own must compute the gradient of its input before the
 last gradient of its parameters. A parent must use its children's parameters through the children, or pass them to a
@@ -18,82 +24,98 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.core.distributed.bucket import Bucket
-from megatron.core.distributed.grad_count import Uses
+from megatron.core.distributed.grad_count import GradCounter
 from megatron.core.distributed.zero import ParamGather
 from megatron.core.ops.main_grad_interface import slot_of
 
 _USES_ITS_CHILDREN = nn.MultiheadAttention  # passes their parameters to a function
-_HAVE_NO_FORWARD = (
-    nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict
-)  # the module above uses what they hold
+# Lists: the module above uses the parameters in them.
+_HAVE_NO_FORWARD = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict
 
 
 def units_of(module: nn.Module) -> dict[str, str]:
-    """The unit of every parameter: parameter name -> unit name."""
-    units = _units(module)
-    return {
-        f"{owner}.{name}" if owner else name: units[owner]
-        for owner, holder in module.named_modules()
-        for name, _ in holder.named_parameters(recurse=False)
-    }
+    """Return the unit of every parameter: parameter name -> unit name."""
+    unit_of_module = _units_of_modules(module)
+    units = {}
+    for owner, submodule in module.named_modules():
+        for name, _ in submodule.named_parameters(recurse=False):
+            full_name = f"{owner}.{name}" if owner else name
+            units[full_name] = unit_of_module[owner]
+    return units
 
 
-def _units(module: nn.Module) -> dict[str, str]:
-    """The unit of every module: module name -> name of its outermost ancestor that is a unit with all below it, or its
-    own; of a list, that of the module above."""
-    units, complete = {"": ""}, set[str]()  # complete: modules in a unit with all below it
+def _units_of_modules(module: nn.Module) -> dict[str, str]:
+    """Return the unit of every module: module name -> unit name.
+
+    layers                   ""            a list, without a forward, belongs to the module above
+    layers.0                 layers.0      a layer of a list is a unit ..
+    layers.0.mlp.fc1         layers.0      .. with all below it
+    embedding                embedding     any other module is its own
+    """
+    units = {"": ""}
+    complete = set[str]()  # modules in a unit with all below them
     for name, parent in module.named_modules():  # a parent comes before its children
         is_list = isinstance(parent, nn.ModuleList | nn.ModuleDict)
-        for child, held in parent.named_children():
-            path = f"{name}.{child}" if name else child
-            joins = name in complete or isinstance(held, _HAVE_NO_FORWARD)
-            units[path] = units[name] if joins else path
-            if name in complete or (is_list and not joins) or isinstance(held, _USES_ITS_CHILDREN):
+        for child_name, child in parent.named_children():
+            path = f"{name}.{child_name}" if name else child_name
+            joins_parent = name in complete or isinstance(child, _HAVE_NO_FORWARD)
+            units[path] = units[name] if joins_parent else path
+            is_layer = is_list and not joins_parent
+            if name in complete or is_layer or isinstance(child, _USES_ITS_CHILDREN):
                 complete.add(path)
     return units
 
 
 class ParamFetcher(ParamGather):
     """Gathers and releases by hooks on the units of a chunk. `ahead`: the next unit's all-gather is in flight while one
-    computes."""
+    computes.
 
-    def __init__(self, module: nn.Module, buckets: Sequence[Bucket], uses: Uses, *, ahead: bool):
+    Two units may use one bucket (a shared parameter). In a backward it is released only when no unit whose backward has
+    begun still needs it: `_in_use` lists those buckets by use, a use being one forward of one unit.
+    """
+
+    def __init__(self, module: nn.Module, buckets: Sequence[Bucket], counter: GradCounter, *, ahead: bool):
         super().__init__(module, buckets, overlap=False)
-        self._ahead, self._uses = ahead, uses
+        self._ahead = ahead
+        self._counter = counter
         self._in_backward = False
         self._needs: dict[str, list[Bucket]] = {}  # the buckets of each unit's last use
-        self._using: dict[object, list[Bucket]] = {}  # shared buckets, by the use whose backward has begun
+        self._in_use: dict[object, list[Bucket]] = {}  # shared buckets, by the use whose backward has begun
         self._order: list[str] = []  # units in the order of the first forward
-        units = _units(module)
-        held: dict[str, list[Bucket]] = {unit: [] for unit in units_of(module).values()}
-        for owner, used in module.named_modules():
-            unit = units[owner]
-            if not any(used.children()):
-                held.setdefault(unit, [])  # it may be passed a tied table
-            for parameter in used.parameters(recurse=False):  # two modules may hold one parameter
-                if (slot := slot_of(parameter)) is not None:
-                    held[unit].append(slot.bucket)
-        holders = Counter(bucket for own in held.values() for bucket in set(own))
-        self._shared = {bucket for bucket, units in holders.items() if units > 1}
-        for unit, own in held.items():
-            used = module.get_submodule(unit)
-            used.register_forward_pre_hook(partial(self._before_forward, unit, own))
-            used.register_forward_hook(partial(self._after_forward, unit))
+
+        # the buckets of each unit
+        unit_of_module = _units_of_modules(module)
+        buckets_of: dict[str, list[Bucket]] = {unit: [] for unit in units_of(module).values()}
+        for name, submodule in module.named_modules():
+            unit = unit_of_module[name]
+            if not any(submodule.children()):
+                buckets_of.setdefault(unit, [])  # without parameters of its own: it may be passed a tied embedding
+            for parameter in submodule.parameters(recurse=False):  # two modules may hold one parameter
+                slot = slot_of(parameter)
+                if slot is not None:
+                    buckets_of[unit].append(slot.bucket)
+        num_units = Counter(bucket for own in buckets_of.values() for bucket in set(own))
+        self._shared = {bucket for bucket, count in num_units.items() if count > 1}
+
+        for unit, own in buckets_of.items():
+            submodule = module.get_submodule(unit)
+            submodule.register_forward_pre_hook(partial(self._before_forward, unit, own))
+            submodule.register_forward_hook(partial(self._after_forward, unit))
 
     def begin_step(self) -> None:
         """Release parameters that a failed step left resident."""
         self.finish()
 
     def begin_microbatch(self, *, backward: bool) -> None:
-        """Called before the forward or backward of a microbatch."""
+        """Release what the last microbatch left resident, and note the direction."""
         self.finish()
         self._in_backward = backward
 
     def before_forward(self) -> None:
-        """Each unit gathers its own parameters."""
+        """Prepare a forward of the chunk. Here each unit gathers its own parameters."""
 
-    def passed(self, bucket: Bucket) -> None:
-        """Release: the backward no longer needs the values."""
+    def bucket_done(self, bucket: Bucket) -> None:
+        """Release the bucket: the backward no longer needs the values."""
         bucket.release_params()
 
     def updated(self) -> None:
@@ -104,64 +126,88 @@ class ParamFetcher(ParamGather):
 
     def finish(self) -> None:
         """Release all but this rank's shards."""
-        self._using.clear()
+        self._in_use.clear()
         for bucket in self._buckets:
             bucket.release_params()
 
-    def _before_forward(self, unit: str, held: list[Bucket], _: nn.Module, inputs: tuple[Any, ...]) -> None:
-        lent = [slot.bucket for x in inputs if (slot := slot_of(x)) is not None]  # a tied table of another unit
-        self._needs[unit] = list(dict.fromkeys((*held, *lent)))
+    def _before_forward(self, unit: str, own: list[Bucket], _: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Gather the unit's own buckets, and those of parameters that it is passed as inputs: a tied embedding."""
+        passed = []
+        for x in inputs:
+            slot = slot_of(x)
+            if slot is not None:
+                passed.append(slot.bucket)
+        self._needs[unit] = list(dict.fromkeys((*own, *passed)))
         if self._needs[unit]:
             self._fetch(unit, +1)
-        for bucket in self._needs[unit] if not self._in_backward else ():
-            self._uses.enter(bucket)
+        if not self._in_backward:
+            for bucket in self._needs[unit]:
+                self._counter.enter(bucket)
 
-    def _after_forward(self, unit: str, used: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        use, shared = object(), [bucket for bucket in self._needs[unit] if bucket in self._shared]
+    def _after_forward(self, unit: str, submodule: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        """Release the unit's buckets, and set hooks on its output that gather them for its backward."""
+        shared = [bucket for bucket in self._needs[unit] if bucket in self._shared]
+        use = object()
 
-        def begins(_: Tensor) -> None:
-            self._using[use] = shared
+        def begin_backward(_: Tensor) -> None:
+            self._in_use[use] = shared
             self._fetch(unit, -1)
 
-        for x in _tensors(output) if self._needs[unit] else ():
-            if x.requires_grad:
-                # The gradient of its output is the last moment before a unit's backward needs parameters.
-                x.register_hook(begins)
+        if self._needs[unit]:
+            for x in _tensors(output):
+                if x.requires_grad:
+                    # A unit's backward begins with the gradient of its output; before it, nothing needs the parameters.
+                    x.register_hook(begin_backward)
+
         sources = [x for x in _tensors(inputs) if x.grad_fn is not None]
-        if shared and len(sources) == 1 and not any(used.children()):
-            # Gradients of a shared parameter are complete with its last unit's, and until then other units compute.
-            sources[0].register_hook(lambda _: self._release_unused(self._using.pop(use, ())))
-        if not self._in_backward:
+        if shared and len(sources) == 1 and not any(submodule.children()):
+            # Gradients of a shared parameter are complete only with its last unit's. Released at the end of this unit's
+            # backward already, when the gradient of its input is there, it takes no memory while other units compute.
+            sources[0].register_hook(lambda _: self._release_unused(self._in_use.pop(use, ())))
+
+        if not self._in_backward:  # in a recomputation, the backward that follows needs them
             for bucket in self._needs[unit]:
                 bucket.release_params()
 
     def _release_unused(self, shared: Sequence[Bucket]) -> None:
+        """Release those of the shared buckets that no other use needs."""
         for bucket in shared:
-            if not any(bucket in others for others in self._using.values()):
+            if not any(bucket in others for others in self._in_use.values()):
                 bucket.release_params()
 
     def _fetch(self, unit: str, direction: int) -> None:
+        """Gather the unit's buckets, and begin to bring the next unit's. direction: +1 in a forward, -1 in a backward.
+
+        ahead        all-gather of the next unit in flight     the one after it is read from its tier
+        otherwise                                              the next unit is read from its tier
+        """
         for bucket in self._needs[unit]:
             bucket.start_gather()
         for bucket in self._needs[unit]:
             bucket.finish_gather()
         if unit not in self._order:
             self._order.append(unit)
-        after = self._order.index(unit) + direction
-        # Recomputation runs forward inside a backward: the next unit to be needed lies the other way, so none is prefetched.
-        recomputes = self._in_backward and direction > 0
-        if self._ahead and not recomputes and 0 <= after < len(self._order):
-            for bucket in self._needs[self._order[after]]:
+
+        # Recomputation runs forward inside a backward: the unit needed next is in the other direction. No prefetch.
+        if self._in_backward and direction > 0:
+            return
+        following = self._order.index(unit) + direction
+        if self._ahead and 0 <= following < len(self._order):
+            for bucket in self._needs[self._order[following]]:
                 bucket.start_gather()
-            after += direction
-        if not recomputes and 0 <= after < len(self._order):
-            for bucket in self._needs[self._order[after]]:
+            following += direction
+        if 0 <= following < len(self._order):
+            for bucket in self._needs[self._order[following]]:
                 bucket.read_ahead()
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
+    """Yield the tensors of nested tuples, lists and mappings."""
     if isinstance(output, Tensor):
         yield output
-    elif isinstance(output, tuple | list | Mapping):
-        for part in output.values() if isinstance(output, Mapping) else output:
+    elif isinstance(output, Mapping):
+        for part in output.values():
+            yield from _tensors(part)
+    elif isinstance(output, tuple | list):
+        for part in output:
             yield from _tensors(part)

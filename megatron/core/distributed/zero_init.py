@@ -1,9 +1,9 @@
-"""Parameters in shards from the moment they are made, so that a model that fits only in shards can be built (stage 3).
+"""Parameters sharded from the moment they are created, so that a model that fits only in shards can be built (stage 3).
 
-    with MakingInShards(axis, dtype):     at any time the parameters of one module are whole
-        model = Model()                   any use of another, as by its initialization, gathers it again
+    with ShardedInit(axis, dtype):     at any time the parameters of one module are whole
+        model = Model()                any use of another, as by its initialization, gathers it again
 
-Every rank of the axis must make the same model: gathering is a collective. What counts is the first rank's values.
+Every rank of the axis must create the same model: gathering is a collective. The first rank's values are kept.
 """
 
 import threading
@@ -16,34 +16,37 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from megatron.core.distributed.released_tensors import AwayTensor
+from megatron.core.distributed.released_tensors import NonResidentTensor
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
 from megatron.core.storage.resize_storage import resize
 
 
-class OwnShard:
-    """This rank's part of one parameter, and the memory that is released and allocated again."""
+class ParamShard:
+    """This rank's shard of one parameter, whose memory is released and allocated again."""
 
     def __init__(self, parameter: nn.Parameter, axis: Axis):
-        self.parameter, self.axis = parameter, axis
-        self.mine: Tensor | None = None
+        self.parameter = parameter
+        self.axis = axis
+        self.values: Tensor | None = None  # flat [numel / axis.size, rounded up]; None while the parameter is whole
         self.parameter.shard = self
 
     @property
     def is_whole(self) -> bool:
-        return self.mine is None
+        return self.values is None
 
     @torch.no_grad()
     def release(self) -> None:
-        """Keep a part of the first rank's values. Every rank of the axis must call."""
+        """Release the parameter's memory and keep this rank's shard of the first rank's values. Every rank of the axis
+        must call."""
         if not self.is_whole or type(self.parameter) is not nn.Parameter or not self.parameter.is_contiguous():
             return
-        flat = collectives.broadcast(self.parameter.data, self.axis).view(-1)
+        flat = collectives.broadcast(self.parameter.data, self.axis).view(-1)  # [numel]
         length = -(-flat.numel() // self.axis.size)
         start = self.axis.rank * length
-        self.mine = flat.new_zeros(length)
-        self.mine[: max(0, min(length, flat.numel() - start))] = flat[start : start + length]
+        self.values = flat.new_zeros(length)
+        # the last ranks' shards may be shorter, or empty: the rest is padding
+        self.values[: max(0, min(length, flat.numel() - start))] = flat[start : start + length]
         resize(flat.untyped_storage(), 0)
         self.parameter.__class__ = ShardedParameter
 
@@ -55,21 +58,21 @@ class OwnShard:
         self.parameter.__class__ = nn.Parameter
         data = self.parameter.data
         resize(data.untyped_storage(), (data.storage_offset() + data.numel()) * data.element_size())
-        data.view(-1).copy_(collectives.all_gather(self.mine, self.axis)[: data.numel()])
-        self.mine = None
+        data.view(-1).copy_(collectives.all_gather(self.values, self.axis)[: data.numel()])
+        self.values = None
 
 
-def shard_of(tensor: Tensor) -> OwnShard | None:
-    """The shard of a parameter that was made in shards."""
+def shard_of(tensor: Tensor) -> ParamShard | None:
+    """Return the shard of a parameter that was created under `ShardedInit`; None for any other tensor."""
     return getattr(tensor, "shard", None)
 
 
-class ShardedParameter(AwayTensor, nn.Parameter):
-    """A parameter made in a shard, until it lies in buffers. Every use of its values gathers it."""
+class ShardedParameter(NonResidentTensor, nn.Parameter):
+    """A parameter of which each rank has a shard, until it moves into buffers. Every use of its values gathers it."""
 
     @staticmethod
-    def asked(function: str, held: list[Any]) -> None:
-        for parameter in held:
+    def before_use(function: str, tensors: list[Any]) -> None:
+        for parameter in tensors:
             parameter.shard.gather()
 
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
@@ -77,16 +80,21 @@ class ShardedParameter(AwayTensor, nn.Parameter):
         return nn.Parameter.__deepcopy__(self, memo)
 
 
-class MakingInShards:
-    """The block. dtype: of floating parameters; default: as they are made."""
+class ShardedInit:
+    """A block that shards every parameter of the modules built inside, by torch's registration hooks.
+
+    Only modules of the thread that entered the block count. dtype: of floating parameters; default: as they are
+    created.
+    """
 
     def __init__(self, axis: Axis, dtype: torch.dtype | None = None):
-        self._axis, self._dtype = axis, dtype
-        self._shards: dict[int, OwnShard] = {}
+        self._axis = axis
+        self._dtype = dtype
+        self._shards: dict[int, ParamShard] = {}
         self._handles: list[Any] = []
         self._thread = threading.get_ident()
 
-    def __enter__(self) -> "MakingInShards":
+    def __enter__(self) -> "ShardedInit":
         self._handles = [
             register_module_parameter_registration_hook(self._on_parameter),
             register_module_module_registration_hook(self._on_module),
@@ -96,8 +104,9 @@ class MakingInShards:
     def __exit__(self, kind: Any, *_: Any) -> None:
         for handle in self._handles:
             handle.remove()
-        for shard in self._shards.values() if kind is None else ():
-            shard.release()
+        if kind is None:  # after an error the ranks may not be at the same point, and release is a collective
+            for shard in self._shards.values():
+                shard.release()
 
     def take(self, module: nn.Module) -> None:
         """Shard the parameters of a module that is complete."""
@@ -112,9 +121,10 @@ class MakingInShards:
         if self._dtype is not None and parameter.is_floating_point() and parameter.dtype != self._dtype:
             parameter.data = parameter.data.to(self._dtype)
         if id(parameter) not in self._shards:
-            self._shards[id(parameter)] = OwnShard(parameter, self._axis)
+            self._shards[id(parameter)] = ParamShard(parameter, self._axis)
 
     def _on_module(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
-        """A module is complete when its parent takes it in. Parameters of a copied one were never registered."""
+        """Shard a module, which is complete when its parent registers it. Parameters of a copied one were never
+        registered."""
         if child is not None and threading.get_ident() == self._thread:
             self.take(child)

@@ -1,4 +1,4 @@
-"""The names of Transformer Engine's layers in Megatron core: our own layers, which compute the same."""
+"""Megatron core's names of Transformer Engine's layers, for our own layers, which compute the same."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from megatron.core.transformer.torch_norm import FusedLayerNorm
 
 
 class TELayerNormColumnParallelLinear(ColumnParallelLinear):
-    """A norm, and a linear layer sharded by columns. forward(x) -> (y, bias or None)"""
+    """A norm, then a column-parallel linear layer. forward(x [s, b, h]) -> (y [s, b, out/t], bias or None)"""
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any):
         super().__init__(input_size, output_size, config=config, **options)
@@ -24,7 +24,10 @@ class TELayerNormColumnParallelLinear(ColumnParallelLinear):
 TENorm = FusedLayerNorm
 
 
-TEColumnParallelLinear, TERowParallelLinear = ColumnParallelLinear, RowParallelLinear
+TEColumnParallelLinear = ColumnParallelLinear
+
+
+TERowParallelLinear = RowParallelLinear
 
 
 TEDotProductAttention = DotProductAttention

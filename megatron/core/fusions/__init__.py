@@ -1,1 +1,1 @@
-"""Megatron's fused operations, over ours."""
+"""Megatron's names of fused operations, for ours."""

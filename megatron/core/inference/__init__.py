@@ -1,9 +1,9 @@
-"""Text from a trained model.
+"""Text generation with a trained model.
 
     checkpoint_settings   the settings of the model in a checkpoint
     load_model            this rank's stage of that model, in any layout
-    generate              texts continued token by token; `sampling` chooses each token
-    generate_t5           a T5's texts: its encoder reads the prompts, its decoder writes
+    generate              generation token by token; `sampling` chooses each token
+    generate_t5           generation with a T5: its encoder reads the prompts, its decoder writes
 
 To add a sampling rule: a field of `SamplingConfig` and a line of `distribution`.
 """

@@ -14,7 +14,7 @@ _COMPONENTS = {"transformer": ModelConfig, "data": DataConfig, "tokenizer": Toke
 
 @dataclass(frozen=True)
 class SavedSettings:
-    """Settings of a training run; settings that the checkpoint lacks have their defaults."""
+    """The settings of a training run; those that the checkpoint lacks have their defaults."""
 
     vocab_size: int
     transformer: ModelConfig
@@ -23,13 +23,13 @@ class SavedSettings:
 
     @property
     def positions(self) -> int:
-        """Rows of a learned position table."""
-        lengths = self.data.seq_length or 0, self.data.decoder_seq_length or 0
-        return self.transformer.max_position_embeddings or max(lengths)
+        """The rows of a learned position embedding."""
+        longest = max(self.data.seq_length or 0, self.data.decoder_seq_length or 0)
+        return self.transformer.max_position_embeddings or longest
 
 
 def read_saved_settings(state: dict[str, Any], source: str) -> SavedSettings:
-    """The settings in `Checkpoint.state`. source: the checkpoint's name in errors. Raises ConfigError."""
+    """Return the settings in `Checkpoint.state`. source: the checkpoint's name in errors. Raises ConfigError."""
     saved = state.get("config", {})
     if not _COMPONENTS.keys() <= saved.keys() or "vocab_size" not in state:
         raise ConfigError(f"{source} does not say what model it holds; it was not written by a pretraining run of ours")
@@ -40,20 +40,23 @@ def read_saved_settings(state: dict[str, Any], source: str) -> SavedSettings:
             f"{source} is of a script's own model, with settings {own}; generate with that script's model"
         )
     try:
-        return SavedSettings(
-            state["vocab_size"], **{name: build(kind, saved[name]) for name, kind in _COMPONENTS.items()}
-        )
+        components = {name: build(kind, saved[name]) for name, kind in _COMPONENTS.items()}
+        return SavedSettings(state["vocab_size"], **components)
     except ConfigError as error:
-        added = "if the script that trained adds it, give that script by --model"
-        raise ConfigError([f"{source}: {problem}; {added}" for problem in error.problems]) from None
+        advice = "if the script that trained adds it, give that script by --model"
+        raise ConfigError([f"{source}: {problem}; {advice}" for problem in error.problems]) from None
 
 
 def notes_on(state: dict[str, Any]) -> list[str]:
-    """Notes for the user: assumptions about the checkpoint, and saved settings that are ignored."""
-    notes = [] if "model" in state else ["the checkpoint does not name its model; GPT is assumed"]
-    notes += filter(None, [note_of_lost_buffers(state)])
-    own = _listed(state["config"].get("own", {}))
-    return notes + ([f"the script's own settings are ignored: {own}"] if own else [])
+    """Return notes for the user: assumptions about the checkpoint, and saved settings that are ignored."""
+    notes = []
+    if "model" not in state:
+        notes.append("the checkpoint does not name its model; GPT is assumed")
+    if note := note_of_lost_buffers(state):
+        notes.append(note)
+    if own := _listed(state["config"].get("own", {})):
+        notes.append(f"the script's own settings are ignored: {own}")
+    return notes
 
 
 def _listed(settings: dict[str, Any]) -> str:

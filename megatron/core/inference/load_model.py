@@ -1,4 +1,4 @@
-"""A model for generation from a checkpoint that any layout wrote: this rank's stage, or all of it in one process."""
+"""Load a model for generation from a checkpoint of any layout: this rank's stage, or the whole model in one process."""
 
 from typing import Any
 
@@ -11,26 +11,26 @@ from megatron.core.models.common.language_model import LanguageModelStage
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.models.T5.t5_stage import T5Model
 from megatron.core.ops.attention.kernels import attention_function
-from megatron.core.ops.cpu_half_precision_matmul import Products, settle
+from megatron.core.ops.cpu_half_precision_matmul import MatmulModes, select_matmul_modes
 from megatron.core.parallel.grid import AxisSizes
 from megatron.core.parallel.mesh import Mesh, build_mesh
 from megatron.core.sharding.placement import pieces
 from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig, tensor_parallel_problems
 
-_PARAMETERS = "model/"  # what precedes a parameter's name in a checkpoint
+_PARAMETERS = "model/"  # the prefix of parameter names in a checkpoint
 
 
 MODELS: dict[str, type[LanguageModelStage]] = {kind.__name__: kind for kind in (GPTModel, T5Model)}  # that generate
 
 
 def load_gpt(checkpoint: Checkpoint, config: ModelConfig, **options: Any) -> GPTModel:
-    """`load_model` of a GPT. A checkpoint without a model name is taken for one."""
+    """Load a GPT with `load_model`. A checkpoint without a model name is taken for one."""
     return load_model(GPTModel, checkpoint, config, **options)
 
 
 def load_t5(checkpoint: Checkpoint, config: ModelConfig, **options: Any) -> T5Model:
-    """`load_model` of a T5: both stacks."""
+    """Load a T5 with `load_model`: encoder and decoder."""
     return load_model(T5Model, checkpoint, config, decoder_seq_length=1, **options)
 
 
@@ -44,80 +44,92 @@ def load_model(
     device: torch.device | str = "cpu",
     mesh: Mesh | None = None,
     decoder_seq_length: int | None = None,
-    **of_context: Any,
+    **context_options: Any,
 ) -> LanguageModelStage:
-    """This rank's stage of the model of `config` with the checkpoint's weights, in evaluation mode, without sequence
-    parallelism.
+    """Return this rank's stage of a model with the checkpoint's weights, in evaluation mode, without sequence parallelism.
 
-    Reads only the weights. kind: one of MODELS. Every rank of `mesh` must call; default: the whole model in this process,
-    without torch.distributed. of_context: further arguments of `LayerContext.on`. Raises ConfigError, CheckpointError, or
-    PeerError if another rank fails.
+    Reads only the weights. kind: one of MODELS. positions: rows of a learned position embedding. mesh: every rank must call;
+    default: the whole model in this process, without torch.distributed. context_options: further arguments of
+    `LayerContext.from_mesh`. Raises ConfigError, CheckpointError, or PeerError if another rank fails.
     """
-    theirs = checkpoint.state.get("model", GPTModel.__name__)
-    if theirs != kind.__name__:
+    # refuse a checkpoint of another model, or of other attention
+    saved_model = checkpoint.state.get("model", GPTModel.__name__)
+    if saved_model != kind.__name__:
         raise ConfigError(
-            f"{checkpoint.folder} holds a {theirs}, and what generates here is a {kind.__name__}: its layers would compute "
+            f"{checkpoint.folder} holds a {saved_model}, and what generates here is a {kind.__name__}: its layers would compute "
             f"something else. A class that computes what {kind.__name__} does says so when it trains: model_name = "
             f'"{kind.__name__}"'
         )
-    before = checkpoint.state.get(FUNCTIONS, {}).get("attention_backend")
-    if before not in (None, now := attention_function(config.attention_backend)):
+    saved_function = checkpoint.state.get(FUNCTIONS, {}).get("attention_backend")
+    function = attention_function(config.attention_backend)
+    if saved_function not in (None, function):
         raise ConfigError(
-            f"{checkpoint.folder} was trained by attention that computes {before!r}, and --attention-backend "
-            f"{config.attention_backend} computes {now!r} here; give the script that trained, which adds its kernel, by --model"
+            f"{checkpoint.folder} was trained by attention that computes {saved_function!r}, and --attention-backend "
+            f"{config.attention_backend} computes {function!r} here; give the script that trained, which adds its kernel, by "
+            "--model"
         )
-    mesh = mesh or lone_mesh()
-    # Measured anew: the checkpoint may come from another CPU.
-    asked = config.cpu_half_products
-    products, _ = settle(config.params_dtype, device, mesh["world"], asked="measure" if asked == "auto" else asked)
+
+    # build this rank's stage; matmul modes are measured again, since the checkpoint may come from another CPU
+    mesh = mesh or single_rank_mesh()
+    asked = "measure" if config.cpu_half_products == "auto" else config.cpu_half_products
+    matmul_modes, _ = select_matmul_modes(config.params_dtype, device, mesh["world"], requested=asked)
     sizes = {"vocab_size": vocab_size, "positions": positions}
-    sizes |= {} if decoder_seq_length is None else {"decoder_seq_length": decoder_seq_length}
-    model = _stage(kind, config, mesh, device, products, of_context, **sizes)
-    _check_same_parameters(checkpoint, _stage(kind, config, lone_mesh(), "meta", products, {}, **sizes))
-    wanted = {}
+    if decoder_seq_length is not None:
+        sizes["decoder_seq_length"] = decoder_seq_length
+    model = _build_stage(kind, config, mesh, device, matmul_modes, context_options, **sizes)
+    _check_same_parameters(
+        checkpoint, _build_stage(kind, config, single_rank_mesh(), "meta", matmul_modes, {}, **sizes)
+    )
+
+    # read this rank's parts of the parameters
+    tensors = {}
     for name, parameter in model.named_parameters():
         parameter.data.zero_()  # checkpoints hold no padding
         placement = parameter.placement
         boxes = pieces(placement, tuple(parameter.shape), mesh)
-        wanted[_PARAMETERS + name] = LocalTensor(parameter.data, placement.shape, boxes, is_writer=True)
-    checkpoint.read_into(wanted, mesh["world"], convert=True, device=device)
+        tensors[_PARAMETERS + name] = LocalTensor(parameter.data, placement.shape, boxes, is_writer=True)
+    checkpoint.read_into(tensors, mesh["world"], convert=True, device=device)
     return model.eval()
 
 
 def layout_problems(config: ModelConfig, tensor: int, pipeline: int) -> list[str]:
-    """Why the model does not fit these tensor and pipeline parallel sizes."""
+    """Return why the model does not fit these tensor and pipeline parallel sizes."""
     problems = tensor_parallel_problems(config, tensor)
     if pipeline > config.all_layers:
-        has = f"the model has {config.all_layers} layers; each stage needs one"
-        problems.append(f"--pipeline-model-parallel-size is {pipeline}, but {has}")
+        problems.append(
+            f"--pipeline-model-parallel-size is {pipeline}, but the model has {config.all_layers} layers; each stage needs one"
+        )
     return problems
 
 
-def _stage(
+def _build_stage(
     kind: type[LanguageModelStage],
     config: ModelConfig,
     mesh: Mesh,
     device: torch.device | str,
-    products: Products,
-    of_context: dict[str, Any],
+    matmul_modes: MatmulModes,
+    context_options: dict[str, Any],
     **sizes: int,
 ) -> LanguageModelStage:
-    """This rank's stage, with layers split as evenly as possible, whatever the split in training."""
-    stages, n = mesh.stages, config.all_layers
+    """Build this rank's stage, with layers split as evenly as possible, whatever the split in training."""
+    stages = mesh.stages
     (stage,) = stages.of_rank(mesh["pp"].rank)
-    size = stages.last + 1
+    num_stages = stages.last + 1
+    num_layers = config.all_layers
     return kind(
         config,
         **sizes,
-        layers=range(stage * n // size, (stage + 1) * n // size),
-        context=LayerContext.on(mesh, config.params_dtype, device=device, products=products, fills=False, **of_context),
+        layers=range(stage * num_layers // num_stages, (stage + 1) * num_layers // num_stages),
+        context=LayerContext.from_mesh(
+            mesh, config.params_dtype, device=device, matmul_modes=matmul_modes, fills=False, **context_options
+        ),
         pre_process=stage == 0,
         post_process=stage == stages.last,
     )
 
 
-def lone_mesh() -> Mesh:
-    """A mesh of one rank, without communicators."""
+def single_rank_mesh() -> Mesh:
+    """Return a mesh of one rank, without communicators."""
 
     def no_group(name: str, ranks: tuple[int, ...]) -> None:
         raise AssertionError(f"axis {name} of a lone process has ranks {ranks}")
@@ -126,13 +138,15 @@ def lone_mesh() -> Mesh:
 
 
 def _check_same_parameters(checkpoint: Checkpoint, whole: LanguageModelStage) -> None:
-    """Raises ConfigError unless the model and the checkpoint have the same parameters."""
-    wanted = {_PARAMETERS + name for name, _ in whole.named_parameters()}
-    saved = {name for name in checkpoint.names if name.startswith(_PARAMETERS)}
-    if differing := sorted(saved ^ wanted):
-        shown = [f"{name} (not in the {'checkpoint' if name in wanted else 'model'})" for name in differing[:4]]
-        more = f" and {len(differing) - 4} more" if len(differing) > 4 else ""
-        raise ConfigError(
-            f"{checkpoint.folder} does not hold a {type(whole).__name__} of its own settings; parameters that only one of the "
-            f"two has: {', '.join(shown)}{more}; was it written by another kind of model?"
-        )
+    """Raise ConfigError unless the model and the checkpoint have the same parameters. whole: the model on the meta device."""
+    of_model = {_PARAMETERS + name for name, _ in whole.named_parameters()}
+    of_checkpoint = {name for name in checkpoint.names if name.startswith(_PARAMETERS)}
+    differing = sorted(of_checkpoint ^ of_model)
+    if not differing:
+        return
+    shown = [f"{name} (not in the {'checkpoint' if name in of_model else 'model'})" for name in differing[:4]]
+    more = f" and {len(differing) - 4} more" if len(differing) > 4 else ""
+    raise ConfigError(
+        f"{checkpoint.folder} does not hold a {type(whole).__name__} of its own settings; parameters that only one of the "
+        f"two has: {', '.join(shown)}{more}; was it written by another kind of model?"
+    )

@@ -7,9 +7,8 @@ Four steps in this order, each optional but the last:
     top-p         keep the fewest of them with a total probability of at least p (arXiv:1904.09751)
     softmax       normalize, and draw
 
-Logits ("scores") are a vector [v] without vocabulary padding. The arithmetic is float64 on the CPU, so that a seed gives
-the same
-draw on every device; its cost is small beside the forward.
+Logits are a vector [v] without vocabulary padding. The arithmetic is float64 on the CPU, so that a seed gives the same draw on
+every device; its cost is small beside the forward.
 """
 
 import math
@@ -21,19 +20,19 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from megatron.core.base.dataclass_flags import Count, FlagConfig, Positive, knob
+from megatron.core.base.dataclass_flags import Count, FlagConfig, Positive, option
 
-Choose = Callable[[Tensor], int]  # scores [v] -> id
+Choose = Callable[[Tensor], int]  # logits [v] -> id
 
 
 @dataclass(frozen=True)
 class SamplingConfig(FlagConfig):
     """Choice of the next token."""
 
-    greedy: bool = knob(False, "take the most probable token")
-    temperature: Positive = knob(1.0, "divide logits by this: below 1 sharper, above 1 flatter; for 0 give --greedy")
-    top_k: Count | None = knob(None, "sample from the k most probable tokens", flags=("--top-k", "--top_k"))
-    top_p: Annotated[float, "(0, 1]"] | None = knob(
+    greedy: bool = option(False, "take the most probable token")
+    temperature: Positive = option(1.0, "divide logits by this: below 1 sharper, above 1 flatter; for 0 give --greedy")
+    top_k: Count | None = option(None, "sample from the k most probable tokens", flags=("--top-k", "--top_k"))
+    top_p: Annotated[float, "(0, 1]"] | None = option(
         None, "sample from the smallest set of tokens with at least this probability", flags=("--top-p", "--top_p")
     )
 
@@ -43,68 +42,69 @@ class SamplingConfig(FlagConfig):
 
 
 def chooser(config: SamplingConfig, generator: torch.Generator) -> Choose:
-    """The sampling function of `config`: scores -> id. It draws from `generator`, on the CPU."""
+    """Return the sampling function of `config`: logits [v] -> id. It draws from `generator`, on the CPU."""
     return greedy if config.greedy else partial(sample, config=config, generator=generator)
 
 
-def greedy(scores: Tensor) -> int:
-    """The id with the highest score; the smallest id in a tie."""
-    scores = _checked(scores)
-    return int((scores == scores.max()).nonzero()[0])  # argmax does not specify which id it returns in a tie
+def greedy(logits: Tensor) -> int:
+    """Return the id with the highest of the logits [v]; the smallest id in a tie."""
+    logits = _checked(logits)
+    return int((logits == logits.max()).nonzero()[0])  # argmax does not specify which id it returns in a tie
 
 
-def sample(scores: Tensor, config: SamplingConfig, generator: torch.Generator) -> int:
-    """An id drawn with the probabilities of `distribution`."""
-    return int(torch.multinomial(distribution(scores, config), 1, generator=generator))
+def sample(logits: Tensor, config: SamplingConfig, generator: torch.Generator) -> int:
+    """Draw an id with the probabilities of `distribution`. logits: [v]"""
+    return int(torch.multinomial(distribution(logits, config), 1, generator=generator))
 
 
-def distribution(scores: Tensor, config: SamplingConfig) -> Tensor:
-    """The probability of every id after temperature, top-k and top-p. -> [v], float64"""
-    scores = _checked(scores)
-    scores = (scores - scores.max()) / config.temperature  # the maximum is 0, so no temperature overflows
+def distribution(logits: Tensor, config: SamplingConfig) -> Tensor:
+    """Return the probability of every id after temperature, top-k and top-p: logits [v] -> [v], float64."""
+    logits = _checked(logits)
+    logits = (logits - logits.max()) / config.temperature  # the maximum is 0, so no temperature overflows
     if config.top_k is not None:
-        scores = keep_top_k(scores, config.top_k)
+        logits = keep_top_k(logits, config.top_k)
     if config.top_p is not None:
-        scores = keep_top_p(scores, config.top_p)
-    return scores.softmax(0)
+        logits = keep_top_p(logits, config.top_p)
+    return logits.softmax(0)
 
 
-def keep_top_k(scores: Tensor, k: int) -> Tensor:
-    """`scores` with all but the `k` highest set to -inf. A tie keeps the smaller id; k > v keeps all."""
-    return _only(scores, _falling(scores)[:k])
+def keep_top_k(logits: Tensor, k: int) -> Tensor:
+    """Set all but the `k` highest logits [v] to -inf, in a copy. A tie keeps the smaller id; k > v keeps all."""
+    return _only(logits, _falling(logits)[:k])
 
 
-def keep_top_p(scores: Tensor, p: float) -> Tensor:
-    """`scores` with all set to -inf but the fewest with a total probability of at least `p`; at least one stays.
+def keep_top_p(logits: Tensor, p: float) -> Tensor:
+    """Keep the fewest logits [v] with a total probability of at least `p`, at least one; the others become -inf, in a copy.
 
     probabilities  0.5  0.3  0.15  0.05
     sum before     0    0.5  0.8   0.95       p = 0.6 keeps ids whose sum before is below 0.6: the first two
     """
-    order = _falling(scores)
-    sums = scores[order].softmax(0).cumsum(0)
+    order = _falling(logits)
+    sums = logits[order].softmax(0).cumsum(0)
     before = torch.cat((sums.new_zeros(1), sums[:-1]))
-    return _only(scores, order[before < p])
+    return _only(logits, order[before < p])
 
 
-def _falling(scores: Tensor) -> Tensor:
-    """The ids by descending score, ties by id."""
-    return scores.argsort(descending=True, stable=True)
+def _falling(logits: Tensor) -> Tensor:
+    """Return the ids by descending logit, ties by id."""
+    return logits.argsort(descending=True, stable=True)
 
 
-def _only(scores: Tensor, ids: Tensor) -> Tensor:
-    kept = torch.full_like(scores, -math.inf)
-    kept[ids] = scores[ids]
-    return kept
+def _only(logits: Tensor, ids: Tensor) -> Tensor:
+    """Return the logits with -inf for all ids but these."""
+    result = torch.full_like(logits, -math.inf)
+    result[ids] = logits[ids]
+    return result
 
 
-def _checked(scores: Tensor) -> Tensor:
-    """`scores` in float64 on the CPU. ValueError unless they are a vector with a finite maximum."""
-    if scores.dim() != 1 or len(scores) == 0:
-        raise ValueError(f"the scores must be a vector over the vocabulary, not of shape {tuple(scores.shape)}")
-    scores = scores.detach().to("cpu", torch.float64)
-    if not math.isfinite(scores.max()):
+def _checked(logits: Tensor) -> Tensor:
+    """Return `logits` in float64 on the CPU. Raise ValueError unless they are a vector with a finite maximum."""
+    if logits.dim() != 1 or len(logits) == 0:
+        raise ValueError(f"the scores must be a vector over the vocabulary, not of shape {tuple(logits.shape)}")
+    logits = logits.detach().to("cpu", torch.float64)
+    if not math.isfinite(logits.max()):
         raise ValueError(
-            f"the highest of {len(scores)} scores is {scores.max().item()}; the model's weights are broken, "
+            f"the highest of {len(logits)} scores is {logits.max().item()}; the model's weights are broken, "
             "perhaps by a training run that diverged: load an earlier iteration"
         )
-    return scores
+    return logits

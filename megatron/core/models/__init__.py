@@ -1,9 +1,7 @@
-"""Whole models: Megatron's classes in its places, and one pipeline stage of ours for each (`gpt_stage`, `bert_stage`,
-`t5_stage`).
+"""Models: Megatron's classes at Megatron's paths, and our pipeline stage of each (`gpt_stage`, `bert_stage`, `t5_stage`).
 
-A stage declares what a run must know: `rules` (its requirements on the settings), `boundary` (the tensors between two
-stages), and
-`model_name` where its class does not say it. Training imports no model: scripts pass theirs.
+A stage declares `rules` (its requirements on the settings), `boundary` (the tensors between two stages), and `model_name` if
+its class has another name. Training imports no model: scripts pass theirs.
 
 To add a model: a `LanguageModelStage` with its head and loss, or any module that has `set_input_tensor`.
 """

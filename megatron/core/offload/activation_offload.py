@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron.core.base.async_handle import Pending
+from megatron.core.base.async_handle import AsyncHandle
 from megatron.core.base.memory_category import ACTIVATIONS, set_memory_kind
 from megatron.core.offload.contiguous_activation_buffer import SlotBuffer, as_flat, strides_like
 from megatron.core.offload.offload_tiers import HostTier, Tier
@@ -137,8 +137,8 @@ class _Layer:
 class Away:
     """A storage of tensor `x` in the tier; its slot is freed with this object."""
 
-    _leaving: Pending[Any] | None = None  # of an object whose construction failed
-    _coming: Pending[Tensor] | None = None
+    _leaving: AsyncHandle[Any] | None = None  # of an object whose construction failed
+    _coming: AsyncHandle[Tensor] | None = None
 
     def __init__(self, room: "TierRoom", flat: Tensor, x: Tensor, layer: _Layer):
         self._room, self._layer = room, layer
@@ -223,24 +223,24 @@ class TierRoom:
         self.bytes_in_use -= slot.nbytes
         self._free[slot.numel(), slot.dtype].append(slot)
 
-    def send(self, slot: Stored, flat: Tensor) -> Pending[Any]:
+    def send(self, slot: Stored, flat: Tensor) -> AsyncHandle[Any]:
         """Starts to copy `flat` into the slot; `flat` must not change before `wait`."""
         return start_writing(slot, flat) if self.side is None else self.side.start_copy(slot, flat)
 
-    def fetch(self, slot: Stored) -> Pending[Tensor]:
+    def fetch(self, slot: Stored) -> AsyncHandle[Tensor]:
         """Starts to load the slot."""
         if self.side is not None:
             return self.side.start_copy(torch.empty(slot.numel(), dtype=slot.dtype, device=self.device), slot)
         reading = start_reading(slot)
         if isinstance(slot, Tensor):
-            return Pending(lambda: reading.wait().clone())  # the slot may be reused before the values
+            return AsyncHandle(lambda: reading.wait().clone())  # the slot may be reused before the values
 
         def arrive() -> Tensor:
             values = to_device(reading.wait(), self.device)
             set_memory_kind(ACTIVATIONS, [values])
             return values
 
-        return Pending(arrive)
+        return AsyncHandle(arrive)
 
 
 class _Packer:

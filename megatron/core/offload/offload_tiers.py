@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron.core.base.async_handle import Pending, done
+from megatron.core.base.async_handle import AsyncHandle, done
 from megatron.core.base.memory_category import memory_kind
 from megatron.core.offload.checksummed_file import BLOCK, BlockFile, OffloadError
 from megatron.core.offload.offload_folder import STATE_FILE, RankFolder
@@ -41,17 +41,17 @@ class FileTensor(StoredTensor):
         row = prod(self.shape[1:]) * self.dtype.itemsize
         return FileTensor(self._tier, self._start + start * row, (max(stop - start, 0), *self.shape[1:]), self.dtype)
 
-    def start_reading(self) -> Pending[Tensor]:
+    def start_reading(self) -> AsyncHandle[Tensor]:
         if not self.numel():
             return done(torch.empty(self.shape, dtype=self.dtype))
         reading = self._tier.start_read(self._start, self.nbytes)
-        return Pending(lambda: reading.result().view(self.dtype).view(self.shape))
+        return AsyncHandle(lambda: reading.result().view(self.dtype).view(self.shape))
 
-    def start_writing(self, values: Tensor) -> Pending[Any]:
+    def start_writing(self, values: Tensor) -> AsyncHandle[Any]:
         if not self.numel():
             return done()
         there = start_to_host(values.detach().to(self.dtype).contiguous())
-        return Pending(self._tier.start_write(self._start, there).result)
+        return AsyncHandle(self._tier.start_write(self._start, there).result)
 
 
 class SideStream:
@@ -62,7 +62,7 @@ class SideStream:
         self._module, self._device = torch.get_device_module(device), device
         self._stream = self._module.Stream(device)
 
-    def start_copy(self, target: Tensor, source: Tensor) -> Pending[Tensor]:
+    def start_copy(self, target: Tensor, source: Tensor) -> AsyncHandle[Tensor]:
         """Starts to copy into `target`, which is the result. `wait` blocks the compute stream, not the host."""
         self._stream.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(self._stream):
@@ -73,7 +73,7 @@ class SideStream:
             self._module.current_stream(self._device).wait_event(copied)
             return target
 
-        return Pending(finish, source)
+        return AsyncHandle(finish, source)
 
 
 class Tier(Protocol):
@@ -144,7 +144,7 @@ class FileTier:
         data = torch.empty(last - first, dtype=torch.uint8, pin_memory=self._pinned)
         return self._worker.submit(self._read, first, data, slice(start - first, start - first + nbytes))
 
-    def start_write(self, start: int, values: Pending[Tensor]) -> "Future[None]":
+    def start_write(self, start: int, values: AsyncHandle[Tensor]) -> "Future[None]":
         """Starts to write. values: a pending copy in host memory, which must not change before the write is done."""
         return self._worker.submit(self._write, start, values)
 
@@ -152,7 +152,7 @@ class FileTier:
         self._file.read(first, memoryview(data.numpy()))
         return data[wanted]
 
-    def _write(self, start: int, values: Pending[Tensor]) -> None:
+    def _write(self, start: int, values: AsyncHandle[Tensor]) -> None:
         self._file.write(start, memoryview(values.wait().view(-1).view(torch.uint8).numpy()))
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.core.base.dataclass_flags import FlagConfig, Share, knob
+from megatron.core.base.dataclass_flags import FlagConfig, Share, option
 from megatron.core.offload.checksummed_file import BLOCK
 from megatron.core.offload.offload_tiers import FileTier, HostTier, Tier
 
@@ -14,16 +14,18 @@ from megatron.core.offload.offload_tiers import FileTier, HostTier, Tier
 class OffloadConfig(FlagConfig):
     """Offload."""
 
-    optimizer_cpu_offload: bool = knob(False, "keep optimizer state in host memory and update it there, slice by slice")
-    optimizer_offload_fraction: Share = knob(
+    optimizer_cpu_offload: bool = option(
+        False, "keep optimizer state in host memory and update it there, slice by slice"
+    )
+    optimizer_offload_fraction: Share = option(
         1.0, "share of the optimizer state to offload, rounded up to whole parameters"
     )
-    offload_dir: str | None = knob(
+    offload_dir: str | None = option(
         None,
         "keep optimizer state in files under this folder (a fast local disk), one folder per rank, deleted at exit",
         metavar="DIR",
     )
-    offload_params: bool = knob(
+    offload_params: bool = option(
         False, "with --zero-stage 3 and --optimizer-cpu-offload or --offload-dir: offload parameter shards too"
     )
 

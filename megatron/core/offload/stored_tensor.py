@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.base.async_handle import Pending, done
-from megatron.core.sharding.boxes import Box, flat_run, size_of, slices, whole
+from megatron.core.base.async_handle import AsyncHandle, done
+from megatron.core.sharding.boxes import Box, rows_to_flat_range, size_of, slices, whole
 
 _CHUNK = 4 << 20  # bytes in memory at a time while a whole tensor is copied
 
@@ -32,11 +32,11 @@ class StoredTensor:
         """Rows of the first dimension."""
         raise NotImplementedError
 
-    def start_reading(self) -> Pending[Tensor]:
+    def start_reading(self) -> AsyncHandle[Tensor]:
         """Starts to read the values into new memory."""
         raise NotImplementedError
 
-    def start_writing(self, values: Tensor) -> Pending[Any]:
+    def start_writing(self, values: Tensor) -> AsyncHandle[Any]:
         """Starts to write `values`, which must not change before `wait`."""
         raise NotImplementedError
 
@@ -52,7 +52,7 @@ class StoredTensor:
 
     def box(self, box: Box) -> "StoredTensor":
         """A box of whole rows."""
-        start, stop = flat_run(box, self.shape)
+        start, stop = rows_to_flat_range(box, self.shape)
         return self.view((self.numel(),))[start:stop].view(size_of(box))
 
     def parts(self, nbytes: int = _CHUNK) -> Iterator["StoredTensor"]:
@@ -76,12 +76,12 @@ class StoredTensor:
 Stored = Tensor | StoredTensor
 
 
-def start_reading(stored: Stored) -> Pending[Tensor]:
+def start_reading(stored: Stored) -> AsyncHandle[Tensor]:
     """Starts to read the values. A tensor is returned itself, a file as a copy."""
     return done(stored) if isinstance(stored, Tensor) else stored.start_reading()
 
 
-def start_writing(stored: Stored, values: Tensor) -> Pending[Any]:
+def start_writing(stored: Stored, values: Tensor) -> AsyncHandle[Any]:
     """Starts to write `values` in the dtype of `stored`; they must not change before `wait`."""
     if not isinstance(stored, Tensor):
         return stored.start_writing(values)

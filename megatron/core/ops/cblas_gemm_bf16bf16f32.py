@@ -1,5 +1,5 @@
-"""A float32 sum of products of bfloat16 matrices on a CPU, by the BLAS inside torch's library: no function of torch
-offers it."""
+"""A product of bfloat16 matrices added to a float32 sum on a CPU, by the BLAS inside torch's library: no function of
+torch offers it."""
 
 import ctypes
 from collections.abc import Callable
@@ -10,26 +10,35 @@ import torch
 from torch import Tensor
 
 
-def add_in_library(total: Tensor, grad: Tensor, x: Tensor, beta: int) -> None:
-    """total = beta total + grad^T x, exact products summed in float32. total: [out, in] float32, contiguous; grad:
-    [tokens, out],
-    x: [tokens, in], bfloat16.
+def addmm_bf16_to_fp32(total: Tensor, grad: Tensor, x: Tensor, beta: int) -> None:
+    """Set total to beta total + grad^T x, exact products summed in float32. total: [out, in] float32, contiguous;
+    grad: [tokens, out], x: [tokens, in], bfloat16.
 
-    RuntimeError where the library has none, or the CPU no AMX: without, it may be slower than float32 factors.
+    RuntimeError where the library has no such product, or the CPU no AMX: without, it may be slower than float32 factors.
     """
     multiply = _gemm_of_bfloat16()
     if multiply is None:
         raise RuntimeError("there is no product of bfloat16 matrices with a float32 sum")
-    if total.is_meta:  # as torch's operators do, which this is none of: there are no values, and no memory is allocated
+    # Meta tensors have no values. torch's operators allow for that by themselves; this is a call by address.
+    if total.is_meta:
         return
     assert total.is_contiguous() and total.dtype == torch.float32, (total.stride(), total.dtype)
-    grad, x = grad.contiguous(), x.contiguous()
-    features, width = total.shape
-    factors = 1.0, grad.data_ptr(), features, x.data_ptr(), width
-    multiply(*_FIRST_TRANSPOSED, features, width, len(x), *factors, float(beta), total.data_ptr(), width)
+    grad = grad.contiguous()
+    x = x.contiguous()
+    tokens = len(x)
+    out_features, in_features = total.shape
+    multiply(
+        *(_ROW_MAJOR, _TRANSPOSED, _NOT_TRANSPOSED),
+        *(out_features, in_features, tokens),
+        1.0,  # times the product
+        *(grad.data_ptr(), out_features),  # a matrix, and the numbers in a row of it
+        *(x.data_ptr(), in_features),
+        float(beta),
+        *(total.data_ptr(), in_features),
+    )
 
 
-_FIRST_TRANSPOSED = 101, 112, 111  # of the C interface to BLAS: matrices lie row by row, the first is transposed
+_ROW_MAJOR, _NOT_TRANSPOSED, _TRANSPOSED = 101, 111, 112  # of the C interface to BLAS
 
 
 @cache
@@ -38,11 +47,13 @@ def _gemm_of_bfloat16() -> Callable[..., None] | None:
         return None
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        found = library.cblas_gemm_bf16bf16f32
+        gemm = library.cblas_gemm_bf16bf16f32
     except (OSError, AttributeError):
         return None
+    flag = ctypes.c_int
     size = ctypes.c_int64  # a library with sizes of 32 bits reads the lower half (x86-64)
+    factor = ctypes.c_float
     matrix = (ctypes.c_void_p, size)
-    found.argtypes = [*[ctypes.c_int] * 3, *[size] * 3, ctypes.c_float, *matrix, *matrix, ctypes.c_float, *matrix]
-    found.restype = None
-    return found
+    gemm.argtypes = [flag, flag, flag, size, size, size, factor, *matrix, *matrix, factor, *matrix]
+    gemm.restype = None
+    return gemm

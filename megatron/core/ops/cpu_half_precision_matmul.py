@@ -1,19 +1,18 @@
-"""Half-precision matrix products on a CPU: native, or with factors widened to float32 and the result rounded once.
+"""Matrix products of linear layers, and how a CPU computes them in half precision.
 
-Many CPUs have no bfloat16 instructions, and few have float16 instructions. torch then converts inside its kernels or
-multiplies
-element by element. Milliseconds on one core, 1024 tokens, 512 -> 2048 features (torch 2.13, Zen 5):
+Half-precision products are native, or widened: factors are cast to float32 and the result is rounded once. Many CPUs have
+no bfloat16 instructions, and few have float16 instructions. torch then converts inside its kernels or multiplies element
+by element. Milliseconds on one core, 1024 tokens, 512 -> 2048 features (torch 2.13, Zen 5):
 
-                                        forward      input's gradient    attention of 2 x 512 tokens, both directions
+                                        forward      dgrad               attention of 2 x 512 tokens, both directions
     bfloat16, its own instructions      4.7          4.7                 40
         these masked, AVX-512 left      27           27                  56
         all of AVX-512 masked           96           1550                211
     float16                             94           1630                338
     float32, which has no such gap      10 to 22     10 to 22            44
 
-`settle` measures both ways once and takes one decision for all ranks, by the times of the slowest. The ways differ in
-the last
-bits, so the choice belongs to a run like its precision: checkpoints keep it.
+`select_matmul_modes` measures both modes once and takes one decision for all ranks, by the times of the slowest. The modes
+differ in the last bits, so the choice belongs to a run like its precision: checkpoints keep it.
 """
 
 import time
@@ -28,129 +27,154 @@ from torch.nn import functional
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
 
-Way = Literal["native", "widened"]
-WAYS: tuple[Way, ...] = ("native", "widened")
+MatmulMode = Literal["native", "widened"]
+MATMUL_MODES: tuple[MatmulMode, ...] = ("native", "widened")
 
 
 @dataclass(frozen=True)
-class Products:
-    """The way of each kind of product. All are native except half precision on a CPU."""
+class MatmulModes:
+    """The mode of each kind of matrix product. All are native except half precision on a CPU."""
 
-    forward: Way = "native"  # linear layers and the output layer
-    backward: Way = "native"  # their input gradients, and weight gradients that are accumulated in half precision
-    attention: Way = "native"
+    forward: MatmulMode = "native"  # linear layers and the output layer
+    backward: MatmulMode = "native"  # their dgrad, and their wgrad where it is accumulated in half precision
+    attention: MatmulMode = "native"
 
     @classmethod
-    def all(cls, way: Way) -> "Products":
-        return cls(way, way, way)
+    def all(cls, mode: MatmulMode) -> "MatmulModes":
+        return cls(mode, mode, mode)
 
     @property
     def widened(self) -> tuple[str, ...]:
         """The kinds of product that are widened."""
-        return tuple(kind for kind, way in asdict(self).items() if way == "widened")
+        return tuple(kind for kind, mode in asdict(self).items() if mode == "widened")
 
 
-NATIVE = Products()
-_KINDS = tuple(kind.name for kind in fields(Products))
+NATIVE = MatmulModes()
+_KINDS = tuple(kind.name for kind in fields(MatmulModes))
 
 
 # ---------------------------------------------------------------- the products of a linear layer
 
 
-def times_transposed(x: Tensor, weight: Tensor, way: Way) -> Tensor:
-    """x W^T. x: [.., in], weight: [out, in] -> [.., out]"""
+def linear_forward(x: Tensor, weight: Tensor, mode: MatmulMode) -> Tensor:
+    """Return Y = X W^T. x: [.., in], weight: [out, in] -> [.., out]"""
     rows = x.numel() // max(1, x.shape[-1])
-    if way == "native" or rows <= _FEW_ROWS:
+    if mode == "native" or rows <= _FEW_ROWS:
         return x @ weight.t()
-    y, wide = x.new_empty((*x.shape[:-1], len(weight))), x.float()
-    for part, some in zip(y.split(FEATURES_AT_ONCE, dim=-1), weight.split(FEATURES_AT_ONCE)):
-        part.copy_(wide @ some.float().t())
+    y = x.new_empty((*x.shape[:-1], len(weight)))  # [.., out]
+    wide_x = x.float()
+    for y_part, weight_part in zip(y.split(FEATURES_AT_ONCE, dim=-1), weight.split(FEATURES_AT_ONCE)):
+        y_part.copy_(wide_x @ weight_part.float().t())  # rounded here, once
     return y
 
 
-def times(grad: Tensor, weight: Tensor, way: Way) -> Tensor:
-    """dY W. grad: [.., out], weight: [out, in] -> [.., in]"""
-    if way == "native":
+def dgrad(grad: Tensor, weight: Tensor, mode: MatmulMode) -> Tensor:
+    """Return dX = dY W, the gradient of a linear layer's input. grad: [.., out], weight: [out, in] -> [.., in]"""
+    if mode == "native":
         return grad @ weight
-    rows, total = grad.flatten(0, -2), None
-    for part, some in zip(rows.split(FEATURES_AT_ONCE, dim=-1), weight.split(FEATURES_AT_ONCE)):
-        total = part.float() @ some.float() if total is None else total.addmm_(part.float(), some.float())
-    return total.to(grad.dtype).view(*grad.shape[:-1], weight.shape[1])
+    grad_rows = grad.flatten(0, -2)  # [tokens, out]
+    total = None  # [tokens, in], float32
+    for grad_part, weight_part in zip(grad_rows.split(FEATURES_AT_ONCE, dim=-1), weight.split(FEATURES_AT_ONCE)):
+        if total is None:
+            total = grad_part.float() @ weight_part.float()
+        else:
+            total.addmm_(grad_part.float(), weight_part.float())
+    return total.to(grad.dtype).view(*grad.shape[:-1], weight.shape[1])  # [.., in]
+
+
+def wgrad(grad: Tensor, x: Tensor, mode: MatmulMode) -> Tensor:
+    """Return dW = dY^T X, the gradient of a linear layer's weight. grad: [tokens, out], x: [tokens, in] -> [out, in]"""
+    return dgrad(grad.t(), x, mode)
 
 
 FEATURES_AT_ONCE = 4096  # bounds the float32 copy of a weight: for a vocabulary it would be hundreds of megabytes
 _FEW_ROWS = 4  # in generation the weight is read once per token, and widening it would be most of the work
 
 
-# ---------------------------------------------------------------- which way is faster
+# ---------------------------------------------------------------- which mode is faster
 
 
-def has_two_ways(dtype: torch.dtype, device: torch.device | str) -> bool:
+def is_half_precision_on_cpu(dtype: torch.dtype, device: torch.device | str) -> bool:
+    """Whether there is a choice of modes: everywhere else products are native."""
     return dtype in (torch.bfloat16, torch.float16) and torch.device(device).type == "cpu"
 
 
-def settle(
+def select_matmul_modes(
     dtype: torch.dtype,
     device: torch.device | str,
     world: Axis,
     *,
-    asked: str = "measure",
-    kept: Mapping[str, Any] | None = None,
-) -> tuple[Products, str | None]:
-    """(the ways for every rank of `world`, a log line or None). Every rank must call.
+    requested: str = "measure",
+    saved: Mapping[str, Any] | None = None,
+) -> tuple[MatmulModes, str | None]:
+    """Return (the modes of every rank of `world`, a log line or None). Every rank must call.
 
-    asked: a way, "measure", or "auto": the `kept` ways of a checkpoint (`ways_as_json`) for this dtype, else measure.
+    requested: a mode, "measure", or "auto": the `saved` modes of a checkpoint (`modes_as_json`) if they are for this
+    dtype, else measure.
     """
-    name = str(dtype).removeprefix("torch.")
-    if not has_two_ways(dtype, device):
+    dtype_name = str(dtype).removeprefix("torch.")
+    if not is_half_precision_on_cpu(dtype, device):
         return NATIVE, None
-    if asked in WAYS:
-        return Products.all(asked), f"products in {name} are {asked}, as --cpu-half-products asks"
-    if asked == "auto" and (before := from_json(kept, dtype)) is not None:
-        ways = f"{_listed(asdict(before))} (--cpu-half-products measure chooses anew)"
-        return before, f"products in {name} as before: {ways}"
-    mine = measure(dtype)
-    slowest = torch.tensor([[mine[kind][way] for way in WAYS] for kind in _KINDS], dtype=torch.float64)
+    if requested in MATMUL_MODES:
+        note = f"products in {dtype_name} are {requested}, as --cpu-half-products asks"
+        return MatmulModes.all(requested), note
+    if requested == "auto" and (saved_modes := modes_from_json(saved, dtype)) is not None:
+        listed = _listed(asdict(saved_modes))
+        note = f"products in {dtype_name} as before: {listed} (--cpu-half-products measure chooses anew)"
+        return saved_modes, note
+
+    # Measure on each rank, and decide by the slowest rank's times, so that all ranks decide alike.
+    seconds_here = measure(dtype)
+    slowest = torch.tensor(
+        [[seconds_here[kind][mode] for mode in MATMUL_MODES] for kind in _KINDS], dtype=torch.float64
+    )  # [kinds, modes]
     collectives.all_reduce(slowest, world, "max")
-    found = {kind: dict(zip(WAYS, row)) for kind, row in zip(_KINDS, slowest.tolist())}
-    chosen = choose(found)
-    times = {kind: ", ".join(f"{way} {1000 * s:.1f} ms" for way, s in of.items()) for kind, of in found.items()}
-    said = _listed({kind: f"{way} ({times[kind]})" for kind, way in asdict(chosen).items()})
-    return chosen, f"products in {name} as timed on this CPU (processor time): {said}"
+    seconds = {kind: dict(zip(MATMUL_MODES, row)) for kind, row in zip(_KINDS, slowest.tolist())}
+    modes = choose(seconds)
+
+    described = {}
+    for kind, mode in asdict(modes).items():
+        timed = ", ".join(f"{each} {1000 * s:.1f} ms" for each, s in seconds[kind].items())
+        described[kind] = f"{mode} ({timed})"
+    return modes, f"products in {dtype_name} as timed on this CPU (processor time): {_listed(described)}"
 
 
-def ways_as_json(products: Products, dtype: torch.dtype) -> dict[str, str]:
-    return {"dtype": str(dtype), **asdict(products)}
+def modes_as_json(modes: MatmulModes, dtype: torch.dtype) -> dict[str, str]:
+    """Return what a checkpoint keeps of the modes."""
+    return {"dtype": str(dtype), **asdict(modes)}
 
 
-def from_json(kept: Mapping[str, Any] | None, dtype: torch.dtype) -> Products | None:
-    """The inverse of `ways_as_json`; None for another dtype, or if `kept` is not its output."""
-    if not isinstance(kept, Mapping) or kept.get("dtype") != str(dtype):
+def modes_from_json(saved: Mapping[str, Any] | None, dtype: torch.dtype) -> MatmulModes | None:
+    """Invert `modes_as_json`; None if `saved` is for another dtype or is not its output."""
+    if not isinstance(saved, Mapping) or saved.get("dtype") != str(dtype):
         return None
-    ways = [kept.get(kind) for kind in _KINDS]
-    return Products(*ways) if all(way in WAYS for way in ways) else None
+    modes = [saved.get(kind) for kind in _KINDS]
+    if any(mode not in MATMUL_MODES for mode in modes):
+        return None
+    return MatmulModes(*modes)
 
 
-def _listed(of: Mapping[str, str]) -> str:
-    return ", ".join(f"{kind} {said}" for kind, said in of.items())
+def _listed(described: Mapping[str, str]) -> str:
+    return ", ".join(f"{kind} {text}" for kind, text in described.items())
 
 
-def measure(dtype: torch.dtype) -> dict[str, dict[Way, float]]:
-    """Processor seconds of each kind of product, each way, in one thread: the best of a few runs.
+def measure(dtype: torch.dtype) -> dict[str, dict[MatmulMode, float]]:
+    """Return the processor seconds of each kind of product in each mode, in one thread: the best of a few runs.
 
-    Wall-clock time would include other processes. Several threads would count spinning as work: two processes that measured
-    at once on two cores chose a way that took 37 times as long.
+    Wall-clock time would include other processes. Several threads would count spinning as work: two processes that
+    measured at once on two cores chose a mode that took 37 times as long.
     """
-    x, weight = torch.ones((_ROWS, _WIDTH), dtype=dtype), torch.ones((_WIDTH, _WIDTH), dtype=dtype)
-    heads = [torch.ones((1, 2, _ROWS, 64), dtype=dtype, requires_grad=True) for _ in range(3)]
+    x = torch.ones((_ROWS, _WIDTH), dtype=dtype)
+    weight = torch.ones((_WIDTH, _WIDTH), dtype=dtype)
+    qkv = [torch.ones((1, 2, _ROWS, 64), dtype=dtype, requires_grad=True) for _ in range(3)]
 
-    def attention(way: Way) -> None:
-        given = [x.float() for x in heads] if way == "widened" else heads
-        functional.scaled_dot_product_attention(*given, is_causal=True).sum().backward()
+    def attention(mode: MatmulMode) -> None:
+        inputs = [heads.float() for heads in qkv] if mode == "widened" else qkv
+        functional.scaled_dot_product_attention(*inputs, is_causal=True).sum().backward()
 
     runs = {
-        "forward": lambda way: times_transposed(x, weight, way),
-        "backward": lambda way: (times(x, weight, way), times(x.t(), x, way)),
+        "forward": lambda mode: linear_forward(x, weight, mode),
+        "backward": lambda mode: (dgrad(x, weight, mode), wgrad(x, x, mode)),
         "attention": attention,
     }
     threads = torch.get_num_threads()
@@ -162,27 +186,32 @@ def measure(dtype: torch.dtype) -> dict[str, dict[Way, float]]:
 
 
 _ROWS, _WIDTH = 128, 512  # large enough to hide the launch of a kernel
-_RUNS, _SECONDS = 7, 0.05  # the most runs of each way; a slow way stops earlier, after this time
+_RUNS, _SECONDS = 7, 0.05  # the most runs of each mode; a slow mode stops earlier, after this time
 
 
-def _best_of(run: Callable[[Way], None]) -> dict[Way, float]:
-    best, spent = dict.fromkeys(WAYS, float("inf")), dict.fromkeys(WAYS, 0.0)
-    for way in WAYS:
-        run(way)  # warm-up
+def _best_of(run: Callable[[MatmulMode], None]) -> dict[MatmulMode, float]:
+    best = dict.fromkeys(MATMUL_MODES, float("inf"))
+    total = dict.fromkeys(MATMUL_MODES, 0.0)
+    for mode in MATMUL_MODES:
+        run(mode)  # warm-up
     for _ in range(_RUNS):
-        for way in WAYS:
-            if spent[way] < _SECONDS:
+        for mode in MATMUL_MODES:
+            if total[mode] < _SECONDS:
                 began = time.thread_time()
-                run(way)
+                run(mode)
                 seconds = time.thread_time() - began
-                best[way], spent[way] = min(best[way], seconds), spent[way] + seconds
+                best[mode] = min(best[mode], seconds)
+                total[mode] += seconds
     return best
 
 
-def choose(seconds: Mapping[str, Mapping[Way, float]]) -> Products:
-    """Widened if that is clearly faster. If both take about as long, noise must not make runs differ: native."""
-    wins = {kind: of["native"] > _CLEARLY * of["widened"] for kind, of in seconds.items()}
-    return Products(**{kind: "widened" if clearly else "native" for kind, clearly in wins.items()})
+def choose(seconds: Mapping[str, Mapping[MatmulMode, float]]) -> MatmulModes:
+    """Widen the kinds for which that is clearly faster. If both take about as long, noise must not make runs differ: native."""
+    modes = {}
+    for kind, seconds_of in seconds.items():
+        is_clearly_faster = seconds_of["native"] > _CLEARLY * seconds_of["widened"]
+        modes[kind] = "widened" if is_clearly_faster else "native"
+    return MatmulModes(**modes)
 
 
 _CLEARLY = 1.5

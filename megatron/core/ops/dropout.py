@@ -1,9 +1,7 @@
-"""Initial weights and dropout masks, seeded by names and positions, never by ranks: the same in every layout.
+"""Dropout with masks that are seeded by names and positions, never by ranks: the same in every layout.
 
-A weight is cut into fixed tiles. Each tile is drawn on the CPU from a generator seeded by (seed, name, tile), and a rank
-draws
-only the tiles that overlap its shard. A dropout mask is a function of (seed, site, layer, sample, head, row, column), so
-recompute and the backward draw it again, and no generator state is saved.
+A mask is a function of (seed, site, layer, sample, head, row, column), so recompute and the backward draw it again, and no
+generator state is saved.
 """
 
 import contextlib
@@ -14,17 +12,15 @@ from torch import Tensor, nn
 
 from megatron.core.ops.dropout_masks import MaskWords, column_words, dropped, keys_at, numbered_keys, pairs_of_words
 from megatron.core.parallel.accelerator import to_device
-from megatron.core.parallel.sequence_shard import SequenceRows
+from megatron.core.parallel.sequence_shard import SequenceShard
 from megatron.core.sharding.initial_values import seed_of
 
 
-# ---------------------------------------------------------------- dropout
 class DropoutKeys:
     """The dropout keys of one model chunk: its seed, and the samples of the running microbatch.
 
-    `samples`: the number of each row's sample within the whole run. The pipeline sets them before each action. ():
-    nobody has
-    named them, as in a forward that no pipeline runs; rows then are samples 0, 1, ...
+    `samples`: the number within the run of each sample of the microbatch. The pipeline sets them before each action. ():
+    nobody has set them, as in a forward that no pipeline runs; then they are 0, 1, ...
     """
 
     def __init__(self, seed: int):
@@ -37,19 +33,22 @@ class DropoutKeys:
 
     @samples.setter
     def samples(self, samples: tuple[int, ...]) -> None:
-        self._samples, self._words = samples, {}
+        self._samples = samples
+        self._words = {}
 
     @contextlib.contextmanager
     def naming(self, samples: tuple[int, ...]) -> Iterator[None]:
-        """Other samples inside the block: recompute sets those of its forward."""
-        before, self.samples = self.samples, samples
+        """Set other samples inside the block: recompute sets those of its forward."""
+        before = self.samples
+        self.samples = samples
         try:
             yield
         finally:
             self.samples = before
 
     def words_on(self, device: torch.device, rows: int) -> Tensor:
-        """[rows, 2] for `keys_at`, of the samples in the first rows, made once a microbatch."""
+        """Return the words of the first `rows` samples of the microbatch, for `keys_at`: [rows, 2]. Made once a
+        microbatch."""
         samples = self.samples or range(rows)
         assert rows <= len(samples), f"no row {rows - 1} in a microbatch of {len(samples)} samples"
         if (device, len(samples)) not in self._words:
@@ -59,7 +58,7 @@ class DropoutKeys:
 
 
 def keys_of(module: nn.Module) -> DropoutKeys | None:
-    """The keys that a module, ours or a script's, draws its masks by. (A ModuleDict's `keys` are its names.)"""
+    """Return the dropout keys of a module, ours or a script's; None: it has none. (A ModuleDict's `keys` are its names.)"""
     keys = getattr(module, "keys", None)
     return keys if isinstance(keys, DropoutKeys) else None
 
@@ -70,8 +69,10 @@ class KeyedDropout(nn.Module):
 
     def __init__(self, probability: float, keys: DropoutKeys, site: str, layer: int):
         super().__init__()
-        self.probability, self.keys = probability, keys
-        self.site, self.layer = site, layer
+        self.probability = probability
+        self.keys = keys
+        self.site = site
+        self.layer = layer
         self._place: dict[torch.device, Tensor] = {}
 
     @property
@@ -79,23 +80,23 @@ class KeyedDropout(nn.Module):
         return self.training and self.probability > 0
 
     def place_on(self, device: torch.device) -> Tensor:
-        """[2] for `keys_at`."""
+        """Return the words of site and layer, for `keys_at`: [2]."""
         if device not in self._place:
             self._place[device] = pairs_of_words([seed_of(self.site, self.layer)])[0].to(device)
         return self._place[device]
 
     def keys_of_rows(self, rows: int, device: torch.device) -> Tensor:
-        """[rows, 2], of the samples in the first rows of the microbatch."""
+        """Return the keys of the masks of the first `rows` samples of the microbatch: [rows, 2]."""
         return keys_at(self.keys.words_on(device, rows), self.place_on(device))
 
 
 class HiddenDropout(KeyedDropout):
-    """Dropout of hidden states [s, b, h], the same in every layout.
+    """Dropout of hidden states [s, b, h], the same in every layout: a rank draws the rows of each sample that it has.
 
-    A rank draws the rows that it holds of each sample.
+    rows: which rows of a sample are on this rank.
     """
 
-    def __init__(self, probability: float, keys: DropoutKeys, site: str, layer: int, rows: SequenceRows):
+    def __init__(self, probability: float, keys: DropoutKeys, site: str, layer: int, rows: SequenceShard):
         super().__init__(probability, keys, site, layer)
         self.rows = rows
 
@@ -103,15 +104,19 @@ class HiddenDropout(KeyedDropout):
         return dropped(x, self.words_for(x), self.probability) if self.is_active else x
 
     def words_for(self, x: Tensor) -> MaskWords:
-        """Of the mask of x [s, b, h]."""
-        samples = self.keys_of_rows(x.shape[1], x.device)
-        parts = [numbered_keys(samples, start, stop - start) for start, stop in self.rows.ranges(x.shape[0])]
-        lines = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        return MaskWords(lines.transpose(0, 1), column_words(x.shape[2], self.place_on(x.device)))
+        """Return the words of the mask of x [s, b, h]."""
+        keys = self.keys_of_rows(x.shape[1], x.device)  # [b, 2]
+        parts = [numbered_keys(keys, start, stop - start) for start, stop in self.rows.ranges(x.shape[0])]
+        lines = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)  # [b, s, 2]
+        columns = column_words(x.shape[2], self.place_on(x.device))  # [h]
+        return MaskWords(lines.transpose(0, 1), columns)
 
 
 class AttentionDropout(KeyedDropout):
-    """Dropout of attention probabilities [b, heads, s, s], with one mask per sample and head: the same for every tp size."""
+    """Dropout of attention probabilities [b, heads, s, s], with one mask per sample and head: the same for every tp size.
+
+    first_head: the number of this rank's first head in the model.
+    """
 
     def __init__(self, probability: float, keys: DropoutKeys, layer: int, first_head: int):
         super().__init__(probability, keys, "attention", layer)
@@ -123,12 +128,16 @@ class AttentionDropout(KeyedDropout):
         return dropped(probabilities, self.words_for(probabilities.shape, probabilities.device), self.probability)
 
     def words_for(self, shape: tuple[int, ...], device: torch.device) -> MaskWords:
-        """Of the masks of scores of `shape` [b, heads, s, s]."""
+        """Return the words of the masks of scores of `shape` [b, heads, s, s]."""
         return self.words_of_part(shape[:2], (0, shape[2]), (0, shape[3]), device)
 
     def words_of_part(
         self, shape: tuple[int, ...], rows: tuple[int, int], keys: tuple[int, int], device: torch.device
     ) -> MaskWords:
-        """Of a part of the masks. shape: [b, heads]. rows, keys: the first one's number in the sample, and how many."""
-        of_heads = numbered_keys(self.keys_of_rows(shape[0], device), self.first_head, shape[1])
-        return MaskWords(numbered_keys(of_heads, *rows), column_words(keys[1], self.place_on(device), keys[0]))
+        """Return the words of a part of the masks. shape: [b, heads]. rows, keys: the first one's position in the sample,
+        and their number."""
+        head_keys = numbered_keys(self.keys_of_rows(shape[0], device), self.first_head, shape[1])  # [b, heads, 2]
+        lines = numbered_keys(head_keys, *rows)  # [b, heads, rows, 2]
+        first_key, key_count = keys
+        columns = column_words(key_count, self.place_on(device), first_key)  # [keys]
+        return MaskWords(lines, columns)

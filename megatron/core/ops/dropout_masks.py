@@ -1,5 +1,5 @@
-"""Dropout masks by a counter-based function: bit (line, column) follows from 64 key bits of the line and a word of the
-column.
+"""Dropout masks by a counter-based random function, as Philox: each element follows from 64 key bits of its line and a word
+of its column.
 
     sample  -> 64 bits, a cryptographic hash of (seed, sample)          once a microbatch, in Python
     place   -> 64 bits, a cryptographic hash of (site, layer)           once
@@ -12,9 +12,8 @@ column.
 `mixed` is two rounds of xor-shift and multiplication, those of lowbias32 with the constants of least known bias (C. Wellons,
 "Prospecting for hash functions", 2018), between words of a key, as in an iterated Even-Mansour cipher. A key is never added
 to a counter, which would shift one sequence of masks. All operations are of 32-bit integers that wrap, equal on every
-device,
-in eager and in compiled code. Any part of a mask is drawn by itself: a rank draws what it holds, and the backward draws
-again.
+device, in eager and in compiled code. Any part of a mask is drawn by itself: a rank draws its part, and the backward draws
+it again.
 """
 
 from collections.abc import Iterable
@@ -26,33 +25,33 @@ from torch import Tensor
 from megatron.core.ops.torch_function_overrides import blocks_to_compute
 
 MASKS_VERSION = 2  # of the masks of a key, kept in checkpoints; 1: torch's generators, one for each sample and head
-_BLOCK_PER_THREAD = (
-    2**17
-)  # elements drawn at once on a CPU: their two int32 buffers, input and output fill an L2 cache of 2 MiB
+# Elements drawn at once on a CPU: their two int32 buffers, input and output fill an L2 cache of 2 MiB.
+_BLOCK_PER_THREAD = 2**17
 _BLOCK_ELSEWHERE = 2**22  # keeps a large device busy; its buffers take 32 MiB
 _MULTIPLIERS = 0x21F0AAAD, 0xD35A2D97 - 2**32  # as signed words
 
 
 class MaskWords(NamedTuple):
-    """What a mask [*lines, width] is drawn from: int32 words."""
+    """The int32 words from which a mask [*lines, width] is drawn."""
 
     lines: Tensor  # [*lines, 2]
     columns: Tensor  # [width]
 
 
 def pairs_of_words(keys: Iterable[int]) -> Tensor:
-    """64-bit keys as int32 [keys, 2], on the CPU."""
+    """Split 64-bit keys into int32 words: [keys, 2], on the CPU."""
     halves = [[key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF] for key in keys]
     return torch.tensor(halves, dtype=torch.int64, device="cpu").to(torch.int32).view(-1, 2)  # the conversion wraps
 
 
 def mixed(counter: Tensor, keys: Tensor) -> Tensor:
-    """A word for each counter [...], by keys [..., 2]: a bijection of the counter for each key, and of each key word."""
+    """Return a word for each counter [..], by keys [.., 2]: a bijection of the counter for each key, and of each key
+    word."""
     return _shifted(_draws(counter, keys[..., 0], keys[..., 1]), 16)
 
 
 def _draws(counter: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """`mixed` but for its last shift, which matters for low bits only: uniform for uniform keys."""
+    """Return `mixed` but for its last shift, which matters for low bits only: uniform for uniform keys."""
     x = counter ^ first
     x = _shifted(x, 16)
     x *= _MULTIPLIERS[0]
@@ -65,8 +64,8 @@ def _draws(counter: Tensor, first: Tensor, second: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, by: int) -> Tensor:
-    """x ^ (x >> by) of unsigned words, in place. The shift of signed words brings in copies of the sign, which are
-    cut off."""
+    """Set x to x ^ (x >> by) of unsigned words, in place. The shift of signed words brings in copies of the sign, which
+    are cut off."""
     high = x >> by
     high &= (1 << (32 - by)) - 1
     x ^= high
@@ -74,53 +73,54 @@ def _shifted(x: Tensor, by: int) -> Tensor:
 
 
 def _numbered(first: int, count: int, device: torch.device) -> Tensor:
-    """Counters [count, 2] of the two words of keys number `first` and up."""
+    """Return the counters of the two words of keys number `first` and up: [count, 2]."""
     return torch.arange(2 * first, 2 * (first + count), dtype=torch.int32, device=device).view(count, 2)
 
 
 def keys_at(samples: Tensor, place: Tensor) -> Tensor:
-    """Keys [b, 2] of the samples' masks at a place. samples: [b, 2]. place: [2]."""
+    """Return the keys of the samples' masks at a site and layer: [b, 2]. samples: [b, 2]. place: [2]."""
     return mixed(place, samples[:, None])
 
 
 def numbered_keys(keys: Tensor, first: int, count: int) -> Tensor:
-    """Keys [..., count, 2] numbered from `first` under each of the keys [..., 2]: of heads under samples, of rows
+    """Return keys [.., count, 2], numbered from `first` under each of the keys [.., 2]: of heads under samples, of rows
     under heads."""
     return mixed(_numbered(first, count, keys.device), keys[..., None, None, :])
 
 
 def column_words(width: int, place: Tensor, first: int = 0) -> Tensor:
-    """[width], of the columns numbered from `first`."""
+    """Return the words of the columns numbered from `first`: [width]."""
     return mixed(torch.arange(first, first + width, dtype=torch.int32, device=place.device), place)
 
 
 def threshold_of(probability: float) -> int:
-    """The least signed word that is kept: words are uniform, so the others are dropped with round(p 2^32) / 2^32."""
+    """Return the least signed word that is kept: words are uniform, so the others are dropped with round(p 2^32) / 2^32."""
     return min(round(probability * 2**32), 2**32 - 1) - 2**31
 
 
-def kept(words: MaskWords, probability: float) -> Tensor:
-    """The mask, bool [*lines, width], True where an element is kept. Holds several words an element unless it is
-    compiled."""
+def keep_mask(words: MaskWords, probability: float) -> Tensor:
+    """Return the mask, bool [*lines, width], True where an element is kept. Takes several words of memory an element unless
+    it is compiled."""
     return _draws(words.columns, words.lines[..., :1], words.lines[..., 1:]) >= threshold_of(probability)
 
 
 def ones_where_kept(words: MaskWords, probability: float) -> Tensor:
-    """The mask for `clear_dropped`, int32 [*lines, width], made in place: two words an element at once."""
+    """Return the mask for `clear_dropped`, int32 [*lines, width], made in place: two words of memory an element."""
     return _draws(words.columns, words.lines[..., :1], words.lines[..., 1:]).ge_(threshold_of(probability))
 
 
 def clear_dropped(x: Tensor, ones: Tensor) -> None:
-    """Make dropped numbers 0 by the product of their bits, as integers: a bool mask takes longer than its draw on a CPU."""
+    """Set dropped numbers to 0, in place, by a product of their bits as integers: a bool mask takes longer than its draw on
+    a CPU."""
     bits = x.view(_INTEGERS[x.element_size()])
     bits *= ones.to(bits.dtype)
 
 
 def dropped(x: Tensor, words: MaskWords, probability: float) -> Tensor:
-    """x [*lines, width] / (1 - p) where the mask keeps it, 0 elsewhere. The backward draws the mask again: none is saved."""
-    if torch.compiler.is_compiling():  # one expression, to be fused with what stands around it
+    """Return x [*lines, width] / (1 - p) where the mask keeps it, 0 elsewhere. The backward draws the mask again."""
+    if torch.compiler.is_compiling():  # one expression, to be fused with its neighbours
         # Contiguous as x is: else the mask decides, and a product with the result would be one a sample.
-        return torch.where(kept(words, probability), x * (1 / (1 - probability)), 0).contiguous()
+        return torch.where(keep_mask(words, probability), x * (1 / (1 - probability)), 0).contiguous()
     return _Dropped.apply(x, words.lines, words.columns, probability)
 
 
@@ -133,16 +133,20 @@ class _Dropped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _dropped_by_blocks(grad, *ctx.saved_tensors, ctx.probability), None, None, None
+        """grad: as x. Saved: the words of lines and columns, from which the mask is drawn again."""
+        lines, columns = ctx.saved_tensors
+        return _dropped_by_blocks(grad, lines, columns, ctx.probability), None, None, None
 
 
 def _dropped_by_blocks(x: Tensor, lines: Tensor, columns: Tensor, probability: float) -> Tensor:
-    """`dropped`, lines by lines, so that all words of a block stay in the cache."""
+    """Compute `dropped` by blocks of lines, so that all words of a block stay in the cache."""
     width = x.shape[-1]
-    flat, lines = x.reshape(-1, width), lines.reshape(-1, 2)
+    flat = x.reshape(-1, width)  # [all lines, width]
+    lines = lines.reshape(-1, 2)  # [all lines, 2]
     out = torch.empty_like(flat)
-    step = max(1, _block_on(x.device) // max(1, width))
-    blocks = (slice(start, min(start + step, len(flat))) for start in range(0, len(flat), step))
+    lines_at_once = max(1, _block_on(x.device) // max(1, width))
+    starts = range(0, len(flat), lines_at_once)
+    blocks = [slice(start, min(start + lines_at_once, len(flat))) for start in starts]
     for block in blocks_to_compute(blocks, lambda block: (block.stop - block.start) * width):
         torch.mul(flat[block], 1 / (1 - probability), out=out[block])
         clear_dropped(out[block], ones_where_kept(MaskWords(lines[block], columns), probability))

@@ -1,9 +1,10 @@
-"""What layers and schedules say to data parallelism: a layer where its gradient is, a schedule which part of a step begins.
+"""Calls of layers and schedules to data parallelism, without importing it.
 
-A layer that accumulates gradients itself, instead of leaving them to autograd, calls these functions. They do nothing
-for a parameter that no `DistributedDataParallel` trains: it has no `slot` (`distributed/param_grad_state.py`).
+A layer that accumulates a gradient into `main_grad` itself, instead of leaving it to autograd, opens `main_grad` before and
+reports the gradient after. The functions do nothing for a parameter that no `DistributedDataParallel` trains: it has no
+`slot` (`distributed/param_grad_state.py`).
 
-A schedule's model chunks are `DataParallelBase`s, or plain modules, which hear nothing.
+A schedule tells its model chunks which part of a step begins: those that are `DataParallelBase`s, not plain modules.
 """
 
 from typing import Any
@@ -12,15 +13,15 @@ from torch import Tensor, nn
 
 
 class GradSlot:
-    """What layers need of a `ParamSlot`, whose class they may not import."""
+    """The attributes of a `ParamSlot` that layers use; they may not import its class."""
 
     name: str  # of the parameter
     bucket: Any  # a `Bucket`
-    reduce: Any  # a `GradReduce`, which is told of gradients
+    reduce: Any  # a `GradReduce`, to which gradients are reported
 
 
 def slot_of(tensor: Tensor) -> GradSlot | None:
-    """The slot of a trained parameter, or of its main_grad; None: no `DistributedDataParallel` trains it."""
+    """Return the slot of a trained parameter, or of its main_grad; None: no `DistributedDataParallel` trains it."""
     return getattr(tensor, "slot", None)
 
 
@@ -29,33 +30,34 @@ def set_slot(tensor: Tensor, slot: GradSlot) -> None:
 
 
 def main_grad_of(parameter: Tensor) -> Tensor | None:
-    """Where the parameter's gradient is accumulated, Megatron's name for it; None: in `.grad` alone."""
+    """Return the tensor in which the parameter's gradient is accumulated, by Megatron's name; None: in `.grad` alone."""
     return getattr(parameter, "main_grad", None)
 
 
 def open_main_grad(parameter: nn.Parameter | Tensor) -> Tensor | None:
-    """The tensor to add gradients of the parameter to: zeros, or their sum so far. None if the parameter has no
-    buffer."""
+    """Return the tensor to add gradients of the parameter to: zeros, or their sum so far. None if the parameter has no
+    gradient buffer."""
     if (slot := slot_of(parameter)) is not None:
         slot.reduce.open(slot)
     return main_grad_of(parameter)
 
 
 def main_grad_and_beta(parameter: nn.Parameter | Tensor) -> tuple[Tensor | None, int]:
-    """(main_grad, beta): the caller sets main_grad to beta x main_grad + gradient, as a matrix product can.
+    """Return (main_grad, beta): the caller sets main_grad to beta x main_grad + gradient, as a matrix product can.
 
     beta is 0 for the first gradient of a step. The memory is then neither set to zero nor read, which saves two passes
     over all gradients.
     """
     slot = slot_of(parameter)
-    beta = 0 if slot is not None and slot.reduce.open(slot, overwrites=True) else 1
+    is_first_of_step = slot is not None and slot.reduce.open(slot, overwrites=True)
+    beta = 0 if is_first_of_step else 1
     return main_grad_of(parameter), beta
 
 
-def grad_was_put_off(parameter: nn.Parameter | Tensor) -> None:
-    """Report that the backward no longer needs the parameter's values, and that one gradient is deferred."""
+def grad_was_deferred(parameter: nn.Parameter | Tensor) -> None:
+    """Report that one gradient is deferred, and that this backward no longer needs the parameter's values."""
     if (slot := slot_of(parameter)) is not None:
-        slot.reduce.put_off(slot)
+        slot.reduce.defer(slot)
 
 
 def grad_was_added(parameter: nn.Parameter | Tensor) -> None:
@@ -65,20 +67,19 @@ def grad_was_added(parameter: nn.Parameter | Tensor) -> None:
 
 
 class DataParallelBase(nn.Module):
-    """What a schedule calls of a model chunk under data parallelism. `DistributedDataParallel` inherits it, since the
-    schedules
-    may not import that class: a chunk of another class is a plain module to them."""
+    """The methods of a model chunk under data parallelism that schedules call. `DistributedDataParallel` inherits it,
+    since schedules may not import that class; a chunk of another class is a plain module to them."""
 
     def begin_microbatch(self, microbatch: int, *, backward: bool) -> None:
-        """Called before a forward or backward of this microbatch."""
+        """Prepare for a forward or backward of this microbatch."""
         raise NotImplementedError
 
     def start_grad_reduce(self) -> None:
-        """Start to sum the step's gradients over the data-parallel ranks."""
+        """Start to reduce the step's gradients over the data-parallel ranks."""
         raise NotImplementedError
 
     def finish_grad_reduce(self) -> None:
-        """Wait for the sums."""
+        """Wait for the reduced gradients."""
         raise NotImplementedError
 
     def scale_gradients(self, scaling_factor: float) -> None:

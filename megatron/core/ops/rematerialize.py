@@ -1,13 +1,12 @@
-"""A tensor whose readers need not keep it for their backward: they keep what it is made from, and make it again.
+"""Recomputable tensors: a consumer saves what the tensor is computed from, and recomputes it in its backward.
 
-    y = gelu(x)         keeps x for its own backward, and marks y: made by its compiled formula from x
-    z = y W^T           keeps x instead of y; its backward makes y again, with the same program and so to the same bits
+    y = gelu(x)         saves x for its own backward, and marks y: computed by its compiled formula from x
+    z = y W^T           saves x instead of y; its backward recomputes y, with the same program and so to the same bits
 
-It saves memory only where something else keeps what y is made from anyway, so only its maker may mark it.
+That saves memory only where something else saves the inputs of y anyway, so only the producer of y may mark it.
 
-A maker's backward reads what y is made from. A reader whose own backward can wait for that one asks it for y
-(`ask_maker`), which
-then costs no pass of its own.
+The producer's backward reads the inputs of y anyway. A consumer whose weight gradient can wait for that backward requests y
+from it (`request_from_producer`): recomputing y then costs no pass of its own.
 """
 
 from collections.abc import Callable
@@ -17,68 +16,78 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-Again = Callable[..., Tensor]
+Restore = Callable[..., Tensor]
 
 
-class _Mark(NamedTuple):
-    version: int  # of the marked tensor, which counts its changes in place
-    by: Callable[..., tuple[Tensor | None, ...]]
+class _RecomputeRecipe(NamedTuple):
+    version: int  # of the marked tensor: torch counts its changes in place
+    formula: Callable[..., tuple[Tensor | None, ...]]
     inputs: tuple[Any, ...]
 
 
-def mark_made(made: Tensor, by: Callable[..., tuple[Tensor | None, ...]], inputs: tuple[Any, ...]) -> None:
-    """Say that by(*inputs)[0] has the values of `made`, now and in the backward."""
-    made.made_again = _Mark(made._version, by, inputs)
+def mark_recomputable(
+    output: Tensor, formula: Callable[..., tuple[Tensor | None, ...]], inputs: tuple[Any, ...]
+) -> None:
+    """Say that formula(*inputs)[0] has the values of `output`, now and in the backward."""
+    output.recompute_recipe = _RecomputeRecipe(output._version, formula, inputs)
 
 
-def _mark_of(x: Tensor) -> _Mark | None:
-    """Also of a tensor that was changed in place since it was marked."""
-    return getattr(x, "made_again", None)
+def _mark_of(x: Tensor) -> _RecomputeRecipe | None:
+    """Return the recipe of a marked tensor, also of one that was changed in place since it was marked."""
+    return getattr(x, "recompute_recipe", None)
 
 
-def unmarked(made: Tensor) -> Tensor:
-    """The same tensor, to be kept by its readers: they run where ZeRO stage 3 may have released a parameter it is
-    made from."""
-    if _mark_of(made) is not None:
-        del made.made_again
-    return made
+def _valid_recipe_of(x: Tensor) -> _RecomputeRecipe | None:
+    recipe = _mark_of(x)
+    was_changed = recipe is not None and recipe.version != x._version
+    return None if was_changed else recipe
 
 
-def kept_for(x: Tensor) -> tuple[Again, tuple[Tensor | None, ...]]:
-    """(again, kept): again(*kept) has the values of x. kept: what to save for a backward, x itself if nobody has
-    marked it."""
-    mark = _mark_of(x)
-    if mark is None or mark.version != x._version:  # changed in place since
-        return _as_kept, (x,)
-    numbers = tuple(None if isinstance(value, Tensor) else value for value in mark.inputs)
-    return partial(_make, mark.by, numbers), tuple(
-        value if isinstance(value, Tensor) else None for value in mark.inputs
-    )
+def unmark_recomputable(output: Tensor) -> Tensor:
+    """Return the same tensor without its mark: its consumers save it. For outputs of consumers whose backward runs where ZeRO
+    stage 3 may have released a parameter that the formula needs."""
+    if _mark_of(output) is not None:
+        del output.recompute_recipe
+    return output
 
 
-def maker_of(x: Tensor) -> "Maker | None":
-    """Whom to ask for x in the backward; None: nobody."""
-    mark = _mark_of(x)
-    return x.grad_fn if mark is not None and mark.version == x._version and hasattr(x.grad_fn, "asked") else None
+def save_or_recompute(x: Tensor) -> tuple[Restore, tuple[Tensor | None, ...]]:
+    """Return (restore, saved): restore(*saved) has the values of x. saved: what to save for a backward, x itself if it
+    is not marked."""
+    recipe = _valid_recipe_of(x)
+    if recipe is None:
+        return _as_saved, (x,)
+    # Tensors are saved for the backward, where hooks and checkpointing see them; numbers are kept in the function.
+    tensors = tuple(value if isinstance(value, Tensor) else None for value in recipe.inputs)
+    numbers = tuple(None if isinstance(value, Tensor) else value for value in recipe.inputs)
+    return partial(_recompute, recipe.formula, numbers), tensors
 
 
-def ask_maker(maker: "Maker | None", use: Callable[[Tensor], Any]) -> bool:
-    """Whether the backward that runs has that of the maker before it, which will call use(x)."""
-    if maker is None or not torch._C._will_engine_execute_node(maker):
+def producer_of(x: Tensor) -> "ProducerNode | None":
+    """Return the node from which to request x in the backward; None: x is not marked, or its node takes no requests."""
+    if _valid_recipe_of(x) is None or not hasattr(x.grad_fn, "requests"):
+        return None
+    return x.grad_fn
+
+
+def request_from_producer(producer: "ProducerNode | None", use: Callable[[Tensor], Any]) -> bool:
+    """Ask the producer's backward to call use(x). False if the running backward will not reach it: then nobody calls."""
+    if producer is None or not torch._C._will_engine_execute_node(producer):
         return False
-    maker.asked.append(use)
+    producer.requests.append(use)
     return True
 
 
-class Maker(Protocol):
-    """A node of autograd's graph: whom its backward is to give its result."""
+class ProducerNode(Protocol):
+    """A node of autograd's graph that hands its recomputed output to those who requested it."""
 
-    asked: list[Callable[[Tensor], Any]]
+    requests: list[Callable[[Tensor], Any]]
 
 
-def _as_kept(x: Tensor) -> Tensor:
+def _as_saved(x: Tensor) -> Tensor:
     return x
 
 
-def _make(by: Callable[..., tuple[Tensor, ...]], numbers: tuple[Any, ...], *kept: Tensor | None) -> Tensor:
-    return by(*(number if value is None else value for value, number in zip(kept, numbers)))[0]
+def _recompute(formula: Callable[..., tuple[Tensor, ...]], numbers: tuple[Any, ...], *tensors: Tensor | None) -> Tensor:
+    inputs = [number if x is None else x for x, number in zip(tensors, numbers)]
+    return formula(*inputs)[0]

@@ -1,41 +1,51 @@
-"""The rotation of queries and keys by cosines and sines: halves of a head, or neighbours."""
+"""The rotation of queries and keys by cosines and sines (RoPE, arXiv:2104.09864): of halves of a head, or of neighbours."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-# ---------------------------------------------------------------- the rotation
 Rotation = Callable[[Tensor, Tensor, Tensor], Tensor]  # heads [s, b, n, d], cosines and sines [s, b or 1, width / 2]
 
 
 def apply_rotary(x: Tensor, angles: Tensor, amplitude: float = 1.0, rotation: "Rotation | None" = None) -> Tensor:
-    """Rotate the first 2 x angles.shape[-1] features of each head, by `rotated` unless told otherwise.
+    """Rotate the first 2 x angles.shape[-1] features of each head, by `rotated` unless another rotation is given.
 
-    x: [s, b, n, d], angles: [s, b or 1, width / 2] -> [s, b, n, d]. amplitude: times the rotated features.
+    x: [s, b, n, d], angles: [s, b or 1, width / 2] -> [s, b, n, d]. amplitude: multiplies the rotated features.
     """
-    return (rotation or rotated)(x, *cosines_and_sines(angles, amplitude, x.dtype))
+    rotation = rotation or rotated
+    cos, sin = cosines_and_sines(angles, amplitude, x.dtype)
+    return rotation(x, cos, sin)
 
 
 def cosines_and_sines(angles: Tensor, amplitude: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    both = angles.cos(), angles.sin()
-    cos, sin = both if amplitude == 1 else (x * amplitude for x in both)
+    """Return the cosines and sines of angles [s, b or 1, width / 2], times the amplitude, rounded to dtype."""
+    cos = angles.cos()
+    sin = angles.sin()
+    if amplitude != 1:
+        cos = cos * amplitude
+        sin = sin * amplitude
     return cos.to(dtype), sin.to(dtype)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Feature i is paired with feature i + width / 2."""
+    """Rotate pairs of features i and i + width / 2. x: [s, b, n, d], cos, sin: [s, b or 1, width / 2] -> [s, b, n, d]"""
     half = cos.shape[-1]
-    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)  # [s, b or 1, 1, width / 2]
-    first, second = x[..., :half], x[..., half : 2 * half]
-    rest = x[..., 2 * half :]
+    cos = cos.unsqueeze(2)  # [s, b or 1, 1, width / 2]
+    sin = sin.unsqueeze(2)
+    first = x[..., :half]
+    second = x[..., half : 2 * half]
+    rest = x[..., 2 * half :]  # not rotated
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
 def rotated_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Feature 2 i is paired with feature 2 i + 1."""
+    """Rotate pairs of features 2 i and 2 i + 1. x: [s, b, n, d], cos, sin: [s, b or 1, width / 2] -> [s, b, n, d]"""
     width = 2 * cos.shape[-1]
-    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
-    first, second = x[..., :width:2], x[..., 1:width:2]
-    turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
-    return torch.cat((turned, x[..., width:]), dim=-1)
+    cos = cos.unsqueeze(2)  # [s, b or 1, 1, width / 2]
+    sin = sin.unsqueeze(2)
+    first = x[..., :width:2]
+    second = x[..., 1:width:2]
+    rest = x[..., width:]  # not rotated
+    pairs = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)  # [s, b, n, width / 2, 2]
+    return torch.cat((pairs.flatten(-2), rest), dim=-1)

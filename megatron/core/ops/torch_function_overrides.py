@@ -1,6 +1,6 @@
-"""Decisions that a mode (`torch.overrides.TorchFunctionMode`) may take otherwise, as it may replace any function of torch's.
+"""Decisions of layers that a `torch.overrides.TorchFunctionMode` may replace, as it may any function of torch.
 
-Such a function computes with no tensor: a mode is off inside of what it passes on.
+Such a function computes with no tensor, since a mode is off inside the functions that it calls.
 """
 
 from collections.abc import Callable, Iterable
@@ -9,16 +9,16 @@ from typing import TypeVar
 from torch.overrides import wrap_torch_function
 
 T = TypeVar("T")
-overridable = wrap_torch_function(lambda *_, **__: (None,))  # modes alone: no tensor is looked at
+overridable = wrap_torch_function(lambda *_, **__: (None,))  # by modes alone: no argument is a tensor that overrides
 
 
 @overridable
 def blocks_to_compute(blocks: Iterable[T], size: Callable[[T], int]) -> Iterable[T]:
-    """The blocks that a loop computes one after the other, none of which leaves memory behind. size: of a block, in elements."""
+    """Return the blocks that a loop computes one after the other; none leaves memory behind. size: elements of a block."""
     return blocks
 
 
 @overridable
 def determinism_check() -> str:
-    """What torch compares of recomputed tensors: the `determinism_check` of torch.utils.checkpoint.checkpoint."""
+    """Return the `determinism_check` of torch.utils.checkpoint.checkpoint: what torch compares of recomputed tensors."""
     return "default"

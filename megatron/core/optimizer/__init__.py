@@ -1,14 +1,14 @@
 """The optimizer: updates the parameters of this rank, element by element in flat buffers.
 
-    optimizer_registry, param_groups      OPTIMIZERS and the settings; which parameters are updated alike (no torch)
+    optimizer_registry, param_groups      OPTIMIZERS, settings; groups of parameters updated alike (no torch)
     flat_optimizer, adam_and_sgd             the update of flat buffers; AdamW and SGD
-    full_matrix, muon_matrix_update, matrix_owners  updates of whole matrices, divided among ranks
+    full_matrix, muon_matrix_update, matrix_owners  updates of full matrices, divided among ranks
     cpu_offloading/, split_master            state on the host or in files; masters in two halves
     lr_schedule, loss_scaler                 learning rate and weight decay by samples; float16's loss scale (no torch)
-    torch_optimizer_wrapper, param_group_schedule, deepspeed_lr_schedules    for loops that write rates into torch's param_groups
+    torch_optimizer_wrapper, param_group_schedule, deepspeed_lr_schedules     for loops that write into torch's param_groups
     megatron_optimizer, optimizer_config     Megatron's names over these
 
-To add an optimizer: a line of OPTIMIZERS, also from a script.
+To add an optimizer: an entry of OPTIMIZERS, also from a script.
 """
 
 from typing import TYPE_CHECKING

@@ -25,26 +25,30 @@ class UpdateStep(NamedTuple):
 Tensors = list[Tensor]
 States = dict[str, Tensors]  # by name, each like the parameters
 # (parameters, gradients, states by name, step): updates parameters and states in place, and multiplies the gradients.
-# A whole-tensor update gets a list of WholeTensor as its last argument.
+# A whole-tensor update gets a list of FullMatrix as its last argument.
 Update = Callable[..., None]
 
 
 def make_update(config: OptimizerConfig, name: str | None) -> Update:
-    """The update of the optimizer `name`; None: --optimizer."""
+    """Return the update of the optimizer `name`; None: --optimizer."""
     rule = config.rule(name)
     update = rule.update(config)
+    if rule.scales:
+        return update
 
-    def scaled(parameters: list[Tensor], gradients: list[Tensor], *others: Any) -> None:
-        _multiply(gradients, others[1].factor)
-        update(parameters, gradients, *others)
+    def multiply_and_update(
+        parameters: Tensors, gradients: Tensors, states: States, step: UpdateStep, *matrices: Any
+    ) -> None:
+        _multiply(gradients, step.factor)
+        update(parameters, gradients, states, step, *matrices)
 
-    return update if rule.scales else scaled
+    return multiply_and_update
 
 
 def adam_update(
     parameters: Tensors, gradients: Tensors, states: States, step: UpdateStep, *, beta1: float, beta2: float, eps: float
 ) -> None:
-    """torch.optim.AdamW's step, in one pass over each tensor if the device has a fused kernel.
+    """Take torch.optim.AdamW's step, in one pass over each tensor if the device has a fused kernel.
 
     The fused kernel multiplies the gradients too: a separate pass for that takes a quarter of the update's time (CPU).
     """
@@ -55,29 +59,53 @@ def adam_update(
     if divisor is None:
         _multiply(gradients, step.factor)
     steps = torch.full((len(parameters),), float(step.updates), device=device if fused else "cpu").unbind()
-    kept = (states["exp_avg"], states["exp_avg_sq"], [], list(steps))
-    rates = {"lr": step.lr, "weight_decay": step.weight_decay, "beta1": beta1, "beta2": beta2, "eps": eps}
-    adamw(parameters, gradients, *kept, fused=fused, amsgrad=False, maximize=False, grad_scale=divisor, **rates)
+    adamw(
+        parameters,
+        gradients,
+        states["exp_avg"],
+        states["exp_avg_sq"],
+        [],  # of AMSGrad
+        list(steps),
+        fused=fused,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=divisor,
+        lr=step.lr,
+        weight_decay=step.weight_decay,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+    )
 
 
 def adam_l2_update(parameters: Tensors, gradients: Tensors, states: States, step: UpdateStep, **rates: float) -> None:
-    """torch.optim.Adam's step: the decay is added to the gradient (L2), not to the weights. The gradients are multiplied."""
+    """Take torch.optim.Adam's step: the decay is added to the gradient (L2), not to the weights. The gradients are
+    already multiplied by the step's factor."""
     if step.weight_decay:
         torch._foreach_add_(gradients, parameters, alpha=step.weight_decay)
     adam_update(parameters, gradients, states, step._replace(weight_decay=0.0, factor=1.0), **rates)
 
 
 def sgd_update(parameters: Tensors, gradients: Tensors, states: States, step: UpdateStep, *, momentum: float) -> None:
-    """torch.optim.SGD's step: v = momentum v + (g + decay w); w -= lr v. Unlike in AdamW, the decay enters the
+    """Take torch.optim.SGD's step: v = momentum v + (g + decay w); w -= lr v. Unlike in AdamW, the decay enters the
     momentum."""
-    kept = states.get("momentum_buffer", [None] * len(parameters))
-    rates = {"lr": step.lr, "weight_decay": step.weight_decay, "momentum": momentum}
-    sgd(parameters, gradients, kept, dampening=0.0, nesterov=False, maximize=False, **rates)
+    momenta = states.get("momentum_buffer", [None] * len(parameters))
+    sgd(
+        parameters,
+        gradients,
+        momenta,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        lr=step.lr,
+        weight_decay=step.weight_decay,
+        momentum=momentum,
+    )
 
 
 def _as_divisor(factor: float, gradients: list[Tensor]) -> Tensor | None:
-    """The divisor of gradients for the fused kernel, a float32; None where that is less exact than the gradients'
-    dtype."""
+    """Return the divisor of gradients for the fused kernel, a float32 scalar; None where that is less exact than the
+    gradients' dtype."""
     if factor == 1 or gradients[0].dtype != torch.float32 or not 1e-30 < abs(factor) < 1e30:
         return None
     return torch.full((), 1 / factor, device=gradients[0].device)

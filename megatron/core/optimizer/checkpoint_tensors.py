@@ -1,4 +1,4 @@
-"""What this rank holds of a model's parameters and of an optimizer's state, by the names of a checkpoint, in any ZeRO stage.
+"""This rank's part of the parameters and of the optimizer's state, by the names of a checkpoint, in any ZeRO stage.
 
 model/<parameter>                       in the model's precision
 optimizer/<state>/<parameter>           float32: Adam's moments, masters of half-precision parameters, ...
@@ -13,41 +13,59 @@ from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.sharding.boxes import pieces_of_run
+from megatron.core.sharding.boxes import pieces_in_flat_range
 
 
-def model_tensors(chunks: Sequence[DistributedDataParallel], mesh: Mesh) -> dict[str, LocalTensor]:
-    """This rank's part of every parameter (its shard in ZeRO stage 3), by checkpoint name. One without elements is
-    left out."""
-    return {
-        f"model/{name}": placed_tensor(parameter.data, parameter.placement, mesh)
-        if name not in shards
-        else _run(parameter, *shards[name], mesh, mesh.grad_axes(parameter.placement.reduce_over, shards=True).replica)
-        for chunk in chunks
-        for shards in [chunk.param_shards()]
-        for name, parameter in chunk.module.named_parameters()
-        if parameter.numel()
-    }
+def sharded_model_state(chunks: Sequence[DistributedDataParallel], mesh: Mesh) -> dict[str, LocalTensor]:
+    """Return this rank's part of every parameter (its shard in ZeRO stage 3), by checkpoint name. Parameters without
+    elements are left out."""
+    state = {}
+    for chunk in chunks:
+        shards = chunk.param_shards()  # {} before stage 3
+        for name, parameter in chunk.module.named_parameters():
+            if not parameter.numel():
+                continue
+            placement = parameter.placement
+            if name in shards:
+                flat_range, values = shards[name]
+                replica = mesh.grad_axes(placement.reduce_over, shards=True).replica
+                state[f"model/{name}"] = _flat_part(parameter, flat_range, values, mesh, replica)
+            else:
+                state[f"model/{name}"] = placed_tensor(parameter.data, placement, mesh)
+    return state
 
 
-def optimizer_tensors(optimizer: FlatOptimizer, mesh: Mesh) -> dict[str, LocalTensor]:
-    """This rank's part of the optimizer state, by checkpoint name."""
-    parameters = {name: p for buffer in optimizer.buffers for name, p in buffer.parameters.items()}
-    replicas = {name: buffer.axes.replica for buffer in optimizer.buffers for name in buffer.parameters}
-    kept = optimizer.kept_of()
-    return {
-        f"optimizer/{kind}/{name}": _run(parameters[name], kept[name], tensor, mesh, replicas[name])
-        if name in kept
-        else placed_tensor(tensor, parameters[name].placement, mesh)
-        for kind, tensors in optimizer.tensors().items()
-        for name, tensor in tensors.items()
-        if parameters[name].numel()
-    }
+def sharded_optimizer_state(optimizer: FlatOptimizer, mesh: Mesh) -> dict[str, LocalTensor]:
+    """Return this rank's part of the optimizer state, by checkpoint name."""
+    parameters: dict[str, nn.Parameter] = {}
+    replicas: dict[str, Axis] = {}
+    for buffer in optimizer.buffers:
+        for name, parameter in buffer.parameters.items():
+            parameters[name] = parameter
+            replicas[name] = buffer.axes.replica
+
+    flat_ranges = optimizer.owned_ranges()  # of sharded parameters alone
+    state = {}
+    for kind, tensors in optimizer.tensors().items():
+        for name, tensor in tensors.items():
+            parameter = parameters[name]
+            if not parameter.numel():
+                continue
+            key = f"optimizer/{kind}/{name}"
+            if name in flat_ranges:
+                state[key] = _flat_part(parameter, flat_ranges[name], tensor, mesh, replicas[name])
+            else:
+                state[key] = placed_tensor(tensor, parameter.placement, mesh)
+    return state
 
 
-def _run(parameter: nn.Parameter, kept: tuple[int, int], values: Tensor, mesh: Mesh, replicas: Axis) -> LocalTensor:
-    """`placed_tensor` for a sharded parameter: `values` are its elements `kept` (start, stop), equal on all ranks of
-    `replicas`."""
-    whole = placed_tensor(parameter, parameter.placement, mesh)
-    owned, copies = (tuple(pieces_of_run(pairs, kept, parameter.shape)) for pairs in (whole.pieces, whole.copies))
-    return LocalTensor(values, whole.shape, list(owned), bool(owned) and replicas.is_first, copies, replicas)
+def _flat_part(
+    parameter: nn.Parameter, flat_range: tuple[int, int], values: Tensor, mesh: Mesh, replicas: Axis
+) -> LocalTensor:
+    """Return `placed_tensor` for a sharded parameter: `values`, flat, are its elements `flat_range` (start, stop),
+    equal on all ranks of `replicas`."""
+    full = placed_tensor(parameter, parameter.placement, mesh)
+    owned = tuple(pieces_in_flat_range(full.pieces, flat_range, parameter.shape))
+    copies = tuple(pieces_in_flat_range(full.copies, flat_range, parameter.shape))
+    is_writer = bool(owned) and replicas.is_first
+    return LocalTensor(values, full.shape, list(owned), is_writer, copies, replicas)

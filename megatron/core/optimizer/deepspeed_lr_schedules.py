@@ -1,10 +1,11 @@
-"""Learning rates by steps for any optimizer with torch's `param_groups`, under the names and by the formulas of DeepSpeed.
+"""Learning rates by steps for any optimizer with torch's `param_groups`, under the names and by the formulas of
+DeepSpeed.
 
     schedule = WarmupDecayLR(optimizer, total_num_steps=10_000)         writes the rate of the first update
     schedule.step()                                                     after each update
 
-A number holds for all groups, a list has one for each. A warm-up from 0 has rate 0 in the first two updates. Warm-ups are
-`LearningRateSchedule`s, a step a sample.
+A number is for all groups, a list has one for each. A warm-up from 0 has rate 0 in the first two updates. Warm-ups are
+`LearningRateSchedule`s whose samples are steps.
 """
 
 from collections.abc import Sequence
@@ -26,10 +27,13 @@ def LRRangeTest(
     lr_range_test_staircase: bool = False,
     last_batch_iteration: int = -1,
 ) -> GroupSchedule:
-    """Up from `lr_range_test_min_lr` by its share `lr_range_test_step_rate` every `lr_range_test_step_size` steps."""
-    (lowest,) = _of_groups(optimizer, lr_range_test_min_lr)
-    how = (lr_range_test_step_size, lr_range_test_step_rate)
-    rates = [range_test(rate, *how, by_steps=lr_range_test_staircase) for rate in lowest]
+    """Rise from `lr_range_test_min_lr` by its share `lr_range_test_step_rate` every `lr_range_test_step_size` steps."""
+    (lowest,) = _per_group(optimizer, lr_range_test_min_lr)
+    rates = []
+    for rate in lowest:
+        rates.append(
+            range_test(rate, lr_range_test_step_size, lr_range_test_step_rate, by_steps=lr_range_test_staircase)
+        )
     return GroupSchedule(optimizer, rates, last_batch_iteration)
 
 
@@ -49,19 +53,32 @@ def OneCycle(
     decay_mom_rate: float = 0.0,
     last_batch_iteration: int = -1,
 ) -> GroupSchedule:
-    """Up and down once, and Adam's first beta down and up; then both decay. Stairs: of each half; releases of DeepSpeed
-    before 0.19 take them and do without."""
-    sizes = cycle_first_step_size, cycle_second_step_size or cycle_first_step_size
-    second = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
-    cycle = sizes, (cycle_first_stair_count, second)
-    decays = lambda rate, steps: 1 + (rate * steps / decay_step_size if decay_step_size else 0)  # noqa: E731
-    rate = one_cycle(*cycle, cycle_min_lr, cycle_max_lr, rests=lambda n: cycle_min_lr / decays(decay_lr_rate, n))
-    beta = one_cycle(*cycle, cycle_max_mom, cycle_min_mom, rests=lambda n: cycle_max_mom * decays(decay_mom_rate, n))
+    """Rise and fall once, and Adam's first beta falls and rises; then both decay. Stairs: of each half; releases of
+    DeepSpeed before 0.19 accept them without effect."""
+    sizes = (cycle_first_step_size, cycle_second_step_size or cycle_first_step_size)
+    second_stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
+    stairs = (cycle_first_stair_count, second_stairs)
+
+    def decay_factor(rate: float, steps: float) -> float:
+        if not decay_step_size:
+            return 1
+        return 1 + rate * steps / decay_step_size
+
+    rate = one_cycle(
+        sizes, stairs, cycle_min_lr, cycle_max_lr, rests=lambda n: cycle_min_lr / decay_factor(decay_lr_rate, n)
+    )
+    beta = one_cycle(
+        sizes, stairs, cycle_max_mom, cycle_min_mom, rests=lambda n: cycle_max_mom * decay_factor(decay_mom_rate, n)
+    )
+
+    def betas(step: int) -> tuple[float, float]:
+        # DeepSpeed begins the first update with the lowest beta, and the cycle with the highest.
+        return (cycle_min_mom if step < 0 else beta(step), 0.99)
+
     groups = optimizer.param_groups
-    # DeepSpeed begins the first update with the lowest beta, and the cycle with the highest.
-    betas = lambda step: (cycle_min_mom if step < 0 else beta(step), 0.99)  # noqa: E731
-    cycles = cycle_momentum and "betas" in groups[0]
-    return GroupSchedule(optimizer, [rate] * len(groups), last_batch_iteration, betas=betas if cycles else None)
+    cycles_betas = cycle_momentum and "betas" in groups[0]
+    rates = [rate] * len(groups)
+    return GroupSchedule(optimizer, rates, last_batch_iteration, betas=betas if cycles_betas else None)
 
 
 def WarmupLR(
@@ -72,10 +89,12 @@ def WarmupLR(
     warmup_type: str = "log",
     last_batch_iteration: int = -1,
 ) -> GroupSchedule:
-    """Up to `warmup_max_lr`, by default the groups' own rates, which stays."""
-    highest = [group["lr"] for group in optimizer.param_groups] if warmup_max_lr is None else warmup_max_lr
-    ends, warmup = (warmup_min_lr, highest, warmup_min_lr), (warmup_num_steps, warmup_type)
-    return _schedule(optimizer, ends, warmup, 0, "constant", last_batch_iteration)
+    """Rise to `warmup_max_lr`, by default the groups' own rates, and stay there."""
+    highest = warmup_max_lr
+    if highest is None:
+        highest = [group["lr"] for group in optimizer.param_groups]
+    ends = (warmup_min_lr, highest, warmup_min_lr)
+    return _schedule(optimizer, ends, (warmup_num_steps, warmup_type), 0, "constant", last_batch_iteration)
 
 
 def WarmupDecayLR(
@@ -87,12 +106,13 @@ def WarmupDecayLR(
     warmup_type: str = "log",
     last_batch_iteration: int = -1,
 ) -> GroupSchedule:
-    """Up to `warmup_max_lr`, then linearly down to `warmup_min_lr` at `total_num_steps`."""
+    """Rise to `warmup_max_lr`, then fall linearly to `warmup_min_lr` at `total_num_steps`."""
     if total_num_steps < warmup_num_steps:
         raise ConfigError(
             f"total_num_steps is {total_num_steps}, below warmup_num_steps ({warmup_num_steps}); raise it"
         )
-    ends, warmup = (warmup_min_lr, warmup_max_lr, warmup_min_lr), (warmup_num_steps, warmup_type)
+    ends = (warmup_min_lr, warmup_max_lr, warmup_min_lr)
+    warmup = (warmup_num_steps, warmup_type)
     return _schedule(optimizer, ends, warmup, total_num_steps, "linear", last_batch_iteration)
 
 
@@ -105,9 +125,11 @@ def WarmupCosineLR(
     warmup_type: str = "log",
     last_batch_iteration: int = -1,
 ) -> GroupSchedule:
-    """From the share `warmup_min_ratio` up to the groups' own rates, then along a cosine to the share `cos_min_ratio`."""
+    """Rise from the share `warmup_min_ratio` to the groups' own rates, then fall along a cosine to the share
+    `cos_min_ratio`."""
     highest = [float(group["lr"]) for group in optimizer.param_groups]
-    first, last = ([rate * ratio for rate in highest] for ratio in (warmup_min_ratio, cos_min_ratio))
+    first = [rate * warmup_min_ratio for rate in highest]
+    last = [rate * cos_min_ratio for rate in highest]
     warmup = (warmup_num_steps, warmup_type)
     return _schedule(optimizer, (last, highest, first), warmup, total_num_steps, "cosine", last_batch_iteration)
 
@@ -115,31 +137,37 @@ def WarmupCosineLR(
 def _schedule(
     optimizer: Any, ends: tuple[Rates, ...], warmup: tuple[int, str], total: int, style: Any, last_step: int
 ) -> GroupSchedule:
-    """ends: the rates at the end, at the height, at the start. warmup: (steps, log or linear)."""
+    """Return a warm-up and a decay in `style`. ends: the rates at the end, at the height, at the start. warmup: (steps,
+    log or linear)."""
     steps, kind = warmup
     if kind not in ("log", "linear") or steps < 1:
         raise ConfigError(f"a schedule warms up in {steps} steps by {kind!r}; give 1 or more, log or linear")
-    made = [
-        LearningRateSchedule(high, low, first, max(2, steps), total, style, warmup_style=kind)
-        for low, high, first in zip(*_of_groups(optimizer, *ends))
-    ]
-    return GroupSchedule(optimizer, [partial(_rate, one) for one in made], last_step)
+    rates = []
+    for low, high, first in zip(*_per_group(optimizer, *ends)):
+        schedule = LearningRateSchedule(high, low, first, max(2, steps), total, style, warmup_style=kind)
+        rates.append(partial(_rate, schedule))
+    return GroupSchedule(optimizer, rates, last_step)
 
 
-def _of_groups(optimizer: Any, *given: Rates) -> list[list[float]]:
-    """For each of the rates that are given, the list of the groups'."""
+def _per_group(optimizer: Any, *rates_of: Rates) -> list[list[float]]:
+    """Return each of these rates as a list of one number per group."""
     groups = len(optimizer.param_groups)
-    lists = [list(rates) if isinstance(rates, list | tuple) else [rates] * groups for rates in given]
+    lists = [list(rates) if isinstance(rates, list | tuple) else [rates] * groups for rates in rates_of]
     if any(len(rates) != groups for rates in lists):
         raise ConfigError(f"a schedule gives rates {lists} to {groups} groups; give one, or {groups}")
     return lists
 
 
 def _rate(schedule: LearningRateSchedule, step: int) -> float:
-    """DeepSpeed's cosine is a step ahead after the warm-up, and its first update has rate 0."""
+    """Return the rate of an update. DeepSpeed's cosine is a step ahead after the warm-up; its first update has rate
+    0."""
     if schedule.style != "cosine":
         return schedule.at(max(step, 0))
-    return schedule.at(step + (step >= schedule.warmup)) if step >= 0 else 0.0
+    if step < 0:
+        return 0.0
+    if step >= schedule.warmup:
+        step += 1
+    return schedule.at(step)
 
 
 STEP_SCHEDULES = {make.__name__: make for make in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)}

@@ -1,13 +1,18 @@
-"""The optimizer over flat buffers, cut into segments of equal parameter groups. No parallelism shows here.
+"""The optimizer over flat buffers, cut into segments of equal parameter groups. It knows nothing of parallelism.
 
-For this rank's part of each buffer (all of it, or a ZeRO shard) it keeps fp32 masters and moments, laid out like the
+For this rank's part of each buffer (all of it, or a ZeRO shard) it has fp32 masters and moments, laid out like the
 parameters. Parameters that are fp32 or wider are their own masters. The only number from other ranks is the norm of
 the whole gradient.
+
+    buffer       [ w1 | b1 | w2 | b2 | embedding ]        parameters, in the order of the buffer
+    owned        [       ########################]        this rank's shard
+    segments     [       |b1|w2|b2| embedding    ]        runs of one parameter group: here biases do not decay
+    step         one update per group over its segments; then masters are rounded into the parameters
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,7 +20,7 @@ from torch import Tensor, nn
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.memory_category import memory_kind
-from megatron.core.distributed.buffer_plan import Slot, overlaps, runs
+from megatron.core.distributed.buffer_plan import ParamRange, overlaps, runs
 from megatron.core.distributed.contiguous_buffers import ParamAndGradBuffer, Shard
 from megatron.core.offload.offload_fraction import cut_by_fraction
 from megatron.core.offload.offload_tiers import Tier
@@ -23,14 +28,14 @@ from megatron.core.offload.stored_tensor import Stored, copy_stored
 from megatron.core.optimizer import optimizer_registry
 from megatron.core.optimizer.adam_and_sgd import UpdateStep, make_update
 from megatron.core.optimizer.cpu_offloading.sliced_update import Segment, SlicedUpdater
-from megatron.core.optimizer.full_matrix import whole_tensors
+from megatron.core.optimizer.full_matrix import FullMatrix, full_matrices
 from megatron.core.optimizer.loss_scaler import GradScaler
 from megatron.core.optimizer.param_groups import GroupRule, ParamGroup, default_group
 from megatron.core.optimizer.split_master import SplitMaster
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.sharding.boxes import flat_run
+from megatron.core.sharding.boxes import rows_to_flat_range
 from megatron.core.sharding.placement import owned_pieces
 
 
@@ -57,114 +62,152 @@ class FlatOptimizer:
         tier: Tier | None = None,
         offload_fraction: float = 1.0,
     ):
-        self.buffers, self.config = list(buffers), config
-        self.mesh, self.scaler = mesh, scaler
+        self.buffers = list(buffers)
+        self.config = config
+        self.mesh = mesh
+        self.scaler = scaler
         self.fixed_order = fixed_order
         self.device = self.buffers[0].device if self.buffers else device
-        self._kept = kept = [
-            _Kept(buffer, tier, offload_fraction, splits=config.reuse_fp32_param) for buffer in self.buffers
-        ]
+
+        # each parameter's group; each group's update, and the names of its states
         group_of = config.grouping(group_of)
-        self._group_of = {name: group_of(name, p.placement) for b in self.buffers for name, p in b.parameters.items()}
+        self._group_of: dict[str, ParamGroup] = {}
+        for buffer in self.buffers:
+            for name, parameter in buffer.parameters.items():
+                self._group_of[name] = group_of(name, parameter.placement)
         self._updates = {group: make_update(config, group.optimizer) for group in self._group_of.values()}
         self._states = {group: config.rule(group.optimizer).states(config) for group in self._updates}
-        whole = self._of_whole_tensors(offloads=tier is not None and offload_fraction > 0)
-        copies = {name: buffer.axes.replica for buffer in self.buffers for name in buffer.parameters}
-        self._whole_tensors = whole_tensors(whole, mesh, self.device, copies=copies) if whole else {}
-        self.masters = [one.master() for one in kept]
-        kinds = dict.fromkeys([*config.moments, *(kind for states in self._states.values() for kind in states)])
-        self.moments = {
-            kind: [one.zeros(among=lambda name, kind=kind: self._keeps(name, kind)) for one in kept] for kind in kinds
-        }
-        self.step_count = 0  # updates that the moments have seen
-        self._weighted = [_weighted_gradients(buffer, mesh, join=not fixed_order) for buffer in self.buffers]
-        self._frozen = set[int]()
-        self._divide()
 
-    def _keeps(self, name: str, kind: str) -> bool:
+        # parameters whose update needs the full matrix
+        matrices = self._full_matrix_params(offloads=tier is not None and offload_fraction > 0)
+        replica_axes = {name: buffer.axes.replica for buffer in self.buffers for name in buffer.parameters}
+        self._full_matrices: dict[str, FullMatrix] = {}
+        if matrices:
+            self._full_matrices = full_matrices(matrices, mesh, self.device, copies=replica_axes)
+
+        # masters and moments of the elements that this rank owns, one shard per buffer
+        self._storages = [
+            _StateStorage(buffer, tier, offload_fraction, splits_masters=config.reuse_fp32_param)
+            for buffer in self.buffers
+        ]
+        self.masters = [storage.make_masters() for storage in self._storages]
+        kinds = dict.fromkeys([*config.moments, *(kind for states in self._states.values() for kind in states)])
+        self.moments: dict[str, list[Shard]] = {}
+        for kind in kinds:
+            names = {name for name in self._group_of if self._has_state(name, kind)}
+            self.moments[kind] = [storage.make_zeros(names=names) for storage in self._storages]
+        self.step_count = 0  # updates that the moments have seen
+
+        # views of the gradients for the norm, and segments for the update
+        self._weighted = [_weighted_gradients(buffer, mesh, join=not fixed_order) for buffer in self.buffers]
+        self._frozen = set[int]()  # ids of parameters that were frozen in the last step
+        self._make_segments()
+
+    def _has_state(self, name: str, kind: str) -> bool:
         """Whether the parameter's optimizer has a state of this name."""
         return kind in self._states[self._group_of[name]]
 
-    def _of_whole_tensors(self, *, offloads: bool) -> dict[str, nn.Parameter]:
-        """The parameters whose update needs the whole tensor. Raises ConfigError if this rank holds only a part of
+    def _full_matrix_params(self, *, offloads: bool) -> dict[str, nn.Parameter]:
+        """Return the parameters whose update needs the full matrix. Raises ConfigError if this rank has only a part of
         one, or if one is no matrix and its update is of matrices alone."""
-        named = {name: p for buffer in self.buffers for name, p in buffer.parameters.items()}
-        whole = {name: p for name, p in named.items() if self.config.rule(self._group_of[name].optimizer).whole}
-        stages = {f"--zero-stage {buffer.stage}": buffer.stage > 1 for buffer in self.buffers}
-        others = {"offloaded state": offloads, "--reuse-fp32-param": self.config.reuse_fp32_param}
-        hindrances = [flag for flag, given in (stages | others).items() if given]
-        if whole and hindrances:
-            name = self._group_of[next(iter(whole))].optimizer or self.config.optimizer
+        matrices = {
+            name: parameter
+            for buffer in self.buffers
+            for name, parameter in buffer.parameters.items()
+            if self.config.rule(self._group_of[name].optimizer).needs_full_matrix
+        }
+        if not matrices:
+            return {}
+
+        # flags that leave a rank only parts
+        hindrances = [f"--zero-stage {stage}" for stage in dict.fromkeys(b.stage for b in self.buffers) if stage > 1]
+        if offloads:
+            hindrances.append("offloaded state")
+        if self.config.reuse_fp32_param:
+            hindrances.append("--reuse-fp32-param")
+        if hindrances:
+            first = next(iter(matrices))
+            optimizer = self._group_of[first].optimizer or self.config.optimizer
             raise ConfigError(
-                f"--optimizer {name} needs whole tensors ({next(iter(whole))} and {len(whole) - 1} more), but "
+                f"--optimizer {optimizer} needs whole tensors ({first} and {len(matrices) - 1} more), but "
                 f"{' and '.join(hindrances)} leaves a rank parts of them; use "
                 "--zero-stage 1 and leave out the rest"
             )
-        for name, p in whole.items():
-            if p.dim() != 2 and self.config.rule(optimizer := self._group_of[name].optimizer).others is not None:
-                raise ConfigError(
-                    f"{optimizer} updates matrices, and {name} is {tuple(p.shape)}; group_of must give it another optimizer"
-                )
-        return whole
 
-    def _divide(self) -> None:
-        """Sort the segments: one call per group for resident tensors, slices for the rest."""
-        self._together: defaultdict[ParamGroup, list[Segment]] = defaultdict(list)  # updated by one call a group
+        for name, parameter in matrices.items():
+            optimizer = self._group_of[name].optimizer
+            updates_matrices_alone = self.config.rule(optimizer).others is not None
+            if updates_matrices_alone and parameter.dim() != 2:
+                raise ConfigError(
+                    f"{optimizer} updates matrices, and {name} is {tuple(parameter.shape)}; group_of must give it another "
+                    "optimizer"
+                )
+        return matrices
+
+    def _make_segments(self) -> None:
+        """Sort the segments by how they are updated: one call per group for resident tensors, slices for the rest."""
+        self._resident: defaultdict[ParamGroup, list[Segment]] = defaultdict(list)
         in_slices = []
         for segment in self._segments():
-            (self._together[segment.group] if segment.is_tensors else in_slices).append(segment)
+            if segment.is_resident:
+                self._resident[segment.group].append(segment)
+            else:
+                in_slices.append(segment)
         self._sliced = SlicedUpdater(in_slices, self._updates.__getitem__)
 
-    def _leave_out_frozen(self) -> None:
-        """Drop parameters that were frozen since the last step; with a zero gradient they would still decay."""
-        # Looked at each step, since a script may freeze layers during a run.
-        frozen = {id(p) for buffer in self.buffers for p in buffer.parameters.values() if not p.requires_grad}
-        if frozen != self._frozen:
-            self._frozen = frozen
-            self._divide()
-
     def _segments(self) -> Iterator[Segment]:
-        """All segments that this rank owns and trains: runs of equal group and storage; whole-tensor updates one by
-        one."""
-        for i, (buffer, kept) in enumerate(zip(self.buffers, self._kept)):
-            labels = {
-                name: (self._group_of[name], name if name in self._whole_tensors else None) if p.requires_grad else None
-                for name, p in buffer.parameters.items()
-            }
+        """Yield all segments that this rank owns and trains: runs of equal group and storage. A parameter whose update
+        needs the full matrix is a segment of its own."""
+        for i, (buffer, storage) in enumerate(zip(self.buffers, self._storages)):
+            # neighbours with one label share a segment; None: frozen
+            labels: dict[str, tuple[ParamGroup, str | None] | None] = {}
+            for name, parameter in buffer.parameters.items():
+                own_name = name if name in self._full_matrices else None
+                labels[name] = (self._group_of[name], own_name) if parameter.requires_grad else None
+
+            # cut at the ends of this rank's gradients, and of what is offloaded
             sums = buffer.sums
-            whole = [part for run in sums.held for part in overlaps(kept.away + kept.here, *run)]
-            for label, first, last in runs(buffer.plan.slots, labels):
+            stored = storage.offloaded_runs + storage.resident_runs
+            owned = [run for sum_run in sums.runs for run in overlaps(stored, *sum_run)]
+            for label, first, last in runs(buffer.plan.param_ranges, labels):
                 if label is None:
                     continue
                 group, name = label
-                for start, stop in overlaps(whole, first, last):
+                for start, stop in overlaps(owned, first, last):
                     segment = Segment(
                         group,
                         self.masters[i].at(start, stop),
                         {kind: self.moments[kind][i].at(start, stop) for kind in self._states[group]},
                         sums.at(start, stop),
-                        buffer.owned_params.at(start, stop) if kept.rounds else None,
-                        is_away=bool(overlaps(kept.away, start, stop)),
+                        buffer.owned_params.at(start, stop) if storage.rounds_masters else None,
+                        is_offloaded=bool(overlaps(storage.offloaded_runs, start, stop)),
                     )
-                    yield segment if name is None else self._as_tensor(segment, buffer.parameters[name], name)
+                    if name is not None:
+                        segment = self._as_matrix(segment, buffer.parameters[name], name)
+                    yield segment
 
-    def _as_tensor(self, segment: Segment, parameter: nn.Parameter, name: str) -> Segment:
-        """The segment with its tensors in the parameter's shape."""
+    def _as_matrix(self, segment: Segment, parameter: nn.Parameter, name: str) -> Segment:
+        """Return the segment with its tensors in the parameter's shape."""
         assert segment.gradients.numel() == parameter.numel(), (
-            f"{name} lies in several shards, but its update needs it whole; pass its name to DistributedDataParallel in `whole`"
+            f"{name} is split over several shards, but its update needs the full matrix; pass its name to "
+            "DistributedDataParallel in `unsplit`"
         )
         shape = parameter.shape
-        states = {kind: stored.view(shape) for kind, stored in segment.moments.items()}
-        gradients, whole = segment.gradients.view(shape), self._whole_tensors[name]
-        return replace(segment, master=segment.master.view(shape), moments=states, gradients=gradients, whole=whole)
+        return replace(
+            segment,
+            master=segment.master.view(shape),
+            moments={kind: stored.view(shape) for kind, stored in segment.moments.items()},
+            gradients=segment.gradients.view(shape),
+            full_matrix=self._full_matrices[name],
+        )
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The scaled loss, for Megatron's `grad_scale_func`; `clip_grad_norm(loss scale)` removes the scale."""
+        """Return the scaled loss, for Megatron's `grad_scale_func`; `clip_grad_norm(loss scale)` removes the scale."""
         return loss if self.scaler is None else loss * self.scaler.scale
 
     @memory_kind("other")
     def grad_norm(self) -> float:
-        """The L2 norm of the whole model's gradient; each parameter counts once. Every rank must call.
+        """Return the L2 norm of the whole model's gradient, in which each parameter counts once. Every rank must call.
 
         Communication, for each kind of parameter: one all-reduce of a number over the ranks that hold shards of the
         gradient, and one over the ranks of a model copy. In fixed order, where every rank has whole sums: an
@@ -180,9 +223,10 @@ class FlatOptimizer:
         return torch.stack(squares).sum().sqrt().item()
 
     def _sum_of_squares(self, model: Axis) -> Tensor:
-        """The sum of squares of gradients whose copies are spread over `model`. All ranks of `model` must call."""
+        """Return the sum of squares of gradients whose copies are spread over `model`, whose ranks must all call."""
         # float64: squares of float32 gradients neither overflow nor lose small ones.
-        total, shard_axes = torch.zeros((), dtype=torch.float64, device=self.device), ()
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        shard_axes: tuple[Axis, ...] = ()
         for buffer, weighted in zip(self.buffers, self._weighted):
             if buffer.axes.model.ranks == model.ranks:  # dense or expert parameters: their copies span other ranks
                 shard_axes = (buffer.axes.shard, buffer.axes.outer)
@@ -194,29 +238,32 @@ class FlatOptimizer:
         return collectives.all_reduce(total, model)
 
     def _squares_of_all_parameters(self) -> list[float]:
-        """The sums of squares of each piece of a parameter, from all ranks of mp, padded with zeros, in no certain
-        order.
+        """Return the sums of squares of each piece of a parameter, from all ranks of mp, padded with zeros, in no
+        certain order.
 
         Add them exactly (fsum). Each is summed as a tensor of its own, since the bits of a sum depend on where it
         begins.
         """
-        mine = [weight * part.double().square().sum() for weighted in self._weighted for weight, part in weighted]
-        length = collectives.all_reduce(torch.tensor([len(mine)], device=self.device), self.mesh["mp"], "max").item()
-        padded = torch.zeros(int(length), dtype=torch.float64, device=self.device)
-        if mine:
-            padded[: len(mine)] = torch.stack(mine)
-        return collectives.all_gather(padded, self.mesh["mp"]).tolist()
+        squares = [weight * part.double().square().sum() for weighted in self._weighted for weight, part in weighted]
+        most = collectives.all_reduce(torch.tensor([len(squares)], device=self.device), self.mesh["mp"], "max").item()
+        padded = torch.zeros(int(most), dtype=torch.float64, device=self.device)  # [most]
+        if squares:
+            padded[: len(squares)] = torch.stack(squares)
+        return collectives.all_gather(padded, self.mesh["mp"]).tolist()  # [ranks x most]
 
     def clip_factor(self, divisor: float = 1.0) -> tuple[float, float]:
-        """(norm of gradient / `divisor`, factor for `step` that divides and clips to `clip_grad`). Every rank must
-        call.
+        """Return (norm of gradient / `divisor`, factor for `step` that divides and clips to `clip_grad`).
 
-        The divisor may be negative.
+        Every rank must call. The divisor may be negative.
         """
         norm = self.grad_norm() / abs(divisor)
-        # 1e-6 is Megatron's and torch's: the same gradients must be clipped to the same bits.
-        limit = self.config.clip_grad / (norm + 1e-6) if self.config.clip_grad > 0 else 1.0
-        return norm, (limit if limit < 1 else 1.0) / divisor  # a NaN norm clips nothing
+        clip = 1.0
+        if self.config.clip_grad > 0:
+            # 1e-6 is Megatron's and torch's: the same gradients must be clipped to the same bits.
+            limit = self.config.clip_grad / (norm + 1e-6)
+            if limit < 1:  # a NaN norm clips nothing
+                clip = limit
+        return norm, clip / divisor
 
     def clip_grad_norm(self, divisor: float = 1.0) -> float:
         """Divide and clip the gradients now, and return the norm. One more pass over the gradients than
@@ -234,9 +281,10 @@ class FlatOptimizer:
         """Update masters and parameters with `factor` x the gradients in the buffers; gradients are multiplied in
         place.
 
-        decoupled_lr: learning rate of decoupled groups; None: `lr`. weight_decay: None: the setting's.
+        lr: learning rate. decoupled_lr: that of decoupled groups; None: `lr`. weight_decay: None: the setting's.
         """
-        weight_decay = self.config.weight_decay if weight_decay is None else weight_decay
+        if weight_decay is None:
+            weight_decay = self.config.weight_decay
 
         def step_of(group: ParamGroup) -> UpdateStep:
             rate = decoupled_lr if group.decoupled and decoupled_lr is not None else lr
@@ -248,20 +296,32 @@ class FlatOptimizer:
     @torch.no_grad()
     @memory_kind("other")
     def update(self, step_of: Callable[[ParamGroup], UpdateStep]) -> None:
-        """`step` with the numbers of each group, whose `updates` is `step_count`."""
-        self._leave_out_frozen()
+        """Update as `step` does, with the numbers of `step_of` for each group; their `updates` is `step_count`."""
+        self._drop_frozen()
         self._open_gradients()
-        for group, held in self._together.items():
-            states = {kind: [segment.moments[kind] for segment in held] for kind in self._states[group]}
-            masters, gradients = [segment.master for segment in held], [segment.gradients for segment in held]
-            wholes = [[segment.whole for segment in held]] if held[0].whole is not None else []
-            self._updates[group](masters, gradients, states, step_of(group), *wholes)
-        self._sliced.step(step_of)
+        for group, segments in self._resident.items():
+            masters = [segment.master for segment in segments]
+            gradients = [segment.gradients for segment in segments]
+            states = {kind: [segment.moments[kind] for segment in segments] for kind in self._states[group]}
+            update = self._updates[group]
+            if segments[0].full_matrix is None:
+                update(masters, gradients, states, step_of(group))
+            else:
+                update(masters, gradients, states, step_of(group), [segment.full_matrix for segment in segments])
+        self._sliced.step(step_of)  # publishes its own segments
         self.step_count += 1
-        self._publish([kept.here for kept in self._kept])
+        self._round_masters([storage.resident_runs for storage in self._storages])
+
+    def _drop_frozen(self) -> None:
+        """Drop parameters that were frozen since the last step; with a zero gradient they would still decay."""
+        # Looked at each step, since a script may freeze layers during a run.
+        frozen = {id(p) for buffer in self.buffers for p in buffer.parameters.values() if not p.requires_grad}
+        if frozen != self._frozen:
+            self._frozen = frozen
+            self._make_segments()
 
     def _open_gradients(self) -> None:
-        """Before a use of views that were made in an earlier step."""
+        """Allocate the memory behind views of gradients that were made in an earlier step."""
         for buffer in self.buffers:
             buffer.open_grads()
 
@@ -269,95 +329,113 @@ class FlatOptimizer:
     def publish_masters(self) -> None:
         """Round the masters into the parameters that this rank owns. `DistributedDataParallel.gather_params`
         distributes them."""
-        self._publish([kept.here + kept.away for kept in self._kept])
+        self._round_masters([storage.resident_runs + storage.offloaded_runs for storage in self._storages])
 
-    def _publish(self, runs_of: list[list[tuple[int, int]]]) -> None:
+    def _round_masters(self, runs_of: list[list[tuple[int, int]]]) -> None:
         """Round the masters of these runs of each buffer into parameters, if these are separate memory."""
-        for kept, master, held in zip(self._kept, self.masters, runs_of):
-            for start, stop in held if kept.rounds else ():
-                copy_stored(kept.buffer.owned_params.at(start, stop), master.at(start, stop))
+        for storage, master, buffer_runs in zip(self._storages, self.masters, runs_of):
+            if storage.rounds_masters:
+                for start, stop in buffer_runs:
+                    copy_stored(storage.buffer.owned_params.at(start, stop), master.at(start, stop))
 
     def tensors(self) -> dict[str, dict[str, Stored]]:
-        """The state of a checkpoint: kind -> parameter name -> tensor, in memory or in a file.
+        """Return the state for a checkpoint: kind -> parameter name -> tensor, in memory or in a file.
 
-        A tensor has the parameter's shape; that of a sharded parameter is flat and holds the elements of `kept_of`.
+        A tensor has the parameter's shape; that of a sharded parameter is flat and holds the elements of
+        `owned_ranges`.
         """
         kinds = dict(self.moments)
         if any(buffer.is_half_precision for buffer in self.buffers):
             kinds["master"] = self.masters
-        return {
-            kind: {
-                slot.name: _values(flat, buffer, slot)
-                for buffer, flat in zip(self.buffers, flats)
-                for slot in buffer.plan.slots
-                if kind == "master" or self._keeps(slot.name, kind)
+        result: dict[str, dict[str, Stored]] = {}
+        for kind, shards in kinds.items():
+            result[kind] = {
+                param_range.name: _values(shard, buffer, param_range)
+                for buffer, shard in zip(self.buffers, shards)
+                for param_range in buffer.plan.param_ranges
+                if kind == "master" or self._has_state(param_range.name, kind)
             }
-            for kind, flats in kinds.items()
-        }
+        return result
 
-    def kept_of(self) -> dict[str, tuple[int, int]]:
-        """Sharded parameters: name -> (start, stop), in row-major order, of the elements whose state this rank
-        keeps."""
+    def owned_ranges(self) -> dict[str, tuple[int, int]]:
+        """Return, for sharded parameters, name -> (start, stop), in row-major order, of the elements whose state this
+        rank has."""
         return {
-            slot.name: buffer.kept(slot)
+            param_range.name: buffer.owned_range(param_range)
             for buffer in self.buffers
             if buffer.plan.shards > 1
-            for slot in buffer.plan.slots
+            for param_range in buffer.plan.param_ranges
         }
 
 
-class _Kept:
-    """Storage of a buffer's optimizer state: the runs `away` in a tier, the runs `here` on the buffer's device.
+class _StateStorage:
+    """The storage of a buffer's optimizer state: `offloaded_runs` in a tier, `resident_runs` on the buffer's device.
 
-    splits: masters are the parameters plus their missing bits; rounds: parameters are rounded copies of the masters.
+    splits_masters: masters are the parameters plus their missing bits (`SplitMaster`); rounds_masters: parameters are
+    rounded copies of the masters.
     """
 
-    def __init__(self, buffer: ParamAndGradBuffer, tier: Tier | None, fraction: float, *, splits: bool = False):
-        self.buffer, self.tier = buffer, tier
-        self.splits = splits and buffer.is_half_precision
-        self.rounds = buffer.is_half_precision and not self.splits
-        assert not self.splits or buffer.dtype == torch.bfloat16, f"masters of {buffer.dtype} cannot be split"
-        starts = [slot.start for slot in buffer.plan.slots]
-        self.away, self.here = cut_by_fraction(buffer.owned, starts, fraction if tier is not None else 0.0)
+    def __init__(self, buffer: ParamAndGradBuffer, tier: Tier | None, fraction: float, *, splits_masters: bool = False):
+        self.buffer = buffer
+        self.tier = tier
+        self.splits_masters = splits_masters and buffer.is_half_precision
+        self.rounds_masters = buffer.is_half_precision and not self.splits_masters
+        assert not self.splits_masters or buffer.dtype == torch.bfloat16, f"masters of {buffer.dtype} cannot be split"
+        starts = [param_range.start for param_range in buffer.plan.param_ranges]
+        self.offloaded_runs, self.resident_runs = cut_by_fraction(
+            buffer.owned_runs, starts, fraction if tier is not None else 0.0
+        )
 
-    def zeros(self, dtype: torch.dtype | None = None, among: Callable[[str], bool] = lambda name: True) -> Shard:
-        """Zeros in the layout of the owned parameters of these names; dtype: None: that of the masters."""
-        dtype, device = dtype or self.buffer.master_dtype, self.buffer.device
-        away, here = self.away, self.here
-        labels = {slot.name: among(slot.name) for slot in self.buffer.plan.slots}
-        if not all(labels.values()):  # else the gaps too
-            wanted = [(first, last) for is_kept, first, last in runs(self.buffer.plan.slots, labels) if is_kept]
-            away, here = ([part for run in wanted for part in overlaps(held, *run)] for held in (away, here))
-        tensors = [self.tier.zeros(stop - start, dtype) for start, stop in away]
-        tensors += [torch.zeros(stop - start, dtype=dtype, device=device) for start, stop in here]
-        return Shard(away + here, tensors, dtype)
+    def make_zeros(self, dtype: torch.dtype | None = None, names: Collection[str] | None = None) -> Shard:
+        """Return zeros in the layout of the owned parameters of these names, by default of all.
 
-    def master(self) -> Shard:
-        """The owned parameters in fp32: the parameters themselves if they are that precise, otherwise copies or
+        dtype: None: that of the masters.
+        """
+        dtype = dtype or self.buffer.master_dtype
+        offloaded = self.offloaded_runs
+        resident = self.resident_runs
+        labels = {name: names is None or name in names for name in self.buffer.parameters}
+        if not all(labels.values()):
+            # only the named parameters; with all of them, the gaps of alignment too
+            wanted = [(first, last) for label, first, last in runs(self.buffer.plan.param_ranges, labels) if label]
+            offloaded = [part for run in wanted for part in overlaps(offloaded, *run)]
+            resident = [part for run in wanted for part in overlaps(resident, *run)]
+        tensors = [self.tier.zeros(stop - start, dtype) for start, stop in offloaded]
+        for start, stop in resident:
+            tensors.append(torch.zeros(stop - start, dtype=dtype, device=self.buffer.device))
+        return Shard(offloaded + resident, tensors, dtype)
+
+    def make_masters(self) -> Shard:
+        """Return the owned parameters in fp32: the parameters themselves if they are that precise, otherwise copies or
         `SplitMaster`s."""
+        owned = self.buffer.owned_params
         if not self.buffer.is_half_precision:
-            return self.buffer.owned_params
-        if self.splits:
-            owned, residuals = self.buffer.owned_params, self.zeros(torch.int16)
-            halves = zip(residuals.held, residuals.tensors)
-            masters = [SplitMaster(owned.at(*run), residual) for run, residual in halves]
-            return Shard(residuals.held, masters, SplitMaster.dtype)
-        wide = self.zeros()
-        for (start, stop), tensor in zip(wide.held, wide.tensors):
-            copy_stored(tensor, self.buffer.owned_params.at(start, stop))
-        return wide
+            return owned
+        if self.splits_masters:
+            residuals = self.make_zeros(torch.int16)
+            masters = [
+                SplitMaster(owned.at(*run), residual) for run, residual in zip(residuals.runs, residuals.tensors)
+            ]
+            return Shard(residuals.runs, masters, SplitMaster.dtype)
+        copies = self.make_zeros()
+        for run, copy in zip(copies.runs, copies.tensors):
+            copy_stored(copy, owned.at(*run))
+        return copies
 
 
-def _values(flat: Shard, buffer: ParamAndGradBuffer, slot: Slot) -> Stored:
-    values = flat.values(slot)
-    return values.view(buffer.parameters[slot.name].shape) if buffer.plan.shards == 1 else values
+def _values(shard: Shard, buffer: ParamAndGradBuffer, param_range: ParamRange) -> Stored:
+    """Return a parameter's elements in the shard: in its shape if the buffer is not sharded, else flat."""
+    values = shard.values(param_range)
+    if buffer.plan.shards > 1:
+        return values
+    return values.view(buffer.parameters[param_range.name].shape)
 
 
 _WIDENED_AT_ONCE = 2**24  # elements on an accelerator: 128 MB
 
 
 def _sum_of_squares(x: Tensor) -> Tensor:
-    """The sum of squares in float64, equal in every layout to the last digits.
+    """Return the sum of squares in float64, a scalar, equal in every layout to the last digits.
 
     Widened piece by piece: a float64 copy of all gradients would take twice their memory. On the CPU, torch's norm
     with a wider dtype is not vectorized, so pieces are copied into a buffer that stays in the cache: 21 ms instead of
@@ -370,28 +448,41 @@ def _sum_of_squares(x: Tensor) -> Tensor:
     if x.numel() <= at_once:  # most shards of a small model's units: as few calls as can be
         wide = x.double()
         return torch.dot(wide, wide)
-    pieces = x.split(at_once)
-    wide = torch.empty(at_once, dtype=torch.float64)
-    return torch.stack([torch.dot(part, part) for part in (wide[: len(piece)].copy_(piece) for piece in pieces)]).sum()
+    buffer = torch.empty(at_once, dtype=torch.float64)
+    squares = []
+    for piece in x.split(at_once):
+        wide = buffer[: len(piece)].copy_(piece)
+        squares.append(torch.dot(wide, wide))
+    return torch.stack(squares).sum()
 
 
 def _weighted_gradients(buffer: ParamAndGradBuffer, mesh: Mesh, *, join: bool) -> list[tuple[float, Tensor]]:
-    """This rank's sums of gradients, in parts of weight 1 where this rank counts them in the norm, otherwise 0. `join`:
-    merge neighbours."""
-    slots, end = buffer.plan.slots, 0
+    """Return this rank's sums of gradients, in parts of weight 1 where this rank counts them in the norm, otherwise 0.
+
+    `join`: merge neighbours.
+    """
+    # parts of the whole buffer: (weight, start, stop)
+    ranges = buffer.plan.param_ranges
+    next_starts = [param_range.start for param_range in ranges[1:]] + [buffer.plan.numel]
     parts: list[tuple[float, int, int]] = []
-    for slot, next_start in zip(slots, [slot.start for slot in slots[1:]] + [buffer.plan.numel]):
-        shape = tuple(buffer.parameters[slot.name].shape)
-        for _, local in owned_pieces(buffer.parameters[slot.name].placement, shape, mesh):
-            start, stop = (slot.start + at for at in flat_run(local, shape))
-            if join and stop == slot.stop:
+    end = 0  # of the last part
+    for param_range, next_start in zip(ranges, next_starts):
+        parameter = buffer.parameters[param_range.name]
+        shape = tuple(parameter.shape)
+        for _, local in owned_pieces(parameter.placement, shape, mesh):
+            first, last = rows_to_flat_range(local, shape)
+            start = param_range.start + first
+            stop = param_range.start + last
+            if join and stop == param_range.stop:
                 stop = next_start  # the gap that alignment leaves is zero
             if end < start:
                 parts.append((0.0, end, start))
             elif join and parts:
-                start = parts.pop()[1]
+                _, start, _ = parts.pop()  # continues the last part
             parts.append((1.0, start, stop))
             end = stop
     parts.append((0.0, end, buffer.plan.numel))
+
+    # those of them that this rank has
     sums = buffer.sums
-    return [(weight, sums.at(*run)) for weight, *span in parts for run in overlaps(sums.held, *span)]
+    return [(weight, sums.at(*run)) for weight, start, stop in parts for run in overlaps(sums.runs, start, stop)]

@@ -10,26 +10,31 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.base.dataclass_flags import Count, FlagConfig, NotNegative, Positive, fits, flag_of, knob
+from megatron.core.base.dataclass_flags import Count, FlagConfig, NotNegative, Positive, fits, flag_of, option
 
-GROWTH, BACKOFF = 2.0, 0.5  # powers of two, so that scaling rounds nothing
+# Powers of two, so that scaling rounds nothing.
+GROWTH = 2.0
+BACKOFF = 0.5
 
 
 @dataclass(frozen=True)
 class LossScaleConfig(FlagConfig):
     """Loss scaling."""
 
-    loss_scale: NotNegative | None = knob(None, "static loss scale; 0 or unset: dynamic with --fp16")
-    initial_loss_scale: float = knob(2.0**32, "initial dynamic loss scale")
-    min_loss_scale: Positive = knob(1.0, "smallest dynamic loss scale")
-    loss_scale_window: Count = knob(1000, "iterations without overflow before the scale doubles")
-    hysteresis: Count = knob(2, "overflows before the scale is halved")
+    loss_scale: NotNegative | None = option(None, "static loss scale; 0 or unset: dynamic with --fp16")
+    initial_loss_scale: float = option(2.0**32, "initial dynamic loss scale")
+    min_loss_scale: Positive = option(1.0, "smallest dynamic loss scale")
+    loss_scale_window: Count = option(1000, "iterations without overflow before the scale doubles")
+    hysteresis: Count = option(2, "overflows before the scale is halved")
 
     def problems(self) -> Iterator[str]:
-        for name in ("initial_loss_scale", "min_loss_scale"):
-            if math.frexp(value := getattr(self, name))[0] != 0.5:
+        scales = {"initial_loss_scale": self.initial_loss_scale, "min_loss_scale": self.min_loss_scale}
+        for name, value in scales.items():
+            mantissa, _ = math.frexp(value)
+            if mantissa != 0.5:
                 yield f"{flag_of(name)} is {value}; it must be a power of two, so that scaling rounds nothing, such as 65536"
-        if self.min_loss_scale > (initial := self.initial_loss_scale):
+        initial = self.initial_loss_scale
+        if self.min_loss_scale > initial:
             yield f"--min-loss-scale is {self.min_loss_scale}; it must be at most --initial-loss-scale ({initial})"
 
 
@@ -42,13 +47,13 @@ class ConstantGradScaler:
         self.scale = scale
 
     def update(self, overflow: bool) -> None:
-        """An overflow changes nothing."""
+        """Count one step. An overflow does not change a fixed scale."""
 
     def state(self) -> dict[str, Any]:
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """A fixed scale comes from the command line, not from the checkpoint."""
+        """Resume. A fixed scale comes from the command line, not from the checkpoint."""
 
 
 class DynamicGradScaler:
@@ -61,8 +66,10 @@ class DynamicGradScaler:
     restores = False
 
     def __init__(self, initial: float, *, minimum: float, window: int, hysteresis: int):
-        self.scale, self.minimum = initial, minimum
-        self.window, self.hysteresis = window, hysteresis
+        self.scale = initial
+        self.minimum = minimum
+        self.window = window
+        self.hysteresis = hysteresis
         self.good_steps = 0  # since the last overflow or growth
         self.patience = hysteresis  # overflows left before the scale falls
 
@@ -84,17 +91,19 @@ class DynamicGradScaler:
         if self.restores:
             self.patience = self.hysteresis
         if self.good_steps == self.window:
-            self.good_steps, self.patience = 0, self.hysteresis
+            self.good_steps = 0
+            self.patience = self.hysteresis
             self.scale *= GROWTH
 
     def state(self) -> dict[str, Any]:
-        """The state for a checkpoint, as JSON; the names are Megatron's."""
+        """Return the state for a checkpoint, as JSON; the names are Megatron's."""
         return {"scale": self.scale, "growth_tracker": self.good_steps, "hysteresis_tracker": self.patience}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Resume from `state`. A state without a scale, from a run with a fixed scale or none, changes nothing."""
         if "scale" in state:
-            self.scale, self.good_steps = float(state["scale"]), int(state["growth_tracker"])
+            self.scale = float(state["scale"])
+            self.good_steps = int(state["growth_tracker"])
             self.patience = int(state["hysteresis_tracker"])
 
 
@@ -102,7 +111,7 @@ GradScaler = ConstantGradScaler | DynamicGradScaler
 
 
 def problems_of_scaler(state: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with a saved state, which may come from anywhere."""
+    """Yield the problems of a saved state, which may come from anywhere."""
     if "scale" not in state:
         return
     if not (fits(state["scale"], float) and state["scale"] > 0):
@@ -113,7 +122,7 @@ def problems_of_scaler(state: Mapping[str, Any]) -> Iterator[str]:
 
 
 def make_grad_scaler(config: LossScaleConfig, *, fp16: bool) -> GradScaler | None:
-    """The scaler of a run; None if the loss is not scaled. A fixed scale applies in every precision."""
+    """Return the scaler of a run; None if the loss is not scaled. A fixed scale applies in every precision."""
     if config.loss_scale:
         return ConstantGradScaler(config.loss_scale)
     if not fp16:

@@ -21,8 +21,8 @@ from megatron.core.base.dataclass_flags import (
     Positive,
     Share,
     WholeNumber,
-    knob,
     misfits,
+    option,
 )
 
 DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
@@ -35,29 +35,31 @@ IncreaseStyle = Literal["constant", "linear", "cosine"]
 class LearningRateConfig(FlagConfig):
     """Learning rate."""
 
-    lr: Positive | None = knob(None, "peak learning rate", required=True)
-    min_lr: float = knob(0.0, "learning rate at the end of the decay")
-    decoupled_lr: Positive | None = knob(None, "peak learning rate of embedding and output layer; default: --lr")
-    decoupled_min_lr: float | None = knob(None, "final learning rate of embedding and output layer; default: --min-lr")
-    lr_decay_style: DecayStyle = knob(
+    lr: Positive | None = option(None, "peak learning rate", required=True)
+    min_lr: float = option(0.0, "learning rate at the end of the decay")
+    decoupled_lr: Positive | None = option(None, "peak learning rate of embedding and output layer; default: --lr")
+    decoupled_min_lr: float | None = option(
+        None, "final learning rate of embedding and output layer; default: --min-lr"
+    )
+    lr_decay_style: DecayStyle = option(
         "linear", "decay after the warm-up; WSD: constant, then --lr-wsd-decay-style at the end"
     )
-    lr_decay_iters: Count | None = knob(None, "iterations until --min-lr; default: all")
-    lr_decay_samples: Count | None = knob(None, "samples until --min-lr, with --train-samples; default: all")
-    lr_wsd_decay_style: WsdStyle = knob("exponential", "decay at the end of WSD")
-    lr_wsd_decay_iters: Count | None = knob(None, "iterations of the decay of WSD")
-    lr_wsd_decay_samples: Count | None = knob(None, "samples of the decay of WSD, with --train-samples")
-    lr_warmup_iters: WholeNumber = knob(0, "iterations of warm-up")
-    lr_warmup_samples: WholeNumber = knob(0, "samples of warm-up, with --train-samples")
-    lr_warmup_fraction: Share | None = knob(None, "warm-up as a share of the decay iterations or samples")
-    lr_warmup_init: NotNegative = knob(0.0, "learning rate at the start of the warm-up")
-    lr_warmup_style: WarmupStyle = knob("linear", "warm-up by iterations, or by the logarithm of 1 + iterations")
-    override_opt_param_scheduler: bool = knob(
+    lr_decay_iters: Count | None = option(None, "iterations until --min-lr; default: all")
+    lr_decay_samples: Count | None = option(None, "samples until --min-lr, with --train-samples; default: all")
+    lr_wsd_decay_style: WsdStyle = option("exponential", "decay at the end of WSD")
+    lr_wsd_decay_iters: Count | None = option(None, "iterations of the decay of WSD")
+    lr_wsd_decay_samples: Count | None = option(None, "samples of the decay of WSD, with --train-samples")
+    lr_warmup_iters: WholeNumber = option(0, "iterations of warm-up")
+    lr_warmup_samples: WholeNumber = option(0, "samples of warm-up, with --train-samples")
+    lr_warmup_fraction: Share | None = option(None, "warm-up as a share of the decay iterations or samples")
+    lr_warmup_init: NotNegative = option(0.0, "learning rate at the start of the warm-up")
+    lr_warmup_style: WarmupStyle = option("linear", "warm-up by iterations, or by the logarithm of 1 + iterations")
+    override_opt_param_scheduler: bool = option(
         False,
         "resume with this run's learning rate and weight decay schedules instead of the checkpoint's",
         flags=("--override-opt_param-scheduler", "--override-opt-param-scheduler", "--override-lr-scheduler"),
     )
-    use_checkpoint_opt_param_scheduler: bool = knob(
+    use_checkpoint_opt_param_scheduler: bool = option(
         False,
         "resume with the checkpoint's learning rate and weight decay schedules",
         flags=(
@@ -72,10 +74,12 @@ class LearningRateConfig(FlagConfig):
             yield f"--min-lr is {self.min_lr}; it must be between 0 and --lr ({self.lr})"
         if self.lr is not None and self.lr_warmup_init > self.lr > 0:
             yield f"--lr-warmup-init is {self.lr_warmup_init}; it must not be above --lr ({self.lr})"
-        highest, lowest = self.decoupled_lr, self.decoupled_min_lr
+        highest = self.decoupled_lr
+        lowest = self.decoupled_min_lr
         if highest is None and lowest is not None:
             yield "--decoupled-min-lr needs --decoupled-lr"
-        lowest = self.min_lr if lowest is None else lowest
+        if lowest is None:
+            lowest = self.min_lr
         if highest is not None and highest > 0 and not 0 <= lowest <= highest:
             yield f"--decoupled-min-lr (or --min-lr) is {lowest}; it must be between 0 and --decoupled-lr ({highest})"
         for unit in ("iters", "samples"):
@@ -108,7 +112,8 @@ class RunLength:
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
-    """`at(samples)`: the rate of the iteration that begins after `samples` samples. All lengths are in samples."""
+    """A learning rate schedule: `at(samples)` is the rate of the iteration that begins after `samples` samples. All
+    lengths are in samples."""
 
     lr: float
     min_lr: float
@@ -121,13 +126,14 @@ class LearningRateSchedule:
     decoupled_lr: float | None = None
     decoupled_min_lr: float | None = None
     warmup_style: WarmupStyle = "linear"
-    warmup_unit: int = 1  # samples of an iteration, whose number the logarithm is of
+    warmup_unit: int = 1  # samples of an iteration; the logarithmic warm-up counts iterations
 
     def at(self, samples: int) -> float:
+        """Return the rate of the iteration that begins after `samples` samples."""
         return self._between(self.min_lr, self.lr, samples)
 
     def decoupled_at(self, samples: int) -> float | None:
-        """The rate of the word table and the output layer; None if it is that of all parameters."""
+        """Return the rate of the embedding and the output layer; None if it is that of all parameters."""
         if self.decoupled_lr is None:
             return None
         lowest = self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
@@ -142,21 +148,25 @@ class LearningRateSchedule:
             return lowest
         if self.style == "inverse-square-root":
             return max(lowest, highest * math.sqrt(max(self.warmup, 1)) / math.sqrt(max(samples, 1)))
-        # WSD stays at the highest rate until its own decay begins.
-        wsd = self.style == "WSD"
-        style, start = (self.wsd_style, self.decay - self.wsd_decay) if wsd else (self.style, self.warmup)
-        return lowest + _FALLS[style](max(samples - start, 0) / (self.decay - start)) * (highest - lowest)
+        if self.style == "WSD":  # stays at the highest rate until its own decay begins
+            height_of = _HEIGHTS[self.wsd_style]
+            start = self.decay - self.wsd_decay
+        else:
+            height_of = _HEIGHTS[self.style]
+            start = self.warmup
+        share = max(samples - start, 0) / (self.decay - start)
+        return lowest + height_of(share) * (highest - lowest)
 
     def _risen(self, rise: float, samples: int) -> float:
-        """The part of the warm-up's rise after `samples` samples. By the logarithm it is complete an iteration before
-        the end."""
+        """Return the part of the warm-up's rise after `samples` samples. By the logarithm it is complete an iteration
+        before the end."""
         if self.warmup_style == "linear":
             return rise * samples / self.warmup
-        of_all = max(2.0, self.warmup / self.warmup_unit)
-        return rise * min(1.0, math.log(1 + samples / self.warmup_unit) / math.log(of_all))
+        warmup_iterations = max(2.0, self.warmup / self.warmup_unit)
+        return rise * min(1.0, math.log(1 + samples / self.warmup_unit) / math.log(warmup_iterations))
 
     def problems(self) -> Iterator[str]:
-        """Values for which `at` has no result; one of `learning_rate_schedule` has none."""
+        """Yield the values for which `at` has no result. A schedule of `learning_rate_schedule` has none."""
         if self.warmup < 0 or self.warmup_unit < 1:
             yield f"warmup {self.warmup}, warmup_unit {self.warmup_unit}"
         if self.style != "constant" and self.decay <= self.warmup:
@@ -167,13 +177,18 @@ class LearningRateSchedule:
     @property
     def ignored(self) -> set[str]:
         """The fields that this style does not read."""
-        wsd = set() if self.style == "WSD" else {"wsd_decay", "wsd_style"}
-        wsd |= {"warmup_unit"} if self.warmup_style == "linear" else set()
-        return wsd | ({"min_lr", "decay", "decoupled_min_lr"} if self.style == "constant" else set())
+        names: set[str] = set()
+        if self.style != "WSD":
+            names |= {"wsd_decay", "wsd_style"}
+        if self.warmup_style == "linear":
+            names |= {"warmup_unit"}
+        if self.style == "constant":
+            names |= {"min_lr", "decay", "decoupled_min_lr"}
+        return names
 
 
 # The height (1 at the start, 0 at the end) after a share `x` of the decay, 0 <= x <= 1.
-_FALLS = {
+_HEIGHTS = {
     "linear": lambda x: 1.0 - x,
     "cosine": lambda x: 0.5 * (math.cos(math.pi * x) + 1.0),
     "exponential": lambda x: 2.0 * 0.5**x - 1.0,
@@ -182,23 +197,32 @@ _FALLS = {
 
 
 def learning_rate_schedule(config: LearningRateConfig, length: RunLength) -> LearningRateSchedule:
-    """The schedule of a run of this length. Raises ConfigError if warm-up or WSD decay exceed the decay.
+    """Return the schedule of a run of this length. Raises ConfigError if warm-up or WSD decay exceed the decay.
 
     Lengths are in the run's unit; the caller checks that no setting uses the other unit.
     """
-    unit, share = length.samples_per_unit, config.lr_warmup_fraction
+    unit = length.samples_per_unit
 
-    def of(name: str) -> int | None:
-        return getattr(config, f"lr_{name}_{length.unit}")
-
-    decay, wsd = of("decay") or length.count, of("wsd_decay")
-    warmup, given = of("warmup"), f"--lr-warmup-{length.unit}"
+    # the settings in the run's unit
+    if length.unit == "iters":
+        word = "iterations"
+        decay = config.lr_decay_iters or length.count
+        wsd = config.lr_wsd_decay_iters
+        warmup: float = config.lr_warmup_iters
+    else:
+        word = "samples"
+        decay = config.lr_decay_samples or length.count
+        wsd = config.lr_wsd_decay_samples
+        warmup = config.lr_warmup_samples
+    warmup_flag = f"--lr-warmup-{length.unit}"
+    share = config.lr_warmup_fraction
     if share is not None:
-        warmup, given = share * decay, "--lr-warmup-fraction"
-    word = "iterations" if length.unit == "iters" else "samples"
+        warmup = share * decay
+        warmup_flag = "--lr-warmup-fraction"
+
     if warmup >= decay and config.lr_decay_style != "constant":
         raise ConfigError(
-            f"the warm-up ({warmup:g} {word}) must end before the decay does ({decay:g}); lower {given} or raise "
+            f"the warm-up ({warmup:g} {word}) must end before the decay does ({decay:g}); lower {warmup_flag} or raise "
             f"--lr-decay-{length.unit}"
         )
     if config.lr_decay_style == "WSD" and wsd is not None and wsd > decay:
@@ -225,7 +249,8 @@ def learning_rate_schedule(config: LearningRateConfig, length: RunLength) -> Lea
 
 @dataclass(frozen=True)
 class WeightDecaySchedule:
-    """`at(samples)`: the weight decay of the iteration that begins after `samples` samples; it grows over `samples`."""
+    """A weight decay schedule: `at(samples)` is the weight decay of the iteration that begins after `samples` samples.
+    It grows over the first `samples`."""
 
     start: float
     end: float
@@ -237,16 +262,17 @@ class WeightDecaySchedule:
             return self.end
         share = samples / self.samples
         if self.style == "cosine":
-            share = _FALLS["cosine"](1.0 - share)
+            share = _HEIGHTS["cosine"](1.0 - share)
         return self.start + share * (self.end - self.start)
 
     def problems(self) -> Iterator[str]:
-        """Values for which `at` has no result."""
+        """Yield the values for which `at` has no result."""
         if self.style != "constant" and self.samples < 1:
             yield f"samples {self.samples}"
 
     @property
     def ignored(self) -> set[str]:
+        """The fields that this style does not read."""
         return {"samples"} if self.style == "constant" else set()
 
 
@@ -254,57 +280,66 @@ AnySchedule = TypeVar("AnySchedule", LearningRateSchedule, WeightDecaySchedule)
 
 
 def read_schedule(kind: type[AnySchedule], saved: Mapping[str, Any], *, what: str) -> AnySchedule:
-    """The schedule that was saved as `asdict` gives it. Raises ConfigError for what no run has saved: a checkpoint may
-    come from
-    anywhere. what: names the schedule in the message."""
-    needed = [f.name for f in fields(kind) if f.default is MISSING]
-    wrong = [f"{name} is missing" for name in needed if name not in saved]
-    wrong += [f"{name} is unknown" for name in saved if name not in {f.name for f in fields(kind)}]
-    wrong += misfits(kind, saved)
-    schedule = None if wrong else kind(**saved)
-    if schedule is not None:
-        wrong = list(schedule.problems())
-    if wrong:
-        raise ConfigError(f"the checkpoint's {what} schedule is none that a run has written: {'; '.join(wrong)}")
-    return schedule
+    """Return the schedule that was saved as `asdict` gives it. what: names the schedule in the message.
+
+    Raises ConfigError for values that no run has saved: a checkpoint may come from anywhere.
+    """
+    known = [f.name for f in fields(kind)]
+    required = [f.name for f in fields(kind) if f.default is MISSING]
+    problems = [f"{name} is missing" for name in required if name not in saved]
+    problems += [f"{name} is unknown" for name in saved if name not in known]
+    problems += misfits(kind, saved)
+    if not problems:
+        schedule = kind(**saved)
+        problems = list(schedule.problems())
+        if not problems:
+            return schedule
+    raise ConfigError(f"the checkpoint's {what} schedule is none that a run has written: {'; '.join(problems)}")
 
 
 def schedule_in_force(
-    mine: AnySchedule, saved: Mapping[str, Any] | None, config: LearningRateConfig, *, what: str, samples: int
+    own: AnySchedule, saved: Mapping[str, Any] | None, config: LearningRateConfig, *, what: str, samples: int
 ) -> AnySchedule:
-    """The schedule of a resumed run: its own, or the one `saved` in the checkpoint (None: the checkpoint has none).
+    """Return the schedule of a resumed run: its own, or the one `saved` in the checkpoint (None: the checkpoint has
+    none).
 
     Raises ConfigError if they differ and no flag decides. `what` names the schedule in the message, which gives both
     values of the next step, the one after `samples` samples.
     """
     if saved is None or config.override_opt_param_scheduler:
-        return mine
-    theirs = read_schedule(type(mine), saved, what=what)
+        return own
+    checkpoints = read_schedule(type(own), saved, what=what)
     if config.use_checkpoint_opt_param_scheduler:
-        return theirs
-    if differ := differences(theirs, mine):
-        stretched = "decay" in differ or "samples" in differ
-        hint = " (--train-iters or --train-samples set its length, unless --lr-decay-* does)" if stretched else ""
+        return checkpoints
+    changed = differences(checkpoints, own)
+    if changed:
+        length_changed = "decay" in changed or "samples" in changed
+        hint = " (--train-iters or --train-samples set its length, unless --lr-decay-* does)" if length_changed else ""
         raise ConfigError(
-            f"the checkpoint's {what} schedule is another (in samples: {'; '.join(differ.values())}){hint}; give "
-            f"--override-opt_param-scheduler to follow this run's settings ({mine.at(samples):.6g} at the next step), "
-            f"or --use-checkpoint-opt_param-scheduler for the checkpoint's ({theirs.at(samples):.6g})"
+            f"the checkpoint's {what} schedule is another (in samples: {'; '.join(changed.values())}){hint}; give "
+            f"--override-opt_param-scheduler to follow this run's settings ({own.at(samples):.6g} at the next step), "
+            f"or --use-checkpoint-opt_param-scheduler for the checkpoint's ({checkpoints.at(samples):.6g})"
         )
-    return mine
+    return own
 
 
-def differences(theirs: AnySchedule, mine: AnySchedule) -> dict[str, str]:
-    """field -> "before, now", for fields that at least one of the schedules reads."""
-    before, now = asdict(theirs), asdict(mine)
-    names = [name for name in before if name not in mine.ignored & theirs.ignored and before[name] != now[name]]
-    return {name: "{} {} before, {} now".format(name, *_told_apart(before[name], now[name])) for name in names}
+def differences(before: AnySchedule, now: AnySchedule) -> dict[str, str]:
+    """Return field -> "field value before, value now", for fields that at least one of the schedules reads."""
+    values_now = asdict(now)
+    ignored = before.ignored & now.ignored
+    result = {}
+    for name, value in asdict(before).items():
+        if name not in ignored and value != values_now[name]:
+            old, new = _distinct_texts(value, values_now[name])
+            result[name] = f"{name} {old} before, {new} now"
+    return result
 
 
-def _told_apart(one: Any, other: Any) -> tuple[str, str]:
-    """Two different values as text; floats with as few digits as tell them apart: 22.4 for 22.400000000000002 (0.01 *
-    2240)."""
+def _distinct_texts(a: Any, b: Any) -> tuple[str, str]:
+    """Return two different values as text; floats with as few digits as tell them apart: 22.4 for 22.400000000000002
+    (0.01 * 2240)."""
     for digits in (6, 12, 17):
-        texts = [f"{value:.{digits}g}" if isinstance(value, float) else str(value) for value in (one, other)]
+        texts = [f"{value:.{digits}g}" if isinstance(value, float) else str(value) for value in (a, b)]
         if texts[0] != texts[1]:
             break
     return texts[0], texts[1]

@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.local_tensor import LocalTensor
 from megatron.core.distributed.params_norm_and_zeros import num_zeros_in_grad
 from megatron.core.ops.main_grad_interface import slot_of
 from megatron.core.optimizer import optimizer_registry
-from megatron.core.optimizer.checkpoint_tensors import optimizer_tensors
+from megatron.core.optimizer.checkpoint_tensors import sharded_optimizer_state
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.loss_scaler import LossScaleConfig, make_grad_scaler
 from megatron.core.optimizer.optimizer_config import NOT_BUILT, OptimizerConfig
@@ -26,12 +26,23 @@ class MegatronOptimizer(GroupedOptimizer):
     """Updates all chunks of this rank. `param_groups`: their `lr` and `weight_decay` are those of the next step."""
 
     def __init__(self, config: OptimizerConfig, chunks: Sequence[Any], group_of: Callable[[str, Any], ParamGroup]):
-        self.config, self.chunks = config, list(chunks)
-        named = {n: p for chunk in chunks for n, p in chunk.module.named_parameters() if slot_of(p) is not None}
-        kinds = {name: group_of(name, p) for name, p in named.items()}
-        groups = {kind: self._group(kind) for kind in kinds.values()}
-        for name, parameter in named.items():
-            groups[kinds[name]]["params"].append(parameter)
+        self.config = config
+        self.chunks = list(chunks)
+
+        # torch's param_groups: one per kind of parameter
+        trained: dict[str, Any] = {}
+        for chunk in chunks:
+            for name, parameter in chunk.module.named_parameters():
+                if slot_of(parameter) is not None:
+                    trained[name] = parameter
+        kinds = {name: group_of(name, parameter) for name, parameter in trained.items()}
+        groups: dict[ParamGroup, dict[str, Any]] = {}
+        for name, parameter in trained.items():
+            kind = kinds[name]
+            if kind not in groups:
+                groups[kind] = self._param_group(kind)
+            groups[kind]["params"].append(parameter)
+
         is_l2 = config.optimizer == "adam" and not config.decoupled_weight_decay
         flat = FlatOptimizer(
             [buffer for chunk in chunks for buffer in chunk.buffers],
@@ -53,13 +64,26 @@ class MegatronOptimizer(GroupedOptimizer):
         for chunk in chunks:
             chunk.fills_grad = False  # for optimizers of torch.optim alone
 
-    def _group(self, kind: ParamGroup) -> dict[str, Any]:
-        config, far = self.config, kind.decoupled and self.config.decoupled_lr is not None
-        peak, low = (config.decoupled_lr, config.decoupled_min_lr) if far else (config.lr, config.min_lr)
-        numbers = {"max_lr": peak, "min_lr": config.min_lr if low is None else low, "is_decoupled_lr": far}
-        numbers |= {"wd_mult": kind.weight_decay_multiplier, "lr_mult": kind.lr_multiplier}
-        decay = config.weight_decay * kind.weight_decay_multiplier
-        return {"params": [], "lr": (peak or 0.0) * kind.lr_multiplier, "weight_decay": decay, **numbers}
+    def _param_group(self, kind: ParamGroup) -> dict[str, Any]:
+        """Return a group without parameters, with Megatron's keys."""
+        config = self.config
+        is_decoupled = kind.decoupled and config.decoupled_lr is not None
+        max_lr = config.lr
+        min_lr = config.min_lr
+        if is_decoupled:
+            max_lr = config.decoupled_lr
+            if config.decoupled_min_lr is not None:
+                min_lr = config.decoupled_min_lr
+        return {
+            "params": [],
+            "lr": (max_lr or 0.0) * kind.lr_multiplier,
+            "weight_decay": config.weight_decay * kind.weight_decay_multiplier,
+            "max_lr": max_lr,
+            "min_lr": min_lr,
+            "is_decoupled_lr": is_decoupled,
+            "wd_mult": kind.weight_decay_multiplier,
+            "lr_mult": kind.lr_multiplier,
+        }
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of a finished step."""
@@ -78,13 +102,14 @@ class MegatronOptimizer(GroupedOptimizer):
         return torch.tensor([self.loss_scale], device=self.flat.device)
 
     def step(self) -> tuple[bool, float | None, int | None]:
-        """(whether parameters were updated, norm of the gradient, zeros in it with `log_num_zeros_in_grad`). Every rank must
-        call.
+        """Update once. Returns (whether parameters were updated, norm of the gradient, zeros in it with
+        `log_num_zeros_in_grad`). Every rank must call.
 
-        (False, None, None) if a gradient overflowed under a loss scale that can fall: nothing was updated.
+        Returns (False, None, None) if a gradient overflowed under a loss scale that can fall: nothing was updated.
         """
-        counts = (self.chunks, self.flat.mesh, self.flat.device)
-        zeros = num_zeros_in_grad(*counts) if self.config.log_num_zeros_in_grad else None
+        zeros = None
+        if self.config.log_num_zeros_in_grad:
+            zeros = num_zeros_in_grad(self.chunks, self.flat.mesh, self.flat.device)
         if not self.update(1.0):
             return False, None, None
         for chunk in self.chunks:
@@ -94,19 +119,21 @@ class MegatronOptimizer(GroupedOptimizer):
     def sharded_state_dict(
         self, model_sharded_state_dict: dict[str, Any], is_loading: bool = False, **_: Any
     ) -> dict[str, Any]:
-        """`state_dict` for `dist_checkpointing`, which loads it in any layout: each tensor says which part of the
-        whole it is."""
+        """Return `state_dict` for `dist_checkpointing`, which loads it in any layout: each tensor says which part of
+        the global tensor it is."""
         del model_sharded_state_dict, is_loading  # parameters have placements
-        kinds: dict[str, dict[str, LocalTensor]] = {}
-        for key, tensor in optimizer_tensors(self.flat, self.flat.mesh).items():
+        state: dict[str, dict[str, LocalTensor]] = {}  # kind -> parameter name -> tensor
+        for key, tensor in sharded_optimizer_state(self.flat, self.flat.mesh).items():
             kind, name = key.removeprefix("optimizer/").split("/", 1)
-            kinds.setdefault(kind, {})[name] = tensor
-        return {**self.state_dict(), "state": kinds}
+            state.setdefault(kind, {})[name] = tensor
+        return {**self.state_dict(), "state": state}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave, or `dist_checkpointing.load`. Groups go by their multipliers: a stage may
-        have others
-        than the rank that saved, and those keep their numbers until the scheduler's next step."""
+        """Load the result of `state_dict`, or of `dist_checkpointing.load`.
+
+        Groups are found by their multipliers: a stage may have other groups than the rank that saved, and those keep
+        their numbers until the scheduler's next step.
+        """
         kind_of = itemgetter("wd_mult", "lr_mult", "is_decoupled_lr")
         saved = {kind_of(group): group for group in state_dict["param_groups"]}
         groups = [saved.get(kind_of(group), {}) for group in self.param_groups]
@@ -124,10 +151,10 @@ def get_megatron_optimizer(
     config_overrides: dict | None = None,
     pg_collection: Any = None,
 ) -> MegatronOptimizer:
-    """The optimizer of chunks that DistributedDataParallel wraps. Every rank must call.
+    """Return the optimizer of chunks that DistributedDataParallel wraps. Every rank must call.
 
-    no_weight_decay_cond(name, parameter): default: vectors do not decay. scale_lr_cond: whose rate is multiplied by
-    `lr_mult`.
+    no_weight_decay_cond(name, parameter): whether the parameter does not decay; default: vectors do not.
+    scale_lr_cond(name, parameter): whether its rate is multiplied by `lr_mult`.
     """
     del use_gloo_process_groups, pg_collection  # the mesh knows the groups
     if config_overrides:
@@ -139,7 +166,8 @@ def get_megatron_optimizer(
         group = default_group(name, parameter.placement)
         if no_weight_decay_cond is not None:
             group = replace(group, weight_decay_multiplier=float(not no_weight_decay_cond(name, parameter)))
-        scaled = scale_lr_cond is not None and scale_lr_cond(name, parameter)
-        return replace(group, lr_multiplier=lr_mult) if scaled else group
+        if scale_lr_cond is not None and scale_lr_cond(name, parameter):
+            group = replace(group, lr_multiplier=lr_mult)
+        return group
 
     return MegatronOptimizer(config, model_chunks, group_of)

@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.base.dataclass_flags import BelowOne, Count, FlagConfig, Positive, knob
+from megatron.core.base.dataclass_flags import BelowOne, Count, FlagConfig, Positive, option
 
 Coefficients = tuple[float, float, float]  # a, b, c of X <- a X + (b A + c A^2) X, with A = X X^T
 
-# By Megatron's names, which are those of the package emerging-optimizers; a step takes one after the other.
+# By Megatron's names, which are those of the package emerging-optimizers; each step takes the next triple.
 NS_COEFFICIENTS: dict[str, list[Coefficients]] = {
     # K. Jordan, kellerjordan.github.io/posts/muon: the steepest start that leaves singular values in 0.7 .. 1.2
     "simple": [(3.4445, -4.7750, 2.0315)],
@@ -34,34 +34,37 @@ NS_COEFFICIENTS: dict[str, list[Coefficients]] = {
     # T. Boissin and others, github.com/thib-s/flash-newton-schulz
     "aol": [(4.0098, -7.0585, 2.4635), (3.4585, -5.5479, 2.5959), (2.7573, -3.2939, 1.4254), (2.7215, -3.0494, 1.3169)],
 }
-_LAST_REPEATS = ("simple", "polar_express")  # after the others' last step, any of theirs leads away from 1
+# Kinds whose last triple may be repeated. Of the others, no further step brings the singular values closer to 1.
+_LAST_REPEATS = ("simple", "polar_express")
 
 
 @dataclass(frozen=True)
 class MuonConfig(FlagConfig):
     """Muon."""
 
-    muon_momentum: BelowOne = knob(0.9, "muon: share of the old momentum in m = momentum m + (1 - momentum) gradient")
-    muon_nesterov: bool = knob(
+    muon_momentum: BelowOne = option(0.9, "muon: share of the old momentum in m = momentum m + (1 - momentum) gradient")
+    muon_nesterov: bool = option(
         False,
         "muon: orthogonalize momentum m + (1 - momentum) gradient instead of m",
         flags=("--muon-nesterov", "--muon-use-nesterov"),
     )
-    muon_num_ns_steps: Count = knob(5, "muon: Newton-Schulz steps")
-    muon_coefficient_type: str = knob("quintic", "muon: coefficients of the Newton-Schulz steps", names=NS_COEFFICIENTS)
-    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = knob(
+    muon_num_ns_steps: Count = option(5, "muon: Newton-Schulz steps")
+    muon_coefficient_type: str = option(
+        "quintic", "muon: coefficients of the Newton-Schulz steps", names=NS_COEFFICIENTS
+    )
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = option(
         "spectral",
         "muon: an update of [out, in] is multiplied by sqrt(max(out, in)), sqrt(out / in) or sqrt(max(1, out / in))",
     )
-    muon_extra_scale_factor: Positive = knob(
+    muon_extra_scale_factor: Positive = option(
         1.0, "muon: a further factor of the update; with spectral scaling 0.2 gives AdamW's usual size, and so its --lr"
     )
-    muon_split_qkv: bool = knob(
+    muon_split_qkv: bool = option(
         True,
         "muon: orthogonalize the fused query, key and value weights as one matrix instead of three",
         flags=("--muon-no-split-qkv",),
     )
-    muon_fp32_matmul_prec: Literal["medium", "high", "highest"] = knob(
+    muon_fp32_matmul_prec: Literal["medium", "high", "highest"] = option(
         "medium",
         "muon: products of float32 matrices in bfloat16 (medium; on a CPU without bfloat16 units as high), in "
         "TF32 where the "
@@ -69,8 +72,12 @@ class MuonConfig(FlagConfig):
     )
 
     def problems(self) -> Iterator[str]:
-        kind, steps = self.muon_coefficient_type, self.muon_num_ns_steps
-        if kind in NS_COEFFICIENTS and kind not in _LAST_REPEATS and steps > (most := len(NS_COEFFICIENTS[kind])):
+        kind = self.muon_coefficient_type
+        steps = self.muon_num_ns_steps
+        if kind not in NS_COEFFICIENTS or kind in _LAST_REPEATS:
+            return
+        most = len(NS_COEFFICIENTS[kind])
+        if steps > most:
             yield (
                 f"--muon-num-ns-steps is {steps}, and --muon-coefficient-type {kind} has {most} steps; give at most {most}, or "
                 f"one of {', '.join(_LAST_REPEATS)}"
@@ -78,6 +85,6 @@ class MuonConfig(FlagConfig):
 
 
 def ns_coefficients(kind: str, steps: int) -> list[Coefficients]:
-    """The coefficients of each of `steps` Newton-Schulz steps."""
+    """Return the coefficients of each of `steps` Newton-Schulz steps; the last triple of the kind is repeated."""
     listed = NS_COEFFICIENTS[kind]
-    return [*listed, *listed[-1:] * (steps - len(listed))][:steps]
+    return [listed[min(step, len(listed) - 1)] for step in range(steps)]

@@ -23,7 +23,7 @@ NOT_BUILT = {
 
 @dataclass
 class OptimizerConfig:
-    """Which update, its numbers, and the loss scale. The stage of ZeRO is that of the chunks."""
+    """Settings of the update and of the loss scale. The stage of ZeRO is that of the chunks."""
 
     lr: float | None = None
     min_lr: float | None = None

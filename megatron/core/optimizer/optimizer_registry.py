@@ -1,4 +1,4 @@
-"""The settings of the optimizer, and the table of optimizers. Pure."""
+"""The settings of the optimizer, and OPTIMIZERS, the registry of optimizers. Pure."""
 
 import argparse
 import math
@@ -7,31 +7,32 @@ from dataclasses import dataclass
 from functools import partial
 
 from megatron.core import optimizer
-from megatron.core.base.dataclass_flags import BelowOne, ConfigError, NotNegative, Positive, knob, one_of
-from megatron.core.base.registry import Table
+from megatron.core.base.dataclass_flags import BelowOne, ConfigError, NotNegative, Positive, one_of, option
+from megatron.core.base.registry import Registry
 from megatron.core.optimizer.lr_schedule import IncreaseStyle, WeightDecaySchedule
 from megatron.core.optimizer.muon_config import MuonConfig
-from megatron.core.optimizer.param_groups import GroupRule, others_to
+from megatron.core.optimizer.param_groups import GroupRule, non_matrices_to
 from megatron.core.sharding.placement import Placement
 
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """An optimizer: a line of OPTIMIZERS. It reads its settings from OptimizerConfig, or from the script that adds it.
+    """An optimizer: an entry of OPTIMIZERS. It reads its settings from OptimizerConfig, or from the script that adds
+    it.
 
-    update: config -> `update.Update`, which changes parameters in place.
-    states: config -> names of the states kept per element, zeros at first; checkpoints use these names.
-    whole: the update needs whole tensors. It is passed a `whole.WholeTensor` per parameter, and requires ZeRO stage 0
-    or 1.
+    update: config -> `update_rules.Update`, which changes parameters in place.
+    states: config -> names of the states per element, zeros at first; checkpoints use these names.
+    needs_full_matrix: the update needs whole tensors. It is passed a `full_matrix.FullMatrix` per parameter, and
+        requires ZeRO stage 0 or 1.
     scales: the update multiplies gradients by the step's factor, as a fused kernel can; otherwise they are multiplied
-    first.
+        first.
     others: for an update of layers' matrices alone: config -> the optimizer of the other parameters.
-    computes: the update, in words that are equal for rules that update alike; a resume compares it.
+    computes: a name of the update's formula, equal for rules that update alike; a resume compares it.
     """
 
     update: Callable[["OptimizerConfig"], Callable[..., None]]
     states: Callable[["OptimizerConfig"], tuple[str, ...]]
-    whole: bool = False
+    needs_full_matrix: bool = False
     scales: bool = False
     others: Callable[["OptimizerConfig"], str] | None = None
     computes: str | None = None
@@ -53,7 +54,7 @@ def _muon(config: "OptimizerConfig") -> Callable[..., None]:
     return partial(optimizer.muon_update, config=config)
 
 
-# A script adds a line before it calls pretrain(); --optimizer then takes its name. The states here have torch's names.
+# A script adds an entry before it calls pretrain(); --optimizer then takes its name. The states have torch's names.
 _OURS = {
     "adam": UpdateRule(_adam, lambda config: ("exp_avg", "exp_avg_sq"), scales=True, computes="AdamW"),
     "adam-l2": UpdateRule(_adam_l2, lambda config: ("exp_avg", "exp_avg_sq"), computes="Adam with L2"),
@@ -61,12 +62,12 @@ _OURS = {
     "muon": UpdateRule(
         _muon,
         lambda config: ("momentum_buffer",),
-        whole=True,
+        needs_full_matrix=True,
         others=lambda config: config.muon_scalar_optimizer,
         computes="Muon",
     ),
 }
-OPTIMIZERS: Table[UpdateRule] = Table("OPTIMIZERS", UpdateRule, _OURS)
+OPTIMIZERS: Registry[UpdateRule] = Registry("OPTIMIZERS", UpdateRule, _OURS)
 
 
 def _read_optimizer(name: str) -> str:
@@ -81,28 +82,28 @@ def _read_optimizer(name: str) -> str:
 class OptimizerConfig(MuonConfig):
     """Optimizer."""
 
-    optimizer: str = knob(
+    optimizer: str = option(
         "adam",
-        "AdamW; Adam with the decay in the gradient; gradient descent with momentum; or Muon for the layers' matrices, with "
+        "AdamW; Adam with L2 decay; SGD with momentum; or Muon for the layers' matrices, with "
         "--muon-scalar-optimizer for the rest",
         names=OPTIMIZERS,
         read=_read_optimizer,
     )
-    muon_scalar_optimizer: str = knob(
-        "adam", "muon: optimizer of tables, norms, biases and the output layer", names=OPTIMIZERS
+    muon_scalar_optimizer: str = option(
+        "adam", "muon: optimizer of embeddings, norms, biases and the output layer", names=OPTIMIZERS
     )
-    weight_decay: NotNegative = knob(
+    weight_decay: NotNegative = option(
         0.01, "weight decay: decoupled (adam, muon) or added to the gradient (adam-l2, sgd); none for biases and norms"
     )
-    start_weight_decay: float | None = knob(None, "initial weight decay, with --weight-decay-incr-style")
-    end_weight_decay: float | None = knob(None, "final weight decay, instead of --weight-decay")
-    weight_decay_incr_style: IncreaseStyle = knob("constant", "increase of the weight decay over the run")
-    adam_beta1: BelowOne = knob(0.9, "decay rate of the first moment")
-    adam_beta2: BelowOne = knob(0.999, "decay rate of the second moment")
-    adam_eps: Positive = knob(1e-8, "Adam's epsilon, added to the root of the second moment")
-    sgd_momentum: BelowOne = knob(0.9, "momentum of sgd")
-    clip_grad: NotNegative = knob(1.0, "clip the global gradient norm to this; 0: no clipping")
-    reuse_fp32_param: bool = knob(
+    start_weight_decay: float | None = option(None, "initial weight decay, with --weight-decay-incr-style")
+    end_weight_decay: float | None = option(None, "final weight decay, instead of --weight-decay")
+    weight_decay_incr_style: IncreaseStyle = option("constant", "increase of the weight decay over the run")
+    adam_beta1: BelowOne = option(0.9, "decay rate of the first moment")
+    adam_beta2: BelowOne = option(0.999, "decay rate of the second moment")
+    adam_eps: Positive = option(1e-8, "Adam's epsilon, added to the root of the second moment")
+    sgd_momentum: BelowOne = option(0.9, "momentum of sgd")
+    clip_grad: NotNegative = option(1.0, "clip the global gradient norm to this; 0: no clipping")
+    reuse_fp32_param: bool = option(
         False,
         "with --bf16: store an fp32 master as the bf16 weight and its 16 missing bits, 2 bytes less per "
         "parameter; ties (1 in "
@@ -111,10 +112,11 @@ class OptimizerConfig(MuonConfig):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        rest = self.muon_scalar_optimizer
-        if rest in OPTIMIZERS and OPTIMIZERS[rest].others is not None:
-            yield f"--muon-scalar-optimizer {rest} updates matrices alone; use adam or sgd"
-        start, end = self.start_weight_decay, self.end_weight_decay
+        scalar_optimizer = self.muon_scalar_optimizer
+        if scalar_optimizer in OPTIMIZERS and OPTIMIZERS[scalar_optimizer].others is not None:
+            yield f"--muon-scalar-optimizer {scalar_optimizer} updates matrices alone; use adam or sgd"
+        start = self.start_weight_decay
+        end = self.end_weight_decay
         if self.weight_decay_incr_style == "constant":
             for flag, value in {"--start-weight-decay": start, "--end-weight-decay": end}.items():
                 if value is not None:
@@ -126,14 +128,15 @@ class OptimizerConfig(MuonConfig):
             yield f"--start-weight-decay ({start}) must not be negative, nor above --end-weight-decay ({end})"
 
     def weight_decay_schedule(self, samples: int) -> WeightDecaySchedule:
-        """The weight decay over a run of `samples` samples."""
-        ends = (self.start_weight_decay, self.end_weight_decay)
+        """Return the weight decay over a run of `samples` samples."""
         if self.weight_decay_incr_style == "constant":
-            ends = (self.weight_decay, self.weight_decay)
-        return WeightDecaySchedule(*ends, self.weight_decay_incr_style, samples)
+            return WeightDecaySchedule(self.weight_decay, self.weight_decay, "constant", samples)
+        return WeightDecaySchedule(
+            self.start_weight_decay, self.end_weight_decay, self.weight_decay_incr_style, samples
+        )
 
     def rule(self, name: str | None = None) -> UpdateRule:
-        """The rule of the optimizer `name`; None: --optimizer. Raises ConfigError for a name missing from
+        """Return the rule of the optimizer `name`; None: --optimizer. Raises ConfigError for a name missing from
         OPTIMIZERS, or states without names."""
         name = name or self.optimizer
         if name not in OPTIMIZERS:
@@ -147,30 +150,40 @@ class OptimizerConfig(MuonConfig):
 
     @property
     def functions(self) -> dict[str, str]:
-        """Setting -> what the optimizer that it names computes, of those that this run uses."""
-        found = {"optimizer": OPTIMIZERS.function_of(self.optimizer)}
-        if (others := self.rule().others) is not None:
-            found["muon_scalar_optimizer"] = OPTIMIZERS.function_of(others(self))
-        return found
+        """The optimizers of this run: setting -> what the optimizer that it names computes."""
+        functions = {"optimizer": OPTIMIZERS.function_of(self.optimizer)}
+        others = self.rule().others
+        if others is not None:
+            functions["muon_scalar_optimizer"] = OPTIMIZERS.function_of(others(self))
+        return functions
 
     def grouping(self, group_of: GroupRule) -> GroupRule:
-        """`group_of`, with the optimizer of the parameters that --optimizer does not update."""
+        """Return `group_of` with the optimizer of the parameters that --optimizer does not update."""
         others = self.rule().others
-        return group_of if others is None else others_to(others(self), group_of)
+        if others is None:
+            return group_of
+        return non_matrices_to(others(self), group_of)
 
-    def whole_among(self, placements: Mapping[str, Placement], group_of: GroupRule) -> set[str]:
-        """Names of the parameters whose optimizer needs whole tensors."""
+    def full_matrix_params(self, placements: Mapping[str, Placement], group_of: GroupRule) -> set[str]:
+        """Return the names of the parameters whose optimizer needs whole tensors."""
         group_of = self.grouping(group_of)
-        return {name for name, it in placements.items() if self.rule(group_of(name, it).optimizer).whole}
+        names = set()
+        for name, placement in placements.items():
+            if self.rule(group_of(name, placement).optimizer).needs_full_matrix:
+                names.add(name)
+        return names
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """The states of --optimizer, and of what updates the parameters that it does not, by their names in checkpoints."""
-        return tuple(dict.fromkeys(kind for kinds in self.moments_by_part for kind in kinds))
+        """The states of --optimizer, and of the optimizer of the other parameters, by their names in checkpoints."""
+        of_matrices, of_others = self.moments_by_part
+        return tuple(dict.fromkeys((*of_matrices, *of_others)))
 
     @property
     def moments_by_part(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """`moments` of the parameters that --optimizer updates, and of the others, of which there may be none."""
+        """The `moments` of the parameters that --optimizer updates, and of the others, of which there may be none."""
         rule = self.rule()
-        rest = self.rule(rule.others(self)).states(self) if rule.others is not None else ()
-        return rule.states(self), rest
+        of_others: tuple[str, ...] = ()
+        if rule.others is not None:
+            of_others = self.rule(rule.others(self)).states(self)
+        return rule.states(self), of_others

@@ -1,5 +1,5 @@
-"""Rates by number of updates, rates and decays by samples, written into the groups of an optimizer: for a loop of
-one's own."""
+"""Learning rate schedules that write into the groups of an optimizer, for a script's own loop: by number of updates, or
+by samples."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,10 +16,11 @@ from megatron.core.optimizer.lr_schedule import (
 
 
 class GroupSchedule:
-    """Writes `lr` into every group of an optimizer: once when it is made, which the first update reads, and after every
-    update.
+    """Writes `lr` into every group of an optimizer: once when it is created, which the first update reads, and after
+    every update.
 
-    rates: a function of the update's number, from -1, for each group. betas: likewise Adam's of all groups.
+    rates: a function of the update's number, from -1, for each group. betas: such a function of Adam's betas, for all
+    groups.
     """
 
     def __init__(
@@ -30,21 +31,23 @@ class GroupSchedule:
         *,
         betas: Callable[[int], tuple[float, float]] | None = None,
     ):
-        self.optimizer, self._rates = optimizer, list(rates)
+        self.optimizer = optimizer
+        self._rates = list(rates)
         self._betas = betas
         self.step(last_batch_iteration)
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """One update is done; last_batch_iteration: its number, by default the next."""
-        following = self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
-        self.last_batch_iteration = following
+        """Count an update, and write the rates of the next. last_batch_iteration: its number, by default the next."""
+        if last_batch_iteration is None:
+            last_batch_iteration = self.last_batch_iteration + 1
+        self.last_batch_iteration = last_batch_iteration
         for group, rate in zip(self.optimizer.param_groups, self.get_last_lr()):
             group["lr"] = rate
             if self._betas is not None:
-                group["betas"] = self._betas(following)
+                group["betas"] = self._betas(last_batch_iteration)
 
     def get_last_lr(self) -> list[float]:
-        """The rate of each group in the next update."""
+        """Return the rate of each group in the next update."""
         return [rate(self.last_batch_iteration) for rate in self._rates]
 
     get_lr = get_last_lr
@@ -57,22 +60,30 @@ class GroupSchedule:
 
 
 class SampleSchedule:
-    """Writes `lr` and `weight_decay` into the groups of an optimizer. The unit of a step is the caller's: samples, in a run.
+    """Writes `lr` and `weight_decay` into the groups of an optimizer. The caller chooses the unit of a step: samples,
+    in a run.
 
     A group may have its own `max_lr` and `min_lr`, and factors `lr_mult` and `wd_mult`.
     """
 
     def __init__(self, optimizer: Any, rate: LearningRateSchedule, decay: WeightDecaySchedule):
-        self.optimizer, self.num_steps = optimizer, 0
-        self.rate, self.decay = rate, decay
+        self.optimizer = optimizer
+        self.num_steps = 0
+        self.rate = rate
+        self.decay = decay
         self.step(0)
 
     def get_lr(self, param_group: Mapping[str, Any]) -> float:
-        ends = {"lr": param_group.get("max_lr"), "min_lr": param_group.get("min_lr")}
-        given = {name: value for name, value in ends.items() if value is not None}
-        return replace(self.rate, **given).at(self.num_steps)
+        """Return the rate of this group, before its `lr_mult`."""
+        rate = self.rate
+        if param_group.get("max_lr") is not None:
+            rate = replace(rate, lr=param_group["max_lr"])
+        if param_group.get("min_lr") is not None:
+            rate = replace(rate, min_lr=param_group["min_lr"])
+        return rate.at(self.num_steps)
 
     def get_wd(self) -> float:
+        """Return the weight decay, before a group's `wd_mult`."""
         return self.decay.at(self.num_steps)
 
     def step(self, increment: int) -> None:
@@ -85,8 +96,8 @@ class SampleSchedule:
         return {"num_steps": self.num_steps, "rate": asdict(self.rate), "decay": asdict(self.decay)}
 
     def resume(self, state: Mapping[str, Any], config: LearningRateConfig) -> None:
-        """Go on where the saved one was. Raises ConfigError if it was another schedule and no option of `config` says which
-        of them counts."""
+        """Continue where the saved schedule was. Raises ConfigError if it was another schedule and no option of
+        `config` chooses one of them."""
         steps = state["num_steps"]
         self.rate = schedule_in_force(self.rate, state["rate"], config, what="learning rate", samples=steps)
         self.decay = schedule_in_force(self.decay, state["decay"], config, what="weight decay", samples=steps)
@@ -95,13 +106,16 @@ class SampleSchedule:
 
 
 def range_test(lowest: float, size: int, rate: float, *, by_steps: bool = False) -> Callable[[int], float]:
-    """`lowest` x (1 + rate x updates / size), the quotient cut to whole steps if `by_steps`."""
+    """Return the function of the update's number that gives `lowest` x (1 + rate x updates / size), the quotient
+    rounded down if `by_steps`."""
     if size < 1:
         raise ConfigError(f"a range test of {size} updates a step; give 1 or more")
 
     def at(step: int) -> float:
-        done = (step + 1) / size
-        return lowest * (1 + rate * (math.floor(done) if by_steps else done))
+        sizes_done = (step + 1) / size
+        if by_steps:
+            sizes_done = math.floor(sizes_done)
+        return lowest * (1 + rate * sizes_done)
 
     return at
 
@@ -109,9 +123,8 @@ def range_test(lowest: float, size: int, rate: float, *, by_steps: bool = False)
 def one_cycle(
     sizes: tuple[float, float], stairs: tuple[int, int], start: float, top: float, *, rests: Callable[[float], float]
 ) -> Callable[[int], float]:
-    """From `start` to `top` in `sizes[0]` updates and back in `sizes[1]`, each half in so many stairs (0: none), as a
-    function of
-    the update's number; then `rests`(updates since)."""
+    """Return the function of the update's number that rises from `start` to `top` in `sizes[0]` updates and falls back
+    in `sizes[1]`; afterwards it is `rests`(updates since). stairs: of each half; 0: without."""
     first, second = sizes
     if min(first, second) < 1:
         raise ConfigError(f"a cycle of {first} updates up and {second} down; give 1 or more of each")
@@ -119,10 +132,17 @@ def one_cycle(
     def at(step: int) -> float:
         if step >= first + second:
             return rests(step - (first + second) + 1)
-        done = (step + 1) % (first + second)
-        half = done > first
-        here, count = first + second - done if half else done, stairs[half]
-        risen = math.floor(here * count / sizes[half]) / count if count else here / sizes[half]
-        return start + (top - start) * risen
+        updates = (step + 1) % (first + second)
+        if updates <= first:
+            size = first
+            count = stairs[0]
+        else:
+            size = second
+            count = stairs[1]
+            updates = first + second - updates  # until the end
+        share = updates / size
+        if count:
+            share = math.floor(updates * count / size) / count
+        return start + (top - start) * share
 
     return at

@@ -12,7 +12,7 @@ from megatron.core.sharding.placement import Placement
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """How a parameter is updated, relative to the run's settings."""
+    """The update of a parameter, relative to the run's settings."""
 
     weight_decay_multiplier: float = 1.0
     lr_multiplier: float = 1.0
@@ -24,35 +24,39 @@ GroupRule = Callable[[str, Placement], ParamGroup]
 
 
 def default_group(name: str, placement: Placement) -> ParamGroup:
-    """Megatron's rule: vectors (biases, norm weights) do not decay; word table and output layer follow
-    --decoupled-lr."""
+    """Return the group by Megatron's rule: vectors (biases, norm weights) do not decay; embedding and output layer
+    follow --decoupled-lr."""
     return ParamGroup(
         weight_decay_multiplier=1.0 if len(placement.shape) > 1 else 0.0,
         decoupled=name.endswith(("word_embeddings.weight", "output_layer.weight")),
     )
 
 
-def without_decay_of_tables(group_of: GroupRule) -> GroupRule:
-    """`group_of`, with no weight decay for the tables of words, positions and token types."""
+def without_embedding_decay(group_of: GroupRule) -> GroupRule:
+    """Return `group_of` with no weight decay for the embeddings of tokens, positions and token types."""
 
-    def routed(name: str, placement: Placement) -> ParamGroup:
+    def rule(name: str, placement: Placement) -> ParamGroup:
         group = group_of(name, placement)
-        return replace(group, weight_decay_multiplier=0.0) if name.endswith(_TABLES) else group
+        if name.endswith(_EMBEDDINGS):
+            return replace(group, weight_decay_multiplier=0.0)
+        return group
 
-    return routed
+    return rule
 
 
-def others_to(optimizer: str, group_of: GroupRule) -> GroupRule:
-    """`group_of`, with `optimizer` for all that is no layer's matrix and that `group_of` gives no optimizer: tables of
-    words and positions, the output layer, norms, biases."""
+def non_matrices_to(optimizer: str, group_of: GroupRule) -> GroupRule:
+    """Return `group_of` with `optimizer` for every parameter that is no layer's matrix: embeddings, the output layer,
+    norms, biases. An optimizer that `group_of` itself gives stays."""
 
-    def routed(name: str, placement: Placement) -> ParamGroup:
+    def rule(name: str, placement: Placement) -> ParamGroup:
         group = group_of(name, placement)
-        is_matrix = len(placement.shape) == 2 and not name.endswith(_NO_MATRICES)
-        return group if is_matrix or group.optimizer else replace(group, optimizer=optimizer)
+        is_layers_matrix = len(placement.shape) == 2 and not name.endswith(_NOT_OF_LAYERS)
+        if is_layers_matrix or group.optimizer:
+            return group
+        return replace(group, optimizer=optimizer)
 
-    return routed
+    return rule
 
 
-_TABLES = ("embeddings.weight", "relative_pos_emb.weight")
-_NO_MATRICES = (*_TABLES, "output_layer.weight")
+_EMBEDDINGS = ("embeddings.weight", "relative_pos_emb.weight")
+_NOT_OF_LAYERS = (*_EMBEDDINGS, "output_layer.weight")

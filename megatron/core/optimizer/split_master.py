@@ -22,14 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.base.async_handle import Pending, all_of
+from megatron.core.base.async_handle import AsyncHandle, all_of
 from megatron.core.offload.stored_tensor import Stored, StoredTensor, start_reading, start_writing
 
 _NAN = 0x7FC00000  # its lower half is zero; NVIDIA's NaN, 0x7FFFFFFF, would round to minus zero
 
 
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
-    """(weight in bfloat16, residual in int16) of a float32 master."""
+    """Return (weight in bfloat16, residual in int16) of a float32 master, both in its shape."""
     bits = master.view(torch.int32).masked_fill(master.isnan(), _NAN)
     bits.sub_(bits.bitwise_and(0x1FFFF).eq_(0x8000))  # ties that round towards zero
     residual = bits.to(torch.int16)  # the lower half, as a signed number
@@ -38,7 +38,7 @@ def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join_master(weight: Tensor, residual: Tensor) -> Tensor:
-    """The float32 master, on the weight's device, in new memory."""
+    """Return the float32 master of a weight and its residual, in their shape, on the weight's device, in new memory."""
     bits = weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
     return bits.add_(residual.to(bits.device)).view(torch.float32)
 
@@ -49,7 +49,8 @@ class SplitMaster(StoredTensor):
     dtype = torch.float32
 
     def __init__(self, weight: Stored, residual: Stored):
-        self.weight, self.residual = weight, residual
+        self.weight = weight
+        self.residual = residual
         self.shape = tuple(weight.shape)
 
     def view(self, shape: tuple[int, ...]) -> "SplitMaster":
@@ -58,11 +59,13 @@ class SplitMaster(StoredTensor):
     def __getitem__(self, rows: slice) -> "SplitMaster":
         return SplitMaster(self.weight[rows], self.residual[rows])
 
-    def start_reading(self, start: Callable[[Stored], Pending[Tensor]] = start_reading) -> Pending[Tensor]:
-        """start: the function that starts to read each half."""
-        weight, residual = start(self.weight), start(self.residual)
-        return Pending(lambda: join_master(weight.wait(), residual.wait()))
+    def start_reading(self, start: Callable[[Stored], AsyncHandle[Tensor]] = start_reading) -> AsyncHandle[Tensor]:
+        """Start to read the master. start: the function that starts to read each half."""
+        weight = start(self.weight)
+        residual = start(self.residual)
+        return AsyncHandle(lambda: join_master(weight.wait(), residual.wait()))
 
-    def start_writing(self, values: Tensor) -> Pending[Any]:
-        halves = zip((self.weight, self.residual), split_master(values.detach().float().contiguous()))
-        return all_of(start_writing(stored, half) for stored, half in halves)
+    def start_writing(self, values: Tensor) -> AsyncHandle[Any]:
+        """Start to write both halves of these masters."""
+        weight, residual = split_master(values.detach().float().contiguous())
+        return all_of([start_writing(self.weight, weight), start_writing(self.residual, residual)])

@@ -1,8 +1,8 @@
-"""The ranks of a job, the groups they form, and everything they send to one another.
+"""The ranks of a job form groups, and send tensors to one another over them.
 
-grid, stage_map, sequence_shard, parallel_config    on paper: axes, stages, parts of a sequence, sizes (no torch)
+grid, stage_map, sequence_shard, parallel_config    axes, stages, shards of a sequence, sizes: integers (no torch)
 mesh, global_state                                  the axes of this rank, and those of the process, which Megatron's
-                                                    functions ask
+                                                    functions read
 collectives                                         every collective and transfer, recorded in a ledger; no other file
                                                     communicates
 initialize_model_parallel, initialize_distributed, launcher_environment    how processes join a job and leave it

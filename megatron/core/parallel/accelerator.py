@@ -1,5 +1,4 @@
-"""The device of this process: selection, memory statistics, copies to and from the host. The only file that names
-vendors."""
+"""The device of this process: selection, memory statistics, copies to and from the host. No other file names a vendor."""
 
 import contextlib
 import ctypes
@@ -12,10 +11,10 @@ from typing import Any, Literal
 
 import torch
 
-from megatron.core.base.async_handle import Pending, done
-from megatron.core.base.dataclass_flags import ConfigError, Count, FlagConfig, WholeNumber, knob
+from megatron.core.base.async_handle import AsyncHandle, done
+from megatron.core.base.dataclass_flags import ConfigError, Count, FlagConfig, WholeNumber, option
 
-_products_before: list[str] = []  # precision before a --bf16 run on this CPU, of float32 products; for `restore`
+_precision_before: list[str] = []  # of float32 products, before a --bf16 run on this CPU; for `Device.restore`
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl", "xpu": "xccl"}
 DeviceName = Literal["auto", "cpu", "cuda", "npu", "xpu"]
 
@@ -24,24 +23,24 @@ DeviceName = Literal["auto", "cpu", "cuda", "npu", "xpu"]
 class DeviceConfig(FlagConfig):
     """Device and processes."""
 
-    device: DeviceName = knob("auto", "device to train on; auto: an accelerator if there is one")
-    distributed_backend: Literal["gloo", "nccl", "hccl", "xccl"] | None = knob(
+    device: DeviceName = option("auto", "device to train on; auto: an accelerator if there is one")
+    distributed_backend: Literal["gloo", "nccl", "hccl", "xccl"] | None = option(
         None, "torch.distributed backend; default: the device's"
     )
-    distributed_timeout_minutes: Count = knob(
+    distributed_timeout_minutes: Count = option(
         10, "minutes until a missing rank or an unfinished collective is an error"
     )
-    empty_unused_memory_level: Literal[0, 1, 2] = knob(
+    empty_unused_memory_level: Literal[0, 1, 2] = option(
         0,
         "return cached memory to the driver (torch.cuda.empty_cache): 1: after the backwards of an iteration; 2: also after "
         "the update; on a CPU: free blocks above 1 MB (1) or 128 KiB (2) at once",
     )
-    check_memory: bool = knob(
+    check_memory: bool = option(
         True,
         "start even if parameters, gradients and optimizer state exceed the memory of the device or host",
         flags=("--no-check-memory",),
     )
-    local_rank: WholeNumber | None = knob(
+    local_rank: WholeNumber | None = option(
         None, "rank on this node, as launchers pass it", flags=("--local-rank", "--local_rank")
     )
 
@@ -59,24 +58,25 @@ class Device:
             self.module.set_device(local_rank % self.module.device_count())
         self.torch_device = torch.device(name) if name == "cpu" else torch.device(name, self.module.current_device())
         self._peak_before = 0  # peak before the last `restart_peak`
-        self._kept_below: int | None = None  # bytes, of malloc; set by `prepare` on a CPU
-        self._usual: int | None = None  # bytes of this process after the first step since `return_freed`
+        self._malloc_threshold: int | None = None  # bytes; set by `prepare` on a CPU
+        self._usual_bytes: int | None = None  # of this process, after the first step since `return_freed`
 
     @classmethod
     def select(cls, name: str = "auto", local_rank: int = 0) -> "Device":
-        """The device of this name; "auto" is an available accelerator, else the CPU. ConfigError if it is not available."""
+        """Return the device of this name; "auto" is an available accelerator, else the CPU. ConfigError if there is none."""
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         if name == "auto":
             return cls(accelerator.type if accelerator else "cpu", local_rank)
         if name != "cpu" and (accelerator is None or accelerator.type != name):
-            found = f"torch sees {accelerator.type}" if accelerator else "torch sees no accelerator"
-            raise ConfigError(f"--device {name} is not available ({found}); use --device auto or --device cpu")
+            available = f"torch sees {accelerator.type}" if accelerator else "torch sees no accelerator"
+            raise ConfigError(f"--device {name} is not available ({available}); use --device auto or --device cpu")
         return cls(name, local_rank)
 
     def check_number(self, processes: int) -> None:
-        """Raises ConfigError if `processes` of this machine see fewer devices, but more than one: with one visible
-        device the
-        launcher may have given each process its own."""
+        """Raise ConfigError if `processes` of this machine see fewer devices, but more than one.
+
+        With one visible device the launcher may have given each process its own.
+        """
         count = processes if self.module is None else self.module.device_count()
         if processes > count > 1:
             raise ConfigError(
@@ -96,114 +96,119 @@ class Device:
         return self._property("total_memory")
 
     def _property(self, name: str) -> Any:
-        """One of torch's device properties; None if the device does not have it."""
+        """Return one of torch's device properties; None if the device does not have it."""
         properties = self.module and self.module.get_device_properties(self.torch_device)
         return getattr(properties, name, None)
 
     def prepare(self, *, bf16: bool, empty_level: int = 0, ranks: int = 1) -> None:
-        """Changes settings of the whole process for a training run.
+        """Change settings of the whole process for a training run.
 
-        Accelerator: large pinned buffers are not rounded up to a power of two. CPU: sets the malloc thresholds for
-        `empty_level` (`DeviceConfig.empty_unused_memory_level`), and with several `ranks` aligns large tensors. CPU with
-        `bf16`,
-        if it has the instructions: float32 matrix products round their factors to bfloat16. In a --bf16 run these
-        factors are
-        widened bfloat16 (weight gradients), so products stay exact, accumulate in float32, and take half the
-        time (13 instead of 28 ms, see `tensor_parallel/linear_autograd.py`). The one exception, float32 attention
-        probabilities, is
-        rounded to bfloat16 anyway.
+        Accelerator: large pinned buffers are not rounded up to a power of two.
+
+        CPU: sets the malloc thresholds for `empty_level` (`DeviceConfig.empty_unused_memory_level`), and with several
+        `ranks` aligns large tensors.
+
+        CPU with `bf16`, if it has the instructions: float32 matrix products round their factors to bfloat16. In a
+        --bf16 run these factors are widened bfloat16 (weight gradients), so products stay exact,
+        accumulate in float32, and take half the time (13 instead of 28 ms, see `tensor_parallel/linear_autograd.py`).
+        The one exception, float32 attention probabilities, is rounded to bfloat16 anyway.
         """
         if self.name != "cpu":
             round_no_large_pinned_memory()
             return
-        self._kept_below = _KEPT_BELOW[empty_level]
-        set_malloc(self._kept_below)
+        self._malloc_threshold = _MALLOC_THRESHOLDS[empty_level]
+        set_malloc(self._malloc_threshold)
         if ranks > 1:
             align_to_pages()
         matmul = torch.backends.mkldnn.matmul
         if bf16 and matmul.fp32_precision != "bf16":
-            _products_before.append(matmul.fp32_precision)
+            _precision_before.append(matmul.fp32_precision)
             matmul.fp32_precision = "bf16"
 
     def restore(self) -> None:
-        """Ends what `prepare` set for float32 products: a program that goes on after its --bf16 run computes them as
-        before."""
-        if _products_before:
-            torch.backends.mkldnn.matmul.fp32_precision = _products_before.pop()
+        """Undo what `prepare` set for float32 products, for a program that runs on after its --bf16 training."""
+        if _precision_before:
+            torch.backends.mkldnn.matmul.fp32_precision = _precision_before.pop()
 
     @property
     def backend(self) -> str:
         return _BACKENDS[self.name]
 
     def synchronize(self) -> None:
-        """Blocks the host until all queued work is done, as timing needs."""
+        """Block the host until all queued work is done, as timing needs."""
         if self.module is not None:
             self.module.synchronize()
 
     def empty_unused(self) -> None:
-        """Returns torch's cached memory to the driver. On a CPU the malloc thresholds decide (`prepare`)."""
+        """Return torch's cached memory to the driver. On a CPU the malloc thresholds decide (`prepare`)."""
         if self.module is not None:
             self.module.empty_cache()
 
     @contextlib.contextmanager
     def memory_that_stays(self) -> Iterator[None]:
-        """Inside, what lives as long as the run is allocated: parameters, gradients, optimizer state. After `prepare` on
-        a CPU,
-        each block has pages of its own there, and goes back to the system when freed. Steps then find a heap without
-        holes."""
-        if (kept := self._kept_below) is None:
+        """Allocate what lives as long as the run inside: parameters, gradients, optimizer state.
+
+        After `prepare` on a CPU, each block has pages of its own there, and is returned to the system when freed. Steps
+        then start from a heap without holes.
+        """
+        threshold = self._malloc_threshold
+        if threshold is None:
             yield
             return
-        set_malloc(_KEPT_BELOW[-1])
+        set_malloc(_MALLOC_THRESHOLDS[-1])
         try:
             yield
         finally:
-            set_malloc(kept)
+            set_malloc(threshold)
 
     def return_freed(self) -> None:
-        """Gives memory that the model's start or a compilation has freed back to the system, on a CPU with glibc: it lies in
-        pieces, of which the tensors of a step use some. Call it now and then, not each step, which would fault the pages
-        in."""
-        if self.module is None and (c_library := _glibc()) is not None:
+        """Return to the system what the model's start or a compilation has freed, on a CPU with glibc.
+
+        It is in pieces, of which the tensors of a step use some. Call it now and then, not each step, which would fault
+        the pages in.
+        """
+        c_library = _glibc() if self.module is None else None
+        if c_library is not None:
             c_library.malloc_trim(0)
-            self._usual = None
+            self._usual_bytes = None
 
     def return_freed_if_grown(self, *, surely: bool = False) -> None:
-        """`return_freed`, if this process holds a twelfth more than after the first step since the last return, or `surely`.
+        """Call `return_freed` if this process has grown by a twelfth since the first step after the last return, or `surely`.
 
         Call it after each step: a heap in pieces takes new pages where none fits. Each of 2 tensor-parallel ranks grew
-        by 20 MiB
-        a step of 0.54 s; a return takes 9 ms."""
+        by 20 MiB a step of 0.54 s; a return takes 9 ms.
+        """
         if surely:
             self.return_freed()
             return
-        if self.module is not None or (held := _anonymous_bytes()) is None:
+        process_bytes = _anonymous_bytes() if self.module is None else None
+        if process_bytes is None:
             return
-        if self._usual is None:
-            self._usual = held
-        elif held > self._usual * 13 / 12:
+        if self._usual_bytes is None:
+            self._usual_bytes = process_bytes
+        elif process_bytes > self._usual_bytes * 13 / 12:
             self.return_freed()
 
     def peak_memory_bytes(self) -> int | None:
-        """Peak memory of tensors since the start; None if the device does not count it."""
+        """Return the peak memory of tensors since the start; None if the device does not count it."""
         return None if self.module is None else max(self._peak_before, self.module.max_memory_allocated())
 
     def restart_peak(self) -> None:
-        """Resets the peak of `recent_peak_bytes`; `peak_memory_bytes` is unchanged."""
+        """Reset the peak of `recent_peak_bytes`; `peak_memory_bytes` is unchanged."""
         if self.module is not None:
             self._peak_before = self.peak_memory_bytes()
             self.module.reset_peak_memory_stats()
 
     def recent_peak_bytes(self) -> int | None:
-        """Peak memory of tensors since `restart_peak`; None if the device does not count it."""
+        """Return the peak memory of tensors since `restart_peak`; None if the device does not count it."""
         return None if self.module is None else self.module.max_memory_allocated()
 
     def allocated_bytes(self) -> int | None:
-        """Memory of tensors now; None if the device does not count it."""
+        """Return the memory of tensors now; None if the device does not count it."""
         return None if self.module is None else self.module.memory_allocated()
 
     def memory_numbers(self) -> dict[str, float]:
-        """Memory statistics by Megatron's names; empty if the device does not count."""
+        """Return memory statistics by Megatron's names; empty if the device does not count."""
         if self.module is None:
             return {}
         stats = self.module.memory_stats()
@@ -211,19 +216,22 @@ class Device:
         return {name: stats[key] for name, key in _MEMORY.items() if key in stats}
 
     def peak_flops(self, dtype: torch.dtype) -> float | None:
-        """Peak FLOP/s of dense matrix products from the data sheet; None if unknown."""
-        return None if self.module is None else peak_flops_of(self.module.get_device_name(), dtype)
+        """Return the peak FLOP/s of dense matrix products from the data sheet; None if unknown."""
+        if self.module is None:
+            return None
+        return peak_flops_of(self.module.get_device_name(), dtype)
 
     def record_memory_history(self) -> None:
-        """Records every allocation from now on. ConfigError if the device's allocator cannot."""
+        """Record every allocation from now on. ConfigError if the device's allocator cannot."""
         record = getattr(getattr(self.module, "memory", None), "_record_memory_history", None)
         if record is None:
-            lacks = f"{self.name} has none; omit the flag"
-            raise ConfigError(f"--record-memory-history needs an accelerator's allocator; {lacks}")
+            raise ConfigError(
+                f"--record-memory-history needs an accelerator's allocator; {self.name} has none; omit the flag"
+            )
         record()
 
     def save_memory_history(self, path: str) -> None:
-        """Writes the record for pytorch.org/memory_viz."""
+        """Write the record for pytorch.org/memory_viz."""
         self.module.memory._dump_snapshot(path)
 
 
@@ -243,31 +251,36 @@ _PEAK_FLOPS: dict[str, dict[torch.dtype, float]] = {
 
 
 def peak_flops_of(device_name: str, dtype: torch.dtype) -> float | None:
-    """Peak FLOP/s of a device by its driver's name for it; None if unknown."""
-    model = next((model for model in _PEAK_FLOPS if model in device_name), None)
-    slower = model in ("H100", "H200") and ("PCIe" in device_name or "NVL" in device_name)  # slower variants
-    return None if model is None or slower else _PEAK_FLOPS[model].get(dtype)
+    """Return the peak FLOP/s of a device by its driver's name for it; None if unknown."""
+    for model, flops in _PEAK_FLOPS.items():
+        if model in device_name:
+            is_slower_variant = model in ("H100", "H200") and ("PCIe" in device_name or "NVL" in device_name)
+            return None if is_slower_variant else flops.get(dtype)
+    return None
 
 
-_ROUNDS_UP_TO = "pinned_max_round_threshold_mb"
+_ROUNDING_THRESHOLD = "pinned_max_round_threshold_mb"
 
 
 def round_no_large_pinned_memory() -> None:
-    """Allocates pinned buffers above 16 MB at their exact size, if torch can (PyTorch pull request 171662).
+    """Allocate pinned buffers above 16 MB at their exact size, if torch can (PyTorch pull request 171662).
 
-    By default torch rounds them up to a power of two: 5 GB of moments take 8. A threshold set by the user stays."""
+    By default torch rounds them up to a power of two: 5 GB of moments take 8. A threshold set by the user stays.
+    """
     try:
         settings = torch._C._accelerator_getAllocatorSettings()
-        if _ROUNDS_UP_TO not in settings:
-            torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (settings, f"{_ROUNDS_UP_TO}:16"))))
+        if _ROUNDING_THRESHOLD not in settings:
+            threshold = f"{_ROUNDING_THRESHOLD}:16"
+            torch._C._accelerator_setAllocatorSettings(f"{settings},{threshold}" if settings else threshold)
     except (AttributeError, RuntimeError, ValueError):
         return
 
 
 def to_device(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """`x` on the device, copied asynchronously from pinned memory, so that the host does not wait for queued work.
+    """Return `x` on the device, copied asynchronously from pinned memory, so that the host does not wait for queued work.
 
-    The caller may free `x` at once. It may overwrite an unpinned `x` at once, a pinned one after the next synchronization.
+    Same shape. The caller may free `x` at once. It may overwrite an unpinned `x` at once, a pinned one after the next
+    synchronization.
     """
     if x.device.type != "cpu" or torch.device(device).type == "cpu":
         return x.to(device)
@@ -275,30 +288,32 @@ def to_device(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether the device has kernels and memory of its own, apart from the host's."""
+    """Return whether the device has kernels and memory of its own, apart from the host's."""
     return device.type in _BACKENDS and device.type != "cpu"
 
 
-def start_to_host(x: torch.Tensor) -> Pending[torch.Tensor]:
-    """Starts to copy `x` to pinned host memory; any thread may wait. A tensor of no accelerator is returned itself."""
+def start_to_host(x: torch.Tensor) -> AsyncHandle[torch.Tensor]:
+    """Start to copy `x` to pinned host memory; any thread may wait. A tensor of no accelerator is returned itself."""
     if not is_accelerator(x.device):
         return done(x)
-    there = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-    there.copy_(x, non_blocking=True)
+    copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    copy.copy_(x, non_blocking=True)
     arrived = torch.Event(device=x.device)
     arrived.record()
 
-    def result() -> torch.Tensor:
+    def finish() -> torch.Tensor:
         arrived.synchronize()
-        return there
+        return copy
 
-    return Pending(result)
+    return AsyncHandle(finish)
 
 
 def lock_pages(x: torch.Tensor, device: torch.device | str) -> Callable[[], None]:
-    """Locks the pages of the host tensor `x` where it lies, so that copies from `device` are asynchronous; returns what
-    unlocks
-    them. Nothing to do for the host's own tensors, and for devices whose libraries do not offer it."""
+    """Lock the pages of the host tensor `x` in place, so that copies from `device` are asynchronous.
+
+    Returns the function that unlocks them. A no-op for the host's own tensors, and for devices whose libraries do not
+    offer it.
+    """
     if torch.device(device).type != "cuda":
         return lambda: None
     cudart = torch.cuda.cudart()
@@ -307,30 +322,30 @@ def lock_pages(x: torch.Tensor, device: torch.device | str) -> Callable[[], None
 
 
 def finish_copies(device: torch.device | str) -> None:
-    """Waits until copies from `device` to the host have arrived."""
+    """Wait until copies from `device` to the host have arrived."""
     if torch.device(device).type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def has_fused_adam(device: torch.device) -> bool:
-    """Whether torch has a fused Adam for this device."""
+    """Return whether torch has a fused Adam for this device."""
     return device.type != "npu"
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:
-    """Whether the device has units for products in bfloat16. On a CPU without them such products are slower than
-    float32's."""
+    """Return whether the device has units for bfloat16. On a CPU without them such products are slower than float32's."""
     return device.type != "cpu" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 @contextlib.contextmanager
 def float32_products(device: torch.device, *, tf32: bool) -> Iterator[None]:
-    """Inside, products of float32 matrices have float32 factors, or factors in TF32 where the device has it."""
+    """Compute products of float32 matrices inside with float32 factors, or with TF32 factors where the device has them."""
     if device.type not in _FLOAT32_PRODUCTS:
         yield
         return
     settings = _FLOAT32_PRODUCTS[device.type]
-    before, settings.fp32_precision = settings.fp32_precision, "tf32" if tf32 and device.type != "cpu" else "ieee"
+    before = settings.fp32_precision
+    settings.fp32_precision = "tf32" if tf32 and device.type != "cpu" else "ieee"
     try:
         yield
     finally:
@@ -339,46 +354,47 @@ def float32_products(device: torch.device, *, tf32: bool) -> Iterator[None]:
 
 _FLOAT32_PRODUCTS = {"cpu": torch.backends.mkldnn.matmul, "cuda": torch.backends.cuda.matmul}
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+_M_TRIM_THRESHOLD = -1  # malloc.h
+_M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
-_KEPT_BELOW = (2**31 - 1, 1 << 20, 1 << 17)  # by level: freed blocks of at least so many bytes go back to the system
+# Freed blocks of at least so many bytes are returned to the system, by `empty_unused_memory_level`.
+_MALLOC_THRESHOLDS = (2**31 - 1, 1 << 20, 1 << 17)
 
 
 def set_malloc(threshold: int) -> None:
-    """Lets malloc keep freed blocks smaller than `threshold` bytes for reuse. A no-op unless on Linux with glibc.
+    """Let malloc keep freed blocks smaller than `threshold` bytes for reuse. A no-op unless on Linux with glibc.
 
-    By default glibc returns each large block to the system, and the next tensor faults in zeroed pages again: a quarter of
-    the processor time of a step (2 layers of 512, 1024 tokens). Kept blocks fragment memory, so the level lowers the
+    By default glibc returns each large block to the system, and the next tensor faults in zeroed pages again: a quarter
+    of the processor time of a step (2 layers of 512, 1024 tokens). Kept blocks fragment memory, so the level lowers the
     threshold.
-    Where kernels have one thread, all threads share one heap: what a thread of gloo frees would else wait for that
-    thread alone.
-    Several threads of a kernel would wait for one another: bfloat16 attention with its backward (2 x 512 tokens, 8 heads
-    of 64)
-    took 25 ms on two threads of a Xeon with AMX, and 11 with a heap for each.
+
+    Where kernels have one thread, all threads share one heap: else what a thread of gloo frees would be kept for that
+    thread alone. Several threads of a kernel would wait for one another: bfloat16 attention with its backward (2 x 512
+    tokens, 8 heads of 64) took 25 ms on two threads of a Xeon with AMX, and 11 with a heap for each.
     """
-    if (c_library := _glibc()) is not None:
-        c_library.mallopt(_M_MMAP_THRESHOLD, threshold)
-        c_library.mallopt(_M_TRIM_THRESHOLD, threshold)
-        if torch.get_num_threads() == 1:
-            c_library.mallopt(_M_ARENA_MAX, 1)
+    c_library = _glibc()
+    if c_library is None:
+        return
+    c_library.mallopt(_M_MMAP_THRESHOLD, threshold)
+    c_library.mallopt(_M_TRIM_THRESHOLD, threshold)
+    if torch.get_num_threads() == 1:
+        c_library.mallopt(_M_ARENA_MAX, 1)
 
 
 def align_to_pages() -> None:
-    """Has torch align tensors of 2 MB and more to pages, and ask for huge ones. No effect once torch has made a tensor.
+    """Make torch align tensors of 2 MB and more to pages, and ask for huge pages. No effect once torch has made a tensor.
 
-    Aligned to 64 bytes, glibc asks for a little more and frees what is over: pieces so small that a thread keeps them
-    for its
-    next small object. A tensor that is freed then leaves a hole too small for the next one of its size, and the heap
-    grows with
-    every step: a rank of ZeRO stage 3 with 27.6 million parameters took 1.2 GiB after 4 steps and 2.9 after 32, so
-    aligned 0.9
-    and 1.3. Tensor parallelism grew too; one process did not, and would take 4 % more for whole pages.
+    Aligned to 64 bytes, glibc allocates a little more and frees the rest: pieces so small that a thread keeps them for
+    its next small object. A tensor that is freed then leaves a hole too small for the next one of its size, and the
+    heap grows with every step: a rank of ZeRO stage 3 with 27.6 million parameters took 1.2 GiB after 4 steps and 2.9
+    after 32, so aligned 0.9 and 1.3. Tensor parallelism grew too; one process did not, and would take 4 % more for
+    whole pages.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def _anonymous_bytes() -> int | None:
-    """Resident memory of this process that is no file's; None unless on Linux."""
+    """Return the resident memory of this process without that of files; None unless on Linux."""
     try:
         with open("/proc/self/statm") as file:
             resident, shared = (int(pages) for pages in file.read().split()[1:3])

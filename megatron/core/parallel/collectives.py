@@ -1,13 +1,21 @@
-"""All collectives and point-to-point transfers, each over an `Axis` and recorded in a ledger.
+"""All collectives and point-to-point transfers run here, each over an `Axis` and recorded in a ledger.
 
 This is the only file that calls torch.distributed communication (`initialize_model_parallel.py` creates the groups). On an axis
-of one
-rank a function returns at once, so callers need no special case. `start_*` returns a `Pending` whose `wait()` gives the
-result; the tensors of a call must not be read or written before `wait()`.
+of one rank a function returns at once, so callers need no special case. `start_*` returns an `AsyncHandle` whose
+`wait()` gives the result; the tensors of a call must not be read or written before `wait()`.
 
     with mesh.ledger.record() as calls:
         train_step()
     Counter((c.op, c.axis) for c in calls)      {("all_reduce", "tp"): 8, ...}
+
+What each collective does on an axis of two ranks (| separates the ranks, n is the size of dimension 0):
+
+    all_reduce        a | b                ->    a+b | a+b                    in place
+    all_gather        a | b                ->    [a b] | [a b]                [n, ...] -> [2 n, ...]
+    reduce_scatter    [a0 a1] | [b0 b1]    ->    a0+b0 | a1+b1                [n, ...] -> [n / 2, ...]
+    all_to_all        [a0 a1] | [b0 b1]    ->    [a0 b0] | [a1 b1]            [n, ...] -> [n, ...]
+    broadcast         a | b                ->    a | a                        in place, from position 0
+    shift             a | b                ->    b | a                        to the next rank, the last to the first
 """
 
 import contextlib
@@ -25,7 +33,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from megatron.core.base import rank_status
-from megatron.core.base.async_handle import Pending, done
+from megatron.core.base.async_handle import AsyncHandle, done
 from megatron.core.parallel.grid import Axis
 
 # ---------------------------------------------------------------- the ledger
@@ -41,27 +49,29 @@ class Call(NamedTuple):
 
 
 class Ledger:
-    """The calls of one mesh. `recent` holds the last `keep` calls, for a report of a hang; `record` holds all calls of a
-    block.
+    """The record of one mesh's calls.
 
-    While `profiled` is set, each call and each wait is a range in torch's profiler.
+    flight_recorder: the last `keep` calls, for a report of a hang. `record` lists all calls of a block.
+    profiled: while it is set, each call and each wait is a range in torch's profiler.
+    listener: called with (call, its input, is_result=False), and once the call is done with (call, its result,
+        is_result=True).
     """
 
     def __init__(self, keep: int = 256):
-        self.recent: deque[Call] = deque(maxlen=keep)
+        self.flight_recorder: deque[Call] = deque(maxlen=keep)
         self.profiled = False
-        # Called with (call, its input, is_result=False), and once it is done with (call, its result, is_result=True).
         self.listener: Callable[..., None] | None = None
         self._open: list[list[Call]] = []
 
     def note(self, call: Call) -> None:
-        self.recent.append(call)
+        """Record a call in the ring, and in the lists of all open `record` blocks."""
+        self.flight_recorder.append(call)
         for calls in self._open:
             calls.append(call)
 
     @contextlib.contextmanager
     def record(self) -> Iterator[list[Call]]:
-        """The calls that this rank issues inside the block."""
+        """List the calls that this rank issues inside the block."""
         calls: list[Call] = []
         self._open.append(calls)
         try:
@@ -71,13 +81,14 @@ class Ledger:
 
 
 def bytes_sent(call: Call) -> float:
-    """Bytes that this rank sends with a bandwidth-optimal algorithm (Patarasuk and Yuan 2009)."""
-    n, size = call.ranks, call.bytes
+    """Return the bytes that this rank sends with a bandwidth-optimal algorithm (Patarasuk and Yuan 2009)."""
+    n = call.ranks
+    size = call.bytes
     share = (n - 1) / n
     return {
         "all_reduce": 2 * share * size,
         "all_gather": (n - 1) * size,  # the input is one shard
-        "reduce_scatter": share * size,  # the input is the whole
+        "reduce_scatter": share * size,  # the input is the full tensor
         "all_to_all": share * size,
         "broadcast": share * size,
         "send": size,
@@ -85,20 +96,20 @@ def bytes_sent(call: Call) -> float:
     }[call.op]
 
 
-# ---------------------------------------------------------------- what a group can do
+# ---------------------------------------------------------------- process groups
 
 
 class Group(Protocol):
-    """The communicator behind an axis: torch.distributed in a job, a test double in tests. Calls start and do not wait."""
+    """The communicator of an axis: torch.distributed in a job, a test double in tests. Calls start and do not wait."""
 
-    def all_reduce(self, x: Tensor, op: str) -> Pending[Any]: ...
-    def all_gather(self, out: Tensor, x: Tensor) -> Pending[Any]: ...
-    def reduce_scatter(self, out: Tensor, x: Tensor) -> Pending[Any]: ...
-    def all_to_all(self, out: Tensor, x: Tensor) -> Pending[Any]: ...
-    def broadcast(self, x: Tensor, source: int) -> Pending[Any]: ...
-    def shift(self, out: Tensor, x: Tensor, to: int, source: int) -> Pending[Any]: ...
-    def send(self, x: Tensor, to: int) -> Pending[Any]: ...
-    def recv(self, x: Tensor, source: int) -> Pending[Any]: ...
+    def all_reduce(self, x: Tensor, op: str) -> AsyncHandle[Any]: ...
+    def all_gather(self, out: Tensor, x: Tensor) -> AsyncHandle[Any]: ...
+    def reduce_scatter(self, out: Tensor, x: Tensor) -> AsyncHandle[Any]: ...
+    def all_to_all(self, out: Tensor, x: Tensor) -> AsyncHandle[Any]: ...
+    def broadcast(self, x: Tensor, source: int) -> AsyncHandle[Any]: ...
+    def shift(self, out: Tensor, x: Tensor, to: int, source: int) -> AsyncHandle[Any]: ...
+    def send(self, x: Tensor, to: int) -> AsyncHandle[Any]: ...
+    def recv(self, x: Tensor, source: int) -> AsyncHandle[Any]: ...
 
 
 # torch 2.13 renames these two and deprecates the old names; earlier releases have only the old names.
@@ -114,14 +125,15 @@ class PeerError(RuntimeError):
 
 
 class LostPeerError(PeerError):
-    """Contact with another rank is lost, for a reason this rank does not know."""
+    """Contact with another rank is lost; this rank does not know the reason."""
 
 
 class as_peer_error:
-    """Turns an error of torch.distributed into LostPeerError: usually the other rank has died, and its own error tells why.
+    """Turn an error of torch.distributed into LostPeerError.
 
-    An error of this rank's device may surface in any later call, and is raised unchanged: out of memory, a failed kernel,
-    two ranks on one device. NCCL reports the death of another rank as ncclRemoteError.
+    Usually the other rank has died, and its own error tells why. An error of this rank's device may surface in any
+    later call, and is raised unchanged: out of memory, a failed kernel, two ranks on one device. NCCL reports the death
+    of another rank as ncclRemoteError.
     """
 
     def __enter__(self) -> None:
@@ -142,77 +154,83 @@ class TorchGroup:
     def __init__(self, process_group: dist.ProcessGroup):
         self.process_group = process_group
 
-    def _start(self, call: Callable[..., dist.Work], *tensors: Tensor, **options: Any) -> Pending[None]:
-        """On an accelerator `wait` blocks the compute stream, not the host."""
+    def _start(self, call: Callable[..., dist.Work], *tensors: Tensor, **options: Any) -> AsyncHandle[None]:
+        """Start a call of torch.distributed. On an accelerator `wait` blocks the compute stream, not the host."""
         try:
             work = call(*tensors, group=self.process_group, **options)
         except RuntimeError:
             with as_peer_error():
                 raise
-        return Pending(partial(_wait_for, work))
+        return AsyncHandle(partial(_wait_for, work))
 
-    def all_reduce(self, x: Tensor, op: str) -> Pending[Any]:
+    def all_reduce(self, x: Tensor, op: str) -> AsyncHandle[Any]:
         return self._start(dist.all_reduce, x, op=_OPS[op], async_op=True)
 
-    def all_gather(self, out: Tensor, x: Tensor) -> Pending[Any]:
+    def all_gather(self, out: Tensor, x: Tensor) -> AsyncHandle[Any]:
         return self._start(_all_gather_single, out, x, async_op=True)
 
-    def reduce_scatter(self, out: Tensor, x: Tensor) -> Pending[Any]:
+    def reduce_scatter(self, out: Tensor, x: Tensor) -> AsyncHandle[Any]:
         if x.device.type == "cpu" and self.process_group.size() == 2:
             return self._sum_of_two(out, x)
         return self._start(_reduce_scatter_single, out, x, async_op=True)
 
-    def _sum_of_two(self, out: Tensor, x: Tensor) -> Pending[Any]:
-        """A reduce-scatter with the same bits, for less: gloo all-reduces a copy instead, which sends twice the bytes.
+    def _sum_of_two(self, out: Tensor, x: Tensor) -> AsyncHandle[Any]:
+        """Reduce-scatter over two ranks by an all-to-all, with the bits of gloo's own reduce-scatter.
 
-        Three or more terms would be added in another order than stage 0's all-reduce adds them.
+        gloo all-reduces a copy instead, which sends twice the bytes. Three or more terms would be added in another
+        order than the all-reduce of ZeRO stage 0 adds them.
         """
-        parts = torch.empty_like(x)
-        exchanging = self.all_to_all(parts, x)
+        parts = torch.empty_like(x)  # [2 n, ...]: this rank's shard of `x` on both ranks
+        exchange = self.all_to_all(parts, x)
 
         def finish() -> None:
-            exchanging.wait()
+            exchange.wait()
             half = out.shape[0]
-            torch.add(parts[:half], parts[half:], out=out)
+            torch.add(parts[:half], parts[half:], out=out)  # [n, ...]
 
-        return Pending(finish)
+        return AsyncHandle(finish)
 
-    def all_to_all(self, out: Tensor, x: Tensor) -> Pending[Any]:
+    def all_to_all(self, out: Tensor, x: Tensor) -> AsyncHandle[Any]:
         return self._start(dist.all_to_all_single, out, x, async_op=True)
 
-    def broadcast(self, x: Tensor, source: int) -> Pending[Any]:
+    def broadcast(self, x: Tensor, source: int) -> AsyncHandle[Any]:
         return self._start(dist.broadcast, x, group_src=source, async_op=True)
 
-    def shift(self, out: Tensor, x: Tensor, to: int, source: int) -> Pending[Any]:
-        """One batch: NCCL runs a communicator's transfers in order, and in a ring bare sends would wait for each other."""
-        group, here = self.process_group, self._receiving(out)
-        sends = dist.P2POp(dist.isend, self._sending(x), group=group, group_peer=to)
-        receives = dist.P2POp(dist.irecv, here, group=group, group_peer=source)
+    def shift(self, out: Tensor, x: Tensor, to: int, source: int) -> AsyncHandle[Any]:
+        """Send `x` to one rank and receive `out` from another, as one batch.
+
+        NCCL runs a communicator's transfers in order, and in a ring bare sends would wait for each other.
+        """
+        group = self.process_group
+        buffer = self._receive_buffer(out)
+        send = dist.P2POp(dist.isend, self._send_buffer(x), group=group, group_peer=to)
+        receive = dist.P2POp(dist.irecv, buffer, group=group, group_peer=source)
         with as_peer_error():
-            works = dist.batch_isend_irecv([sends, receives])
-        return _landing(Pending(lambda: [_wait_for(work) for work in works]), here, out)
+            works = dist.batch_isend_irecv([send, receive])
+        return _then_copy(AsyncHandle(lambda: [_wait_for(work) for work in works]), buffer, out)
 
-    def send(self, x: Tensor, to: int) -> Pending[Any]:
-        return self._start(dist.isend, self._sending(x), group_dst=to)
+    def send(self, x: Tensor, to: int) -> AsyncHandle[Any]:
+        return self._start(dist.isend, self._send_buffer(x), group_dst=to)
 
-    def recv(self, x: Tensor, source: int) -> Pending[Any]:
-        here = self._receiving(x)
-        return _landing(self._start(dist.irecv, here, group_src=source), here, x)
+    def recv(self, x: Tensor, source: int) -> AsyncHandle[Any]:
+        buffer = self._receive_buffer(x)
+        return _then_copy(self._start(dist.irecv, buffer, group_src=source), buffer, x)
 
-    def _sending(self, x: Tensor) -> Tensor:
+    def _send_buffer(self, x: Tensor) -> Tensor:
         return x.cpu() if sends_from_host(self.process_group, x) else x
 
-    def _receiving(self, x: Tensor) -> Tensor:
+    def _receive_buffer(self, x: Tensor) -> Tensor:
         return torch.empty(x.shape, dtype=x.dtype) if sends_from_host(self.process_group, x) else x
 
 
 def sends_from_host(group: dist.ProcessGroup, x: Tensor) -> bool:
-    """Whether a transfer of x to one rank goes through host memory: gloo takes a device's tensors for collectives alone."""
+    """Return whether a transfer of x to one rank goes through host memory: gloo takes device tensors only in collectives."""
     return x.device.type != "cpu" and dist.get_backend(group) == "gloo"
 
 
-def _landing(receiving: Pending[Any], here: Tensor, out: Tensor) -> Pending[Any]:
-    return receiving if here is out else Pending(lambda: (receiving.wait(), out.copy_(here)))
+def _then_copy(receiving: AsyncHandle[Any], buffer: Tensor, out: Tensor) -> AsyncHandle[Any]:
+    """Return a handle that also copies a buffer in host memory to `out`."""
+    return receiving if buffer is out else AsyncHandle(lambda: (receiving.wait(), out.copy_(buffer)))
 
 
 def _wait_for(work: dist.Work) -> None:
@@ -224,27 +242,29 @@ def _wait_for(work: dist.Work) -> None:
 
 
 class StoreGroup:
-    """Collectives of a few numbers in host memory through the job's store, for use before ranks have selected their devices.
+    """Collectives of a few numbers in host memory through the job's store, before ranks have selected devices.
 
-    Rank 0 reduces for all ranks, so n ranks make 3 n requests. All groups of a process share one call counter: every rank
-    must make its calls in the same order.
+    Rank 0 reduces for all ranks, so n ranks make 3 n requests. All groups of a process share one call counter: every
+    rank must make its calls in the same order.
     """
 
     _calls = itertools.count()
 
     def __init__(self, store: dist.Store, rank: int, size: int):
         self._store = store
-        self._rank, self._size = rank, size
+        self._rank = rank
+        self._size = size
 
-    def all_reduce(self, x: Tensor, op: str) -> Pending[Any]:
+    def all_reduce(self, x: Tensor, op: str) -> AsyncHandle[Any]:
         key = self._put(x)
         if self._rank == 0:
-            parts = torch.stack([self._get(f"{key}/{rank}", x) for rank in range(self._size)])
-            self._store.set(key, (parts.sum(0) if op == "sum" else parts.amax(0)).numpy().tobytes())
+            parts = torch.stack([self._get(f"{key}/{rank}", x) for rank in range(self._size)])  # [ranks, ...]
+            result = parts.sum(0) if op == "sum" else parts.amax(0)
+            self._store.set(key, result.numpy().tobytes())
         x.copy_(self._get(key, x))
         return done()
 
-    def broadcast(self, x: Tensor, source: int) -> Pending[Any]:
+    def broadcast(self, x: Tensor, source: int) -> AsyncHandle[Any]:
         key = self._put(x)
         x.copy_(self._get(f"{key}/{source}", x))
         return done()
@@ -256,16 +276,17 @@ class StoreGroup:
         return key
 
     def _get(self, key: str, x: Tensor) -> Tensor:
-        """Blocks until the key exists, at most for the store's timeout."""
+        """Return the tensor under a key. Blocks until it exists, at most for the store's timeout."""
         with as_peer_error():
             data = bytearray(self._store.get(key))
         return torch.frombuffer(data, dtype=x.dtype).view(x.shape) if data else x
 
 
 def _issue(
-    op: str, axis: Axis, x: Tensor, start: Callable[[], Pending[Any]], result: Tensor | None = None, peer: int = -1
-) -> Pending[Tensor]:
-    """Records the call and starts it. result: the output tensor; default: `x`. peer: the other rank of a transfer."""
+    op: str, axis: Axis, x: Tensor, start: Callable[[], AsyncHandle[Any]], result: Tensor | None = None, peer: int = -1
+) -> AsyncHandle[Tensor]:
+    """Record the call and start it. result: the output tensor; default: `x`. peer: the other rank of a transfer."""
+    # record the call: in the ledger, in this rank's status page, and for the ledger's listener
     ledger = axis.ledger
     call = Call(op, axis.name, x.nbytes, axis.size)
     ledger.note(call)
@@ -273,99 +294,108 @@ def _issue(
     result = x if result is None else result
     if ledger.listener is not None:
         ledger.listener(call, x, is_result=False)
-    work = _shown(f"{op} {axis.name} ({call.bytes} bytes)", start) if ledger.profiled else start()
-    rank_status.come_back()
+
+    # start it
+    if ledger.profiled:
+        with record_function(f"{op} {axis.name} ({call.bytes} bytes)"):
+            work = start()
+    else:
+        work = start()
+    rank_status.end_wait()
 
     def finish() -> Tensor:
-        rank_status.wait(slot)
-        _shown(f"wait for {op} {axis.name}", work.wait) if ledger.profiled else work.wait()
-        rank_status.come_back()
+        rank_status.begin_wait(slot)
+        if ledger.profiled:
+            with record_function(f"wait for {op} {axis.name}"):
+                work.wait()
+        else:
+            work.wait()
+        rank_status.end_wait()
         if ledger.listener is not None:
             ledger.listener(call, result, is_result=True)
         return result
 
-    return Pending(finish, result, x)
-
-
-def _shown(name: str, run: Callable[[], Any]) -> Any:
-    """The result of `run`, which is a range of this name in torch's profiler."""
-    with record_function(name):
-        return run()
+    return AsyncHandle(finish, result, x)
 
 
 # ---------------------------------------------------------------- collectives: every rank of the axis must call
 
 
-def start_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Pending[Tensor]:
-    """Start the sum (or "max") of `x` over the axis, in place. x: any shape, contiguous."""
+def start_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> AsyncHandle[Tensor]:
+    """Start to sum `x` over the axis (or take the "max"), in place. x: any shape, contiguous."""
     if axis.size == 1:
         return done(x)
     return _issue("all_reduce", axis, x, lambda: axis.group.all_reduce(x, op))
 
 
 def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
-    """The sum (or "max") of `x` over the axis, in place. x: any shape, contiguous."""
+    """Sum `x` over the axis (or take the "max"), in place. x: any shape, contiguous."""
     return start_all_reduce(x, axis, op).wait()
 
 
-def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending[Tensor]:
-    """Start to concatenate the ranks' `x` along dimension 0, into `out` if given. x has the same shape on every rank.
+def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> AsyncHandle[Tensor]:
+    """Start to concatenate the ranks' `x` along dimension 0, into `out` if given: [n, ...] -> [size n, ...].
 
-    `out` must be contiguous and share no memory with x. On an axis of one rank the result is x, and `out` is not written.
+    x has the same shape on every rank. `out` must be contiguous and share no memory with x. On an axis of one rank the
+    result is x, and `out` is not written.
     """
     if axis.size == 1:
         return done(x)
     x = x.contiguous()
-    out = x.new_empty((axis.size * x.shape[0], *x.shape[1:])) if out is None else out
+    if out is None:
+        out = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))  # [size n, ...]
     return _issue("all_gather", axis, x, lambda: axis.group.all_gather(out, x), out)
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """The ranks' `x` concatenated along `dim`. x has the same shape on every rank."""
+    """Concatenate the ranks' `x` along `dim`. x has the same shape on every rank."""
     if axis.size == 1:
         return x
     if dim % x.dim() == 0:
         return start_all_gather(x, axis).wait()
+    # The collective concatenates dimension 0: move `dim` there and back.
     return start_all_gather(x.movedim(dim, 0), axis).wait().movedim(0, dim).contiguous()
 
 
-def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending[Tensor]:
-    """Start to sum `x` over the axis; the result is this rank's shard of dimension 0."""
+def start_reduce_scatter(x: Tensor, axis: Axis) -> AsyncHandle[Tensor]:
+    """Start to sum `x` over the axis; the result is this rank's shard of dimension 0: [n, ...] -> [n / size, ...]."""
     if axis.size == 1:
         return done(x)
-    x, mine = x.contiguous(), my_part(x.shape[0], axis)
-    out = x.new_empty((mine.stop - mine.start, *x.shape[1:]))
+    x = x.contiguous()
+    shard = local_slice(x.shape[0], axis)
+    out = x.new_empty((shard.stop - shard.start, *x.shape[1:]))  # [n / size, ...]
     return _issue("reduce_scatter", axis, x, lambda: axis.group.reduce_scatter(out, x), out)
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
-    """This rank's shard, along dimension 0, of the sum of `x` over the axis."""
+    """Sum `x` over the axis, and return this rank's shard of dimension 0: [n, ...] -> [n / size, ...]."""
     return start_reduce_scatter(x, axis).wait()
 
 
-def start_reduce_scatter_in(dtype: torch.dtype, x: Tensor, axis: Axis) -> Pending[Tensor]:
-    """`start_reduce_scatter` that accumulates in `dtype`, always in rank order. On an axis of one rank the result is x.
+def start_reduce_scatter_in(dtype: torch.dtype, x: Tensor, axis: Axis) -> AsyncHandle[Tensor]:
+    """Start a reduce-scatter that accumulates in `dtype`, always in rank order: [n, ...] -> [n / size, ...].
 
-    An all-to-all sends each shard once in x's dtype: the same traffic, without rounding the partial sums.
+    On an axis of one rank the result is x. An all-to-all sends each shard once in x's dtype: the same traffic, without
+    rounding the partial sums.
     """
     if axis.size == 1:
         return done(x)
-    my_part(x.shape[0], axis)  # raises if dimension 0 is not divisible
+    local_slice(x.shape[0], axis)  # raises if dimension 0 is not divisible
     x = x.contiguous()
-    out = torch.empty_like(x)
-    exchanging = _issue("all_to_all", axis, x, lambda: axis.group.all_to_all(out, x), out)
-    return Pending(lambda: _sum_in(dtype, exchanging.wait().chunk(axis.size)), out)
+    out = torch.empty_like(x)  # [n, ...]: this rank's shard of `x` on every rank
+    exchange = _issue("all_to_all", axis, x, lambda: axis.group.all_to_all(out, x), out)
+
+    def sum_in_rank_order() -> Tensor:
+        parts = exchange.wait().chunk(axis.size)  # each [n / size, ...]
+        total = parts[0].to(dtype)
+        for part in parts[1:]:
+            total.add_(part)
+        return total
+
+    return AsyncHandle(sum_in_rank_order, out)
 
 
-def _sum_in(dtype: torch.dtype, parts: tuple[Tensor, ...]) -> Tensor:
-    """The sum of `parts`, added in the order given."""
-    total = parts[0].to(dtype)
-    for part in parts[1:]:
-        total.add_(part)
-    return total
-
-
-def start_broadcast(x: Tensor, axis: Axis, source: int = 0) -> Pending[Tensor]:
+def start_broadcast(x: Tensor, axis: Axis, source: int = 0) -> AsyncHandle[Tensor]:
     """Start to copy `x` of the rank at position `source` into `x` of the others. x: any shape, contiguous."""
     if axis.size == 1:
         return done(x)
@@ -373,12 +403,15 @@ def start_broadcast(x: Tensor, axis: Axis, source: int = 0) -> Pending[Tensor]:
 
 
 def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
-    """Copies `x` of the rank at position `source` into `x` of the others."""
+    """Copy `x` of the rank at position `source` into `x` of the others. x: any shape, contiguous."""
     return start_broadcast(x, axis, source).wait()
 
 
 def all_to_all(x: Tensor, axis: Axis) -> Tensor:
-    """Equal part i of dimension 0 goes to the rank at position i; the result has the parts in rank order."""
+    """Send the i-th equal part of dimension 0 to the rank at position i; return the received parts in rank order.
+
+    x and result: [n, ...], n a multiple of the axis size.
+    """
     if axis.size == 1:
         return x
     x = x.contiguous()
@@ -386,34 +419,35 @@ def all_to_all(x: Tensor, axis: Axis) -> Tensor:
     return _issue("all_to_all", axis, x, lambda: axis.group.all_to_all(out, x), out).wait()
 
 
-def my_part(size: int, axis: Axis) -> slice:
-    """This rank's equal shard of a dimension of `size`, as a slice."""
+def local_slice(size: int, axis: Axis) -> slice:
+    """Return this rank's equal shard of a dimension of `size`, as a slice. ValueError if the ranks do not divide it."""
     if size % axis.size:
         raise ValueError(f"a dimension of {size} is not divisible by the {axis.size} ranks of axis {axis.name}")
-    part = size // axis.size
-    return slice(axis.rank * part, (axis.rank + 1) * part)
+    length = size // axis.size
+    return slice(axis.rank * length, (axis.rank + 1) * length)
 
 
 # ---------------------------------------------------------------- transfers between two ranks of an axis
 
 
-def start_send(x: Tensor, axis: Axis, to: int) -> Pending[Tensor]:
+def start_send(x: Tensor, axis: Axis, to: int) -> AsyncHandle[Tensor]:
     """Start to send `x` to the rank at position `to`. Transfers between two ranks arrive in the order sent."""
     x = x.contiguous()
     return _issue("send", axis, x, lambda: axis.group.send(x, to), peer=axis.ranks[to])
 
 
-def start_shift(x: Tensor, axis: Axis) -> Pending[Tensor]:
+def start_shift(x: Tensor, axis: Axis) -> AsyncHandle[Tensor]:
     """Start to send `x` to the next rank of the axis, the last to the first; the result is that of the rank before."""
     if axis.size == 1:
         return done(x)
     x = x.contiguous()
     out = torch.empty_like(x)
-    to, source = ((axis.rank + by) % axis.size for by in (1, -1))
+    to = (axis.rank + 1) % axis.size
+    source = (axis.rank - 1) % axis.size
     return _issue("send", axis, x, lambda: axis.group.shift(out, x, to, source), out)
 
 
-def start_recv(x: Tensor, axis: Axis, source: int) -> Pending[Tensor]:
+def start_recv(x: Tensor, axis: Axis, source: int) -> AsyncHandle[Tensor]:
     """Start to receive `x` from the rank at position `source`. Shape and dtype must equal the sender's."""
     return _issue("recv", axis, x, lambda: axis.group.recv(x, source), peer=axis.ranks[source])
 
@@ -422,54 +456,59 @@ def start_recv(x: Tensor, axis: Axis, source: int) -> Pending[Tensor]:
 
 
 @contextlib.contextmanager
-def together(axis: Axis, device: torch.device | str = "cpu") -> Iterator[None]:
-    """Runs a block that may fail on some ranks only, such as reading a file; if it fails anywhere, every rank raises.
+def raise_together(axis: Axis, device: torch.device | str = "cpu") -> Iterator[None]:
+    """Run a block that may fail on some ranks only, such as reading a file; if it fails anywhere, every rank raises.
 
-    A failed rank raises its own error, the others a `PeerError` with the message of the first failed rank, so that no rank
-    waits in a collective that a failed rank never reaches. Every rank of the axis must enter. The block must not communicate
-    with a rank that may fail in it. Costs one all-reduce of one number, and acts as a barrier.
+    A failed rank raises its own error, the others a `PeerError` with the message of the first failed rank, so that no
+    rank waits in a collective that a failed rank never reaches. Every rank of the axis must enter. The block must not
+    communicate with a rank that may fail in it. Costs one all-reduce of one number, and acts as a barrier.
     """
     error: Exception | None = None
     try:
         yield
     except Exception as caught:
         error = caught
-    failed_first = 0 if error is None else axis.size - axis.rank  # the maximum is that of the first failed rank
     if axis.size > 1:
-        failed_first = int(all_reduce(torch.tensor([failed_first], device=device), axis, "max").item())
-    if failed_first and axis.size > 1:
-        source = axis.size - failed_first
-        text = broadcast_text(str(error), axis, device, source)
-        if error is None:
-            raise PeerError(f"rank {axis.ranks[source]}: {text}")
+        # find the first failed rank: it has the largest number, and 0 means that none failed
+        number = 0 if error is None else axis.size - axis.rank
+        number = int(all_reduce(torch.tensor([number], device=device), axis, "max").item())
+
+        # raise its message on the ranks that have not failed
+        if number:
+            source = axis.size - number
+            text = broadcast_text(str(error), axis, device, source)
+            if error is None:
+                raise PeerError(f"rank {axis.ranks[source]}: {text}")
     if error is not None:
         raise error
 
 
 def broadcast_text(text: str | None, axis: Axis, device: torch.device | str = "cpu", source: int = 0) -> str:
-    """The text of the rank at position `source`, on every rank of the axis. Every rank must call."""
+    """Return the text of the rank at position `source`, on every rank of the axis. Every rank must call."""
     data = (text or "").encode()
     length = broadcast(torch.tensor([len(data)], dtype=torch.int64, device=device), axis, source)
-    x = torch.zeros(int(length.item()), dtype=torch.uint8, device=device)
-    if axis.rank == source:
-        x.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else x)
+    x = torch.zeros(int(length.item()), dtype=torch.uint8, device=device)  # [bytes]
+    if axis.rank == source and data:  # torch.frombuffer refuses an empty buffer
+        x.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     return broadcast(x, axis, source).cpu().numpy().tobytes().decode()
 
 
 def all_gather_texts(text: str, axis: Axis, device: torch.device | str = "cpu") -> list[str]:
-    """The texts of all ranks of the axis, in rank order, on every rank. Every rank must call."""
+    """Return the texts of all ranks of the axis, in rank order, on every rank. Every rank must call."""
     data = text.encode()
     length = all_reduce(torch.tensor([len(data)], dtype=torch.int64, device=device), axis, "max")
-    padded = torch.zeros(1, int(length.item()), dtype=torch.uint8, device=device)
-    padded[0, : len(data)].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else padded[0, :0])
-    return [row.numpy().tobytes().rstrip(b"\0").decode() for row in all_gather(padded, axis).cpu()]
+    padded = torch.zeros(1, int(length.item()), dtype=torch.uint8, device=device)  # [1, longest text]
+    if data:  # torch.frombuffer refuses an empty buffer
+        padded[0, : len(data)].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    gathered = all_gather(padded, axis).cpu()  # [ranks, longest text]
+    return [row.numpy().tobytes().rstrip(b"\0").decode() for row in gathered]
 
 
 def barrier(axis: Axis, device: torch.device | str = "cpu") -> None:
-    """Blocks the host until every rank of the axis has called."""
+    """Block the host until every rank of the axis has called."""
     all_reduce(torch.zeros(1, dtype=torch.int64, device=device), axis).item()
 
 
 def fingerprint(text: str) -> int:
-    """A 63-bit hash of a text, so that ranks can compare texts by one number."""
+    """Return a 63-bit hash of a text, so that ranks can compare texts by one number."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

@@ -1,6 +1,7 @@
-"""The current `Mesh` of this process, and per-thread overrides for tests that run ranks as threads.
+"""The mesh and the settings of this process, and per-thread overrides for tests that run ranks as threads.
 
-Only Megatron's functions, whose signatures carry no mesh, read it. All other code receives the `Axis` objects that it uses.
+Only Megatron's functions, whose signatures carry no mesh, read them. All other code receives the `Axis` objects that it
+uses.
 """
 
 import contextlib
@@ -15,21 +16,21 @@ from megatron.core.parallel.mesh import Mesh
 
 
 @dataclass(eq=False)
-class Current:
-    """The implicit arguments of Megatron's functions."""
+class GlobalState:
+    """The implicit arguments of Megatron's functions: the mesh, the device, and how layers compute."""
 
     mesh: Mesh
     device: torch.device | str = "cpu"
     sequence_parallel: bool = False
-    products: Any = None  # the `Products` of a run; None: native
+    matmul_modes: Any = None  # the `MatmulModes` of a run; None: native
     virtual_rank: int | None = None  # the running model chunk
-    fills_by_name: bool = False  # inside `filling_by_name`
+    defers_initialization: bool = False  # inside `defer_initialization`
     samples: int = 0  # consumed by `get_forward_backward_func`
     rng_tracker: Any = None  # of Megatron's named random states
     seed: int | None = None  # of this stage, for the tracker's first use
     dropout_keys: Any = None  # of Megatron's layers outside a run
     memory_buffer: Any = None  # used by parallel_state
-    run: Any = None  # the `Runtime` of a run, for Megatron's models, which are told of none
+    run: Any = None  # the `Runtime` of a run, for Megatron's models, whose signatures carry none
     group_of_one: Any = None  # a torch.distributed group of this rank alone
 
     @property
@@ -38,65 +39,64 @@ class Current:
         return self.mesh.stages.chunks if self.mesh.stages.chunks > 1 else None
 
 
-_of_process: Current | None = None
+_process_state: GlobalState | None = None
 
 
-class _OfThread(threading.local):
-    current: Current | None = None
+class _ThreadState(threading.local):
+    state: GlobalState | None = None  # None: that of the process
 
 
-_override = _OfThread()
+_override = _ThreadState()
 
 
-def current() -> Current:
-    """The `Current` of this thread if `use_mesh` set one, else of this process. RuntimeError before initialization."""
-    found = _override.current or _of_process
-    if found is None:
+def get_global_state() -> GlobalState:
+    """Return the state of this thread if `use_mesh` set one, else of this process. RuntimeError before initialization."""
+    state = _override.state or _process_state
+    if state is None:
         raise RuntimeError("model parallelism is not initialised; call initialize_model_parallel() first")
-    return found
+    return state
 
 
 def get_mesh() -> Mesh:
-    """The mesh of this thread if `use_mesh` set one, else of this process. RuntimeError before initialization."""
-    return current().mesh
+    """Return the mesh of this thread if `use_mesh` set one, else of this process. RuntimeError before initialization."""
+    return get_global_state().mesh
 
 
 def model_parallel_is_initialized() -> bool:
-    return (_override.current or _of_process) is not None
+    return (_override.state or _process_state) is not None
 
 
 def use_mesh(mesh: Mesh | None) -> None:
-    """Sets the mesh of this thread only; None returns to the mesh of the process. For tests."""
-    _override.current = None if mesh is None else Current(mesh)
+    """Set the mesh of this thread only; None returns to the mesh of the process. For tests."""
+    _override.state = None if mesh is None else GlobalState(mesh)
 
 
 @contextlib.contextmanager
-def acting_on(mesh: Mesh) -> Iterator[Current]:
-    """Inside, in this thread, `mesh` is the current one: for a rank that is not this process'."""
-    before = _override.current
+def mesh_override(mesh: Mesh) -> Iterator[GlobalState]:
+    """Use `mesh` inside the block, in this thread: for a rank that is not this process's."""
+    before = _override.state
     use_mesh(mesh)
     try:
-        yield _override.current
+        yield _override.state
     finally:
-        _override.current = before
+        _override.state = before
 
 
 def mesh_of_process() -> Mesh | None:
-    return None if _of_process is None else _of_process.mesh
+    return None if _process_state is None else _process_state.mesh
 
 
 def set_mesh_of_process(mesh: Mesh | None) -> None:
-    global _of_process
-    _of_process = None if mesh is None else Current(mesh)
+    global _process_state
+    _process_state = None if mesh is None else GlobalState(mesh)
 
 
 @contextlib.contextmanager
-def filling_by_name() -> Iterator[None]:
-    """Layers made inside the block leave initial values to `initialize_parameters`, which seeds each parameter by its
-    name."""
-    here = current()
-    here.fills_by_name = True
+def defer_initialization() -> Iterator[None]:
+    """Let layers made inside the block leave initial values to `initialize_parameters`, which seeds by parameter name."""
+    state = get_global_state()
+    state.defers_initialization = True
     try:
         yield
     finally:
-        here.fills_by_name = False
+        state.defers_initialization = False

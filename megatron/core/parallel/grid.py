@@ -16,9 +16,9 @@ class Axis:
 
     name: str
     ranks: tuple[int, ...]  # global ranks, in the order of their positions
-    rank: int  # my position among them
-    group: Any = field(default=None, repr=False)  # a comm.Group; None when the axis has one rank
-    ledger: Any = field(default=None, repr=False)  # the comm.Ledger of the mesh
+    rank: int  # this rank's position among them
+    group: Any = field(default=None, repr=False)  # a collectives.Group; None when the axis has one rank
+    ledger: Any = field(default=None, repr=False)  # the collectives.Ledger of the mesh
 
     @property
     def size(self) -> int:
@@ -53,24 +53,28 @@ class Grid:
     def __init__(self, sizes: dict[str, int]):
         self.sizes = dict(sizes)
         self.world_size = prod(self.sizes.values())
-        self._strides, stride = {}, 1
+        self._strides: dict[str, int] = {}  # the distance of two ranks that differ by 1 on an axis
+        stride = 1
         for name in reversed(self.sizes):
             self._strides[name] = stride
             stride *= self.sizes[name]
 
     def coordinates(self, rank: int) -> dict[str, int]:
+        """Return the coordinate of a rank on each axis."""
         return {name: rank // self._strides[name] % size for name, size in self.sizes.items()}
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
-        """All groups of ranks that differ only in `axes`; each rank is in one group."""
+        """Return all groups of ranks that differ only in `axes`; each rank is in one group."""
         return list(dict.fromkeys(self.group_of(rank, *axes) for rank in range(self.world_size)))
 
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The ranks that differ from `rank` only in `axes`, with `rank` itself, in ascending coordinates."""
-        at, members = self.coordinates(rank), [rank]
-        for name in (name for name in self.sizes if name in axes):
-            steps = range(-at[name], self.sizes[name] - at[name])
-            members = [member + step * self._strides[name] for member in members for step in steps]
+        """Return the ranks that differ from `rank` only in `axes`, with `rank` itself, in ascending coordinates."""
+        coordinates = self.coordinates(rank)
+        members = [rank]
+        for name, size in self.sizes.items():  # from the slowest axis, so that coordinates ascend
+            if name in axes:
+                steps = range(-coordinates[name], size - coordinates[name])
+                members = [member + step * self._strides[name] for member in members for step in steps]
         return tuple(members)
 
 
@@ -84,24 +88,23 @@ class AxisSizes:
         dense     pp, dp, cp, tp      layers that every token passes: attention, norms, embeddings, losses
         expert    pp, edp, ep, etp    experts: each is sharded over etp, distributed over ep, replicated over edp
 
-    A pipeline stage has the same ranks in both grids. Inside a stage experts have a layout of their own, since tokens are
-    sent to them anyway (arXiv:2504.14960). With tp 2, dp 4 and ep 4, etp 1, hence edp 2:
+    A pipeline stage has the same ranks in both grids. Inside a stage experts have a layout of their own, since tokens
+    are sent to them anyway (arXiv:2504.14960). With tp 2, dp 4 and ep 4, etp 1, hence edp 2:
 
         rank             0    1    2    3    4    5    6    7
         (dp, tp)         0,0  0,1  1,0  1,1  2,0  2,1  3,0  3,1
         (edp, ep, etp)   000  010  020  030  100  110  120  130
 
     order: as in Megatron, the leftmost axis varies fastest; etp takes the place of "tp" and edp of "dp". Axes of one
-    rank may
-    be omitted. replicas: dp and edp are split into "_outer" (this many groups) and "_inner" (the ranks of a group, which may
-    shard one copy of the optimizer state).
+    rank may be omitted. replicas: dp and edp are split into "_outer" (this many groups) and "_inner" (the ranks of a
+    group, which may shard one copy of the optimizer state).
     """
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
     cp: int = 1
-    cp_heads: int = 1  # neighbours on cp that deal heads out among them; see `mesh.py`
+    cp_heads: int = 1  # neighbours on cp that distribute heads among them; see `mesh.py`
     ep: int = 1
     etp: int | None = None  # tp when None
     replicas: int = 1
@@ -109,11 +112,16 @@ class AxisSizes:
 
     def __post_init__(self) -> None:
         names = self.order.split("-")
-        if unknown := set(names) - {"tp", "cp", "ep", "dp", "pp"}:
+        unknown = set(names) - {"tp", "cp", "ep", "dp", "pp"}
+        if unknown:
             raise ValueError(f"order {self.order!r} names unknown axes {sorted(unknown)}; allowed: tp, cp, ep, dp, pp")
         if len(set(names)) < len(names):
             raise ValueError(f"order {self.order!r} names an axis twice")
-        if missing := [n for n in ("tp", "cp", "ep", "dp", "pp") if getattr(self, n) > 1 and n not in names]:
+        missing = []
+        for name in ("tp", "cp", "ep", "dp", "pp"):
+            if getattr(self, name) > 1 and name not in names:
+                missing.append(name)
+        if missing:
             raise ValueError(f"order {self.order!r} omits {missing}, whose size is above 1; name them")
 
     @property
@@ -121,11 +129,13 @@ class AxisSizes:
         return self.tp * self.cp * self.dp * self.pp
 
     def dense(self) -> Grid:
+        """Return the grid of the layers that every token passes."""
         return self._grid({"tp": ("tp", self.tp), "cp": ("cp", self.cp), "dp": ("dp", self.dp), "pp": ("pp", self.pp)})
 
     def expert(self) -> Grid:
-        """Raises ConfigError if the expert axes do not divide the ranks of a stage."""
-        etp, stage = self.tp if self.etp is None else self.etp, self.world_size // self.pp
+        """Return the grid of the experts. Raises ConfigError if the expert axes do not divide the ranks of a stage."""
+        etp = self.tp if self.etp is None else self.etp
+        stage = self.world_size // self.pp  # ranks of a pipeline stage
         names = f"expert-tensor-parallel-size ({etp}) x expert-model-parallel-size ({self.ep})"
         if stage % (etp * self.ep * self.replicas):
             raise ConfigError(
@@ -137,16 +147,20 @@ class AxisSizes:
         if grid.group_of(0, "pp") != self.dense().group_of(0, "pp"):
             raise ConfigError(
                 f"{names} must be tensor-model-parallel-size ({self.tp}) x context-parallel-size ({self.cp}) if pp varies "
-                f"faster than dp (order {self.order}), else a stage's experts lie on other ranks; omit --use-tp-pp-dp-mapping"
+                f"faster than dp (order {self.order}), else a stage's experts are on other ranks; omit --use-tp-pp-dp-mapping"
             )
         return grid
 
     def _grid(self, axes: dict[str, tuple[str, int]]) -> Grid:
-        """axes: place in the order -> (name, size) of the axis there."""
+        """Return a grid. axes: name in `order` -> (name, size) of the axis that takes its place."""
         sizes: dict[str, int] = {}
-        for name, size in (axes[place] for place in reversed(self.order.split("-")) if place in axes):
+        for place in reversed(self.order.split("-")):  # a grid runs from the slowest axis to the fastest
+            if place not in axes:
+                continue
+            name, size = axes[place]
             if name.endswith("dp"):
-                sizes |= {f"{name}_outer": self.replicas, f"{name}_inner": size // self.replicas}
+                sizes[f"{name}_outer"] = self.replicas
+                sizes[f"{name}_inner"] = size // self.replicas
             else:
                 sizes[name] = size
         return Grid(sizes)

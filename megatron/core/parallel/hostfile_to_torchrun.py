@@ -1,9 +1,9 @@
-"""A hostfile, as DeepSpeed's launcher and mpirun read it, as the torchrun line of each node. Pure.
+"""Print the torchrun line of each node in a hostfile, as DeepSpeed's launcher and mpirun read it. Pure.
 
     python -m megatron.core.parallel.hostfile_to_torchrun hosts --include worker-1:0,2@worker-2 -- train.py --lr 1e-4
 
-A hostfile has lines such as `worker-1 slots=4`. A filter names nodes, each alone or with slots; nodes are separated by `@`.
-torchrun starts equally many processes on every node, so the slots that are left must be equally many.
+A hostfile has lines such as `worker-1 slots=4`. A filter names nodes, each alone or with slots; nodes are separated by
+`@`. torchrun starts equally many processes on every node, so the slots that are left must be equally many.
 """
 
 import argparse
@@ -21,51 +21,65 @@ Slots = dict[str, list[int]]
 
 
 def read_hostfile(text: str) -> Slots:
-    """Node -> its slots. Raises ConfigError with every line of another form."""
-    found, problems = Slots(), list[str]()
+    """Return the slots of each node. Raises ConfigError with every line of another form."""
+    nodes = Slots()
+    problems: list[str] = []
     for number, line in enumerate(text.splitlines(), 1):
-        if not (line := line.split("#")[0].strip()):
+        line = line.split("#")[0].strip()
+        if not line:
             continue
         match = re.fullmatch(r"(\S+)\s+slots=(\d+)", line)
-        if match is None or match[1] in found or match[2] == "0":
+        if match is None or match[1] in nodes or match[2] == "0":
             problems.append(f"hostfile line {number} is {line!r}; it must be a new `name slots=N`, with N from 1 up")
         else:
-            found[match[1]] = list(range(int(match[2])))
-    if problems or not found:
+            nodes[match[1]] = list(range(int(match[2])))
+    if problems or not nodes:
         raise ConfigError(problems or "the hostfile names no node")
-    return found
+    return nodes
 
 
 def filtered(nodes: Slots, include: str = "", exclude: str = "") -> Slots:
-    """The nodes and slots that are left. Raises ConfigError for a node or slot that the hostfile does not have."""
+    """Return the nodes and slots that are left. Raises ConfigError for a node or slot that the hostfile does not have."""
     if include and exclude:
         raise ConfigError("--include and --exclude exclude each other; give one")
-    asked = Slots()
-    for part in filter(None, (include or exclude).split("@")):
-        name, *listed = part.strip().split(":")
-        slots = (
-            [int(slot) if slot.isdecimal() else -1 for slot in listed[0].split(",")] if listed else nodes.get(name, [])
-        )
+    # read the filter
+    named = Slots()
+    for part in (include or exclude).split("@"):
+        if not part:
+            continue
+        name, *slot_lists = part.strip().split(":")
+        slots = nodes.get(name, [])
+        if slot_lists:
+            slots = [int(slot) if slot.isdecimal() else -1 for slot in slot_lists[0].split(",")]
         if name not in nodes or not set(slots) <= set(nodes[name]):
             raise ConfigError(f"{part!r}: the hostfile has no such node or slot; it has {nodes}")
-        asked[name] = sorted({*asked.get(name, []), *slots})
+        named[name] = sorted({*named.get(name, []), *slots})
+
+    # keep what it names, or all else
     if include:
-        return {name: asked[name] for name in nodes if name in asked}
-    left = {name: [slot for slot in slots if slot not in asked.get(name, [])] for name, slots in nodes.items()}
-    return {name: slots for name, slots in left.items() if slots}
+        return {name: named[name] for name in nodes if name in named}
+    left = Slots()
+    for name, slots in nodes.items():
+        others = [slot for slot in slots if slot not in named.get(name, [])]
+        if others:
+            left[name] = others
+    return left
 
 
 def torchrun_lines(
     nodes: Slots, command: Sequence[str], address: str | None = None, port: int = DEFAULT_PORT
 ) -> dict[str, str]:
-    """Node -> the line to run on it. The first node is the meeting point, unless `address` names one."""
+    """Return the line to run on each node. The first node is the meeting point, unless `address` names one."""
     counts = {len(slots) for slots in nodes.values()}
     if len(counts) != 1:
         raise ConfigError(f"torchrun needs equally many slots on every node, and at least one node; left are {nodes}")
-    lines, first = {}, address or next(iter(nodes))
+    lines = {}
+    first = address or next(iter(nodes))
     size = counts.pop()
     for rank, (name, slots) in enumerate(nodes.items()):
-        visible = "" if slots == list(range(size)) else f"CUDA_VISIBLE_DEVICES={','.join(map(str, slots))} "
+        visible = ""
+        if slots != list(range(size)):
+            visible = f"CUDA_VISIBLE_DEVICES={','.join(map(str, slots))} "
         words = ["torchrun", f"--nnodes={len(nodes)}", f"--nproc-per-node={size}", f"--node-rank={rank}"]
         words += [f"--master-addr={first}", f"--master-port={port}", *command]
         lines[name] = visible + shlex.join(words)
@@ -75,19 +89,20 @@ def torchrun_lines(
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a line for each node: its name, and what to run there."""
     words = list(sys.argv[1:] if argv is None else argv)
-    at = words.index("--") if "--" in words else len(words)
+    separator = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(
         prog="python -m megatron.core.parallel.hostfile_to_torchrun", description=__doc__.splitlines()[0]
     )
     parser.add_argument("hostfile", type=Path, help="lines of `name slots=N`")
-    for name, use in (("include", "use no others"), ("exclude", "do not use these")):
-        parser.add_argument(f"--{name}", default="", metavar="NODE[:SLOT,...][@...]", help=use)
+    filter_form = "NODE[:SLOT,...][@...]"
+    parser.add_argument("--include", default="", metavar=filter_form, help="use no others")
+    parser.add_argument("--exclude", default="", metavar=filter_form, help="do not use these")
     parser.add_argument("--master_addr", metavar="HOST", help="where ranks meet (default: the first node)")
     parser.add_argument("--master_port", type=int, default=DEFAULT_PORT)
-    args = parser.parse_args(words[:at])
+    args = parser.parse_args(words[:separator])
     try:
         nodes = filtered(read_hostfile(args.hostfile.read_text()), args.include, args.exclude)
-        lines = torchrun_lines(nodes, words[at + 1 :] or ["SCRIPT"], args.master_addr, args.master_port)
+        lines = torchrun_lines(nodes, words[separator + 1 :] or ["SCRIPT"], args.master_addr, args.master_port)
     except (ConfigError, OSError) as error:
         print(error, file=sys.stderr)
         return 1

@@ -1,4 +1,4 @@
-"""Builds the mesh of a job from the sizes of its axes: one communicator per axis."""
+"""The mesh of a job is built from the sizes of its axes: one torch.distributed group per axis."""
 
 import datetime
 import inspect
@@ -9,14 +9,14 @@ import torch.distributed as dist
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.parallel.collectives import Group, TorchGroup, as_peer_error
-from megatron.core.parallel.global_state import current, get_mesh, mesh_of_process, set_mesh_of_process
+from megatron.core.parallel.global_state import get_global_state, get_mesh, mesh_of_process, set_mesh_of_process
 from megatron.core.parallel.grid import AxisSizes
 from megatron.core.parallel.initialize_distributed import (
-    all_have_met,
     launched,
     launched_rank,
     launched_world_size,
     leave_at_exit,
+    mark_connected,
 )
 from megatron.core.parallel.mesh import MakeGroup, Mesh, StageRanks, build_mesh
 from megatron.core.parallel.parallel_config import ORDER, ParallelConfig
@@ -39,10 +39,11 @@ def initialize_model_parallel(
     stages: StageMap | None = None,
     get_embedding_ranks: Callable[..., Sequence[int]] | None = None,
     get_position_embedding_ranks: Callable[..., Sequence[int]] | None = None,
-    **of_back_ends: Any,
+    **backend_options: Any,
 ) -> Mesh:
-    """Creates the groups of this job. Every rank must call once, after torch.distributed is initialised; a job of one rank
-    may call without it.
+    """Create the groups of this job. Every rank must call once, after torch.distributed is initialised.
+
+    A job of one rank may call without torch.distributed.
 
     16 ranks with tensor size 2 and pipeline size 4 (hence data-parallel size 2), in the default order:
         tp   [0,1] [2,3] [4,5] [6,7] [8,9] [10,11] [12,13] [14,15]
@@ -51,20 +52,22 @@ def initialize_model_parallel(
     Neighbouring ranks share a node, so the axis with the most traffic varies fastest.
 
     stages: default a loop of virtual_pipeline_model_parallel_size chunks per rank.
-    get_embedding_ranks(ranks of a pipeline) -> the ranks that share the word table; default the first and the last.
-    get_position_embedding_ranks: the same for the position table; default the first.
-    of_back_ends: Megatron's settings of communicators (use_sharp, ...); values that change nothing are ignored, others raise
-    ConfigError.
+    get_embedding_ranks(ranks of a pipeline) -> the ranks that share the token embedding; default the first and the last.
+    get_position_embedding_ranks: the same for the position embedding; default the first.
+    backend_options: Megatron's options of communicators (use_sharp, ...); values that change nothing are ignored,
+    others raise ConfigError.
     """
     if mesh_of_process() is not None:
         raise RuntimeError("model parallelism is initialised already; call destroy_model_parallel() first")
-    _refuse_unbuilt({"pipeline_model_parallel_split_rank": pipeline_model_parallel_split_rank, **of_back_ends})
+    _refuse_unbuilt({"pipeline_model_parallel_split_rank": pipeline_model_parallel_split_rank, **backend_options})
+    cp_sizes = None
+    if hierarchical_context_parallel_sizes is not None:
+        cp_sizes = list(hierarchical_context_parallel_sizes)
     parallel = ParallelConfig(
         tensor_model_parallel_size=tensor_model_parallel_size,
         pipeline_model_parallel_size=pipeline_model_parallel_size,
         context_parallel_size=context_parallel_size,
-        hierarchical_context_parallel_sizes=hierarchical_context_parallel_sizes
-        and [*hierarchical_context_parallel_sizes],
+        hierarchical_context_parallel_sizes=cp_sizes,
         expert_model_parallel_size=expert_model_parallel_size,
     )
     if not dist.is_initialized() and launched_world_size() > 1:
@@ -77,66 +80,74 @@ def initialize_model_parallel(
     sizes = parallel.sizes(launched_world_size(), num_distributed_optimizer_instances, order)
     timeout = datetime.timedelta(minutes=distributed_timeout_minutes)
 
+    # the options of `build_mesh`, equal on all ranks
     options: dict[str, Any] = {"ranks_per_kv_head": ranks_per_kv_head}
-    chosen = {"embedding_ranks": get_embedding_ranks, "position_embedding_ranks": get_position_embedding_ranks}
-    options |= {name: stage_ranks(choose) for name, choose in chosen.items() if choose is not None}
+    if get_embedding_ranks is not None:
+        options["embedding_ranks"] = stage_ranks(get_embedding_ranks)
+    if get_position_embedding_ranks is not None:
+        options["position_embedding_ranks"] = stage_ranks(get_position_embedding_ranks)
     options["stages"] = stages or loop(pipeline_model_parallel_size, virtual_pipeline_model_parallel_size or 1)
+
     make_group = _group_maker(sizes, timeout, options)
     set_mesh_of_process(build_mesh(sizes, launched_rank(), make_group, **options))
-    all_have_met()
+    mark_connected()
     return get_mesh()
 
 
-_first_mesh_of: Any = None  # the torch.distributed group of all ranks whose first mesh has been made
+_world_of_first_mesh: Any = None  # the torch.distributed group of all ranks for which a mesh has been made
 
 
 def _group_maker(sizes: AxisSizes, timeout: datetime.timedelta, options: dict[str, Any]) -> MakeGroup:
-    """Makes the groups of this rank's mesh, by their members alone: start-up costs no world-wide collective per group.
+    """Return the function that makes the groups of this rank's mesh.
 
-    Not so in a job's second mesh, nor after a script's own `new_group`: torch then names a group by its ranks and by the
-    number
-    of groups that a member has had, which is unequal (a stage between is in no group of the word table). There all ranks
-    make all groups.
+    In a job's first mesh the members of a group make it by themselves: start-up costs no world-wide collective per
+    group. Not so in a second mesh, nor after a script's own `new_group`: torch then names a group by its ranks and by
+    the number of groups that a member has had, which is unequal (a stage between the first and the last is in no
+    embedding group). There all ranks make all groups.
     """
-    global _first_mesh_of
+    global _world_of_first_mesh
 
-    def make(name: str, ranks: tuple[int, ...], *, alone: bool = True) -> Group:
+    def make(name: str, ranks: tuple[int, ...], *, by_members: bool = True) -> Group:
         with as_peer_error():
-            made = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=alone, group_desc=name)
-        return TorchGroup(made)
+            group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=by_members, group_desc=name)
+        return TorchGroup(group)
 
-    is_first = _first_mesh_of is None or _first_mesh_of is not dist.group.WORLD
+    is_first = _world_of_first_mesh is None or _world_of_first_mesh is not dist.group.WORLD
     # torch counts a call of new_group on every rank, in the group or not; the group of all ranks is the first
     has_others = dist.is_initialized() and dist.distributed_c10d.get_pg_count() > 1
+    _world_of_first_mesh = dist.group.WORLD
     if launched_world_size() == 1 or (is_first and not has_others):
-        _first_mesh_of = dist.group.WORLD
         return make
-    _first_mesh_of = dist.group.WORLD
-    wanted: dict[tuple[str, tuple[int, ...]], Any] = {}
+
+    # list the groups of all ranks, in one order, by building every rank's mesh without communicators
+    keys: dict[tuple[str, tuple[int, ...]], None] = {}
     for rank in range(launched_world_size()):
-        build_mesh(sizes, rank, lambda name, ranks: wanted.setdefault((name, ranks)), **options)
-    groups = {key: make(*key, alone=False) for key in wanted}
+        build_mesh(sizes, rank, lambda name, ranks: keys.setdefault((name, ranks)), **options)
+    groups = {key: make(*key, by_members=False) for key in keys}
     return lambda name, ranks: groups[name, ranks]
 
 
 def destroy_model_parallel() -> None:
-    """Drops the mesh. The torch.distributed groups live until torch.distributed ends."""
+    """Drop the mesh. The torch.distributed groups live until torch.distributed ends."""
     set_mesh_of_process(None)
 
 
 def torch_group(name: str) -> Any:
-    """The torch.distributed group of an axis. For an axis of one rank, a group of that rank, made on first use: torch takes
-    None for all ranks of the job."""
-    here = current()
-    axis = here.mesh[name]
+    """Return the torch.distributed group of an axis.
+
+    For an axis of one rank it is a group of that rank, made on first use: torch takes None for all ranks of the job.
+    """
+    state = get_global_state()
+    axis = state.mesh[name]
     if axis.group is None and dist.is_initialized():
-        if here.group_of_one is None:
-            here.group_of_one = dist.new_group([axis.ranks[0]], use_local_synchronization=True)
-        return here.group_of_one
+        if state.group_of_one is None:
+            state.group_of_one = dist.new_group([axis.ranks[0]], use_local_synchronization=True)
+        return state.group_of_one
     return axis.group.process_group if isinstance(axis.group, TorchGroup) else axis.group
 
 
-_OF_BACK_ENDS = {  # Megatron's other arguments, mostly of communicators -> the values that change nothing here
+# Megatron's other arguments, mostly of communicators -> the values that change nothing here.
+_IGNORED_VALUES = {
     "expert_tensor_parallel_size": (None, 1),
     "pipeline_model_parallel_split_rank": (None,),
     "pipeline_model_parallel_comm_backend": (None,),
@@ -152,15 +163,23 @@ _OF_BACK_ENDS = {  # Megatron's other arguments, mostly of communicators -> the 
 }
 
 
-def _refuse_unbuilt(of_back_ends: Mapping[str, Any]) -> None:
-    if strange := of_back_ends.keys() - _OF_BACK_ENDS.keys():
-        raise TypeError(f"initialize_model_parallel() has no arguments {sorted(strange)}")
-    asked = {name: value for name, value in of_back_ends.items() if value not in _OF_BACK_ENDS[name]}
-    if asked:
-        raise ConfigError([f"{name}={value!r} is not built yet; leave it out" for name, value in asked.items()])
+def _refuse_unbuilt(backend_options: Mapping[str, Any]) -> None:
+    unknown = backend_options.keys() - _IGNORED_VALUES.keys()
+    if unknown:
+        raise TypeError(f"initialize_model_parallel() has no arguments {sorted(unknown)}")
+    problems = []
+    for name, value in backend_options.items():
+        if value not in _IGNORED_VALUES[name]:
+            problems.append(f"{name}={value!r} is not built yet; leave it out")
+    if problems:
+        raise ConfigError(problems)
 
 
 def stage_ranks(choose: Callable[..., Sequence[int]]) -> StageRanks:
-    """A script's choice of pipeline ranks. Up to Megatron core 0.12 its second argument is the encoder-decoder split."""
-    takes_split = len(inspect.signature(choose).parameters) > 1
-    return lambda stages: tuple(choose(list(stages), None) if takes_split else choose(list(stages)))
+    """Return a script's choice of pipeline ranks as a function of tuples.
+
+    Up to Megatron core 0.12 the script's function has a second argument, the encoder-decoder split.
+    """
+    if len(inspect.signature(choose).parameters) > 1:
+        return lambda ranks: tuple(choose(list(ranks), None))
+    return lambda ranks: tuple(choose(list(ranks)))

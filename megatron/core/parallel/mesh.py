@@ -1,4 +1,4 @@
-"""The mesh: all axes of this rank by name, made from a grid, and their communicators.
+"""The mesh holds all axes of this rank by name, made from a grid, and their communicators.
 
     axis          ranks differ in                           used for
     tp            the shard of each layer                   activations inside a layer
@@ -21,7 +21,8 @@
     pos_embd      the first stage, or a script's choice     a position table that stages share
     world         everything                                agreement
 
-`initialize_model_parallel.py` makes the communicators of a job, a test makes its own. Lower layers receive single `Axis` objects.
+`initialize_model_parallel.py` makes the communicators of a job, a test makes its own. Lower layers receive single `Axis`
+objects.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -49,10 +50,12 @@ class Mesh(Mapping[str, Axis]):
     """The axes of this rank by name, such as `mesh["tp"]`, the ledger, and the stage map."""
 
     def __init__(self, axes: dict[str, Axis], ledger: Ledger, sharing: Mapping[str, tuple[int, ...]], stages: StageMap):
-        self._axes, self.ledger = axes, ledger
+        self._axes = axes
+        self.ledger = ledger
         self.stages = stages
-        # Global ranks of this pipeline that share a table; the axis of any other rank has one rank.
-        self.embedding_ranks, self.position_embedding_ranks = sharing["embd"], sharing["pos_embd"]
+        # Global ranks of this pipeline that share an embedding weight; the axis of any other rank has one rank.
+        self.embedding_ranks = sharing["embd"]
+        self.position_embedding_ranks = sharing["pos_embd"]
 
     def __getitem__(self, name: str) -> Axis:
         return self._axes[name]
@@ -65,12 +68,16 @@ class Mesh(Mapping[str, Axis]):
 
     @property
     def has_last_stage(self) -> bool:
+        """Whether this rank runs the last stage, which computes the loss."""
         return self["pp"].rank == self.stages.rank_of_last
 
     def reporter(self, axis_name: str = "world") -> int:
-        """The position on an axis of its last rank that runs the last stage: it knows the losses, and logs."""
-        axis, pipeline = self[axis_name], self["pp"].ranks
-        return axis.ranks.index(axis.ranks[-1] - (pipeline[-1] - pipeline[self.stages.rank_of_last]))
+        """Return the position on an axis of its last rank that runs the last stage: it knows the losses, and logs."""
+        axis = self[axis_name]
+        pipeline = self["pp"].ranks
+        # The pipeline of the axis's last rank is shifted against this one: the last stage is equally far from its end.
+        from_end = pipeline[-1] - pipeline[self.stages.rank_of_last]
+        return axis.ranks.index(axis.ranks[-1] - from_end)
 
     @property
     def samples(self) -> Axis:
@@ -90,22 +97,35 @@ class Mesh(Mapping[str, Axis]):
     def grad_axes(
         self, reduce_over: tuple[str, ...] = DATA_PARALLEL, *, shards: bool = False, divides_outer: bool = False
     ) -> GradAxes:
-        """The axes for placements with this `reduce_over`. shards: state is sharded over the inner axis; divides_outer: over
-        the outer axis too."""
+        """Return the axes for placements with this `reduce_over`.
+
+        shards: state is sharded over the inner axis. divides_outer: it is sharded over the outer axis too.
+        """
         names = _GRADS[reduce_over]
-        reduce, model = self[names.reduce], self[names.model]
-        outer, inner = self[names.outer], self[names.inner]
+        reduce = self[names.reduce]
+        outer = self[names.outer]
+        inner = self[names.inner]
+        model = self[names.model]
         if not shards or (inner.size == 1 and not divides_outer):
-            return GradAxes(reduce, ALONE, reduce, ALONE, model)
-        return GradAxes(reduce, inner, *((ALONE, outer) if divides_outer else (outer, ALONE)), model)
+            return GradAxes(reduce, shard=ALONE, replica=reduce, outer=ALONE, model=model)
+        if divides_outer:
+            return GradAxes(reduce, shard=inner, replica=ALONE, outer=outer, model=model)
+        return GradAxes(reduce, shard=inner, replica=outer, outer=ALONE, model=model)
 
     def all_grad_axes(self) -> list[GradAxes]:
-        """The axes of dense and of expert parameters, the dense ones alone if the ranks are equal. The same on all ranks."""
-        return list({axes.model.ranks: axes for axes in map(self.grad_axes, reversed(_GRADS))}.values())
+        """Return the axes of dense and of expert parameters, only the dense ones if the ranks are equal.
+
+        The number of entries and their order are the same on all ranks.
+        """
+        by_ranks: dict[tuple[int, ...], GradAxes] = {}
+        for reduce_over in reversed(_GRADS):  # expert parameters first, so that equal dense axes replace theirs
+            axes = self.grad_axes(reduce_over)
+            by_ranks[axes.model.ranks] = axes
+        return list(by_ranks.values())
 
 
-# The coordinates in which the ranks of an axis differ, by grid. Axes with equal ranks share a communicator, except the two
-# directions of the pipeline: NCCL runs the transfers of one communicator in order.
+# The coordinates in which the ranks of an axis differ, by grid. Axes with equal ranks share a communicator, except the
+# two directions of the pipeline: NCCL runs the transfers of one communicator in order.
 _DENSE: dict[str, tuple[str, ...]] = {
     "tp": ("tp",),
     "pp": ("pp",),
@@ -134,6 +154,8 @@ _OWN_COMMUNICATOR = ("pp_forward", "pp_backward")
 
 
 class _GradNames(NamedTuple):
+    """The names of the axes of `GradAxes`."""
+
     reduce: str  # spans `outer` and `inner`
     outer: str
     inner: str
@@ -159,39 +181,66 @@ def build_mesh(
     embedding_ranks: StageRanks | None = None,
     position_embedding_ranks: StageRanks | None = None,
 ) -> Mesh:
-    """The mesh of `rank`. All members of a group call `make_group(axis name, global ranks)` in the same order.
+    """Build the mesh of `rank`. All members of a group call `make_group(axis name, global ranks)` in the same order.
 
     stages: default one stage per pipeline rank. embedding_ranks, position_embedding_ranks: choose from the ranks of a
-    pipeline those that share a table; default first and last stage for words, the first for positions.
-    ranks_per_kv_head: that many neighbours on "tp" form an axis "kv". With 2 groups on 4 ranks: tp (0,1,2,3), kv (0,1)
-    (2,3).
+    pipeline those that share an embedding weight; default first and last stage for tokens, the first for positions.
+    ranks_per_kv_head: that many neighbours on "tp" form an axis "kv". ConfigError if they do not divide it.
+
+    With tp 4 and ranks_per_kv_head 2 (4 heads of queries, 2 of keys and values):
+
+        tp              0     1     2     3
+        query heads     q0    q1    q2    q3
+        key/value head  k0    k0    k1    k1
+        kv              (0    1)    (2    3)      the gradient of k0 is summed over ranks 0 and 1
+
+    With cp 8 and cp_heads 2:    cp_heads (0 1) (2 3) (4 5) (6 7)      cp_ring (0 2 4 6) (1 3 5 7)
     """
     if sizes.tp % ranks_per_kv_head:
         problem = f"{ranks_per_kv_head} ranks per key/value head do not divide {sizes.tp} tensor-parallel ranks"
         raise ConfigError(f"{problem}; give tensor-parallel size / query groups")
-    ledger, axes = Ledger(), {}
+    ledger = Ledger()
+    axes: dict[str, Axis] = {}
 
     def add(name: str, ranks: tuple[int, ...]) -> None:
-        shared = next((a for a in axes.values() if a.ranks == ranks and name not in _OWN_COMMUNICATOR), None)
-        group = None if len(ranks) == 1 else shared.group if shared else make_group(name, ranks)
-        called = name if sizes.cp > 1 else name.removesuffix("_cp")  # in the ledger
-        axes[name] = Axis(called, ranks, ranks.index(rank), group, ledger)
+        """Add an axis, with the communicator of an earlier axis of equal ranks, or with one of its own."""
+        group = None
+        if len(ranks) > 1:
+            same_ranks = [axis for axis in axes.values() if axis.ranks == ranks and name not in _OWN_COMMUNICATOR]
+            group = same_ranks[0].group if same_ranks else make_group(name, ranks)
+        name_in_ledger = name if sizes.cp > 1 else name.removesuffix("_cp")
+        axes[name] = Axis(name_in_ledger, ranks, ranks.index(rank), group, ledger)
 
+    # the axes of the two grids
     for grid, table in ((sizes.dense(), _DENSE), (sizes.expert(), _EXPERT)):
         for name, varying in table.items():
             add(name, grid.group_of(rank, *varying))
-    pipeline, sharing = axes["pp"].ranks, {}
+
+    # the ends of the pipeline, which share an embedding weight
+    pipeline = axes["pp"].ranks
     stages = loop(len(pipeline)) if stages is None else stages
-    first, last = pipeline[stages.rank_of_first], pipeline[stages.rank_of_last]
+    first = pipeline[stages.rank_of_first]
+    last = pipeline[stages.rank_of_last]
     ends = {"embd": (embedding_ranks, (first, last)), "pos_embd": (position_embedding_ranks, (first,))}
-    for name, (ranks_of, usual) in ends.items():
-        members = sharing[name] = tuple(dict.fromkeys(usual) if ranks_of is None else ranks_of(pipeline))
-        if strangers := set(members) - set(pipeline):
-            raise ConfigError(f"ranks {sorted(strangers)} of {name} are not in the pipeline {pipeline}")
+    sharing: dict[str, tuple[int, ...]] = {}
+    for name, (ranks_of, default) in ends.items():
+        members = tuple(dict.fromkeys(default))  # the first and the last stage may be on one rank
+        if ranks_of is not None:
+            members = ranks_of(pipeline)
+        outside = set(members) - set(pipeline)
+        if outside:
+            raise ConfigError(f"ranks {sorted(outside)} of {name} are not in the pipeline {pipeline}")
+        sharing[name] = members
         add(name, members if rank in members else (rank,))
-    shared, at = axes["cp"].ranks, axes["cp"].rank
-    add("cp_heads", shared[at // sizes.cp_heads * sizes.cp_heads :][: sizes.cp_heads])
-    add("cp_ring", shared[at % sizes.cp_heads :: sizes.cp_heads])
-    first = axes["tp"].rank // ranks_per_kv_head * ranks_per_kv_head
-    add("kv", axes["tp"].ranks[first : first + ranks_per_kv_head])
+
+    # context parallelism by heads among neighbours, and by a ring between groups of them
+    cp = axes["cp"]
+    heads_start = cp.rank // sizes.cp_heads * sizes.cp_heads
+    add("cp_heads", cp.ranks[heads_start : heads_start + sizes.cp_heads])
+    add("cp_ring", cp.ranks[cp.rank % sizes.cp_heads :: sizes.cp_heads])
+
+    # the tensor-parallel neighbours that share a key/value head
+    tp = axes["tp"]
+    kv_start = tp.rank // ranks_per_kv_head * ranks_per_kv_head
+    add("kv", tp.ranks[kv_start : kv_start + ranks_per_kv_head])
     return Mesh(axes, ledger, sharing, stages)

@@ -1,13 +1,13 @@
-"""The settings of parallelism, and the axis sizes that follow for a world size. Pure integers."""
+"""The options of parallelism give the sizes of the axes for a world size. Pure integers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from megatron.core.base.dataclass_flags import ConfigError, Count, FlagConfig, flag_of, knob
+from megatron.core.base.dataclass_flags import ConfigError, Count, FlagConfig, flag_of, option
 from megatron.core.parallel.grid import ORDER, AxisSizes
 
-_UNEVEN = (  # stages
+_UNEVEN_STAGES = (
     "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers",
     "account_for_embedding_in_pipeline_split",
@@ -19,72 +19,67 @@ _UNEVEN = (  # stages
 class ParallelConfig(FlagConfig):
     """Parallelism."""
 
-    tensor_model_parallel_size: Count = knob(1, "tensor-parallel ranks: shards of each layer")
-    pipeline_model_parallel_size: Count = knob(1, "pipeline-parallel ranks: shards of the layer sequence")
-    sequence_parallel: bool = knob(False, "shard norms and dropout along the sequence over tensor-parallel ranks")
-    context_parallel_size: Count = knob(1, "context-parallel ranks: shards of each sequence")
-    cp_comm_type: list[str] = knob(
+    tensor_model_parallel_size: Count = option(1, "tensor-parallel ranks: shards of each layer")
+    pipeline_model_parallel_size: Count = option(1, "pipeline-parallel ranks: shards of the layer sequence")
+    sequence_parallel: bool = option(False, "shard norms and dropout along the sequence over tensor-parallel ranks")
+    context_parallel_size: Count = option(1, "context-parallel ranks: shards of each sequence")
+    cp_comm_type: list[str] = option(
         ["p2p"],
-        "how context-parallel ranks see each other's tokens: p2p (keys and values travel round a ring), "
-        "all_gather (of keys and "
-        "values), a2a (heads are exchanged for tokens), a2a+p2p (a2a among neighbours, p2p between groups of "
-        "them); one for all "
-        "layers, or one for each",
+        "how context-parallel ranks see each other's tokens: p2p (keys and values travel round a ring), all_gather (of "
+        "keys and values), a2a (heads are exchanged for tokens), a2a+p2p (a2a among neighbours, p2p between groups of "
+        "them); one for all layers, or one for each",
         metavar="TYPE",
     )
-    hierarchical_context_parallel_sizes: list[int] | None = knob(
+    hierarchical_context_parallel_sizes: list[int] | None = option(
         None,
         "--cp-comm-type a2a+p2p: neighbours that exchange heads, and groups of them on the ring; their product is c",
     )
-    expert_model_parallel_size: int = knob(1, "expert-parallel ranks: shards of the experts")
-    num_layers_per_virtual_pipeline_stage: Count | None = knob(
+    expert_model_parallel_size: int = option(1, "expert-parallel ranks: shards of the experts")
+    num_layers_per_virtual_pipeline_stage: Count | None = option(
         None, "layers per model chunk (schedules interleaved, zb-interleaved; zb-v has 2 chunks per rank)"
     )
-    num_virtual_stages_per_pipeline_rank: Count | None = knob(
+    num_virtual_stages_per_pipeline_rank: Count | None = option(
         None, "model chunks per pipeline rank (schedules interleaved, zb-interleaved; zb-v has 2)"
     )
-    pipeline_schedule: str | None = knob(
+    pipeline_schedule: str | None = option(
         None,
-        "1f1b, interleaved, gpipe, zb-h1, zb-interleaved (interleaved, weight gradients fill the bubble), zb-v "
-        "(two chunks per "
-        "rank in a V: the smallest bubble in the memory of 1f1b), or a script's own; default: 1f1b, or "
-        "interleaved with several "
-        "chunks per rank",
+        "1f1b, interleaved, gpipe, zb-h1, zb-interleaved (interleaved, weight gradients fill the bubble), zb-v (two "
+        "chunks per rank in a V: the smallest bubble in the memory of 1f1b), or a script's own; default: 1f1b, or "
+        "interleaved with several chunks per rank",
     )
-    decoder_first_pipeline_num_layers: int | None = knob(
+    decoder_first_pipeline_num_layers: int | None = option(
         None, "layers on the first pipeline rank; default: an equal share"
     )
-    decoder_last_pipeline_num_layers: int | None = knob(
+    decoder_last_pipeline_num_layers: int | None = option(
         None, "layers on the last pipeline rank; default: an equal share"
     )
-    pipeline_model_parallel_split_rank: Count | None = knob(
+    pipeline_model_parallel_split_rank: Count | None = option(
         None,
-        "pretrain_t5.py: pipeline rank where the decoder begins; the ranks before it share the encoder. Default: "
-        "all share all "
-        "layers evenly",
+        "pretrain_t5.py: pipeline rank where the decoder begins; the ranks before it share the encoder. Default: all "
+        "share all layers evenly",
     )
-    account_for_embedding_in_pipeline_split: bool = knob(False, "count the embedding as a layer of the first stage")
-    account_for_loss_in_pipeline_split: bool = knob(False, "count output layer and loss as a layer of the last stage")
-    scatter_gather_tensors_in_pipeline: bool = knob(
+    account_for_embedding_in_pipeline_split: bool = option(False, "count the embedding as a layer of the first stage")
+    account_for_loss_in_pipeline_split: bool = option(False, "count output layer and loss as a layer of the last stage")
+    scatter_gather_tensors_in_pipeline: bool = option(
         True, "send the full boundary tensor from each tensor-parallel rank instead of a shard"
     )
-    use_tp_pp_dp_mapping: bool = knob(
+    use_tp_pp_dp_mapping: bool = option(
         False, "rank order tp-cp-ep-pp-dp: pipeline neighbours are adjacent to tensor-parallel ranks"
     )
 
     def problems(self) -> Iterator[str]:
         if self.expert_model_parallel_size != 1:  # `AxisSizes` has it, no layer does yet
-            given = f"--expert-model-parallel-size is {self.expert_model_parallel_size}"
-            yield f"{given}, but expert parallelism is not built yet; use 1"
-        if (parts := self.hierarchical_context_parallel_sizes) is not None and (
-            len(parts) != 2 or min(parts) < 1 or prod(parts) != self.context_parallel_size
-        ):
+            size = self.expert_model_parallel_size
+            yield f"--expert-model-parallel-size is {size}, but expert parallelism is not built yet; use 1"
+        parts = self.hierarchical_context_parallel_sizes
+        if parts is not None and (len(parts) != 2 or min(parts) < 1 or prod(parts) != self.context_parallel_size):
             yield (
                 f"--hierarchical-context-parallel-sizes {' '.join(map(str, parts))} must be two numbers whose product is "
                 f"--context-parallel-size ({self.context_parallel_size}); change one"
             )
         split = self.pipeline_model_parallel_split_rank
-        if split is not None and (uneven := [flag_of(name) for name in _UNEVEN if getattr(self, name)]):
+        uneven = [flag_of(name) for name in _UNEVEN_STAGES if getattr(self, name)]
+        if split is not None and uneven:
             yield (
                 f"--pipeline-model-parallel-split-rank {split} shares each stack evenly among its ranks, and "
                 f"{' and '.join(uneven)} would share otherwise; leave out one or the other"
@@ -98,19 +93,23 @@ class ParallelConfig(FlagConfig):
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
     def sizes(self, world_size: int, replicas: int = 1, order: str | None = None) -> AxisSizes:
-        """The axis sizes of a job; data parallelism takes the remaining factor. ConfigError if the world size is no
-        multiple.
+        """Return the axis sizes of a job; data parallelism takes the remaining factor.
 
-        replicas: --num-distributed-optimizer-instances. order: as in `AxisSizes`; default: `self.order`."""
-        tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
-        held_by = self.ranks_per_sample * replicas
-        if world_size % held_by:
+        replicas: --num-distributed-optimizer-instances. order: as in `AxisSizes`; default: `self.order`. ConfigError if
+        the world size is no multiple of the ranks that the other sizes take.
+        """
+        tensor = self.tensor_model_parallel_size
+        pipeline = self.pipeline_model_parallel_size
+        divisor = self.ranks_per_sample * replicas
+        if world_size % divisor:
+            more = ""
+            if self.context_parallel_size > 1:
+                more += f" x context-parallel-size ({self.context_parallel_size})"
+            if replicas > 1:
+                more += f" x optimizer instances ({replicas})"
             raise ConfigError(
-                f"world size {world_size} is not a multiple of {held_by} = tensor-model-parallel-size ({tensor}) x "
-                f"pipeline-model-parallel-size ({pipeline})"
-                + (f" x context-parallel-size ({self.context_parallel_size})" if self.context_parallel_size > 1 else "")
-                + (f" x optimizer instances ({replicas})" if replicas > 1 else "")
-                + "; change the number of processes or the sizes"
+                f"world size {world_size} is not a multiple of {divisor} = tensor-model-parallel-size ({tensor}) x "
+                f"pipeline-model-parallel-size ({pipeline}){more}; change the number of processes or the sizes"
             )
         return AxisSizes(
             tp=tensor,

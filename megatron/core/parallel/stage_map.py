@@ -1,6 +1,6 @@
-"""The pipeline rank of each stage, a stage being consecutive layers of the model. Pure integers.
+"""A stage map gives the pipeline rank of each stage; a stage is consecutive layers of the model. Pure integers.
 
-Two ways to place p * v stages on p ranks:
+Two ways to place p * v stages on p ranks (torch.distributed.pipelining calls them the styles "loop" and "v"):
 
     p = 2, v = 2        loop                    a V
     rank 0              stages 0, 2             stages 0, 3     first and last stage on one rank
@@ -35,24 +35,28 @@ class StageMap:
         return len(self.of_rank(self.ranks[0]))
 
     def of_rank(self, rank: int) -> tuple[int, ...]:
-        """The stages of `rank`, ascending; entry k is the rank's chunk k."""
+        """Return the stages of `rank`, ascending; entry k is the rank's chunk k."""
         return tuple(stage for stage, home in enumerate(self.ranks) if home == rank)
 
     def chunk_of(self, stage: int) -> int:
-        """The chunk number of a stage on its rank."""
+        """Return the chunk number of a stage on its rank."""
         return self.ranks[:stage].count(self.ranks[stage])
 
     @property
     def neighbours(self) -> list[tuple[int, int]]:
         """The pairs of ranks that exchange tensors, each once. Consecutive stages on one rank exchange nothing."""
-        return sorted({(min(pair), max(pair)) for pair in zip(self.ranks, self.ranks[1:]) if len(set(pair)) == 2})
+        pairs = set()
+        for rank, next_rank in zip(self.ranks, self.ranks[1:]):
+            if rank != next_rank:
+                pairs.add((min(rank, next_rank), max(rank, next_rank)))
+        return sorted(pairs)
 
 
 def loop(p: int, v: int = 1) -> StageMap:
-    """Stages in turn: chunk 0 of every rank, then chunk 1 of every rank, and so on."""
+    """Place the stages in turn: chunk 0 of every rank, then chunk 1 of every rank, and so on."""
     return StageMap(tuple(range(p)) * v)
 
 
-def fold(p: int) -> StageMap:
-    """Two stages per rank in a V: 0 to p - 1 going up the ranks, p to 2p - 1 coming back."""
+def v_shape(p: int) -> StageMap:
+    """Place two stages per rank in a V: 0 to p - 1 going up the ranks, p to 2p - 1 coming back."""
     return StageMap((*range(p), *reversed(range(p))))

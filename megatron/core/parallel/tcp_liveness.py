@@ -1,22 +1,22 @@
-"""Lines between the ranks of a job: they detect missing and dead ranks. Sockets only, no torch.
+"""Missing and dead ranks of a job are detected by one TCP connection per rank to rank 0. Sockets only, no torch.
 
-Each rank keeps one line, a TCP connection to rank 0, from its start until its goodbye. The system closes the line when a
-process ends, even if it is killed: a line that closes without a goodbye means that the rank has died, and rank 0 tells all
-ranks at once. A slow rank, or one that runs no Python for minutes, keeps its line: there are no heartbeats.
+Each rank holds its connection from its start until its goodbye. The system closes the connection when a process ends,
+even if it is killed: a connection that closes without a goodbye means that the rank has died, and rank 0 tells all
+ranks at once. A slow rank, or one that runs no Python for minutes, keeps its connection: there are no heartbeats.
 
-    a rank, to the first rank    {"token": ..., "rank": 3, "ranks": 4, "name": "rank 3 (on gpu07, process 4711)"}
-                                 {"who is missing": true}
-                                 {"met": true}               the groups exist: TCP probes stop
-                                 {"goodbye": null}           or the reason, if it leaves before all ranks have come
-    the first rank, to a rank    {"welcome": "rank 0 (on gpu01, process 4700)"}, or {"refused": why}
-                                 {"missing": [2]}
-                                 {"complete": true}
-                                 {"lost": "rank 3 (on gpu07, process 4711) has ended without a word"}
-                                 {"over": true}              the first rank leaves
+    a rank, to rank 0    {"token": ..., "rank": 3, "ranks": 4, "name": "rank 3 (on gpu07, process 4711)"}
+                         {"who is missing": true}
+                         {"met": true}               the groups exist: TCP probes stop
+                         {"goodbye": null}           or the reason, if it leaves before all ranks have come
+    rank 0, to a rank    {"welcome": "rank 0 (on gpu01, process 4700)"}, or {"refused": reason}
+                         {"missing": [2]}
+                         {"complete": true}          all ranks have come
+                         {"lost": "rank 3 (on gpu07, process 4711) has ended without a word"}
+                         {"over": true}              rank 0 leaves
 
-A machine that loses power does not close its lines. During the rendezvous TCP probes detect it within ten seconds.
-Afterwards the
-backend's connections or its timeout must, so that a network outage of a few seconds does not end a run.
+A machine that loses power does not close its connections. During the rendezvous TCP probes detect it within ten
+seconds. Afterwards the backend's connections or its timeout must, so that a network outage of a few seconds does not
+end a run.
 """
 
 import contextlib
@@ -36,78 +36,88 @@ from typing import Any
 from megatron.core.base import output_streams
 from megatron.core.base.error_reporting import write_error_file
 
-SAYS_EVERY = 30.0  # seconds between reports of missing ranks
-_GRACE = 4.0  # seconds for a rank to stop in order after another has died
-_ANSWERS_WITHIN = 3.0  # seconds for a reachable address to accept a connection
+REPORT_SECONDS = 30.0  # between reports of missing ranks
+_GRACE_SECONDS = 4.0  # for a rank to stop in order after another has died
+_ANSWER_SECONDS = 3.0  # for a reachable address to accept a connection
 # TCP keepalive: idle seconds (Linux, macOS), seconds between probes, probes without an answer.
 _PROBES = {"TCP_KEEPIDLE": 3, "TCP_KEEPALIVE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
-_LONGEST = 1 << 16  # bytes of a message; more does not come from a rank of this job
+_MAX_MESSAGE = 1 << 16  # bytes of a message; more does not come from a rank of this job
 
 _sockets: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    """Closes the lines in a forked worker, which would keep them open after its parent's death."""
-    for each in list(_sockets):
+    """Close the connections in a forked worker, which would keep them open after its parent's death."""
+    for connection in list(_sockets):
         with contextlib.suppress(OSError):
-            os.close(each.detach())  # even if other objects of this process refer to it
+            os.close(connection.detach())  # even if other objects of this process refer to it
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_in_child)
 
 
-class NoLineError(ConnectionError):
-    """Rank 0 cannot be reached, or refuses this rank; the message says why."""
+class UnreachableError(ConnectionError):
+    """Rank 0 cannot be reached, or refuses this rank; the message gives the reason."""
 
 
-class RefusedError(NoLineError):
+class RefusedError(UnreachableError):
     """Rank 0 answers, and refuses this rank."""
 
 
 def connection_name(rank: int) -> str:
-    """The name of this process in messages: "rank 3 (on gpu07, process 4711)"."""
+    """Return the name of this process in messages: "rank 3 (on gpu07, process 4711)"."""
     return f"rank {rank} (on {socket.gethostname()}, process {os.getpid()})"
 
 
-def listed(ranks: Sequence[int], most: int = 12) -> str:
-    """Rank numbers in words: [1, 3, 4, 5] -> "ranks 1, 3 to 5"."""
+def ranks_as_text(ranks: Sequence[int], most: int = 12) -> str:
+    """Return rank numbers as text: [1, 3, 4, 5] -> "ranks 1, 3 to 5"."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and rank == spans[-1][1] + 1:
             spans[-1][1] = rank
         else:
             spans.append([rank, rank])
-    words = [str(a) if a == b else f"{a}{', ' if b == a + 1 else ' to '}{b}" for a, b in spans[:most]]
-    more = sum(b - a + 1 for a, b in spans[most:])
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(words)}" + (f" and {more} more" if more else "")
+    words = []
+    for first, last in spans[:most]:
+        if first == last:
+            words.append(str(first))
+        elif last == first + 1:
+            words.append(f"{first}, {last}")
+        else:
+            words.append(f"{first} to {last}")
+    text = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(words)}"
+    more = sum(last - first + 1 for first, last in spans[most:])
+    return f"{text} and {more} more" if more else text
 
 
-# ---------------------------------------------------------------- the first rank's end of all lines
+# ---------------------------------------------------------------- rank 0's end of all connections
 
 
 @dataclass(eq=False)
 class _Peer:
-    """A line at rank 0; `rank` is None until the other end has introduced itself."""
+    """A connection at rank 0; `rank` is None until the other end has sent its first message."""
 
     socket: socket.socket
-    heard: bytes = b""
+    received: bytes = b""  # the start of a message whose end has not arrived
     rank: int | None = None
     name: str = ""
     has_left: bool = False
 
 
-class Exchange:
-    """A thread of rank 0 that reads all lines, and tells all ranks which ranks are missing or dead.
+class LivenessServer:
+    """A thread of rank 0 that reads all connections, and tells all ranks which ranks are missing or dead.
 
-    Rank 0 has a line too; its goodbye ends the thread. awaits_all: whether the job is incomplete until all ranks have come.
+    Rank 0 has a connection too; its goodbye ends the thread. awaits_all: whether the job is incomplete until all ranks
+    have come.
     """
 
     def __init__(self, ranks: int, *, awaits_all: bool = True):
         self._ranks = ranks
-        self._came: dict[int, _Peer] = {}
-        self._complete, self._over = not awaits_all, False
-        self._lost = ""
+        self._peers: dict[int, _Peer] = {}  # by rank, of the ranks that have come
+        self._complete = not awaits_all
+        self._over = False
+        self._lost = ""  # the message about the first loss
         self._token = secrets.token_hex(8)
         _allow_open_files(4 * ranks + 256)
         dual = socket.has_dualstack_ipv6()
@@ -116,25 +126,27 @@ class Exchange:
         _sockets.add(self._listener)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name="lines of all ranks", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="liveness of all ranks", daemon=True)
         self._thread.start()
 
     @property
     def address(self) -> str:
-        """Hosts, port and token in JSON, from which a rank opens its line."""
+        """Hosts, port and token in JSON, from which a rank opens its connection."""
         hosts = [socket.gethostname()]
         with contextlib.suppress(OSError):
             hosts += socket.gethostbyname_ex(hosts[0])[2]
         return json.dumps({"hosts": hosts, "port": self._listener.getsockname()[1], "token": self._token})
 
-    def tell_late_comers(self, seconds: float) -> None:
-        """If a rank has died during the rendezvous, waits for the ranks that come later, at most `seconds`, to tell them."""
+    def tell_late_ranks(self, seconds: float) -> None:
+        """Tell ranks that come late of a death during the rendezvous: wait for them, at most `seconds`."""
         deadline = time.monotonic() + seconds
-        while self._lost and len(self._came) < self._ranks and not self._complete and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
+            if not self._lost or self._complete or len(self._peers) == self._ranks:
+                return
             time.sleep(0.05)
 
     def join(self, seconds: float) -> None:
-        """Waits, after rank 0's goodbye, until all other ranks are told."""
+        """Wait, after rank 0's goodbye, until all other ranks are told."""
         self._thread.join(seconds)
 
     def _run(self) -> None:
@@ -150,39 +162,39 @@ class Exchange:
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
-            line, _ = self._listener.accept()
-            line.setblocking(True)
-            line.settimeout(1.0)  # for sends: a message is short, and its receiver reads
-            _sockets.add(line)
-            _probe(line, True)
-            self._selector.register(line, selectors.EVENT_READ, _Peer(line))
+            connection, _ = self._listener.accept()
+            connection.setblocking(True)
+            connection.settimeout(1.0)  # for sends: a message is short, and its receiver reads
+            _sockets.add(connection)
+            _probe(connection, True)
+            self._selector.register(connection, selectors.EVENT_READ, _Peer(connection))
 
     def _read(self, peer: _Peer) -> None:
         try:
-            data = peer.socket.recv(_LONGEST)
+            data = peer.socket.recv(_MAX_MESSAGE)
         except OSError:  # unanswered probes, or a reset connection
             data = b""
-        *messages, peer.heard = (peer.heard + data).split(b"\n")
+        *messages, peer.received = (peer.received + data).split(b"\n")
         try:
             for message in messages:
-                self._hear(peer, json.loads(message))
+                self._handle(peer, json.loads(message))
         except Exception:  # not a message of a rank: hang up, since no stranger may end this thread
             data = b""
-        if not data or len(peer.heard) > _LONGEST:
+        if not data or len(peer.received) > _MAX_MESSAGE:
             self._hang_up(peer)
 
-    def _hear(self, peer: _Peer, message: dict[str, Any]) -> None:
+    def _handle(self, peer: _Peer, message: dict[str, Any]) -> None:
         if peer.rank is None:
             self._welcome(peer, message)
         elif "who is missing" in message:
-            _send(peer.socket, {"missing": [rank for rank in range(self._ranks) if rank not in self._came]})
+            _send(peer.socket, {"missing": [rank for rank in range(self._ranks) if rank not in self._peers]})
         elif "met" in message:
             _probe(peer.socket, False)
         elif "goodbye" in message:
             peer.has_left = True
             if not self._complete:
-                why = message["goodbye"]
-                self._lose(f"{peer.name} has left before all had come{f': {why}' if why else ''}")
+                reason = f": {message['goodbye']}" if message["goodbye"] else ""
+                self._lose(f"{peer.name} has left before all had come{reason}")
             if peer.rank == 0:
                 self._tell_all({"over": True})
                 self._over = True
@@ -190,32 +202,34 @@ class Exchange:
     def _welcome(self, peer: _Peer, message: dict[str, Any]) -> None:
         if message["token"] != self._token:
             raise ValueError("a stranger")
-        rank, name = int(message["rank"]), str(message["name"])
-        if self._lost and rank in self._came:
+        rank = int(message["rank"])
+        name = str(message["name"])
+        if self._lost and rank in self._peers:
             raise ValueError("of the next attempt: a launcher has started it again before this one has ended")
-        if problem := self._problem_of(rank, name, int(message["ranks"])):
+        problem = self._problem_of(rank, name, int(message["ranks"]))
+        if problem:
             output_streams.print_stderr(f"rank 0: {problem}")
             _send(peer.socket, {"refused": problem})
             return
-        peer.rank, peer.name = rank, name
-        self._came[rank] = peer
+        peer.rank = rank
+        peer.name = name
+        self._peers[rank] = peer
         _send(peer.socket, {"welcome": connection_name(0)})
         if self._lost:
             _send(peer.socket, {"lost": self._lost})
         elif self._complete:
             _send(peer.socket, {"complete": True})
-        elif len(self._came) == self._ranks:
+        elif len(self._peers) == self._ranks:
             self._complete = True
             self._tell_all({"complete": True})
 
     def _problem_of(self, rank: int, name: str, ranks: int) -> str | None:
-        """Why a process is refused; None if it is not. The job goes on without it: it may belong to another job on
-        this port."""
+        """Return why a process is refused; None if it is not. It may belong to another job on this port."""
         if ranks != self._ranks:
             return f"{name} expects {ranks} ranks, rank 0 expects {self._ranks}; give all processes the same WORLD_SIZE"
-        if rank in self._came:
+        if rank in self._peers:
             return (
-                f"{name} has the same rank {rank} as {self._came[rank].name}; give each process its own RANK, and each "
+                f"{name} has the same rank {rank} as {self._peers[rank].name}; give each process its own RANK, and each "
                 "job its own MASTER_PORT"
             )
         return None
@@ -227,33 +241,33 @@ class Exchange:
             self._lose(f"{peer.name} has ended without a word")
 
     def _lose(self, lost: str) -> None:
-        """Tells all ranks of the first loss; later losses follow from it."""
+        """Tell all ranks of the first loss; later losses follow from it."""
         if not self._lost:
             self._lost = lost
             self._tell_all({"lost": lost})
 
     def _tell_all(self, message: dict[str, Any]) -> None:
-        for peer in self._came.values():
+        for peer in self._peers.values():
             if not peer.has_left:
                 _send(peer.socket, message)
 
 
-# ---------------------------------------------------------------- one rank's end of its line
+# ---------------------------------------------------------------- one rank's end of its connection
 
 
-def _end_process(why: str) -> None:
-    """Ends this process, whose main thread waits in a call that never returns."""
-    output_streams.print_stderr(why)
-    write_error_file(why, follows=True)
+def _end_process(reason: str) -> None:
+    """End this process, whose main thread waits in a call that never returns."""
+    output_streams.print_stderr(reason)
+    write_error_file(reason, follows=True)
     output_streams.flush()
     os._exit(1)
 
 
-class Line:
-    """This rank's line to rank 0, read by a thread.
+class LivenessClient:
+    """This rank's connection to rank 0, read by a thread.
 
-    If another rank dies and this process does not stop within `grace` seconds, since it waits for that rank in a call that
-    never returns, the thread ends the process.
+    If another rank dies and this process does not stop within `grace` seconds, since it waits for that rank in a call
+    that never returns, the thread ends the process.
     """
 
     def __init__(
@@ -264,71 +278,90 @@ class Line:
         near: Sequence[str],
         *,
         end: Callable[[str], None] = _end_process,
-        grace: float = _GRACE,
+        grace: float = _GRACE_SECONDS,
     ):
-        """address: `Exchange.address`. near: hosts to try before the hosts in it. Raises NoLineError, OSError."""
-        told = json.loads(address)
-        self.token = told["token"]  # the same on all ranks that meet here, and at no other meeting
-        self._rank, self._ranks = rank, ranks
-        self._end, self._grace = end, grace
+        """Connect to rank 0. address: `LivenessServer.address`. near: hosts to try before the hosts in it.
+
+        Raises UnreachableError, OSError.
+        """
+        server = json.loads(address)
+        self.token = server["token"]  # the same on all ranks of this rendezvous, and of no other
+        self._rank = rank
+        self._ranks = ranks
+        self._end = end
+        self._grace = grace
         self._began = time.monotonic()
-        self._socket = _connect(["127.0.0.1", "::1"] if rank == 0 else [*near, *told["hosts"]], told["port"])
+
+        # connect, and say who this is
+        hosts = ["127.0.0.1", "::1"] if rank == 0 else [*near, *server["hosts"]]
+        self._socket = _connect(hosts, server["port"])
         self._messages = self._socket.makefile("rb")
-        _send(self._socket, {"token": told["token"], "rank": rank, "ranks": ranks, "name": connection_name(rank)})
-        self._socket.settimeout(_ANSWERS_WITHIN * 10)  # rank 0 may be busy
+        _send(self._socket, {"token": server["token"], "rank": rank, "ranks": ranks, "name": connection_name(rank)})
+
+        # read the answer
+        self._socket.settimeout(_ANSWER_SECONDS * 10)  # rank 0 may be busy
         greeting = json.loads(self._messages.readline() or "{}")
         if "welcome" not in greeting:
             if "refused" in greeting:
                 raise RefusedError(greeting["refused"])
-            raise NoLineError(f"port {told['port']} of rank 0 does not answer")
+            raise UnreachableError(f"port {server['port']} of rank 0 does not answer")
         self._socket.settimeout(None)
-        self._first, self.lost = greeting["welcome"], ""
+
+        # read further messages in a thread
+        self._rank_0 = greeting["welcome"]  # its name in messages
+        self.lost = ""  # the message about a dead rank
         self._complete = False
         self._missing: list[int] | None = None
-        self._leaving, self._changed = threading.Event(), threading.Condition()
-        self._thread = threading.Thread(target=self._listen, name="line to the first rank", daemon=True)
+        self._leaving = threading.Event()
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._listen, name="liveness of rank 0", daemon=True)
         self._thread.start()
 
-    def wait_until_all_have_come(self, deadline: float, says_every: float) -> bool:
-        """Waits for all ranks; False at the deadline (`time.monotonic()`) or if a rank is lost. Reports the missing ranks to
-        stderr every `says_every` seconds."""
-        says = self._began + says_every
-        while not (self._complete or self.lost) and (now := time.monotonic()) < deadline:
-            if now >= says:
-                says += says_every
-                output_streams.print_stderr(waiting(self._rank, self._ranks, self.missing(), self._began))
-            self._wait_for(lambda: self._complete or self.lost, min(says, deadline) - time.monotonic())
+    def wait_for_all_ranks(self, deadline: float, report_seconds: float) -> bool:
+        """Wait for all ranks; return False at the deadline (`time.monotonic()`) or if a rank is lost.
+
+        Reports the missing ranks to stderr every `report_seconds` seconds.
+        """
+        next_report = self._began + report_seconds
+        while not (self._complete or self.lost):
+            now = time.monotonic()
+            if now >= deadline:
+                break
+            if now >= next_report:
+                next_report += report_seconds
+                output_streams.print_stderr(waiting_message(self._rank, self._ranks, self.missing(), self._began))
+            self._wait_for(lambda: self._complete or self.lost, min(next_report, deadline) - time.monotonic())
         return self._complete and not self.lost
 
     def missing(self) -> str:
-        """The missing ranks in words, as rank 0 knows them."""
+        """Return the missing ranks as text, as rank 0 knows them."""
         self._missing = None
         _send(self._socket, {"who is missing": True})
-        self._wait_for(lambda: self._missing is not None, _ANSWERS_WITHIN)
-        return "other ranks" if self._missing is None else listed(self._missing)
+        self._wait_for(lambda: self._missing is not None, _ANSWER_SECONDS)
+        return "other ranks" if self._missing is None else ranks_as_text(self._missing)
 
-    def _wait_for(self, is_so: Callable[[], Any], seconds: float) -> None:
+    def _wait_for(self, condition: Callable[[], Any], seconds: float) -> None:
         with self._changed:
-            self._changed.wait_for(is_so, max(0.0, seconds))
+            self._changed.wait_for(condition, max(0.0, seconds))
 
-    def what_was_lost(self, seconds: float = 0.0) -> str | None:
-        """The message about a dead rank, if one arrives within `seconds`; else None."""
+    def lost_rank(self, seconds: float = 0.0) -> str | None:
+        """Return the message about a dead rank, if one arrives within `seconds`; else None."""
         self._wait_for(lambda: self.lost, seconds)
         return self.lost or None
 
-    def all_have_met(self) -> None:
-        """Ends the TCP probes: from now on the backend connects the ranks, and a short network outage ends no run."""
+    def mark_connected(self) -> None:
+        """End the TCP probes: from now on the backend connects the ranks, and a short network outage ends no run."""
         _probe(self._socket, False)
         _send(self._socket, {"met": True})
 
-    def begin_to_leave(self) -> None:
-        """Notes that this process is ending by itself: a loss no longer ends it."""
+    def begin_leaving(self) -> None:
+        """Note that this process is ending by itself: a loss no longer ends it."""
         self._leaving.set()
 
-    def leave(self, why: str | None = None) -> None:
-        """Says goodbye: the end of this process is no longer a loss. why: the reason, if not all ranks have come."""
+    def leave(self, reason: str | None = None) -> None:
+        """Say goodbye: the end of this process is no longer a loss. reason: given if not all ranks have come."""
         self._leaving.set()
-        _send(self._socket, {"goodbye": why})
+        _send(self._socket, {"goodbye": reason})
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
@@ -347,7 +380,7 @@ class Line:
                         self._changed.notify_all()
         except (OSError, ValueError):  # unanswered probes, or a reset connection
             pass
-        self._lose(f"{self._first} has ended without a word")
+        self._lose(f"{self._rank_0} has ended without a word")
 
     def _lose(self, lost: str) -> None:
         if self._leaving.is_set():
@@ -359,25 +392,24 @@ class Line:
             self._end(f"rank {self._rank}: stopping, because {self.lost}")
 
 
-def waiting(rank: int, ranks: int, for_whom: str, began: float) -> str:
-    return f"rank {rank} of {ranks} has waited {time.monotonic() - began:.0f} s for {for_whom} to come"
+def waiting_message(rank: int, ranks: int, missing: str, began: float) -> str:
+    return f"rank {rank} of {ranks} has waited {time.monotonic() - began:.0f} s for {missing} to come"
 
 
 # ---------------------------------------------------------------- sockets
 
 
 def answers(host: str, port: int) -> bool:
-    """Whether the port accepts connections."""
-    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=_ANSWERS_WITHIN) as line:
-        return line.getsockname() != line.getpeername()  # an ephemeral port can connect to itself
+    """Return whether the port accepts connections."""
+    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=_ANSWER_SECONDS) as connection:
+        return connection.getsockname() != connection.getpeername()  # an ephemeral port can connect to itself
     return False
 
 
 def refuses(host: str, port: int) -> bool:
-    """Whether the host is there, and nobody listens at its port. False without an answer: the network may be gone for
-    a while."""
+    """Return whether the host answers that nobody listens at its port. False without an answer: the network may be down."""
     try:
-        socket.create_connection((host, port), timeout=_ANSWERS_WITHIN).close()
+        socket.create_connection((host, port), timeout=_ANSWER_SECONDS).close()
     except ConnectionRefusedError:
         return True
     except OSError:
@@ -388,29 +420,30 @@ def refuses(host: str, port: int) -> bool:
 def _connect(hosts: Sequence[str], port: int) -> socket.socket:
     for host in dict.fromkeys(hosts):
         with contextlib.suppress(OSError):
-            line = socket.create_connection((host, port), timeout=_ANSWERS_WITHIN)
-            _sockets.add(line)
-            _probe(line, True)
-            return line
-    raise NoLineError(f"rank 0 cannot be reached at port {port} of {', '.join(dict.fromkeys(hosts))}")
+            connection = socket.create_connection((host, port), timeout=_ANSWER_SECONDS)
+            _sockets.add(connection)
+            _probe(connection, True)
+            return connection
+    raise UnreachableError(f"rank 0 cannot be reached at port {port} of {', '.join(dict.fromkeys(hosts))}")
 
 
-def _probe(line: socket.socket, on: bool) -> None:
+def _probe(connection: socket.socket, on: bool) -> None:
+    """Switch TCP keepalive probes on or off."""
     with contextlib.suppress(OSError):
-        line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, int(on))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, int(on))
         for name, value in _PROBES.items():
             if hasattr(socket, name):
-                line.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def _send(line: socket.socket, message: dict[str, Any]) -> None:
-    """Sends a message; a closed line is noticed by its reader."""
+def _send(connection: socket.socket, message: dict[str, Any]) -> None:
+    """Send a message; a closed connection is noticed by its reader."""
     with contextlib.suppress(OSError):
-        line.sendall(json.dumps(message).encode() + b"\n")
+        connection.sendall(json.dumps(message).encode() + b"\n")
 
 
 def _allow_open_files(number: int) -> None:
-    """Raises this process's limit of open files to `number` if possible: rank 0 holds a few for each rank."""
+    """Raise this process's limit of open files to `number` if possible: rank 0 holds a few for each rank."""
     with contextlib.suppress(ValueError, OSError):
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != resource.RLIM_INFINITY and soft < number:

@@ -1,6 +1,18 @@
-"""The executor: runs one rank's list of pipeline actions on tensors.
+"""The executor runs one rank's list of pipeline actions on tensors, in order.
 
-A run without pipelining takes the same path: one rank runs F0.0 B0.0 F0.1 B0.1 ..., and evaluation is a list of forwards.
+A run without pipelining takes the same path: one rank runs F0.0 B0.0 F0.1 B0.1 ..., and evaluation is a list of
+forwards.
+
+Tensors are held by (stage, microbatch) between the actions that make and use them. On a rank with stage 1 of 3 (without
+POST_B1.0 and the SENT that end the sends):
+
+    POST_F1.0    transfers  <- the receive
+    RECV_F1.0    inputs     <- transfers
+    F1.0         outputs    <- inputs (which stay for the gradient)    roots <- the graph
+    SEND_F1.0    transfers  <- outputs
+    RECV_B1.0    grads      <- the output's gradient
+    B1.0         grads      <- roots, grads, inputs: the input's gradient
+    SEND_B1.0    transfers  <- grads
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -25,13 +37,12 @@ Key = tuple[int, int]  # (stage, microbatch)
 
 @dataclass(eq=False)
 class Executor:
-    """One rank's part of one step. Holds the tensors in flight by (stage, microbatch).
+    """One rank's part of one step, with the tensors in flight by (stage, microbatch).
 
     chunks, data_iterators: by stage; an iterator may be None for a stage that reads no data.
     forward_step(data_iterator, model) -> (output, loss_func), as in Megatron.
-    begin(action) is called before each compute action, reduce(stage) once the stage's gradients are complete.
-    around(action):
-    a context for each action, such as a timer or a profiler range.
+    begin(action): called before each compute action. reduce(stage): called once the stage's gradients are complete.
+    around(action): returns a context for each action, such as a timer or a profiler range.
     weight_grads: the store of the chunks' linear layers, for schedules that defer weight gradients.
     nominal_tokens: tokens of a full microbatch, the weight of a loss that is a mean.
     """
@@ -49,22 +60,24 @@ class Executor:
     around: Callable[[Action], AbstractContextManager] = nullcontext
 
     def __post_init__(self) -> None:
-        self.inputs: dict[Key, tuple[_Input, ...]] = {}
+        self.inputs: dict[Key, tuple[_Input, ...]] = {}  # until the backward has taken their gradients
         self.outputs: dict[Key, tuple[Tensor, ...]] = {}  # until sent
         self.roots: dict[Key, tuple[Tensor | GradientEdge, ...]] = {}  # the start of each backward
-        self.grads: dict[Key, tuple[Tensor | None, ...]] = {}
-        self.weight_work: dict[Key, list[Work]] = {}
-        self.transfers: dict[Action, Transfer] = {}
+        self.grads: dict[Key, tuple[Tensor | None, ...]] = {}  # of outputs until the backward, of inputs until sent
+        self.weight_work: dict[Key, list[Work]] = {}  # deferred weight gradients, between I and W
+        self.transfers: dict[Action, Transfer] = {}  # by the action that started each
         self.totals = LossTotals()
-        self.training, self.loss_scale = True, 1.0
+        self.training = True
+        self.loss_scale = 1.0
 
     def run(self, schedule: Schedule, rank: int, *, training: bool = True, loss_scale: float = 1.0) -> LossTotals:
-        """Runs the actions of `schedule[rank]` in order. Returns the totals of the last stage; empty on other ranks.
+        """Run the actions of `schedule[rank]` in order. Return the totals of the last stage; empty on other ranks.
 
-        Every pipeline rank must call with the same schedule. `loss_scale` multiplies the gradients, not the reported loss.
-        An error carries the action and the part of the schedule around it.
+        Every pipeline rank must call with the same schedule. `loss_scale` multiplies the gradients, not the reported
+        loss. An error carries the action and the part of the schedule around it.
         """
-        self.training, self.loss_scale = training, loss_scale
+        self.training = training
+        self.loss_scale = loss_scale
         self.totals = LossTotals()
         with torch.set_grad_enabled(training):
             for index, action in enumerate(schedule[rank]):
@@ -74,61 +87,90 @@ class Executor:
                 except Exception as error:
                     error.add_note(f"while running pipeline action {action}:\n{show(schedule, rank, index)}")
                     raise
-        held = ("inputs", "outputs", "roots", "grads", "weight_work", "transfers")
-        left = {name: list(getattr(self, name)) for name in held if getattr(self, name)}
+        in_flight = {
+            "inputs": self.inputs,
+            "outputs": self.outputs,
+            "roots": self.roots,
+            "grads": self.grads,
+            "weight_work": self.weight_work,
+            "transfers": self.transfers,
+        }
+        left = {name: list(tensors) for name, tensors in in_flight.items() if tensors}
         assert not left, f"the schedule is incomplete; still in flight: {left}"
         return self.totals
 
     # ---------------------------------------------------------------- compute
 
     def forward(self, action: Action) -> None:
-        stage, key = action.stage, action[1:]
+        """F: run a microbatch through a stage, and keep the root of its graph for the backward."""
+        stage = action.stage
+        key = action[1:]
         chunk = self.chunks[stage]
+        is_last = stage == self.stages.last
         self.begin(action)
+
+        # give the chunk its input: received tensors, or none on the first stage
         inputs = tuple(x.enter() for x in self.inputs.get(key, ()))
         chunk.set_input_tensor(inputs[0] if len(inputs) == 1 else inputs or None)
         del inputs  # the executor keeps no reference, so the chunk can free its input early
-        is_last = stage == self.stages.last
+
+        # run the script's forward step
         output, loss_func = read_step(self.forward_step(self.data_iterators[stage], chunk), is_last=is_last)
-        # The chunk would keep this input alive until its next microbatch.
-        chunk.set_input_tensor(None)
+        chunk.set_input_tensor(None)  # the chunk would keep its input alive until its next microbatch
+
+        # compute the loss on the last stage
         if is_last:
             loss = read_loss(loss_func(output), self.nominal_tokens)
             self.totals.add(loss)
-            output = loss.objective if self.loss_scale == 1.0 else loss.objective * self.loss_scale
+            output = loss.objective if self.loss_scale == 1.0 else loss.objective * self.loss_scale  # []
+
+        # keep the start of the backward
         outputs = output if isinstance(output, tuple) else (output,)
-        if self.training:
-            self.roots[key] = outputs if is_last else tuple(_root(x) for x in outputs)
-        else:
+        if not self.training:
             self.inputs.pop(key, None)
-        if stage + 1 in self.chunks:  # the next stage is on this rank: no transfer
+        elif is_last:
+            self.roots[key] = outputs
+        else:
+            self.roots[key] = tuple(_root(x) for x in outputs)
+
+        # hand the output to the next stage: on this rank at once, to another rank by SEND_F
+        if stage + 1 in self.chunks:
             # Detached, as if received: each stage's backward is an action of its own.
             self.inputs[stage + 1, action.microbatch] = _as_inputs(outputs, self.training)
         elif not is_last:
             self.outputs[key] = outputs
 
     def backward(self, action: Action) -> None:
-        """Gradients of the stage's input and weights. A root of None, of a frozen stage, has no backward."""
-        stage, key = action.stage, action[1:]
+        """B: compute the gradients of the stage's input and weights. A root of None, of a frozen stage, has no backward."""
+        stage = action.stage
+        key = action[1:]
         self.begin(action)
-        roots, inputs = self.roots.pop(key), self.inputs.pop(key, ())
-        # None: a loss is a scalar, whose backward starts with 1.
-        incoming = (None,) * len(roots) if stage == self.stages.last else self.grads.pop(key)
-        pairs = [(root, grad) for root, grad in zip(roots, incoming) if root is not None]
+
+        # run the backward from the stage's outputs
+        roots = self.roots.pop(key)
+        output_grads = (None,) * len(roots)  # a loss is a scalar, whose backward starts with 1
+        if stage != self.stages.last:
+            output_grads = self.grads.pop(key)
+        pairs = [(root, grad) for root, grad in zip(roots, output_grads) if root is not None]
+        inputs = self.inputs.pop(key, ())
         if pairs:
             torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])
-        grads = tuple(x.take_grad() for x in inputs)
+
+        # hand the gradients to the previous stage: on this rank at once, to another rank by SEND_B
+        input_grads = tuple(x.take_grad() for x in inputs)
         if stage - 1 in self.chunks:
-            self.grads[stage - 1, action.microbatch] = grads
+            self.grads[stage - 1, action.microbatch] = input_grads
         elif stage > 0:
-            self.grads[key] = grads  # until SEND_B
+            self.grads[key] = input_grads
 
     def backward_input(self, action: Action) -> None:
+        """I: the backward, with the weight gradients of linear layers put off until W."""
         with self.weight_grads.collect() as work:
             self.backward(action)
         self.weight_work[action[1:]] = work
 
     def backward_weight(self, action: Action) -> None:
+        """W: compute the weight gradients that I has put off."""
         self.begin(action)
         for work in self.weight_work.pop(action[1:]):
             work()
@@ -136,19 +178,22 @@ class Executor:
     # ---------------------------------------------------------------- transfers
 
     def send(self, action: Action) -> None:
-        held = self.outputs if action.op is Op.SEND_F else self.grads
+        """SEND: start to send an output, or an input gradient."""
+        source = self.outputs if action.op is Op.SEND_F else self.grads
         # A transfer must not keep the graph alive behind the tensor that it sends.
-        tensors = tuple(x.detach() for x in held.pop(action[1:]))
+        tensors = tuple(x.detach() for x in source.pop(action[1:]))
         self.transfers[action] = self.transport.send(DIRECTION_OF[action.op], self._peer(action), tensors)
 
     def post(self, action: Action) -> None:
+        """POST: start to receive."""
         self.transfers[action] = self.transport.post(DIRECTION_OF[action.op], self._peer(action))
 
     def sent(self, action: Action) -> None:
-        """Ends a send: from here on only the autograd graph keeps the tensors."""
+        """SENT: wait for a send. From here on only the autograd graph keeps the tensors."""
         self.transfers.pop(action.with_op(BEGIN_OF[action.op])).wait()
 
     def receive(self, action: Action) -> None:
+        """RECV: wait for received tensors, and keep them for the stage's F or B."""
         tensors = self.transfers.pop(action.with_op(BEGIN_OF[action.op])).wait()
         if action.op is Op.RECV_F:
             self.inputs[action[1:]] = _as_inputs(tensors, self.training)
@@ -156,10 +201,11 @@ class Executor:
             self.grads[action[1:]] = tensors
 
     def reduce_grads(self, action: Action) -> None:
+        """REDUCE: start to reduce the stage's gradients over data-parallel ranks."""
         self.reduce(action.stage)
 
     def _peer(self, transfer: Action) -> int:
-        """The pipeline rank at the other end of a transfer."""
+        """Return the pipeline rank at the other end of a transfer."""
         return self.stages.ranks[partner(transfer).stage]
 
 
@@ -173,43 +219,50 @@ class _Input:
     def __init__(self, x: Tensor, training: bool):
         self._x: Tensor | None = x
         self._shape = x.shape
-        self._dtype, self._device = x.dtype, x.device
+        self._dtype = x.dtype
+        self._device = x.device
         self._wants_grad = training and x.is_floating_point()
         self._grads: list[Tensor] = []
 
     def enter(self) -> Tensor:
-        """The tensor as the root of the stage's graph. May be called once."""
+        """Return the tensor as the root of the stage's graph. May be called once."""
         x, self._x = self._x, None
         assert x is not None, "the forward of a microbatch ran twice"
-        # The empty leaf makes autograd call _Start's backward; the input itself stays no leaf.
-        return _Start.apply(torch.empty(0, requires_grad=True), x, self._grads) if self._wants_grad else x
+        if not self._wants_grad:
+            return x
+        # The empty leaf makes autograd call the backward of _StageInput; the input itself stays no leaf.
+        return _StageInput.apply(torch.empty(0, requires_grad=True), x, self._grads)
 
     def take_grad(self) -> Tensor:
-        """The gradient, contiguous; zeros if the backward produced none."""
+        """Return the gradient, contiguous; zeros if the backward produced none. Same shape as the input."""
         if not self._grads:
             return torch.zeros(self._shape, dtype=self._dtype, device=self._device)
         return self._grads.pop().contiguous()  # the gradient of a sum is an expanded scalar
 
 
-class _Start(torch.autograd.Function):
+class _StageInput(torch.autograd.Function):
+    """The first node of a stage's graph: identity forward; its backward puts the input's gradient into a list."""
+
     @staticmethod
     def forward(ctx, _: Tensor, x: Tensor, grads: list[Tensor]) -> Tensor:
         ctx.grads = grads
-        return x.detach()
+        return x.detach()  # same shape and memory, in a new tensor that this node is the origin of
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[None, None, None]:
+        # Only the list is saved: no tensor is needed, and a saved input would stay alive until here.
         ctx.grads.append(grad)
         return None, None, None
 
 
 def _as_inputs(tensors: tuple[Tensor, ...], training: bool) -> tuple[_Input, ...]:
+    """Wrap the tensors that enter a stage, detached from the graph of the stage before."""
     set_memory_kind(ACTIVATIONS, tensors)
     return tuple(_Input(x.detach(), training) for x in tensors)
 
 
 def _root(x: Tensor) -> GradientEdge | None:
-    """The start of a backward from `x` that does not keep its memory alive; None if `x` needs no gradient."""
+    """Return the start of a backward from `x` without keeping its memory alive; None if `x` needs no gradient."""
     return get_gradient_edge(x) if x.requires_grad else None
 
 

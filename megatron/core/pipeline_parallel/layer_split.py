@@ -1,10 +1,11 @@
-"""The split of the model's layers into pipeline stages."""
+"""The model's layers are split into pipeline stages."""
 
 from itertools import accumulate
 
 from megatron.core.parallel.stage_map import StageMap, loop
 
-_FIRST, _LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
+_FIRST = "--decoder-first-pipeline-num-layers"
+_LAST = "--decoder-last-pipeline-num-layers"
 
 
 def split_layers(
@@ -17,11 +18,11 @@ def split_layers(
     embedding_as_layer: bool = False,
     loss_as_layer: bool = False,
 ) -> list[range]:
-    """The global layer numbers, from 0, of each stage: by default as many in each.
+    """Return the global layer numbers, from 0, of each stage: by default equally many in each.
 
-    first, last: layers of the pipeline rank with the first or the last stage, over all its chunks; the other ranks share the
-    rest. embedding_as_layer, loss_as_layer: count as a layer of the first or the last stage, which then has one layer less,
-    possibly none. stages: the stage map; default one stage per rank.
+    first, last: layers of the pipeline rank with the first or the last stage, over all its chunks; the other ranks
+    share the rest. embedding_as_layer, loss_as_layer: count as a layer of the first or the last stage, which then has
+    one layer less, possibly none. stages: the stage map; default one stage per rank.
 
         8 layers, 4 stages                                          0 1    2 3    4 5    6 7
         8 layers, 4 stages, first=1, last=1                         0      1 2 3  4 5 6  7
@@ -36,24 +37,24 @@ def split_layers(
         counts = _count_evenly(num_layers, num_stages, embedding_as_layer, loss_as_layer)
     elif embedding_as_layer or loss_as_layer:
         raise ValueError(
-            f"pipeline: {_given(first, last)} and {_given_accounting(embedding_as_layer, loss_as_layer)} exclude each "
+            f"pipeline: {_end_flags(first, last)} and {_accounting_flags(embedding_as_layer, loss_as_layer)} exclude each "
             "other; omit one"
         )
     else:
         by_rank = _count_around_ends(num_layers, stages, first, last)
         counts = [by_rank[rank] for rank in stages.ranks]
-    ends = list(accumulate(counts))
-    return [range(end - count, end) for end, count in zip(ends, counts)]
+    return _ranges(counts)
 
 
 def split_two_stacks(encoder: int, decoder: int, stages: StageMap, split: int) -> list[range]:
-    """The layer numbers, over the whole model, of each stage, where the encoder has the first `split` stages by itself.
+    """Return the layer numbers, over the whole model, of each stage, where the encoder has the first `split` stages by itself.
 
         4 and 6 layers on 4 stages, split 1     0 1 2 3    4 5    6 7    8 9
 
     Raises ValueError if a stack's layers do not divide into its stages, or a rank has several stages.
     """
-    flag, num_stages = f"--pipeline-model-parallel-split-rank ({split})", stages.last + 1
+    flag = f"--pipeline-model-parallel-split-rank ({split})"
+    num_stages = stages.last + 1
     if stages.chunks > 1:
         raise ValueError(
             f"pipeline: {flag} is about one stage per rank, and this schedule has {stages.chunks}; leave it out: all stages then "
@@ -64,23 +65,32 @@ def split_two_stacks(encoder: int, decoder: int, stages: StageMap, split: int) -
             f"pipeline: {flag} leaves no rank to the encoder or to the decoder; with --pipeline-model-parallel-size {num_stages} "
             f"give 1 to {num_stages - 1}, or leave it out"
         )
-    problems = [
-        f"pipeline: {flag} gives {layers} layers of the {what} to {parts} ranks; that must be a multiple of {parts}; change one"
-        for what, layers, parts in (("encoder", encoder, split), ("decoder", decoder, num_stages - split))
-        if layers % parts
-    ]
+    problems = []
+    for stack, layers, ranks in (("encoder", encoder, split), ("decoder", decoder, num_stages - split)):
+        if layers % ranks:
+            problems.append(
+                f"pipeline: {flag} gives {layers} layers of the {stack} to {ranks} ranks; that must be a multiple of {ranks}; "
+                "change one"
+            )
     if problems:
         raise ValueError("\n".join(problems))
     counts = [encoder // split] * split + [decoder // (num_stages - split)] * (num_stages - split)
+    return _ranges(counts)
+
+
+def _ranges(counts: list[int]) -> list[range]:
+    """Return consecutive ranges of these lengths, from 0: [2, 3] -> [0, 1], [2, 3, 4]."""
     ends = list(accumulate(counts))
     return [range(end - count, end) for end, count in zip(ends, counts)]
 
 
 def _count_evenly(num_layers: int, num_stages: int, embedding: bool, loss: bool) -> list[int]:
-    """Layers by stage; the embedding and the loss may each count as a layer."""
+    """Return the number of layers of each stage; the embedding and the loss may each count as a layer."""
     slots = num_layers + embedding + loss
     if num_layers < 1 or slots < num_stages or slots % num_stages:
-        extra = "" if slots == num_layers else f" plus {slots - num_layers} for {_given_accounting(embedding, loss)}"
+        extra = ""
+        if slots != num_layers:
+            extra = f" plus {slots - num_layers} for {_accounting_flags(embedding, loss)}"
         raise ValueError(
             f"pipeline: the number of layers ({num_layers}{extra}) must be a multiple of the number of stages "
             f"({num_stages}: pipeline ranks times chunks per rank); change --num-layers, --pipeline-model-parallel-size "
@@ -93,24 +103,28 @@ def _count_evenly(num_layers: int, num_stages: int, embedding: bool, loss: bool)
 
 
 def _count_around_ends(num_layers: int, stages: StageMap, first: int | None, last: int | None) -> list[int]:
-    """Layers of each chunk, by rank, for given counts of the end ranks."""
-    given = _given(first, last)
-    v, num_ranks = stages.chunks, len(set(stages.ranks))
+    """Return the number of layers of each chunk, by rank, for given counts of the end ranks."""
+    # check the counts of the end ranks
+    flags = _end_flags(first, last)
+    v = stages.chunks
+    num_ranks = len(set(stages.ranks))
     if num_ranks < 2:
-        raise ValueError(f"pipeline: {given} needs at least 2 pipeline ranks, not {num_ranks}; omit it")
+        raise ValueError(f"pipeline: {flags} needs at least 2 pipeline ranks, not {num_ranks}; omit it")
     if None not in (first, last) and stages.rank_of_first == stages.rank_of_last:
-        raise ValueError(f"pipeline: {given} are of one rank, which has the first and the last stage; omit one")
-    problems = [
-        f"{flag} ({count}) must be a positive multiple of the chunks per rank ({v}); change it"
-        for flag, count in ((_FIRST, first), (_LAST, last))
-        if count is not None and (count < 1 or count % v)
-    ]
-    rest, middle = num_layers - (first or 0) - (last or 0), num_ranks - (first is not None) - (last is not None)
+        raise ValueError(f"pipeline: {flags} are of one rank, which has the first and the last stage; omit one")
+    problems = []
+    for flag, count in ((_FIRST, first), (_LAST, last)):
+        if count is not None and (count < 1 or count % v):
+            problems.append(f"{flag} ({count}) must be a positive multiple of the chunks per rank ({v}); change it")
+
+    # share the rest among the ranks between
+    rest = num_layers - (first or 0) - (last or 0)
+    middle = num_ranks - (first is not None) - (last is not None)
     if middle == 0 and rest != 0:
-        problems.append(f"{given} must add up to --num-layers ({num_layers}): there is no other rank; change one")
+        problems.append(f"{flags} must add up to --num-layers ({num_layers}): there is no other rank; change one")
     if middle and (rest < 1 or rest % (middle * v)):
         problems.append(
-            f"{given} leaves {rest} of --num-layers ({num_layers}) to {middle} ranks with {v} chunks each; "
+            f"{flags} leaves {rest} of --num-layers ({num_layers}) to {middle} ranks with {v} chunks each; "
             f"that must be a positive multiple of {middle * v}; change one"
         )
     if problems:
@@ -123,10 +137,12 @@ def _count_around_ends(num_layers: int, stages: StageMap, first: int | None, las
     return counts
 
 
-def _given(first: int | None, last: int | None) -> str:
+def _end_flags(first: int | None, last: int | None) -> str:
+    """Return the given flags of the end ranks, with their values, for messages."""
     return " and ".join(f"{flag} ({n})" for flag, n in ((_FIRST, first), (_LAST, last)) if n is not None)
 
 
-def _given_accounting(embedding: bool, loss: bool) -> str:
+def _accounting_flags(embedding: bool, loss: bool) -> str:
+    """Return the given flags that count the embedding or the loss as a layer, for messages."""
     flags = (("--account-for-embedding-in-pipeline-split", embedding), ("--account-for-loss-in-pipeline-split", loss))
     return " and ".join(flag for flag, is_set in flags if is_set)

@@ -1,4 +1,4 @@
-"""Results of forward steps and loss functions, read as sums and counts that add up over microbatches and ranks."""
+"""Results of forward steps and loss functions are read as sums and counts, which add up over microbatches and ranks."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,88 +21,103 @@ class MicrobatchLoss:
 
 
 def read_step(result: Any, *, is_last: bool) -> tuple[Any, Any]:
-    """(output, loss_func) from the result of a `forward_step`. TypeError if the result has another form."""
+    """Return (output, loss_func) from the result of a `forward_step`. TypeError if the result has another form."""
     if not isinstance(result, tuple) or len(result) != 2:
-        what = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a lone {type(result).__name__}"
-        raise TypeError(f"forward_step must return (output, loss_func) with loss_func(output) the loss, not {what}")
+        form = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a lone {type(result).__name__}"
+        raise TypeError(f"forward_step must return (output, loss_func) with loss_func(output) the loss, not {form}")
     output, loss_func = result
     if is_last and not callable(loss_func):
         raise TypeError(
             f"forward_step returned (output, {loss_func!r}) on the last stage; the second must be a function "
             "loss_func(output) -> (loss_sum, num_tokens, report); on other stages it may be None"
         )
-    handed_on = output if isinstance(output, tuple) else (output,)
-    if not is_last and not all(isinstance(x, Tensor) for x in handed_on):
-        kinds = ", ".join(type(x).__name__ for x in handed_on)
+    outputs = output if isinstance(output, tuple) else (output,)
+    if not is_last and not all(isinstance(x, Tensor) for x in outputs):
+        kinds = ", ".join(type(x).__name__ for x in outputs)
         raise TypeError(f"forward_step returned {kinds}; before the last stage a model must return its hidden states")
     return output, loss_func
 
 
 def read_loss(result: Any, nominal_tokens: float = 1.0) -> MicrobatchLoss:
-    """The result of a `loss_func`, in either of two forms:
+    """Read the result of a `loss_func`, in either of two forms:
 
     (loss_sum, num_tokens, report)   the step's loss is the mean over all tokens that are not masked
     (loss, report)                   Megatron's older form: the mean of the losses of microbatches and data-parallel ranks
 
     A report entry is a scalar (averaged like the loss) or a pair (sum, count). The older form counts as a mean over
-    `nominal_tokens` tokens, a full microbatch, so that both forms give objectives of the same size. TypeError otherwise.
+    `nominal_tokens` tokens, a full microbatch, so that both forms give objectives of the same size. TypeError
+    otherwise.
     """
     if not isinstance(result, tuple) or len(result) not in (2, 3) or not isinstance(result[-1], Mapping):
         raise TypeError(
             "loss_func must return (loss_sum, num_tokens, report) or (loss, report) with report a dictionary, "
             f"not {type(result).__name__} of {len(result) if isinstance(result, tuple) else 1}"
         )
-    objective, report = result[0], result[-1]
+
+    # the loss
+    objective = result[0]
     if not isinstance(objective, Tensor):
         raise TypeError(f"the loss must be a tensor, not {type(objective).__name__}")
     if objective.numel() != 1:
         raise TypeError(f"the loss must be one number, not a tensor of shape {tuple(objective.shape)}")
-    value = objective.detach().double().squeeze()  # before the product below, which may overflow float16
+    value = objective.detach().double().squeeze()  # []; before the product below, which may overflow float16
+
+    # the tokens
+    num_tokens = nominal_tokens
     if len(result) == 2:
-        objective = objective * nominal_tokens
+        objective = objective * nominal_tokens  # a mean becomes a sum
+    else:
+        num_tokens = result[1]
     device = objective.device
-    tokens = _numbers("num_tokens, beside the loss,", result[1] if len(result) == 3 else nominal_tokens, device)
+    tokens = _numbers("num_tokens, beside the loss,", num_tokens, device)  # [1]
     if tokens.numel() != 1:
         raise TypeError(f"num_tokens, beside the loss, must be one number, not {tokens.numel()}")
-    pairs = {name: _pair(value, device) for name, value in report.items()}
-    return MicrobatchLoss(objective, value, tokens.squeeze(), pairs)
+
+    # the report
+    report = {name: _as_pair(entry, device) for name, entry in result[-1].items()}
+    return MicrobatchLoss(objective, value, tokens.squeeze(), report)
 
 
 def _numbers(what: str, value: Any, device: torch.device) -> Tensor:
+    """Return a number or a tensor as a flat float64 tensor on the device. what: the name of `value` in errors."""
     if isinstance(value, int | float):  # filled on the device: a copy from the host would synchronize
         return torch.full((1,), value, dtype=torch.float64, device=device)
     try:
-        given = torch.as_tensor(value)
+        numbers = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"{what} must be a number or a tensor, not {type(value).__name__}") from None
-    # Outside the block: a device that fails is not the script's fault.
-    return given.detach().double().reshape(-1).to(device)
+    # Outside the try block: a device that fails is not the script's fault.
+    return numbers.detach().double().reshape(-1).to(device)  # [numbers]
 
 
-def _pair(value: Any, device: torch.device) -> Tensor:
-    value = _numbers("a report entry", value, device)
-    if value.numel() not in (1, 2):
-        raise TypeError(f"a report entry is a number or a pair (sum, count), not a tensor of {value.numel()} elements")
-    return value if value.numel() == 2 else torch.cat((value, torch.ones_like(value)))
+def _as_pair(entry: Any, device: torch.device) -> Tensor:
+    """Return a report entry as (sum, count), of shape [2]."""
+    numbers = _numbers("a report entry", entry, device)
+    if numbers.numel() not in (1, 2):
+        raise TypeError(
+            f"a report entry is a number or a pair (sum, count), not a tensor of {numbers.numel()} elements"
+        )
+    return numbers if numbers.numel() == 2 else torch.cat((numbers, torch.ones_like(numbers)))
 
 
 @dataclass
 class LossTotals:
-    """Sums over the microbatches of a step so far. `value` is finite if each loss was."""
+    """The sums over the microbatches of a step so far. `value` is finite if each loss was."""
 
     tokens: Tensor | float = 0.0
     value: Tensor | float = 0.0
     report: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, loss: "MicrobatchLoss | LossTotals") -> None:
-        """Adds the sums of one microbatch, or of several."""
-        self.tokens, self.value = self.tokens + loss.tokens, self.value + loss.value
+        """Add the sums of one microbatch, or of several."""
+        self.tokens = self.tokens + loss.tokens
+        self.value = self.value + loss.value
         for name, pair in loss.report.items():
             self.report[name] = self.report[name] + pair if name in self.report else pair
 
 
-def keep_reports(forward_step: ForwardStep, into: list[Any], *, non_loss: bool = False) -> ForwardStep:
-    """The forward step with a loss function that also appends its report to `into`.
+def keep_reports(forward_step: ForwardStep, reports: list[Any], *, non_loss: bool = False) -> ForwardStep:
+    """Return the forward step with a loss function that also appends its report to `reports`.
 
     non_loss: appends loss_func(output, non_loss_data=True) instead, and the loss is zero.
     """
@@ -113,15 +128,15 @@ def keep_reports(forward_step: ForwardStep, into: list[Any], *, non_loss: bool =
             return result  # an earlier stage, or an error that the executor reports
         output, loss_func = result
 
-        def keeping(given: Any) -> Any:
+        def reporting_loss_func(output: Any) -> Any:
             if non_loss:
-                into.append(loss_func(given, non_loss_data=True))
+                reports.append(loss_func(output, non_loss_data=True))
                 return torch.zeros(()), 0, {}
-            loss = loss_func(given)
+            loss = loss_func(output)
             if isinstance(loss, tuple) and loss:
-                into.append(loss[-1])
+                reports.append(loss[-1])
             return loss
 
-        return output, keeping
+        return output, reporting_loss_func
 
     return step

@@ -1,8 +1,11 @@
-"""Drives one step through the pipeline: the forwards, the backwards and the reduction of gradients, in a schedule's order.
+"""Drive one step through the pipeline: forwards, backwards and the reduction of gradients, in the order of a schedule.
 
     Pipeline                        a rank's chunks and their schedules; the trainer's step and evaluation run on it
     run_step                        a step of a script's own loop, which leaves gradients of the mean loss
-    get_forward_backward_func       the same with Megatron's arguments
+    get_forward_backward_func       the same with Megatron's arguments (Megatron: core/pipeline_parallel/schedules.py)
+
+A step has three parts: `Pipeline.run` executes this rank's list of actions, `Pipeline.share_totals` sums losses and
+token counts over all ranks, and the caller divides the reduced gradients by the tokens of the step.
 
 The schedules themselves are lists of actions, made without torch in `pipeline_parallel/schedule/`.
 """
@@ -17,13 +20,13 @@ from torch import nn
 
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.base.memory_category import memory_kind
-from megatron.core.base.unsupported_arguments import takes
+from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.offload.activation_offload import HoldsActivations
 from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.dropout import DropoutKeys, keys_of
 from megatron.core.ops.main_grad_interface import DataParallelBase
 from megatron.core.parallel import collectives
-from megatron.core.parallel.global_state import current
+from megatron.core.parallel.global_state import get_global_state
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.stage_map import loop
@@ -42,7 +45,7 @@ _WITHOUT_EFFECT = ("first_val_step", "p2p_communicator", "pg_collection", "force
 
 @dataclass(frozen=True)
 class BatchShape:
-    """How the samples of a step are distributed over microbatches and ranks."""
+    """The distribution of a step's samples over microbatches and ranks."""
 
     micro_batch_size: int
     num_microbatches: int  # per rank in a step of validation; the default for a step of training
@@ -54,25 +57,33 @@ class BatchShape:
         return self.micro_batch_size * self.tokens_per_sample
 
     def samples_of(self, first_sample: int, microbatch: int, samples: Axis) -> tuple[int, ...]:
-        """The samples in the rows of one rank's microbatch, numbered over the run. samples: `Mesh.samples`."""
+        """Return the samples in the rows of one rank's microbatch, numbered over the run. samples: `Mesh.samples`.
+
+        With micro_batch_size 2, two data-parallel ranks and first_sample 0:
+
+            microbatch 0    rank 0: samples 0 1    rank 1: samples 2 3
+            microbatch 1    rank 0: samples 4 5    rank 1: samples 6 7
+        """
         first = first_sample + (microbatch * samples.size + samples.rank) * self.micro_batch_size
         return tuple(range(first, first + self.micro_batch_size))
 
 
 class SharedTotals(NamedTuple):
-    """Totals of a step over all ranks."""
+    """The totals of a step over all ranks."""
 
     tokens: float
     loss: float  # sum of the losses as returned
-    report: dict[str, float]  # mean of each entry that counts something; on the last stage, empty elsewhere
-    uncounted: tuple[str, ...] = ()  # the other entries, which have no mean: every token is masked
+    report: dict[str, float]  # name -> mean, of entries with a count above 0; on the last stage, empty elsewhere
+    uncounted: tuple[str, ...] = ()  # the entries without a mean, since every token is masked
 
 
 class Pipeline:
     """Runs this rank's chunks by a schedule.
 
-    chunks: by stage, each a DistributedDataParallel or a plain module. boundary: the tensors that pass between stages; the
-    ranks of `copies_over` hold equal copies. keys: dropout keys; default: all found in the chunks. poison: see `Transport`.
+    chunks: by stage, each a DistributedDataParallel or a plain module.
+    boundary: the tensors that pass between stages; the ranks of `copies_over` hold equal copies.
+    keys: dropout keys; default: all keys of the chunks.
+    poison: see `Transport`.
     """
 
     def __init__(
@@ -90,15 +101,18 @@ class Pipeline:
         device: torch.device | str = "cpu",
         poison: bool = False,
     ):
-        self.chunks, self.mesh = chunks, mesh
-        self.batch, self.device = batch, device
+        self.chunks = chunks
+        self.mesh = mesh
+        self.batch = batch
+        self.device = device
         self.keys = _keys_in(chunks) if keys is None else {keys}
         self.stages = stage_map(schedule_name, mesh["pp"].size, len(chunks))
         self.transport = Transport(mesh, boundary, device, copies_over=copies_over, poison=poison)
-        self.forward_step, self.weight_grads = forward_step, weight_grads or WeightGradStore()
+        self.forward_step = forward_step
+        self.weight_grads = weight_grads or WeightGradStore()
         self.schedule_name = schedule_name
         self.around: Callable[[Action], AbstractContextManager] = nullcontext  # entered for each action
-        self._schedules: dict[bool, tuple[int, Schedule]] = {}  # by whether it trains
+        self._schedules: dict[bool, tuple[int, Schedule]] = {}  # training -> (number of microbatches, lowered schedule)
 
     def run(
         self,
@@ -110,17 +124,18 @@ class Pipeline:
         loss_scale: float = 1.0,
         forward_step: ForwardStep | None = None,
     ) -> LossTotals:
-        """Runs the forwards, backwards and the start of gradient reduction of one step; only forwards if not `training`.
+        """Run the forwards, backwards and the start of gradient reduction of one step; only forwards if not `training`.
 
         Every pipeline rank must call. first_sample: the step's first sample, numbered over the run. forward_step:
-        default: the
-        pipeline's own.
+        default: the pipeline's own.
         """
 
         def begin(action: Action) -> None:
+            """Set what a compute action depends on: the samples of its dropout masks, its chunk, its buffers."""
+            # Dropout masks follow from the samples, so that they are the same in every layout of ranks.
             for keys in self.keys:
                 keys.samples = self.batch.samples_of(first_sample, action.microbatch, self.mesh.samples)
-            current().virtual_rank = self.stages.chunk_of(action.stage)
+            get_global_state().virtual_rank = self.stages.chunk_of(action.stage)
             chunk = self.chunks[action.stage]
             if isinstance(chunk, DataParallelBase):
                 chunk.begin_microbatch(action.microbatch, backward=action.op is not Op.F)
@@ -146,48 +161,62 @@ class Pipeline:
         return executor.run(schedule, self.mesh["pp"].rank, training=training, loss_scale=loss_scale)
 
     def schedule(self, num_microbatches: int | None = None, *, training: bool = True) -> Schedule:
-        """The lowered lists of all pipeline ranks, cached for one number of microbatches.
+        """Return the lowered lists of all pipeline ranks, cached for the last number of microbatches.
 
         A cache of all sizes of a long batch ramp, each with the actions of every rank, would take gigabytes.
         """
         m = num_microbatches or self.batch.num_microbatches
-        made_for, schedule = self._schedules.get(training, (None, []))
-        if made_for != m:
-            made = self._step_of(m) if training else forwards_over(self.stages, m)
-            schedule = add_transfers(made)
-            if training:
-                schedule = add_reduce(schedule)
-                self._reserve(made)
-            self._schedules[training] = m, schedule
+        cached_m, schedule = self._schedules.get(training, (None, []))
+        if cached_m == m:
+            return schedule
+        if training:
+            compute = self._training_schedule(m)
+            schedule = add_reduce(add_transfers(compute))
+            self._reserve(compute)
+        else:
+            schedule = add_transfers(forwards_over(self.stages, m))
+        self._schedules[training] = m, schedule
         return schedule
 
-    def _step_of(self, m: int) -> Schedule:
-        made = make_schedule(name := self.schedule_name, self.mesh["pp"].size, m, len(self.chunks))
-        if stages_in(made) != self.stages:
+    def _training_schedule(self, m: int) -> Schedule:
+        """Return the compute actions of a step of m microbatches. ValueError if their stages are on other ranks."""
+        name = self.schedule_name
+        schedule = make_schedule(name, self.mesh["pp"].size, m, len(self.chunks))
+        if stages_in(schedule) != self.stages:
             raise ValueError(f"{name}: {m} microbatches move its stages to other ranks; fix SCHEDULES[{name!r}]")
-        return made
+        return schedule
 
     @memory_kind("other")
     def share_totals(self, totals: LossTotals) -> "SharedTotals":
-        """The totals of all ranks. Every rank must call.
+        """Sum the totals over all ranks. Every rank must call.
 
-        One all-reduce over `Mesh.tokens` within the last stage sums everything; a second over pp shares tokens and losses.
+        One all-reduce over `Mesh.tokens` within the last stage sums everything; a second over pp shares tokens and
+        losses with the ranks of other stages.
         """
+        # pack the numbers: tokens, loss, then sum and count of each report entry
         names = sorted(totals.report)
-        packed = torch.zeros(2 + 2 * len(names), dtype=torch.float64, device=self.device)
-        packed[0], packed[1] = totals.tokens, totals.value
+        packed = torch.zeros(2 + 2 * len(names), dtype=torch.float64, device=self.device)  # [2 + 2 entries]
+        packed[0] = totals.tokens
+        packed[1] = totals.value
         for i, name in enumerate(names):
             packed[2 + 2 * i : 4 + 2 * i] = totals.report[name]
+
+        # sum them over the ranks with different tokens, then over the stages
         if self.mesh["pp"].rank == self.stages.rank_of_last:
             collectives.all_reduce(packed, self.mesh.tokens)
-        shared = collectives.all_reduce(packed[:2].clone(), self.mesh["pp"])
-        numbers = torch.cat((shared, packed[2:])).cpu().tolist()  # read at once: each read waits for the device
-        pairs = list(zip(names, numbers[2::2], numbers[3::2]))
-        means = {name: total / count for name, total, count in pairs if count}
-        return SharedTotals(numbers[0], numbers[1], means, tuple(name for name in names if name not in means))
+        shared = collectives.all_reduce(packed[:2].clone(), self.mesh["pp"])  # [2]; zeros of all stages but the last
+
+        # copy them to the host at once, since each read waits for the device
+        numbers = torch.cat((shared, packed[2:])).cpu().tolist()
+        means: dict[str, float] = {}
+        for name, total, count in zip(names, numbers[2::2], numbers[3::2]):
+            if count:
+                means[name] = total / count
+        uncounted = tuple(name for name in names if name not in means)
+        return SharedTotals(numbers[0], numbers[1], means, uncounted)
 
     def _reserve(self, schedule: Schedule) -> None:
-        """Tells the layers of each chunk the peak number of microbatches that wait for a backward."""
+        """Tell the layers of each chunk the peak number of microbatches that wait for a backward."""
         for stage, chunk in self.chunks.items():
             for module in _modules_of(chunk):
                 if isinstance(module, HoldsActivations):
@@ -199,8 +228,11 @@ def _modules_of(chunk: Any) -> list[nn.Module]:
 
 
 def _keys_in(chunks: Mapping[int, nn.Module]) -> set[DropoutKeys]:
-    found = (keys_of(module) for chunk in chunks.values() for module in _modules_of(chunk))
-    return {keys for keys in found if keys is not None}
+    """Return the dropout keys of all layers of the chunks."""
+    keys: set[DropoutKeys | None] = set()
+    for chunk in chunks.values():
+        keys |= {keys_of(module) for module in _modules_of(chunk)}
+    return keys - {None}
 
 
 def run_step(
@@ -218,20 +250,25 @@ def run_step(
     before_reduce: Callable[[list[nn.Module]], Any] | None = None,
     device: torch.device | str = "cpu",
 ) -> list[Any]:
-    """Returns the microbatches' reports on the last stage, [] on others. Every rank must call.
+    """Run one step. Return the microbatches' reports on the last stage, [] on others. Every rank must call.
 
-    chunks: this rank's, in order, each with its data iterator: 1F1B, or with several chunks interleaved 1F1B. boundary: the
-    tensors that pass between stages. first_sample: the step's first, numbered over the run, which dropout masks follow from.
-    training: False: only forwards. non_loss: the reports are loss_func(output, non_loss_data=True).
+    chunks: this rank's, in order, each with its data iterator: 1F1B, or with several chunks interleaved 1F1B.
+    boundary: the tensors that pass between stages.
+    first_sample: the step's first, numbered over the run, which dropout masks follow from.
+    training: False: only forwards.
+    non_loss: the reports are loss_func(output, non_loss_data=True).
+    loss_scale: the gradients stay multiplied by it.
+    before_reduce(chunks): called before the reduction ends.
 
     Gradients accumulate in the chunks' buffers (in `.grad` without DistributedDataParallel), are summed over
-    data-parallel ranks
-    and divided by the tokens of the step. loss_scale: they stay multiplied by it. before_reduce(chunks): called before that.
+    data-parallel ranks and divided by the tokens of the step.
     """
-    stages, reports = loop(mesh["pp"].size, len(chunks)), []
-    mine = stages.of_rank(mesh["pp"].rank)
+    # build the pipeline of this rank's stages
+    stages = loop(mesh["pp"].size, len(chunks))
+    local_stages = stages.of_rank(mesh["pp"].rank)
+    reports: list[Any] = []
     pipeline = Pipeline(
-        dict(zip(mine, chunks, strict=True)),
+        dict(zip(local_stages, chunks, strict=True)),
         mesh,
         batch,
         boundary=boundary,
@@ -239,34 +276,37 @@ def run_step(
         schedule_name="1f1b" if len(chunks) == 1 else "interleaved",
         device=device,
     )
-    data = dict(zip(mine, data_iterators, strict=True))
+    data = dict(zip(local_stages, data_iterators, strict=True))
     if not training or non_loss:
         pipeline.run(data, first_sample, training=False)
         return reports
-    # With a loss scale the loss is divided by the tokens before the backward: a sum over tokens could overflow float16.
-    tokens = 1 if loss_scale is None else batch.nominal_tokens * batch.num_microbatches * mesh.tokens.size
-    totals = pipeline.run(data, first_sample, loss_scale=(loss_scale or 1.0) / tokens)
-    share = 1.0 / (max(pipeline.share_totals(totals).tokens, 1.0) * (1 / tokens))
+
+    # forwards and backwards With a loss scale the loss is divided by the tokens before the backward: a sum over tokens
+    # could overflow float16.
+    nominal_tokens = 1
+    if loss_scale is not None:
+        nominal_tokens = batch.nominal_tokens * batch.num_microbatches * mesh.tokens.size
+    totals = pipeline.run(data, first_sample, loss_scale=(loss_scale or 1.0) / nominal_tokens)
+
+    # divide by the counted tokens, of which the nominal tokens have been divided out already
+    tokens = max(pipeline.share_totals(totals).tokens, 1.0)
+    factor = 1.0 / (tokens * (1 / nominal_tokens))
     if before_reduce is not None:
         before_reduce(list(chunks))
     for chunk in chunks:
-        _reduce(chunk, share)
+        if isinstance(chunk, DataParallelBase):
+            chunk.finish_grad_reduce()
+            chunk.scale_gradients(factor)
+            continue
+        for parameter in chunk.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
     return reports
 
 
-def _reduce(chunk: nn.Module, share: float) -> None:
-    """Sum a chunk's gradients over the ranks, and multiply them by `share`."""
-    if isinstance(chunk, DataParallelBase):
-        chunk.finish_grad_reduce()
-        chunk.scale_gradients(share)
-        return
-    for parameter in chunk.parameters():
-        if parameter.grad is not None:
-            parameter.grad.mul_(share)
-
-
-@takes(pp_size=None, vp_size=None)
+@accepts_defaults_only(pp_size=None, vp_size=None)
 def get_forward_backward_func() -> Callable[..., list[Any]]:
+    """Return `forward_backward`, which serves with and without a pipeline, interleaved or not."""
     return forward_backward
 
 
@@ -284,27 +324,26 @@ def forward_backward(
     grad_scale_func: Callable[[torch.Tensor], torch.Tensor] | None = None,
     **others: Any,
 ) -> list[Any]:
-    """The forwards and backwards of one step. Returns the microbatches' reports on the last stage, [] on others. Every
-    rank must
-    call.
+    """Run the forwards and backwards of one step. Every rank must call.
+
+    Returns the microbatches' reports on the last stage, [] on others.
 
     Gradients accumulate in the chunks' buffers (in `.grad` without DistributedDataParallel), are summed over
-    data-parallel ranks
-    and divided by the tokens of the step: they are gradients of the mean loss. The caller zeroes them before
-    (`zero_grad_buffer`) and updates after. `finalize_model_grads` has no effect, called by the script or as the
-    `finalize_model_grads_func` of the model's config, which is called here with (chunks, None).
+    data-parallel ranks and divided by the tokens of the step: they are gradients of the mean loss. The caller zeroes
+    them before (`zero_grad_buffer`) and updates after. `finalize_model_grads` has no effect, called by the script or as
+    the `finalize_model_grads_func` of the model's config, which is called here with (chunks, None).
 
     grad_scale_func(loss) -> the loss times the loss scale, such as the optimizer's `scale_loss`; default: the function
-    in the
-    model's config. The caller must divide the gradients by the scale.
+    in the model's config. The caller must divide the gradients by the scale.
 
-    model: this rank's chunk, or its chunks in order, each with a data iterator. Chunks have `set_input_tensor` and, in a
-    pipeline, `config` with hidden_size and params_dtype. collect_non_loss_data: forwards only; returns
+    model: this rank's chunk, or its chunks in order, each with a data iterator. Chunks have `set_input_tensor` and, in
+    a pipeline, `config` with hidden_size and params_dtype. collect_non_loss_data: forwards only; returns
     loss_func(output, non_loss_data=True) of each microbatch.
     """
-    strange = {name: value for name, value in others.items() if name not in _WITHOUT_EFFECT and value is not None}
-    if strange:
-        raise TypeError(f"get_forward_backward_func: {sorted(strange)} are not built; omit them")
+    # check the arguments
+    not_built = {name: value for name, value in others.items() if name not in _WITHOUT_EFFECT and value is not None}
+    if not_built:
+        raise TypeError(f"get_forward_backward_func: {sorted(not_built)} are not built; omit them")
     if decoder_seq_length not in (None, seq_length):
         lengths = f"decoder_seq_length ({decoder_seq_length}) differs from seq_length ({seq_length})"
         raise ValueError(f"{lengths}; encoder-decoder models are not built yet")
@@ -312,46 +351,65 @@ def forward_backward(
     iterators = list(data_iterator) if isinstance(data_iterator, Sequence) else [data_iterator]
     if len(chunks) != len(iterators):
         raise ValueError(f"{len(chunks)} model chunk(s) but {len(iterators)} data iterator(s); give one for each chunk")
-    here, trains = current(), not (forward_only or collect_non_loss_data)
-    scale = grad_scale_func or _config_of(chunks[0], "grad_scale_func") if trains else None
+
+    # read the loss scale and the function that finalizes gradients
+    state = get_global_state()
+    trains = not (forward_only or collect_non_loss_data)
+    loss_scale = None
+    if trains:
+        scale_loss = grad_scale_func or _config_of(chunks[0], "grad_scale_func")
+        if scale_loss is not None:
+            loss_scale = float(scale_loss(torch.ones((), device=state.device)))
+    before_reduce = None
     finalize = _config_of(chunks[0], "finalize_model_grads_func")
-    tokens = seq_length // here.mesh.sequence.size  # of a sample on this rank
+    if finalize is not None:
+
+        def before_reduce(chunks: list[nn.Module]) -> Any:
+            return finalize(chunks, None)  # None: no token count, the division follows
+
+    # run the step
+    tokens = seq_length // state.mesh.sequence.size  # of a sample on this rank
     reports = run_step(
         chunks,
         iterators,
         forward_step_func,
-        here.mesh,
+        state.mesh,
         BatchShape(micro_batch_size, num_microbatches, tokens),
-        boundary=_boundary(chunks[0], here.mesh, tokens, micro_batch_size),
-        first_sample=here.samples,
+        boundary=_boundary(chunks[0], state.mesh, tokens, micro_batch_size),
+        first_sample=state.samples,
         training=trains,
         non_loss=collect_non_loss_data,
-        loss_scale=None if scale is None else float(scale(torch.ones((), device=here.device))),
-        before_reduce=None if finalize is None else lambda chunks: finalize(chunks, None),  # the division follows
-        device=here.device,
+        loss_scale=loss_scale,
+        before_reduce=before_reduce,
+        device=state.device,
     )
-    here.samples += num_microbatches * micro_batch_size * here.mesh.samples.size if trains else 0
+    if trains:
+        state.samples += num_microbatches * micro_batch_size * state.mesh.samples.size
     return reports
 
 
 def _boundary(chunk: nn.Module, mesh: Mesh, seq_length: int, micro_batch_size: int) -> tuple[TensorSpec, ...]:
-    """The hidden states that pass between two stages; () without a pipeline."""
+    """Return the shape of the hidden states [s, b, h] that pass between two stages; () without a pipeline.
+
+    s: the tokens of a sample on this rank, which sequence parallelism shards between layers.
+    """
     if mesh["pp"].size == 1:
         return ()
     config = get_model_config(chunk)
-    divided = getattr(config, "sequence_parallel", current().sequence_parallel)
-    length = seq_length // mesh["tp"].size if divided else seq_length
-    dtype = next(
-        filter(None, (getattr(config, name, None) for name in ("residual_dtype", "pipeline_dtype", "params_dtype")))
-    )
+    length = seq_length
+    if getattr(config, "sequence_parallel", get_global_state().sequence_parallel):
+        length = seq_length // mesh["tp"].size
+    dtypes = [getattr(config, name, None) for name in ("residual_dtype", "pipeline_dtype", "params_dtype")]
+    dtype = next(filter(None, dtypes))  # the first that is set
     return (TensorSpec((length, micro_batch_size, config.hidden_size), dtype),)
 
 
 def _config_of(chunk: nn.Module, name: str) -> Any:
-    """A field of the model's config; None if there is none."""
+    """Return a field of the model's config; None if the model has no config, or the config no such field."""
     return getattr(getattr(unwrap_model(chunk), "config", None), name, None)
 
 
+# Megatron's three drivers: a schedule decides here what they differ in.
 forward_backward_no_pipelining = forward_backward
 
 
@@ -362,7 +420,7 @@ forward_backward_pipelining_with_interleaving = forward_backward
 
 
 def deallocate_output_tensor(out: torch.Tensor | None, deallocate_pipeline_outputs: bool = False) -> None:
-    """Releases the memory of a stage's output that has been sent, if told to; the autograd graph stays."""
+    """Release the memory of a stage's output that has been sent, if told to; the autograd graph stays."""
     if out is not None and deallocate_pipeline_outputs:
         out.data = torch.empty((1,), device=out.device, dtype=out.dtype)
 

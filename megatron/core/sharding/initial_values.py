@@ -16,13 +16,13 @@ TILE = 256  # rows and columns; 65,536 draws take about 0.2 ms, their seeding 2 
 
 
 def seed_of(*key: int | str) -> int:
-    """A 63-bit generator seed: a hash of the key."""
+    """Return a 63-bit generator seed: a hash of the key."""
     return collectives.fingerprint("\0".join(str(part) for part in key))
 
 
 # ---------------------------------------------------------------- initial weights
 def initialize_parameters(model: nn.Module, seed: int, mesh: Mapping[str, Axis]) -> None:
-    """Fills each parameter of a model chunk with its shard of the global initial value. Padding becomes zero.
+    """Fill each parameter of a model chunk with its shard of the global initial value. Padding becomes zero.
 
     Parameter names seed the draws, so they must be global: layers numbered over the whole model.
     """
@@ -32,12 +32,15 @@ def initialize_parameters(model: nn.Module, seed: int, mesh: Mapping[str, Axis])
 
 @torch.no_grad()
 def initialize_parameter(parameter: nn.Parameter, seed: int, name: str, mesh: Mapping[str, Axis]) -> None:
-    """`initialize_parameters` for one parameter. mesh: the axes that shard it."""
-    placement, init = parameter.placement, parameter.placement.init
+    """Fill one parameter as `initialize_parameters` does. mesh: the axes that shard it."""
+    placement = parameter.placement
+    init = placement.init
     if init is None or parameter.is_meta:  # a model made on the meta device has no values
         return
     parameter.zero_()
-    drawn = None if isinstance(init, Normal | XavierUniform | Constant) else _made_by(init, placement.shape, seed, name)
+    values: Tensor | None = None  # of the global tensor, where a function makes them
+    if not isinstance(init, Normal | XavierUniform | Constant):
+        values = _call_init(init, placement.shape, seed, name)
     for box, local in pieces(placement, tuple(parameter.shape), mesh):
         if isinstance(init, Constant):
             parameter[slices(local)].fill_(init.value)
@@ -46,22 +49,22 @@ def initialize_parameter(parameter: nn.Parameter, seed: int, name: str, mesh: Ma
         elif isinstance(init, XavierUniform):
             parameter[slices(local)].copy_(xavier_box(placement.shape, box, seed, name))
         else:
-            parameter[slices(local)].copy_(drawn[slices(box)])
+            parameter[slices(local)].copy_(values[slices(box)])
 
 
 def seed_of_next_parameter() -> int:
-    """One draw from torch's generator, whose seed must be equal on all ranks of a model."""
+    """Draw a seed from torch's generator, whose own seed must be equal on all ranks of a model."""
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
 
 
-def _made_by(init: Callable[[Tensor], Any], shape: tuple[int, ...], seed: int, name: str) -> Tensor:
-    """The global float32 tensor filled by `init`: in place, like `torch.nn.init.xavier_normal_`, or returned.
+def _call_init(init: Callable[[Tensor], Any], shape: tuple[int, ...], seed: int, name: str) -> Tensor:
+    """Return the global float32 tensor filled by `init`: in place, like `torch.nn.init.xavier_normal_`, or returned.
 
     Every rank makes the whole tensor on the CPU, since a function need not work on a shard: t ranks take t times the
-    time and
-    memory. The function draws from torch's generator, which is seeded for the call and restored.
+    time and memory. The function draws from torch's generator, which is seeded for the call and restored.
     """
-    values, generator = torch.full(shape, torch.nan, dtype=torch.float32, device="cpu"), torch.default_generator
+    values = torch.full(shape, torch.nan, dtype=torch.float32, device="cpu")  # NaN: not set
+    generator = torch.default_generator
     state = generator.get_state()
     generator.manual_seed(seed_of(seed, name))
     try:
@@ -81,17 +84,20 @@ def _made_by(init: Callable[[Tensor], Any], shape: tuple[int, ...], seed: int, n
 
 
 def normal_box(shape: tuple[int, ...], box: Box, std: float, seed: int, name: str) -> Tensor:
-    """The box of the global tensor `name`, of `shape`, drawn from N(0, std^2): float32, on the CPU."""
+    """Return the box of the global tensor `name`, of `shape`, drawn from N(0, std^2): float32, on the CPU, in the shape
+    of the box."""
     return _drawn_box(torch.randn, shape, box, seed, name).mul_(std)
 
 
 def xavier_box(shape: tuple[int, ...], box: Box, seed: int, name: str) -> Tensor:
-    """As `normal_box`, by Xavier's rule for the whole matrix."""
+    """Return the box drawn by Xavier's rule for the whole matrix, else as `normal_box` does."""
     bound = (6 / sum(shape)) ** 0.5
     return _drawn_box(torch.rand, shape, box, seed, name).mul_(2 * bound).sub_(bound)
 
 
 def _drawn_box(draw: Callable[..., Tensor], shape: tuple[int, ...], box: Box, seed: int, name: str) -> Tensor:
+    """Draw the box tile by tile. Each tile of the global tensor has a seed of its own, so any layout draws the same
+    values and only the tiles that its box overlaps."""
     out = torch.empty(size_of(box), dtype=torch.float32)
     generator = torch.Generator()
     for tile in _tiles_overlapping(shape, box):
@@ -103,7 +109,10 @@ def _drawn_box(draw: Callable[..., Tensor], shape: tuple[int, ...], box: Box, se
 
 
 def _tiles_overlapping(shape: tuple[int, ...], box: Box) -> list[Box]:
-    """The tiles of `shape` that share an element with `box`."""
+    """Return the tiles of `shape` that share an element with `box`."""
     starts = [range(start - start % TILE, stop, TILE) for start, stop in box]
-    whole_tensor = whole(shape)
-    return [intersect(tuple((s, s + TILE) for s in corner), whole_tensor) for corner in product(*starts)]
+    tiles = []
+    for corner in product(*starts):
+        tile = tuple((start, start + TILE) for start in corner)
+        tiles.append(intersect(tile, whole(shape)))
+    return tiles

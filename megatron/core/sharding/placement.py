@@ -1,15 +1,29 @@
 """The placement of a parameter: how it is sharded and replicated. Initial values, gradient sums, norms and checkpoints
-follow.
+follow from it.
 
-A layer sets `parameter.placement = Placement(...)` when it creates the parameter. No other code adds to this fact.
+A layer sets `parameter.placement = Placement(...)` when it creates the parameter. Nothing else says how it is sharded.
 
 | question                    | answer                                                                            |
 |-----------------------------|-----------------------------------------------------------------------------------|
-| initial value               | `init`, drawn for the global tensor of `shape`; a rank keeps its `pieces`         |
+| initial value               | `init`, drawn for the global tensor of `shape`; a rank takes its `pieces`         |
 | gradient buffer             | shared by parameters of equal (`reduce_over`, `partial_grad` over "embd", dtype)  |
 | sums after the backward     | over `reduce_over`, and for `partial_grads` over each of their axes               |
 | elements counted in a norm  | `owned_pieces`: each element has one owner                                        |
 | boxes in a checkpoint       | a rank writes its `owned_pieces` and reads its `pieces`                           |
+
+A piece is a pair (box in the global tensor, box in the local tensor). `gate_up`, a fused weight [8, in] of gate and up,
+is sharded over tp by `blocks=(4, 4)`, each block by itself:
+
+    global rows    0  1  2  3 | 4  5  6  7         local rows of rank 0    0  1 | 2  3
+                   g0 g0 g1 g1  u0 u0 u1 u1                                 g0 g0 u0 u0
+
+    pieces on rank 0    ([0:2, :], [0:2, :])  and  ([4:6, :], [2:4, :])
+    pieces on rank 1    ([2:4, :], [0:2, :])  and  ([6:8, :], [2:4, :])
+
+A vocabulary of 5 words over two ranks has 3 rows on each; the last row of rank 1 is padding and in no piece:
+
+    pieces on rank 0    ([0:3, :], [0:3, :])
+    pieces on rank 1    ([3:5, :], [0:2, :])
 """
 
 from collections.abc import Callable, Mapping
@@ -39,7 +53,8 @@ class Constant:
     value: float
 
 
-# A function gets the whole tensor on every rank, like those of `torch.nn.init`; `random._made_by` states the cost.
+# A function gets the whole tensor on every rank, like those of `torch.nn.init`; for its cost see
+# `initial_values._call_init`.
 InitialValue = Normal | XavierUniform | Constant | Callable[[Any], Any]
 
 
@@ -47,7 +62,7 @@ InitialValue = Normal | XavierUniform | Constant | Callable[[Any], Any]
 class Rows:
     """Rows start .. stop of the global tensor.
 
-    shared_over: the axis whose ranks all hold these rows, each with a partial gradient.
+    shared_over: the axis whose ranks all have these rows, each with a partial gradient.
     """
 
     start: int
@@ -57,80 +72,91 @@ class Rows:
 
 @dataclass(frozen=True)
 class Placement:
-    """How one parameter is spread over the ranks. Axes are names; a mesh turns names into `Axis` objects."""
+    """The sharding and replication of one parameter. Axes are names; a mesh turns names into `Axis` objects."""
 
     shape: tuple[int, ...]  # of the global tensor, without padding
     init: InitialValue | None  # None: the creator fills it
     shard: Mapping[str, int] = field(default_factory=dict)  # axis -> the tensor dimension that it shards
-    replicated_over: tuple[str, ...] = ()  # axes whose ranks hold equal copies and compute equal gradients
+    replicated_over: tuple[str, ...] = ()  # axes whose ranks have equal copies and compute equal gradients
     partial_grad: tuple[str, ...] = ()  # axes whose ranks each compute a partial gradient
     reduce_over: tuple[str, ...] = DATA_PARALLEL  # the axes of its data-parallel replicas
     blocks: tuple[int, ...] = ()  # fused parts (gate|up) of the first dimension in `shard`; each is sharded by itself
     rows: tuple[Rows, ...] = ()  # this rank's rows of dimension 0, in order, if they are not an equal shard
-    interleaved: tuple[
-        int, ...
-    ] = ()  # rows of each matrix in a group (q|k|v), where dimension 0 holds groups of fused matrices
+    # rows of each matrix in a group (q|k|v), where dimension 0 consists of groups of fused matrices
+    interleaved: tuple[int, ...] = ()
 
 
 def placement_of(tensor: Any) -> Placement | None:
-    """The placement that the creator of a parameter has set, ours or a script; None: nobody has."""
+    """Return the placement that the creator of a parameter has set, ours or a script; None: nobody has."""
     return getattr(tensor, "placement", None)
 
 
 def is_counted(placement: Placement, mesh: Mapping[str, Axis]) -> bool:
-    """Whether this rank owns the parameter among the ranks of equal copies. `owned_pieces` refines it for `rows`."""
+    """Return whether this rank owns the parameter among the ranks of equal copies. For `rows` see `owned_pieces`."""
     return all(mesh[name].is_first for name in placement.replicated_over)
 
 
 def pieces(placement: Placement, local_shape: tuple[int, ...], mesh: Mapping[str, Axis]) -> list[tuple[Box, Box]]:
-    """This rank's elements as pairs (box in the global tensor, box in the local tensor), one per fused block.
+    """Return this rank's elements as pairs (box in the global tensor, box in the local tensor), one per fused block.
+    The examples at the top of the file draw them.
 
-    Padding beyond `placement.shape` is in no box: a rank that holds only padding gets an empty list.
+    Padding beyond `placement.shape` is in no box: a rank that has only padding gets an empty list.
     """
-    listed = [(((rows.start, rows.stop), *local[1:]), local) for rows, local in _listed(placement, local_shape)]
-    pairs = listed or [(whole(local_shape), whole(local_shape))]
-    fused = next(iter(placement.shard.values()), None)
+    # begin with the local tensor as if it were global, or with the rows that are listed
+    local = whole(local_shape)
+    pairs = [(local, local)]
+    if placement.rows:
+        pairs = [(((rows.start, rows.stop), *box[1:]), box) for rows, box in _row_boxes(placement, local_shape)]
+
+    # move the global boxes to this rank's part of each sharded dimension
+    fused_dim = next(iter(placement.shard.values()), None)
     for dim in dict.fromkeys(placement.shard.values()):
-        part, parts = _part_of([mesh[name] for name, divided in placement.shard.items() if divided == dim])
-        blocks = placement.blocks if dim == fused else ()
-        pairs = [pair for old in pairs for pair in _divide(old, dim, part, parts, blocks)]
-    clipped = []
-    for box, local in pairs:
-        if (kept := intersect(box, whole(placement.shape))) is not None:
-            inside = zip(local, relative_to(kept, box))
-            clipped.append((kept, tuple((a + start, a + stop) for (a, _), (start, stop) in inside)))
-    return clipped
+        axes = [mesh[name] for name, sharded_dim in placement.shard.items() if sharded_dim == dim]
+        part, num_parts = _part_of(axes)
+        blocks = placement.blocks if dim == fused_dim else ()
+        pairs = [piece for pair in pairs for piece in _take_part(pair, dim, part, num_parts, blocks)]
+
+    # leave out padding
+    result = []
+    for global_box, local_box in pairs:
+        inside = intersect(global_box, whole(placement.shape))
+        if inside is not None:
+            offset = relative_to(inside, global_box)
+            local_inside = tuple((zero + start, zero + stop) for (zero, _), (start, stop) in zip(local_box, offset))
+            result.append((inside, local_inside))
+    return result
 
 
 def owned_pieces(placement: Placement, local_shape: tuple[int, ...], mesh: Mapping[str, Axis]) -> list[tuple[Box, Box]]:
-    """The `pieces` that this rank owns: over one replica of the model, each element has one owner."""
+    """Return the `pieces` that this rank owns: over one replica of the model, each element has one owner."""
     if not is_counted(placement, mesh):
         return []
-    shared = [(mesh[rows.shared_over], box) for rows, box in _listed(placement, local_shape) if rows.shared_over]
-    elsewhere = {box for axis, box in shared if not axis.is_first}
-    return [pair for pair in pieces(placement, local_shape, mesh) if pair[1] not in elsewhere]
+    shared = shared_rows(placement, local_shape)
+    owned_elsewhere = {box for axis_name, box in shared if not mesh[axis_name].is_first}
+    return [pair for pair in pieces(placement, local_shape, mesh) if pair[1] not in owned_elsewhere]
 
 
 def shared_rows(placement: Placement, local_shape: tuple[int, ...]) -> list[tuple[str, Box]]:
-    """(axis, box in the local tensor) of the rows that all ranks of an axis hold."""
-    return [(rows.shared_over, local) for rows, local in _listed(placement, local_shape) if rows.shared_over]
+    """Return (axis, box in the local tensor) of the rows that all ranks of an axis have."""
+    return [(rows.shared_over, box) for rows, box in _row_boxes(placement, local_shape) if rows.shared_over]
 
 
 def partial_axes(placement: Placement) -> set[str]:
-    """The axes over which gradients of the parameter, or of some of its rows, are partial sums."""
+    """Return the axes over which gradients of the parameter, or of some of its rows, are partial sums."""
     return {*placement.partial_grad, *(rows.shared_over for rows in placement.rows if rows.shared_over is not None)}
 
 
 def partial_grads(placement: Placement, local_shape: tuple[int, ...], axis_name: str) -> list[Box]:
-    """The boxes of the local tensor whose gradient is a partial sum over the axis."""
+    """Return the boxes of the local tensor whose gradient is a partial sum over the axis."""
     if axis_name in placement.partial_grad:
         return [whole(local_shape)]
-    return [local for rows, local in _listed(placement, local_shape) if rows.shared_over == axis_name]
+    return [box for rows, box in _row_boxes(placement, local_shape) if rows.shared_over == axis_name]
 
 
-def _listed(placement: Placement, local_shape: tuple[int, ...]) -> list[tuple[Rows, Box]]:
-    """`placement.rows`, each with its box in the local tensor."""
-    boxes, local_start = [], 0
+def _row_boxes(placement: Placement, local_shape: tuple[int, ...]) -> list[tuple[Rows, Box]]:
+    """Return `placement.rows`, each with its box in the local tensor, where they follow one another."""
+    boxes = []
+    local_start = 0
     for rows in placement.rows:
         local_stop = local_start + rows.stop - rows.start
         boxes.append((rows, ((local_start, local_stop), *whole(local_shape)[1:])))
@@ -140,24 +166,38 @@ def _listed(placement: Placement, local_shape: tuple[int, ...]) -> list[tuple[Ro
 
 
 def _part_of(axes: list[Axis]) -> tuple[int, int]:
-    """(index, number) of this rank's part of a dimension; the first axis divides the whole, the next divides each part."""
-    part, parts = 0, 1
+    """Return (index, number) of this rank's part of a dimension. The first axis divides the whole, the next divides
+    each part."""
+    part = 0
+    num_parts = 1
     for axis in axes:
-        part, parts = part * axis.size + axis.rank, parts * axis.size
-    return part, parts
+        part = part * axis.size + axis.rank
+        num_parts *= axis.size
+    return part, num_parts
 
 
-def _divide(pair: tuple[Box, Box], dim: int, part: int, parts: int, blocks: tuple[int, ...]) -> list[tuple[Box, Box]]:
-    """Part `part` of `parts` of a tensor along `dim`, block by block.
+def _take_part(
+    pair: tuple[Box, Box], dim: int, part: int, num_parts: int, blocks: tuple[int, ...]
+) -> list[tuple[Box, Box]]:
+    """Return the pieces of part `part` of `num_parts` of a tensor along `dim`, block by block. The local box of `pair`
+    is that part.
 
-    Two blocks, two parts:  whole  [ g0 g1 | u0 u1 ]     part 0 is [ g0 u0 ], part 1 is [ g1 u1 ]
+    Two blocks, two parts:  global [ g0 g1 | u0 u1 ]     part 0 is [ g0 u0 ], part 1 is [ g1 u1 ]
     """
-    extent = pair[1][dim][1]
-    result, local_start = [], 0
-    for block in blocks or (extent * parts,):
-        size = block // parts
-        starts = local_start * parts + part * size, local_start  # in the global and in the local tensor
-        result.append(tuple((*b[:dim], (at, at + size), *b[dim + 1 :]) for b, at in zip(pair, starts)))
+    global_box, local_box = pair
+    _, extent = local_box[dim]
+    result = []
+    local_start = 0
+    for block in blocks or (extent * num_parts,):
+        size = block // num_parts
+        block_start = local_start * num_parts  # the blocks before fill as much of every part
+        start = block_start + part * size
+        result.append((_with_range(global_box, dim, start, size), _with_range(local_box, dim, local_start, size)))
         local_start += size
-    assert local_start == extent, f"blocks {blocks} in {parts} parts do not fill a local extent of {extent}"
+    assert local_start == extent, f"blocks {blocks} in {num_parts} parts do not fill a local extent of {extent}"
     return result
+
+
+def _with_range(box: Box, dim: int, start: int, size: int) -> Box:
+    """Return the box with start .. start + size along `dim`."""
+    return (*box[:dim], (start, start + size), *box[dim + 1 :])

@@ -1,4 +1,14 @@
-"""Pairs of collectives of an activation over the tensor-parallel axis: one in forward, its counterpart in backward."""
+"""Autograd collectives over the tensor-parallel axis: a collective in the forward, its counterpart in the backward.
+
+copy                        identity                   all-reduce            "f" of Megatron's paper (arXiv:1909.08053)
+reduce                      all-reduce                 identity              "g"
+scatter_last                my part, last dim          all-gather, last dim
+gather_last                 all-gather, last dim       my part, last dim
+scatter_sequence            my part, dim 0             all-gather, dim 0
+gather_sequence             all-gather, dim 0          reduce-scatter, dim 0: gradients are partial sums on each rank
+gather_replicated_sequence  all-gather, dim 0          my part, dim 0: gradients are equal on all ranks
+reduce_scatter_sequence     reduce-scatter, dim 0      all-gather, dim 0
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,17 +19,21 @@ from torch import Tensor
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
 
-Direction = Callable[[Tensor, Axis], Tensor]
+Collective = Callable[[Tensor, Axis], Tensor]
 
 
-class Move:
-    """An autograd function from its two directions. ctx holds the axis, since a backward looks nothing up."""
+class AutogradCollective:
+    """An autograd function made of two collectives: `collective(x, axis)` runs `forward`, and its gradient `backward`.
 
-    def __init__(self, name: str, forward: Direction, backward: Direction):
-        self.forward, self.backward = forward, backward
+    Every rank of the axis must call. Nothing happens on an axis of one rank.
+    """
+
+    def __init__(self, name: str, forward: Collective, backward: Collective):
+        self.forward = forward
+        self.backward = backward
 
         def run_forward(ctx, x: Tensor, axis: Axis) -> Tensor:
-            ctx.axis = axis
+            ctx.axis = axis  # no tensor is saved; the axis is, since a backward looks nothing up
             return forward(x, axis)
 
         def run_backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
@@ -32,44 +46,40 @@ class Move:
         return x if axis.size == 1 else self.function.apply(x, axis)
 
 
+# ---------------------------------------------------------------- directions
+
+
 def _identity(x: Tensor, axis: Axis) -> Tensor:
     return x.view_as(x)
 
 
 def _all_reduce(x: Tensor, axis: Axis) -> Tensor:
+    # Of a copy: the collective works in place, and autograd's tensors are not ours to change.
     return collectives.all_reduce(x.clone(memory_format=torch.contiguous_format), axis)
 
 
 _all_gather_last = partial(collectives.all_gather, dim=-1)
 
 
-def _part(x: Tensor, axis: Axis) -> Tensor:
-    return x[collectives.my_part(x.shape[0], axis)].contiguous()
+def _my_part(x: Tensor, axis: Axis) -> Tensor:
+    return x[collectives.local_slice(x.shape[0], axis)].contiguous()
 
 
-def _part_last(x: Tensor, axis: Axis) -> Tensor:
-    return x[..., collectives.my_part(x.shape[-1], axis)].contiguous()
+def _my_part_last(x: Tensor, axis: Axis) -> Tensor:
+    return x[..., collectives.local_slice(x.shape[-1], axis)].contiguous()
 
 
-copy = Move("copy", _identity, _all_reduce)
+# ---------------------------------------------------------------- the pairs
 
+copy = AutogradCollective("copy", _identity, _all_reduce)
+reduce = AutogradCollective("reduce", _all_reduce, _identity)
 
-reduce = Move("reduce", _all_reduce, _identity)
+scatter_last = AutogradCollective("scatter_last", _my_part_last, _all_gather_last)
+gather_last = AutogradCollective("gather_last", _all_gather_last, _my_part_last)
 
-
-gather_sequence = Move("gather_sequence", collectives.all_gather, collectives.reduce_scatter)
-
-
-whole_sequence = Move("whole_sequence", collectives.all_gather, _part)
-
-
-reduce_scatter_sequence = Move("reduce_scatter_sequence", collectives.reduce_scatter, collectives.all_gather)
-
-
-scatter_sequence = Move("scatter_sequence", _part, collectives.all_gather)
-
-
-scatter_last = Move("scatter_last", _part_last, _all_gather_last)
-
-
-gather_last = Move("gather_last", _all_gather_last, _part_last)
+scatter_sequence = AutogradCollective("scatter_sequence", _my_part, collectives.all_gather)
+gather_sequence = AutogradCollective("gather_sequence", collectives.all_gather, collectives.reduce_scatter)
+gather_replicated_sequence = AutogradCollective("gather_replicated_sequence", collectives.all_gather, _my_part)
+reduce_scatter_sequence = AutogradCollective(
+    "reduce_scatter_sequence", collectives.reduce_scatter, collectives.all_gather
+)

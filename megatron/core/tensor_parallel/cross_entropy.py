@@ -1,17 +1,17 @@
 """Cross entropy of logits that are sharded over the vocabulary. The logits are never gathered.
 
-With scores x_v, l = log(sum_v exp(x_v)), and target probabilities q_v that sum to one:
+With logits x_v, l = log(sum_v exp(x_v)), and target probabilities q_v that sum to one:
 
     loss = -sum_v q_v log softmax_v = l - sum_v q_v x_v          three all-reduces of [s, b]: max, sum_v q_v x_v, sum of exp
     d loss / d x_v = softmax_v - q_v
 
 q is 1 at the target. With label smoothing e (arXiv:1512.00567) q is 1 - e there and e / (K - 1) at each other of the K
-words. That is Megatron's meaning: e' = e K / (K - 1), loss = (1 - e') nll - e' mean(log softmax). K counts words,
-never padding, so that the loss is the same at every tensor-parallel size (Megatron's issue 7452).
+tokens of the vocabulary. That is Megatron's meaning: e' = e K / (K - 1), loss = (1 - e') nll - e' mean(log softmax). K
+counts tokens, never padding, so that the loss is the same at every tensor-parallel size (Megatron's issue 7452).
 
 z-loss (arXiv:2204.02311, section 5) adds z l^2, which keeps l near 0; its gradient is 2 z l softmax_v.
 
-Both are terms of training. What a run reports is the cross entropy without them: l - x at the target.
+Both are terms of training. A run reports the cross entropy without them: l - x at the target.
 """
 
 from typing import NamedTuple
@@ -21,101 +21,126 @@ from torch import Tensor
 
 from megatron.core.base.error_reporting import sequence_parallel_hint
 from megatron.core.base.lazy_imports import lazy_names
-from megatron.core.ops.cross_entropy_kernels import Factors, grad_of_rows, sums_of_rows
+from megatron.core.ops.cross_entropy_kernels import GradFactors, logits_grad, sums_of_rows
 from megatron.core.parallel import collectives
 from megatron.core.parallel.global_state import get_mesh
 from megatron.core.parallel.grid import Axis
-from megatron.core.tensor_parallel.token_id_check import check_word_ids
+from megatron.core.tensor_parallel.token_id_check import check_token_ids
 
 
 def cross_entropy_of(losses: Tensor) -> Tensor | None:
-    """The cross entropy alone, beside a model's losses with the terms of training; None: the losses are it."""
+    """Return the cross entropy alone, which a model hangs on losses that have terms of training; None: the losses are
+    it."""
     return getattr(losses, "cross_entropy", None)
 
 
-class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """The loss and, where `how` asks for it, the cross entropy without smoothing and z-loss, which has no gradient.
+class _Options(NamedTuple):
+    compiled: bool  # run the work on rows compiled
+    overwrite: bool  # the backward writes the gradient into the memory of the logits
+    returns_plain: bool  # also return the cross entropy without smoothing and z-loss
 
-    Saves the logits and log(sum exp), and computes the softmax again in the backward.
-    That costs two passes over the logits in their own dtype, and no float32 copy of all (412 MB for 2048 tokens of
-    GPT-2).
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    """The loss and, where requested, the cross entropy without smoothing and z-loss, which has no gradient.
+
+    Saves the logits and log(sum exp), and computes the softmax again in the backward. That costs two passes over the
+    logits in their own dtype, and no float32 copy of all (412 MB for 2048 tokens of GPT-2).
     """
 
     @staticmethod
     def forward(
-        ctx, logits: Tensor, target: Tensor, axis: Axis, vocab_size: int, smoothing: float, z_loss: float, how: "_How"
+        ctx,
+        logits: Tensor,
+        target: Tensor,
+        axis: Axis,
+        vocab_size: int,
+        smoothing: float,
+        z_loss: float,
+        options: _Options,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        shape, columns = target.shape, logits.shape[-1]
-        rows, target = logits.reshape(-1, columns), target.reshape(-1)
-        first = axis.rank * columns
-        words = min(max(vocab_size - first, 0), columns)  # this rank's; the other columns are padding
-        sums = sums_of_rows(rows, words, smoothing=bool(smoothing), compiled=how.compiled)
-        mine, word_sum = sums.largest, sums.of_scores
-        # The sums of exp were taken with each rank's own maximum; rescale them to the largest over all ranks.
-        largest = collectives.all_reduce(mine.clone(), axis, "max")
-        total = collectives.all_reduce(sums.of_exp * (mine - largest).exp(), axis)
+        """logits: [s, b, v/t], target: [s, b] global ids -> losses [s, b], and the cross entropy [s, b] if requested"""
+        shape = target.shape
+        columns = logits.shape[-1]
+        rows = logits.reshape(-1, columns)  # [tokens, v/t]
+        target = target.reshape(-1)  # [tokens]
+        first_id = axis.rank * columns
+        local_vocab = min(max(vocab_size - first_id, 0), columns)  # this rank's; the other columns are padding
+        sums = sums_of_rows(rows, local_vocab, smoothing=bool(smoothing), compiled=options.compiled)
 
-        # Each target's score lies on one rank; the other ranks add zero.
-        elsewhere = (target < first) | (target >= first + columns)
-        local_target = (target - first).masked_fill(elsewhere, 0).unsqueeze(-1)
-        everywhere, extra = _wanted(vocab_size, smoothing)
-        at_target = (rows.gather(-1, local_target).squeeze(-1).to(total.dtype) - largest).masked_fill(elsewhere, 0.0)
-        wanted = extra * at_target + everywhere * (word_sum - words * largest) if smoothing else at_target
-        if smoothing and how.plain:
-            wanted, at_target = collectives.all_reduce(torch.stack((wanted, at_target)), axis)
+        # log(sum exp): the sums of exp were taken with each rank's own maximum; rescale them to the largest of all ranks
+        largest = collectives.all_reduce(sums.largest.clone(), axis, "max")  # [tokens]
+        sum_exp = collectives.all_reduce(sums.of_exp * (sums.largest - largest).exp(), axis)
+
+        # sum_v q_v (x_v - largest): a target's logit is on one rank; the other ranks add zero
+        is_elsewhere = (target < first_id) | (target >= first_id + columns)
+        local_target = (target - first_id).masked_fill(is_elsewhere, 0).unsqueeze(-1)  # [tokens, 1]
+        everywhere, extra = _target_probabilities(vocab_size, smoothing)
+        at_target = (rows.gather(-1, local_target).squeeze(-1).to(sum_exp.dtype) - largest).masked_fill(
+            is_elsewhere, 0.0
+        )
+        expected = at_target
+        if smoothing:
+            expected = extra * at_target + everywhere * (sums.of_logits - local_vocab * largest)
+        if smoothing and options.returns_plain:
+            expected, at_target = collectives.all_reduce(torch.stack((expected, at_target)), axis)
         else:
-            collectives.all_reduce(wanted, axis)  # without smoothing also at_target, which is the same tensor
+            collectives.all_reduce(expected, axis)  # without smoothing also at_target, which is the same tensor
 
-        loss, log_sum = total.log() - wanted, total.log() + largest
+        loss = sum_exp.log() - expected
+        log_sum = sum_exp.log() + largest
         # d loss / d l: the softmax is the gradient of l.
         by_log_sum = 1 + 2 * z_loss * log_sum if z_loss else None
-        ctx.save_for_backward(logits, log_sum, local_target, elsewhere, by_log_sum)
-        ctx.everywhere, ctx.extra = everywhere, extra
-        ctx.words, ctx.how = words, how
-        loss = (loss + z_loss * log_sum**2 if z_loss else loss).view(shape)
-        if not how.plain:
+
+        ctx.save_for_backward(logits, log_sum, local_target, is_elsewhere, by_log_sum)
+        ctx.everywhere = everywhere
+        ctx.extra = extra
+        ctx.local_vocab = local_vocab
+        ctx.options = options
+
+        if z_loss:
+            loss = loss + z_loss * log_sum**2
+        loss = loss.view(shape)  # [s, b]
+        if not options.returns_plain:
             return loss
-        plain = (total.log() - at_target).view(shape)
+        plain = (sum_exp.log() - at_target).view(shape)  # [s, b]
         ctx.mark_non_differentiable(plain)
         return loss, plain
 
     @staticmethod
-    def backward(ctx, grad: Tensor, *of_plain: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.how is None:
+    def backward(ctx, grad: Tensor, *_grad_of_plain: Tensor) -> tuple[Tensor | None, ...]:
+        """grad: [s, b] -> the gradient of the logits [s, b, v/t].
+
+        Saved: the logits and log(sum exp), of which the softmax is computed again; the targets of this rank; the factor of
+        z-loss. No communication: each rank has the gradient of its own columns.
+        """
+        if ctx.options is None:
             raise RuntimeError("the first backward has overwritten the scores with their gradient; there is no second")
-        logits, *kept = ctx.saved_tensors
-        log_sum, local_target = kept[:2]
-        elsewhere, by_log_sum = kept[2:]
-        grad, how = grad.reshape(-1), ctx.how
-        if how.overwrite:
-            ctx.how = None
-        factors = Factors(
+        logits, log_sum, local_target, is_elsewhere, by_log_sum = ctx.saved_tensors
+        options = ctx.options
+        if options.overwrite:
+            ctx.options = None
+        grad = grad.reshape(-1)  # [tokens]
+        factors = GradFactors(
             by_softmax=grad if by_log_sum is None else grad * by_log_sum,
-            at_target=ctx.extra * grad.masked_fill(elsewhere, 0.0),
+            at_target=ctx.extra * grad.masked_fill(is_elsewhere, 0.0),
             everywhere=ctx.everywhere * grad if ctx.everywhere else None,
         )
-        grad_rows = grad_of_rows(
+        grad_logits = logits_grad(
             logits.reshape(-1, logits.shape[-1]),
             log_sum,
             local_target.squeeze(-1),
             factors,
-            ctx.words,
-            compiled=how.compiled,
-            overwrite=how.overwrite,
+            ctx.local_vocab,
+            compiled=options.compiled,
+            overwrite=options.overwrite,
         )
-        return grad_rows.view_as(logits), *(None,) * 6
+        return grad_logits.view_as(logits), None, None, None, None, None, None
 
 
-class _How(NamedTuple):
-    compiled: bool
-    overwrite: bool
-    plain: bool
-
-
-def _wanted(vocab_size: int, smoothing: float) -> tuple[float, float]:
-    """(target probability of every word, additional probability of the target)."""
+def _target_probabilities(vocab_size: int, smoothing: float) -> tuple[float, float]:
+    """Return (target probability of every token, additional probability of the target)."""
     others = vocab_size - 1
-    everywhere = smoothing / others if others else 0.0  # a vocabulary of one word has no other word to smooth over
+    everywhere = smoothing / others if others else 0.0  # a vocabulary of one token has no other to smooth over
     return everywhere, 1.0 - everywhere * vocab_size
 
 
@@ -130,12 +155,12 @@ def sharded_cross_entropy(
     compiled: bool = False,
     overwrite: bool = False,
 ) -> Tensor:
-    """-log softmax(logits)[target] per token, in float32 or wider, with optional label smoothing and z-loss.
+    """Return -log softmax(logits)[target] per token, in float32 or wider, with optional label smoothing and z-loss.
 
     The arguments are those of `sharded_losses`, and the result its first one.
     """
-    how = _How(compiled, overwrite, plain=False)
-    return _losses(logits, target, axis, vocab_size, label_smoothing, z_loss, how)
+    options = _Options(compiled, overwrite, returns_plain=False)
+    return _losses(logits, target, axis, vocab_size, label_smoothing, z_loss, options)
 
 
 def sharded_losses(
@@ -149,39 +174,47 @@ def sharded_losses(
     compiled: bool = False,
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(the loss of each token with label smoothing and z-loss, its cross entropy), in float32 or wider. Without
-    smoothing and
-    z-loss both are the same tensor; else the cross entropy has no gradient.
+    """Return (the loss of each token with label smoothing and z-loss, its cross entropy), in float32 or wider. Without
+    smoothing and z-loss both are the same tensor; else the cross entropy has no gradient.
 
     logits: [s, b, v/t], this rank's shard of the vocabulary; target: [s, b] global ids; -> [s, b] each. Columns beyond
     `vocab_size` are padding, with probability 0. Every rank of the axis must call.
 
     compiled: run the work on rows compiled (`megatron/core/ops/compile/compiled_region.py`). overwrite: the backward
-    writes the gradient
-    into the memory of `logits`, which nobody may read after that.
+    writes the gradient into the memory of `logits`, which nobody may read after that.
     """
     has_terms = bool(label_smoothing or z_loss)
-    how = _How(compiled, overwrite, plain=has_terms)
-    made = _losses(logits, target, axis, vocab_size, label_smoothing, z_loss, how)
-    return made if has_terms else (made, made)
+    options = _Options(compiled, overwrite, returns_plain=has_terms)
+    losses = _losses(logits, target, axis, vocab_size, label_smoothing, z_loss, options)
+    return losses if has_terms else (losses, losses)
 
 
 def _losses(
-    logits: Tensor, target: Tensor, axis: Axis, vocab_size: int | None, label_smoothing: float, z_loss: float, how: _How
+    logits: Tensor,
+    target: Tensor,
+    axis: Axis,
+    vocab_size: int | None,
+    label_smoothing: float,
+    z_loss: float,
+    options: _Options,
 ) -> Tensor | tuple[Tensor, Tensor]:
     if logits.shape[:-1] != target.shape:
+        differ_in_length_alone = logits.shape[1:-1] == target.shape[1:]
+        hint = sequence_parallel_hint(len(logits), len(target)) if differ_in_length_alone else ""
         raise ValueError(
-            f"cross entropy: scores of {tuple(logits.shape[:-1])} tokens, but targets of {tuple(target.shape)}"
-            + (sequence_parallel_hint(len(logits), len(target)) if logits.shape[1:-1] == target.shape[1:] else "")
+            f"cross entropy: scores of {tuple(logits.shape[:-1])} tokens, but targets of {tuple(target.shape)}{hint}"
         )
     vocab_size = vocab_size or logits.shape[-1] * axis.size
     # Negative labels, such as -1, mark positions without loss.
-    check_word_ids(target, vocab_size, "the labels", least=None)
-    return _VocabParallelCrossEntropy.apply(logits, target, axis, vocab_size, label_smoothing, z_loss, how)
+    check_token_ids(target, vocab_size, "the labels", least=None)
+    return _VocabParallelCrossEntropy.apply(logits, target, axis, vocab_size, label_smoothing, z_loss, options)
 
 
 def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """The loss of each token. vocab_parallel_logits: [s, b, v/t]; target: [s, b] -> [s, b]."""
+    """Return the loss of each token, over the tensor-parallel axis of the current mesh, whose ranks must all call.
+
+    vocab_parallel_logits: [s, b, v/t]; target: [s, b] global ids -> [s, b]. Megatron's function.
+    """
     return sharded_cross_entropy(vocab_parallel_logits, target, get_mesh()["tp"], label_smoothing=label_smoothing)
 
 

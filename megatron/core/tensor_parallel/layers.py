@@ -8,47 +8,53 @@ from torch.nn.init import xavier_normal_
 
 from megatron.core.base.lazy_imports import lazy_names
 from megatron.core.ops.cpu_half_precision_matmul import NATIVE
-from megatron.core.parallel.global_state import current, get_mesh
+from megatron.core.parallel.global_state import get_global_state, get_mesh
 from megatron.core.sharding.placement import Constant, InitialValue, Normal
 from megatron.core.tensor_parallel import autograd_collectives, linear_layers
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
 
-# Megatron's arguments without effect: weights are always drawn for the whole tensor, and gradients accumulate in place.
-_WITHOUT_EFFECT = set(  # where they are False, None or empty
-    [
-        "keep_master_weight_for_test",
-        "skip_weight_param_allocation",
-        "is_expert",
-        "embedding_activation_buffer",
-        "grad_output_buffer",
-        "disable_grad_reduce",
-        "use_cpu_initialization",
-        "gradient_accumulation_fusion",
-        "tp_group",
-    ]
-)
+# Megatron's arguments that are accepted where they are False, None or empty. They have no effect: weights are always drawn
+# for the full tensor, and gradients accumulate in place.
+_WITHOUT_EFFECT = {
+    "keep_master_weight_for_test",
+    "skip_weight_param_allocation",
+    "is_expert",
+    "embedding_activation_buffer",
+    "grad_output_buffer",
+    "disable_grad_reduce",
+    "use_cpu_initialization",
+    "gradient_accumulation_fusion",
+    "tp_group",
+}
 
 
 def tensor_parallel_of(config: Any = None) -> TensorParallel:
-    """The `TensorParallel` of the current mesh for a model's config."""
-    here, mesh = current(), get_mesh()
-    divided = getattr(config, "sequence_parallel", here.sequence_parallel) and mesh["tp"].size > 1
-    dtype = getattr(config, "params_dtype", torch.get_default_dtype())
-    options = {"kv": mesh["kv"], "products": here.products or NATIVE, "fills": not here.fills_by_name}
-    return TensorParallel(mesh["tp"], divided, dtype, here.device, **options)
+    """Return the `TensorParallel` of the current mesh for a model's config."""
+    process = get_global_state()
+    mesh = get_mesh()
+    sequence_parallel = getattr(config, "sequence_parallel", process.sequence_parallel)
+    return TensorParallel(
+        mesh["tp"],
+        sequence_parallel and mesh["tp"].size > 1,
+        getattr(config, "params_dtype", torch.get_default_dtype()),
+        process.device,
+        kv=mesh["kv"],
+        matmul_modes=process.matmul_modes or NATIVE,
+        fills=not process.defers_initialization,
+    )
 
 
-def _checked(layer: str, init_method: Any, stride: int, others: dict[str, Any]) -> InitialValue:
-    """The initial value. TypeError for unsupported arguments."""
-    strange = [
-        name
-        for name, value in others.items()
-        if name != "tp_comm_buffer_name" and (name not in _WITHOUT_EFFECT or value)
-    ]
+def _check_arguments(layer: str, init_method: Any, stride: int, others: dict[str, Any]) -> InitialValue:
+    """Return the initial value. TypeError for unsupported arguments."""
+    unsupported = []
+    for name, value in others.items():
+        if name == "tp_comm_buffer_name" or (name in _WITHOUT_EFFECT and not value):
+            continue
+        unsupported.append(name)
     if stride != 1:
-        strange.append(f"stride={stride} (fused parts are `blocks` of megatron.core.tensor_parallel.linear_layers)")
-    if strange:
-        raise TypeError(f"{layer}: not built: {', '.join(strange)}")
+        unsupported.append(f"stride={stride} (fused parts are `blocks` of megatron.core.tensor_parallel.linear_layers)")
+    if unsupported:
+        raise TypeError(f"{layer}: not built: {', '.join(unsupported)}")
     init_method = init_method or xavier_normal_
     if not isinstance(init_method, Normal | Constant) and not callable(init_method):
         raise TypeError(
@@ -59,9 +65,9 @@ def _checked(layer: str, init_method: Any, stride: int, others: dict[str, Any]) 
 
 
 class ColumnParallelLinear(linear_layers.ColumnParallelLinear):
-    """Y = X A + b with A sharded by columns -> (y, bias or None).
+    """Y = X A + b with A sharded by columns. forward(x [s, b, in] or [s/t, b, in]) -> (y [s, b, out/t], bias or None)
 
-    gather_output: default True without `config`, as in Megatron 2, and False with it, as in Megatron core.
+    gather_output: y is [s, b, out]; default True without `config`, as in Megatron 2, and False with it, as in Megatron core.
     """
 
     def __init__(
@@ -79,21 +85,26 @@ class ColumnParallelLinear(linear_layers.ColumnParallelLinear):
         tp: TensorParallel | None = None,
         **others: Any,
     ):
-        init = _checked(
-            "ColumnParallelLinear",
-            init_method,
-            stride,
-            others | {"keep_master_weight_for_test": keep_master_weight_for_test},
-        )
+        others = others | {"keep_master_weight_for_test": keep_master_weight_for_test}
+        init = _check_arguments("ColumnParallelLinear", init_method, stride, others)
         if gather_output is None:
             gather_output = config is None and tp is None
-        options = {"bias": bias, "gather_output": gather_output, "skip_bias_add": skip_bias_add}
-        super().__init__(input_size, output_size, tp=tp or tensor_parallel_of(config), init=init, **options)
+        super().__init__(
+            input_size,
+            output_size,
+            tp=tp or tensor_parallel_of(config),
+            init=init,
+            bias=bias,
+            gather_output=gather_output,
+            skip_bias_add=skip_bias_add,
+        )
 
 
 class RowParallelLinear(linear_layers.RowParallelLinear):
-    """Z = Y B + b with B sharded by rows -> (z, bias or None). `input_is_parallel`: y is sharded, else whole on each
-    rank."""
+    """Z = Y B + b with B sharded by rows. forward(y) -> (z [s, b, out] or [s/t, b, out], bias or None)
+
+    input_is_parallel: y is [s, b, in/t]; else it is [s, b, in], replicated, and each rank takes its part.
+    """
 
     def __init__(
         self,
@@ -110,22 +121,20 @@ class RowParallelLinear(linear_layers.RowParallelLinear):
         tp: TensorParallel | None = None,
         **others: Any,
     ):
-        init = _checked(
-            "RowParallelLinear",
-            init_method,
-            stride,
-            others | {"keep_master_weight_for_test": keep_master_weight_for_test},
-        )
+        others = others | {"keep_master_weight_for_test": keep_master_weight_for_test}
+        init = _check_arguments("RowParallelLinear", init_method, stride, others)
         tp = tp or tensor_parallel_of(config)
         super().__init__(input_size, output_size, tp=tp, init=init, bias=bias, skip_bias_add=skip_bias_add)
         self.input_is_parallel = input_is_parallel
 
     def forward(self, y: Tensor) -> tuple[Tensor, Tensor | None]:
-        return super().forward(y if self.input_is_parallel else autograd_collectives.scatter_last(y, self.tp.axis))
+        if not self.input_is_parallel:
+            y = autograd_collectives.scatter_last(y, self.tp.axis)  # [s, b, in/t]
+        return super().forward(y)
 
 
 class VocabParallelEmbedding(linear_layers.VocabParallelEmbedding):
-    """A table sharded by rows: ids [s, b] -> [s, b, h], or [s/t, b, h] with `reduce_scatter_embeddings`."""
+    """An embedding sharded by rows. forward(ids [s, b]) -> [s, b, h], or [s/t, b, h] with `reduce_scatter_embeddings`"""
 
     def __init__(
         self,
@@ -138,7 +147,7 @@ class VocabParallelEmbedding(linear_layers.VocabParallelEmbedding):
         tp: TensorParallel | None = None,
         **others: Any,
     ):
-        init = _checked("VocabParallelEmbedding", init_method, 1, others)
+        init = _check_arguments("VocabParallelEmbedding", init_method, 1, others)
         tp = tp or tensor_parallel_of(config)
         super().__init__(num_embeddings, embedding_dim, tp=tp, init=init)
         self.sequence_parallel = reduce_scatter_embeddings and tp.axis.size > 1

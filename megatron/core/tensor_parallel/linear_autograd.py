@@ -1,7 +1,7 @@
 """The matrix product of all parallel linear layers; its backward overlaps communication with the weight gradient.
 
 Column-parallel, Y = X A with A = [A_1 .. A_t] split by columns:      backward   dX = sum over ranks of dY_i A_i^T
-    the input is replicated, so dX is summed over the axis;
+    X is replicated, so dX is summed over the axis;
     under sequence parallelism X is sharded: it is gathered in the forward and, to save memory, again in the backward;
     dX is reduce-scattered.
 The reduction of dX (and the second gather) are in flight while the weight gradient dA_i = X^T dY_i is computed.
@@ -15,68 +15,185 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from megatron.core.ops.cblas_gemm_bf16bf16f32 import add_in_library
-from megatron.core.ops.cpu_half_precision_matmul import FEATURES_AT_ONCE, NATIVE, Products, Way, times, times_transposed
+from megatron.core.ops.cblas_gemm_bf16bf16f32 import addmm_bf16_to_fp32
+from megatron.core.ops.cpu_half_precision_matmul import (
+    FEATURES_AT_ONCE,
+    NATIVE,
+    MatmulMode,
+    MatmulModes,
+    dgrad,
+    linear_forward,
+    wgrad,
+)
 from megatron.core.ops.deferred_wgrad import WeightGradStore
-from megatron.core.ops.main_grad_interface import grad_was_added, grad_was_put_off, main_grad_and_beta, main_grad_of
-from megatron.core.ops.rematerialize import ask_maker, kept_for, maker_of
+from megatron.core.ops.main_grad_interface import grad_was_added, grad_was_deferred, main_grad_and_beta, main_grad_of
+from megatron.core.ops.rematerialize import producer_of, request_from_producer, save_or_recompute
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import ALONE, Axis
 
 
-def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor, way: Way = "native") -> Tensor | None:
-    """Add grad^T x to `weight.main_grad` and return None; without a buffer, return the product.
+class LinearFunction(torch.autograd.Function):
+    """The product of a parallel linear layer, with the communication of a column-parallel layer; none on an axis of one
+    rank. Every rank of the axis must call."""
 
-    grad: [..., out], x: [..., in], weight: [out, in]. way: that of a CPU, by which half-precision products are faster.
+    @staticmethod
+    def forward(
+        ctx,
+        x: Tensor,
+        weight: Tensor,
+        axis: Axis,
+        sequence_parallel: bool,
+        store: WeightGradStore | None,
+        matmul_modes: MatmulModes,
+    ) -> Tensor:
+        """x: [s, b, in], or [s/t, b, in] under sequence parallelism; weight: [out/t, in] -> [s, b, out/t]"""
+        # Save x for the weight gradient or, if its producer marked it as recomputable, what x is recomputed from.
+        # Under sequence parallelism the shard is saved, not the gathered x.
+        ctx.restore_x, saved_for_x = save_or_recompute(x)
+        ctx.producer = producer_of(x)
+        ctx.save_for_backward(weight, *saved_for_x)
+        # save_for_backward returns a new object for the weight; only the object given here has `main_grad`.
+        ctx.weight = weight
+        ctx.store = store
+        ctx.axis = axis
+        ctx.sequence_parallel = sequence_parallel
+        ctx.matmul_mode = matmul_modes.backward
+
+        gathered_x = collectives.all_gather(x, axis) if sequence_parallel else x  # [s, b, in]
+        return linear_forward(gathered_x, weight, matmul_modes.forward)  # [s, b, out/t]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        """grad: [s, b, out/t] -> (gradient of x, shaped as x; of the weight [out/t, in], None if it is in `main_grad`)
+
+        Saved: the weight for dgrad, and x (or what it is recomputed from) for the weight gradient.
+        """
+        weight, *saved_for_x = ctx.saved_tensors
+        needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
+        has_main_grad = main_grad_of(ctx.weight) is not None
+
+        # Is the weight gradient computed here, or later? A pipeline schedule may collect weight gradients to fill its
+        # bubble with them (ZB). That needs a `main_grad`, since autograd takes the gradient now or never.
+        defers_wgrad = needs_wgrad and has_main_grad and ctx.store is not None and ctx.store.is_collecting
+
+        # The producer of x may recompute x in its own backward anyway: ask it to run the weight gradient with that x.
+        # Only where the weight gradient hides no communication: there it must run now.
+        producer_runs_wgrad = False
+        if needs_dgrad and needs_wgrad and has_main_grad and not defers_wgrad and ctx.axis.size == 1:
+            producer_runs_wgrad = request_from_producer(
+                ctx.producer, lambda x: accumulate_wgrad(ctx.weight, grad, x, ctx.matmul_mode)
+            )
+
+        # restore x
+        x = None
+        if needs_wgrad and not producer_runs_wgrad:
+            x = ctx.restore_x(*saved_for_x)  # [s, b, in], or [s/t, b, in] under sequence parallelism
+
+        # gather x again: in flight while dgrad is computed
+        gathering = None
+        if ctx.sequence_parallel and needs_wgrad and not defers_wgrad:
+            gathering = collectives.start_all_gather(x, ctx.axis)  # [s, b, in]
+
+        # dgrad dY_i A_i^T [s, b, in]; its sum over the ranks is in flight while the weight gradient is computed
+        summing = None
+        if needs_dgrad:
+            start_sum = collectives.start_reduce_scatter if ctx.sequence_parallel else collectives.start_all_reduce
+            summing = start_sum(dgrad(grad, weight, ctx.matmul_mode), ctx.axis)  # [s, b, in] or [s/t, b, in]
+
+        # wgrad dY_i^T X [out/t, in]: deferred, or computed now
+        grad_weight = None
+        if defers_wgrad:
+            # x is detached, since its graph would keep the stage's input alive until the deferred work runs.
+            gather_over = ctx.axis if ctx.sequence_parallel else ALONE
+            deferred = partial(_run_deferred_wgrad, ctx.weight, grad, x.detach(), gather_over, ctx.matmul_mode)
+            ctx.store.put(deferred)
+            grad_was_deferred(ctx.weight)
+        elif needs_wgrad and not producer_runs_wgrad:
+            gathered_x = gathering.wait() if gathering else x  # [s, b, in]
+            grad_weight = accumulate_wgrad(ctx.weight, grad, gathered_x, ctx.matmul_mode)
+            del gathered_x  # its memory is free while the sum is waited for
+
+        grad_x = summing.wait() if summing else None
+        return grad_x, grad_weight, None, None, None, None
+
+
+@torch.no_grad()
+def _run_deferred_wgrad(weight: Tensor, grad: Tensor, x: Tensor, gather_over: Axis, mode: MatmulMode) -> None:
+    accumulate_wgrad(weight, grad, collectives.all_gather(x, gather_over), mode)
+
+
+def linear(
+    x: Tensor, weight: Tensor, *, store: WeightGradStore | None = None, matmul_modes: MatmulModes = NATIVE
+) -> Tensor:
+    """Return x W^T, without communication. x: [.., in], weight: [out, in] -> [.., out]. `store`: takes deferred weight
+    gradients."""
+    return LinearFunction.apply(x, weight, ALONE, False, store, matmul_modes)
+
+
+# ---------------------------------------------------------------- the weight gradient
+
+
+def accumulate_wgrad(weight: Tensor, grad: Tensor, x: Tensor, mode: MatmulMode = "native") -> Tensor | None:
+    """Add the weight gradient grad^T x to `weight.main_grad` and return None; without a buffer, return it.
+
+    grad: [.., out], x: [.., in], weight: [out, in]. mode: of products that stay in half precision.
     """
-    grad, x = grad.flatten(0, -2), x.flatten(0, -2)
+    grad = grad.flatten(0, -2)  # [tokens, out]
+    x = x.flatten(0, -2)  # [tokens, in]
     main_grad, beta = main_grad_and_beta(weight)
     if main_grad is None:
-        return times(grad.t(), x, way)
-    _accumulate_for(grad.device, main_grad.dtype, grad.dtype, way)(main_grad, grad, x, beta)
+        return wgrad(grad, x, mode)
+    accumulate = _accumulate_for(grad.device, main_grad.dtype, grad.dtype, mode)
+    accumulate(main_grad, grad, x, beta)
     grad_was_added(weight)
     return None
 
 
-def weight_gradient_in_time(weight: Tensor, grad: Tensor, x: Tensor, store: WeightGradStore) -> Tensor | None:
-    """`weight_gradient`, deferred where the schedule collects it. For layers without communication."""
+def accumulate_or_defer_wgrad(weight: Tensor, grad: Tensor, x: Tensor, store: WeightGradStore) -> Tensor | None:
+    """`accumulate_wgrad`, deferred where the schedule collects weight gradients. For layers without communication."""
     if not (store.is_collecting and main_grad_of(weight) is not None):
-        return weight_gradient(weight, grad, x)
-    store.keep(partial(_write, weight, grad, x.detach(), ALONE, "native"))
-    grad_was_put_off(weight)
+        return accumulate_wgrad(weight, grad, x)
+    store.put(partial(_run_deferred_wgrad, weight, grad, x.detach(), ALONE, "native"))
+    grad_was_deferred(weight)
     return None
 
 
-def _in_place(total: Tensor, grad: Tensor, x: Tensor, beta: int) -> None:
+# Accumulators: total = beta total + grad^T x. total: [out, in], grad: [tokens, out], x: [tokens, in].
+
+
+def _addmm(total: Tensor, grad: Tensor, x: Tensor, beta: int) -> None:
     total.addmm_(grad.t(), x, beta=beta)
 
 
-def _rounded_once(total: Tensor, grad: Tensor, x: Tensor, beta: int) -> None:
-    """A half-precision total, computed with float32 factors."""
-    wide = x.float()
-    for part, some in zip(total.split(FEATURES_AT_ONCE), grad.split(FEATURES_AT_ONCE, dim=1)):
-        part.copy_(torch.addmm(part.float(), some.t().float(), wide, beta=beta))
+def _addmm_rounded_once(total: Tensor, grad: Tensor, x: Tensor, beta: int) -> None:
+    """Accumulate into a half-precision total with float32 factors: the sum is rounded once."""
+    wide_x = x.float()
+    for total_part, grad_part in zip(total.split(FEATURES_AT_ONCE), grad.split(FEATURES_AT_ONCE, dim=1)):
+        total_part.copy_(torch.addmm(total_part.float(), grad_part.t().float(), wide_x, beta=beta))
 
 
-def _added_within(total: Tensor, grad: Tensor, x: Tensor, beta: int) -> None:
+def _addmm_out_dtype(total: Tensor, grad: Tensor, x: Tensor, beta: int) -> None:
     torch.addmm(total, grad.t(), x, out_dtype=total.dtype, beta=beta, out=total)
 
 
-def _mixed(total: Tensor, grad: Tensor, x: Tensor, beta: int) -> None:
+def _mm_out_dtype(total: Tensor, grad: Tensor, x: Tensor, beta: int) -> None:
     product = torch.mm(grad.t(), x, out_dtype=total.dtype)
-    total.add_(product) if beta else total.copy_(product)
+    if beta:
+        total.add_(product)
+    else:
+        total.copy_(product)
 
 
 def _widened(total: Tensor, grad: Tensor, x: Tensor, beta: int) -> None:
-    """In blocks of output features and tokens; without blocks, float32 factors of a vocabulary's gradient take hundreds
-    of megabytes.
+    """Accumulate factors that are widened in blocks of output features and tokens; without blocks, float32 factors of a
+    vocabulary's gradient take hundreds of megabytes.
 
     Blocks of 512 tokens are also a tenth faster on the CPU (1024 or 2048 tokens, 768 to 16384 features).
     """
     x_blocks = x.to(total.dtype).split(_TOKENS_AT_ONCE)
-    for part, grad_part in zip(total.split(FEATURES_AT_ONCE), grad.split(FEATURES_AT_ONCE, dim=1)):
+    for total_part, grad_part in zip(total.split(FEATURES_AT_ONCE), grad.split(FEATURES_AT_ONCE, dim=1)):
         for i, (grad_block, x_block) in enumerate(zip(grad_part.split(_TOKENS_AT_ONCE), x_blocks)):
-            part.addmm_(grad_block.t().to(total.dtype), x_block, beta=beta if i == 0 else 1)
+            total_part.addmm_(grad_block.t().to(total.dtype), x_block, beta=beta if i == 0 else 1)
 
 
 _TOKENS_AT_ONCE = 512
@@ -84,10 +201,10 @@ _TOKENS_AT_ONCE = 512
 
 @cache
 def _accumulate_for(
-    device: torch.device, total: torch.dtype, factor: torch.dtype, way: Way = "native"
+    device: torch.device, total: torch.dtype, factor: torch.dtype, mode: MatmulMode = "native"
 ) -> Callable[..., None]:
-    """The function with which this device adds a product of `factor` matrices to a `total` without rounding the
-    product.
+    """Return the accumulator with which this device adds a product of `factor` matrices to a `total` without rounding
+    the product.
 
     Found by trying, once per process. torch has mm(out_dtype=) for bfloat16 and float16 on some devices only (PyTorch
     pull request 150812), and since 2.12 addmm(out_dtype=, out=), which needs no memory for the product. Otherwise the
@@ -102,102 +219,31 @@ def _accumulate_for(
     oneDNN can compute float32 products in bfloat16 (torch.backends.mkldnn.matmul.fp32_precision): exact on widened
     bfloat16 factors, 13 ms here. It is a setting of the whole process; a --bf16 run sets it at its start
     (`Device.prepare`). The BLAS in torch's library multiplies bfloat16 factors as they are, exactly too, and faster than
-    rounding: [2048, 1024] x [1024, 512] in 3 to 4 ms, rounded 4 to 5, widened in bfloat16 8 (`add_in_library`).
+    rounding: [2048, 1024] x [1024, 512] in 3 to 4 ms, rounded 4 to 5, widened in bfloat16 8 (`addmm_bf16_to_fp32`).
     """
     if total == factor:
-        return _in_place if way == "native" else _rounded_once
+        return _addmm if mode == "native" else _addmm_rounded_once
     if device.type == "meta":  # there are no values to try with; accelerators have this one
-        return _mixed
+        return _mm_out_dtype
     with torch._C.DisableTorchFunction():  # a mode could take the values away
-        return _found_by_trying(device, total, factor, way)
+        return _first_that_works(device, total, factor, mode)
 
 
-def _found_by_trying(device: torch.device, total: torch.dtype, factor: torch.dtype, way: Way) -> Callable[..., None]:
-    of_cpu = _OF_A_CPU.get((device.type, total, factor), ()) if way == "native" else ()
-    one = torch.ones((8, 8), dtype=factor, device=device)
-    for accumulate in (_added_within, _mixed, *of_cpu):
-        added, written = one.to(total), torch.full_like(one, float("nan"), dtype=total)
+def _first_that_works(
+    device: torch.device, total: torch.dtype, factor: torch.dtype, mode: MatmulMode
+) -> Callable[..., None]:
+    candidates = [_addmm_out_dtype, _mm_out_dtype]
+    if mode == "native" and (device.type, total, factor) == ("cpu", torch.float32, torch.bfloat16):
+        candidates.append(addmm_bf16_to_fp32)
+    ones = torch.ones((8, 8), dtype=factor, device=device)
+    for accumulate in candidates:
+        added = ones.to(total)
+        overwritten = torch.full_like(ones, float("nan"), dtype=total)
         try:
-            accumulate(added, one, one, 1)
-            accumulate(written, one, one, 0)
+            accumulate(added, ones, ones, 1)
+            accumulate(overwritten, ones, ones, 0)
         except (RuntimeError, TypeError):  # no such kernel, or a torch without the argument
             continue
-        if bool(((added == 9) & (written == 8)).all()):
+        if bool(((added == 9) & (overwritten == 8)).all()):
             return accumulate
     return _widened
-
-
-_OF_A_CPU = {("cpu", torch.float32, torch.bfloat16): (add_in_library,)}
-
-
-class LinearFunction(torch.autograd.Function):
-    """x [s(/t), b, in] -> [s, b, out/t], with the communication of a column-parallel layer; none on an axis of one
-    rank."""
-
-    @staticmethod
-    def forward(
-        ctx,
-        x: Tensor,
-        weight: Tensor,
-        axis: Axis,
-        sequence_parallel: bool,
-        store: WeightGradStore | None,
-        products: Products,
-    ) -> Tensor:
-        ctx.again, kept = kept_for(x)
-        ctx.maker = maker_of(x)
-        ctx.save_for_backward(weight, *kept)
-        # save_for_backward returns a new object for the weight; only the object given here has `main_grad`.
-        ctx.weight, ctx.store = weight, store
-        ctx.axis, ctx.sequence_parallel = axis, sequence_parallel
-        ctx.way = products.backward
-        full = collectives.all_gather(x, axis) if sequence_parallel else x
-        return times_transposed(full, weight, products.forward)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        weight, *kept = ctx.saved_tensors
-        needs_x, needs_weight = ctx.needs_input_grad[:2]
-        defers = needs_weight and _defers(ctx)
-        gathering = summing = None
-        waits = needs_x and needs_weight and not defers and _asks(ctx, grad)
-        x = ctx.again(*kept) if needs_weight and not waits else None
-        grad_weight = None
-        if ctx.sequence_parallel and needs_weight and not defers:
-            gathering = collectives.start_all_gather(x, ctx.axis)
-        if needs_x:
-            start = collectives.start_reduce_scatter if ctx.sequence_parallel else collectives.start_all_reduce
-            summing = start(times(grad, weight, ctx.way), ctx.axis)
-        if defers:
-            # x is detached, since its graph would keep the stage's input alive
-            gather_over = ctx.axis if ctx.sequence_parallel else ALONE
-            ctx.store.keep(partial(_write, ctx.weight, grad, x.detach(), gather_over, ctx.way))
-            grad_was_put_off(ctx.weight)
-        elif needs_weight and not waits:
-            grad_weight = weight_gradient(ctx.weight, grad, gathering.wait() if gathering else x, ctx.way)
-        grad_x = summing.wait() if summing else None
-        return grad_x, grad_weight, None, None, None, None
-
-
-def _defers(ctx) -> bool:
-    """Whether to defer the weight gradient: the schedule collects it, and the weight has a buffer for it."""
-    return ctx.store is not None and ctx.store.is_collecting and main_grad_of(ctx.weight) is not None
-
-
-def _asks(ctx, grad: Tensor) -> bool:
-    """Whether x's maker will give it, and the weight gradient is made then: it goes to a buffer, and hides no
-    communication."""
-    if ctx.axis.size > 1 or main_grad_of(ctx.weight) is None:
-        return False
-    return ask_maker(ctx.maker, lambda x: weight_gradient(ctx.weight, grad, x, ctx.way))
-
-
-@torch.no_grad()
-def _write(weight: Tensor, grad: Tensor, x: Tensor, gather_over: Axis, way: Way) -> None:
-    weight_gradient(weight, grad, collectives.all_gather(x, gather_over), way)
-
-
-def linear(x: Tensor, weight: Tensor, *, store: WeightGradStore | None = None, products: Products = NATIVE) -> Tensor:
-    """x [.., in] times weight [out, in] transposed -> [.., out], without communication. `store`: takes deferred weight
-    gradients."""
-    return LinearFunction.apply(x, weight, ALONE, False, store, products)

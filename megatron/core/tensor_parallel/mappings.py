@@ -1,4 +1,8 @@
-"""Megatron's regions: autograd collectives over the tensor-parallel axis of the current mesh."""
+"""Megatron's regions: autograd collectives over the tensor-parallel axis of the current mesh.
+
+Every tensor-parallel rank must call. Shapes: [s, b, h] with h split for `tensor_model_parallel` regions of the last
+dimension, s split for `sequence_parallel` regions.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,107 +10,100 @@ from typing import Any
 from torch import Tensor
 
 from megatron.core.base.lazy_imports import names_of_megatron
-from megatron.core.base.unsupported_arguments import takes
+from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.parallel.global_state import get_mesh
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.initialize_model_parallel import torch_group
 from megatron.core.tensor_parallel import autograd_collectives
+from megatron.core.tensor_parallel.autograd_collectives import AutogradCollective
 
 
 def axis_of(group: Any = None) -> Axis:
-    """The tensor-parallel axis. group: None or its torch.distributed group; NotImplementedError for another."""
+    """Return the tensor-parallel axis. group: None or its torch.distributed group; NotImplementedError for another."""
     if group is not None and group is not torch_group("tp"):
         raise NotImplementedError("group: only the tensor-parallel group is built; leave it out")
     return get_mesh()["tp"]
 
 
-def _region(move: autograd_collectives.Move) -> Callable[..., Tensor]:
+# ---------------------------------------------------------------- Megatron's functions
+
+
+def _region(collective: AutogradCollective) -> Callable[..., Tensor]:
     def region(input_: Tensor, group: Any = None) -> Tensor:
-        return move(input_, axis_of(group))
+        return collective(input_, axis_of(group))
 
     return region
 
 
-def _directions(move: autograd_collectives.Move, region: Callable[..., Tensor]) -> Any:
-    class Directions:
-        apply = staticmethod(region)
-
-        @staticmethod
-        def symbolic(graph: Any, input_: Tensor, *_: Any) -> Tensor:
-            return move.forward(input_, axis_of())
-
-        @staticmethod
-        def backward(ctx: Any, grad_output: Tensor) -> Tensor:
-            return move.backward(grad_output, axis_of())
-
-    return Directions
-
-
 copy_to_tensor_model_parallel_region = _region(autograd_collectives.copy)
-
-
 reduce_from_tensor_model_parallel_region = _region(autograd_collectives.reduce)
-
-
 scatter_to_tensor_model_parallel_region = _region(autograd_collectives.scatter_last)
-
-
 gather_from_tensor_model_parallel_region = _region(autograd_collectives.gather_last)
-
-
 scatter_to_sequence_parallel_region = _region(autograd_collectives.scatter_sequence)
-
-
-reduce_scatter_to_sequence_parallel_region = takes(input_split_sizes=None, use_global_buffer=False)(
+reduce_scatter_to_sequence_parallel_region = accepts_defaults_only(input_split_sizes=None, use_global_buffer=False)(
     _region(autograd_collectives.reduce_scatter_sequence)
 )
 
 
-@takes(output_split_sizes=None, use_global_buffer=False)
+@accepts_defaults_only(output_split_sizes=None, use_global_buffer=False)
 def gather_from_sequence_parallel_region(
     input_: Tensor, tensor_parallel_output_grad: bool = True, group: Any = None
 ) -> Tensor:
-    """All-gather of the sequence. `tensor_parallel_output_grad`: the ranks' output gradients are partial sums, else
-    equal."""
-    move = autograd_collectives.gather_sequence if tensor_parallel_output_grad else autograd_collectives.whole_sequence
-    return move(input_, axis_of(group))
+    """All-gather the sequence: [s/t, b, h] -> [s, b, h]. `tensor_parallel_output_grad`: the ranks' output gradients are
+    partial sums, else equal."""
+    return _gather_of(tensor_parallel_output_grad)(input_, axis_of(group))
 
 
-_CopyToModelParallelRegion = _directions(autograd_collectives.copy, copy_to_tensor_model_parallel_region)
+def _gather_of(tensor_parallel_output_grad: bool) -> AutogradCollective:
+    if tensor_parallel_output_grad:
+        return autograd_collectives.gather_sequence
+    return autograd_collectives.gather_replicated_sequence
 
 
-_ReduceFromModelParallelRegion = _directions(autograd_collectives.reduce, reduce_from_tensor_model_parallel_region)
+# ---------------------------------------------------------------- Megatron's autograd functions, whose directions forks call
 
 
-_ScatterToModelParallelRegion = _directions(autograd_collectives.scatter_last, scatter_to_tensor_model_parallel_region)
+def _autograd_function(collective: AutogradCollective, region: Callable[..., Tensor]) -> Any:
+    class Region:
+        apply = staticmethod(region)
+
+        @staticmethod
+        def symbolic(graph: Any, input_: Tensor, *_: Any) -> Tensor:
+            return collective.forward(input_, axis_of())
+
+        @staticmethod
+        def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+            return collective.backward(grad_output, axis_of())
+
+    return Region
 
 
-_GatherFromModelParallelRegion = _directions(autograd_collectives.gather_last, gather_from_tensor_model_parallel_region)
-
-
-_ScatterToSequenceParallelRegion = _directions(
+_CopyToModelParallelRegion = _autograd_function(autograd_collectives.copy, copy_to_tensor_model_parallel_region)
+_ReduceFromModelParallelRegion = _autograd_function(
+    autograd_collectives.reduce, reduce_from_tensor_model_parallel_region
+)
+_ScatterToModelParallelRegion = _autograd_function(
+    autograd_collectives.scatter_last, scatter_to_tensor_model_parallel_region
+)
+_GatherFromModelParallelRegion = _autograd_function(
+    autograd_collectives.gather_last, gather_from_tensor_model_parallel_region
+)
+_ScatterToSequenceParallelRegion = _autograd_function(
     autograd_collectives.scatter_sequence, scatter_to_sequence_parallel_region
 )
-
-
-_ReduceScatterToSequenceParallelRegion = _directions(
+_ReduceScatterToSequenceParallelRegion = _autograd_function(
     autograd_collectives.reduce_scatter_sequence, reduce_scatter_to_sequence_parallel_region
 )
 
 
 class _GatherFromSequenceParallelRegion(
-    _directions(autograd_collectives.gather_sequence, gather_from_sequence_parallel_region)
+    _autograd_function(autograd_collectives.gather_sequence, gather_from_sequence_parallel_region)
 ):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        move = (
-            autograd_collectives.gather_sequence
-            if ctx.tensor_parallel_output_grad
-            else autograd_collectives.whole_sequence
-        )
-        return move.backward(grad_output, axis_of()), None
+        """ctx: the caller's, with Megatron's attribute `tensor_parallel_output_grad`."""
+        collective = _gather_of(ctx.tensor_parallel_output_grad)
+        return collective.backward(grad_output, axis_of()), None
 
-
-# Megatron's names; they use the mesh's tensor-parallel axis.
 
 __getattr__ = names_of_megatron(__name__)

@@ -1,4 +1,4 @@
-"""Saved activations: sharded over the ranks that hold copies, or offloaded."""
+"""Saved activations: sharded over ranks that have equal copies of them, or offloaded."""
 
 from collections.abc import Callable
 
@@ -10,29 +10,36 @@ from megatron.core.parallel.grid import Axis
 
 
 def keep_copy(x: Tensor) -> Callable[[], Tensor]:
+    """Save a shard in the memory of its device: the default `keep` of a `SavedActivation`."""
     copied = x.clone()
     return lambda: copied
 
 
 class SavedActivation:
-    """A tensor that the forward uses as it is, and the backward restores from the shards that the ranks of the axis
-    keep.
+    """A tensor that the forward uses as it is, and that the backward restores from the shards saved by the ranks of the
+    axis.
 
-    axis: None if each rank keeps the whole tensor. keep: stores the shard. Every rank of the axis must `take` its
-    activations in the same order.
+    axis: the ranks with equal copies, each of which saves a shard; None: each saves all of x. keep: stores the shard and
+    returns a function that gives it back. Every rank of the axis must `take` its activations in the same order.
     """
 
     def __init__(self, x: Tensor, axis: Axis | None, keep: Keep = keep_copy):
-        self._whole: Tensor | None = x
+        self._unsharded: Tensor | None = x  # until the forward takes it
         self._axis = axis
-        self._shape, self._requires_grad = x.shape, x.requires_grad
-        mine = x.detach()
-        self._kept = keep(mine if axis is None else mine.flatten()[collectives.my_part(x.numel(), axis)])
+        self._shape = x.shape
+        self._requires_grad = x.requires_grad
+        shard = x.detach()
+        if axis is not None:
+            shard = shard.flatten()[collectives.local_slice(x.numel(), axis)]  # [numel / t]
+        self._load_shard = keep(shard)
 
     def take(self) -> Tensor:
-        if self._whole is not None:
-            whole, self._whole = self._whole, None
-            return whole
-        kept = self._kept()
-        whole = kept if self._axis is None else collectives.all_gather(kept, self._axis).view(self._shape)
-        return whole.detach().requires_grad_(self._requires_grad)
+        """Return x: in the forward (the first call) itself, in the backward gathered from the shards."""
+        if self._unsharded is not None:
+            x = self._unsharded
+            self._unsharded = None
+            return x
+        x = self._load_shard()
+        if self._axis is not None:
+            x = collectives.all_gather(x, self._axis).view(self._shape)
+        return x.detach().requires_grad_(self._requires_grad)

@@ -6,31 +6,34 @@ import torch
 from torch import Tensor
 
 from megatron.core.base.lazy_imports import names_of_megatron
-from megatron.core.base.unsupported_arguments import takes
+from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.parallel import collectives
 from megatron.core.tensor_parallel.mappings import axis_of
 from megatron.core.utils import divide
 
 
-@takes(tp_group=None)
+@accepts_defaults_only(tp_group=None)
 def split_tensor_into_1d_equal_chunks(tensor: Tensor, new_buffer: bool = False) -> Tensor:
-    """This tensor-parallel rank's part of the numbers of a tensor that all ranks hold: a view, or a copy."""
-    part = tensor.reshape(-1)[collectives.my_part(tensor.numel(), axis_of())]
+    """Return this tensor-parallel rank's part of a tensor that all ranks have: [numel / t], a view, or a copy with
+    `new_buffer`."""
+    part = tensor.reshape(-1)[collectives.local_slice(tensor.numel(), axis_of())]
     return part.clone() if new_buffer else part
 
 
-@takes(tp_group=None)
+@accepts_defaults_only(tp_group=None)
 def gather_split_1d_tensor(tensor: Tensor) -> Tensor:
-    """The ranks' parts, one after the other. Every rank of the axis must call."""
+    """All-gather the ranks' parts, flattened: [numel / t] -> [numel]. Every rank of the axis must call."""
     return collectives.all_gather(tensor.reshape(-1), axis_of())
 
 
 def split_tensor_along_last_dim(
     tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> Sequence[Tensor]:
-    """Equal parts of the last dimension: views, or contiguous copies."""
+    """Split the last dimension into equal parts: views, or contiguous copies."""
     parts = torch.split(tensor, divide(tensor.shape[-1], num_partitions), dim=-1)
-    return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else parts
+    if contiguous_split_chunks:
+        return tuple(part.contiguous() for part in parts)
+    return parts
 
 
 class VocabUtility:

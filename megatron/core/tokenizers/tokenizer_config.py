@@ -1,10 +1,10 @@
-"""The knobs of the tokenizer, and the tokenizer that they name."""
+"""The options of the tokenizer, and the tokenizer that they name."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.base.dataclass_flags import Count, FlagConfig, default_of, flags_of, knob, knobs
+from megatron.core.base.dataclass_flags import Count, FlagConfig, default_of, flags_of, option, option_fields
 from megatron.core.tokenizers.tokenizer_registry import TOKENIZERS, Tokenizer, TokenizerType
 
 NO_TOKENIZER = (
@@ -24,40 +24,42 @@ _WHY_UNREAD = {
 class TokenizerConfig(FlagConfig):
     """Tokenizer."""
 
-    tokenizer_type: str | None = knob(
+    tokenizer_type: str | None = option(
         None,
         "tokenizer, and the files it reads: BertWordPiece...: vocab.txt; GPT2BPETokenizer: vocab.json and merges.txt; "
         "SentencePiece and Llama2: tokenizer.model; HuggingFaceTokenizer: tokenizer.json; TikTokenizer: a JSON list; "
         "NullTokenizer: none, its texts are ids",
         names=TOKENIZERS,
     )
-    vocab_file: str | None = knob(None, "vocab.json of GPT2BPETokenizer, vocab.txt of BertWordPiece...", metavar="FILE")
-    merge_file: str | None = knob(None, "merges.txt of GPT2BPETokenizer", metavar="FILE")
-    tokenizer_model: str | None = knob(
+    vocab_file: str | None = option(
+        None, "vocab.json of GPT2BPETokenizer, vocab.txt of BertWordPiece...", metavar="FILE"
+    )
+    merge_file: str | None = option(None, "merges.txt of GPT2BPETokenizer", metavar="FILE")
+    tokenizer_model: str | None = option(
         None,
         "tokenizer.json (HuggingFaceTokenizer, file or folder), tokenizer.model (SentencePiece, Llama2), or vocabulary "
         "(TikTokenizer)",
         metavar="FILE",
     )
-    tokenizer_transformers_version: Literal["4", "5"] | None = knob(
+    tokenizer_transformers_version: Literal["4", "5"] | None = option(
         None,
         "of a folder that transformers 4.57 and 5 read differently, HuggingFaceTokenizer gives the ids of this "
         "one; without the "
         "flag such a folder is refused",
     )
-    vocab_size: Count | None = knob(
+    vocab_size: Count | None = option(
         None,
         "ids of NullTokenizer (end-of-document is added) or TikTokenizer (special tokens included), or of a model without "
         "tokenizer",
     )
-    model_vocab_size: Count | None = knob(
+    model_vocab_size: Count | None = option(
         None, "words of the model where they are more than the tokenizer's, as in many published models"
     )
-    vocab_extra_ids: int = knob(0, f"sentinel tokens <extra_id_0>, ... to add to {', '.join(EXTRA_IDS)}")
-    null_tokenizer_eod_id: int | None = knob(None, "end-of-document id of NullTokenizer; default: --vocab-size")
-    tiktoken_pattern: Literal["v2", "v1"] = knob("v2", "word pattern of TikTokenizer")
-    tiktoken_num_special_tokens: int = knob(1000, "special tokens of TikTokenizer, which take the first ids")
-    tiktoken_special_tokens: list[str] | None = knob(
+    vocab_extra_ids: int = option(0, f"sentinel tokens <extra_id_0>, ... to add to {', '.join(EXTRA_IDS)}")
+    null_tokenizer_eod_id: int | None = option(None, "end-of-document id of NullTokenizer; default: --vocab-size")
+    tiktoken_pattern: Literal["v2", "v1"] = option("v2", "word pattern of TikTokenizer")
+    tiktoken_num_special_tokens: int = option(1000, "special tokens of TikTokenizer, which take the first ids")
+    tiktoken_special_tokens: list[str] | None = option(
         None, "names of the first special tokens of TikTokenizer; default: <unk> <s> </s> <mask> <pad> <cls> <sep>"
     )
 
@@ -99,7 +101,7 @@ class TokenizerConfig(FlagConfig):
         found = {}
         if self.type is None:
             return found
-        for field in knobs(TokenizerConfig):
+        for field in option_fields(TokenizerConfig):
             is_read = field.name in (*_READ_BY_ALL, *self.type.needs, *self.type.reads)
             if is_read or getattr(self, field.name) == default_of(field):
                 continue

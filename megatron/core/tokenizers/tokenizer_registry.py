@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from megatron.core.base.registry import Table
+from megatron.core.base.registry import Registry
 from megatron.core.tokenizers import bpe_wordpiece_tiktoken, huggingface_tokenizer, sentencepiece_tokenizer
 
 
@@ -93,4 +93,4 @@ _KINDS = {
     ),
 }
 _OURS = {name: replace(kind, computes=name) for name, kind in _KINDS.items()}
-TOKENIZERS: Table[TokenizerType] = Table("TOKENIZERS", TokenizerType, _OURS)
+TOKENIZERS: Registry[TokenizerType] = Registry("TOKENIZERS", TokenizerType, _OURS)

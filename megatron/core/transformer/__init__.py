@@ -1,4 +1,4 @@
-"""The layers that models are made of, and their settings.
+"""The layers of models, and their settings.
 
     model_config, *_config                     settings: shape, positions, attention, layer (no torch)
     transformer_layer, parallel_transformer    one layer; the layers of a pipeline stage
@@ -6,8 +6,7 @@
     recompute, compiled_layer, tiled_compute   ways to run a layer with less memory or time
     transformer_config, transformer_block, spec_utils, module, ...    Megatron's names over these
 
-A part of ours is built from (config, its layer's number, a `LayerContext`). To add an attention kernel: a line of
-`KERNELS` in
+Our parts are built from (config, their layer's number, a `LayerContext`). To add an attention kernel: a line of `KERNELS` in
 `core/ops/attention/kernels`. To add a layer, an attention or an MLP: pass it as `make_layer`, `make_attention`, `make_mlp`.
 """
 

@@ -1,13 +1,14 @@
-"""The functions between the products of a layer: activation, norms and their places, biases, multipliers."""
+"""Settings of the functions between a layer's matrix products: activation, norms and their places, biases, multipliers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.base.dataclass_flags import Positive, knob
+from megatron.core.base.dataclass_flags import Positive, option
 from megatron.core.transformer.position_config import PositionConfig
 
-_BEFORE, _AFTER = ("input_layernorm", "pre_mlp_layernorm"), ("post_self_attn_layernorm", "post_mlp_layernorm")
+_BEFORE = ("input_layernorm", "pre_mlp_layernorm")
+_AFTER = ("post_self_attn_layernorm", "post_mlp_layernorm")
 # The norms of a layer, by --norm-placement.
 NORM_PLACEMENTS = {
     "pre": _BEFORE,
@@ -23,44 +24,47 @@ NORM_PLACEMENTS = {
 class BlockConfig(PositionConfig):
     """Activation, norms and biases of a layer."""
 
-    activation: Literal["gelu-tanh", "gelu", "quick-gelu", "relu", "squared-relu", "silu"] = knob(
-        "gelu-tanh", "activation of the MLP; gelu: by the error function; quick-gelu: x sigmoid(1.702 x)"
+    activation: Literal["gelu-tanh", "gelu", "quick-gelu", "relu", "squared-relu", "silu"] = option(
+        "gelu-tanh", "activation of the MLP; gelu: exact, with erf; quick-gelu: x sigmoid(1.702 x)"
     )
-    gated: bool = knob(False, "gated MLP, with three matrices: W2 (activation(Wg x) * (Wu x)); GeGLU with gelu-tanh")
-    activation_func_clamp_value: Positive | None = knob(
-        None, "gated MLP: bound Wg x from above, and Wu x on both sides, by this"
+    gated: bool = option(False, "gated MLP, with three matrices: W2 (activation(Wg x) * (Wu x)); GeGLU with gelu-tanh")
+    activation_func_clamp_value: Positive | None = option(
+        None, "gated MLP: clamp Wg x to at most this, and Wu x to +- this"
     )
-    glu_linear_offset: float = knob(0.0, "gated MLP: added to Wu x")
-    apply_layernorm_1p: bool = knob(False, "norms multiply by 1 + weight, with weights that start at 0")
-    norm_bias: bool = knob(True, "LayerNorm without a bias")
-    norm_placement: str = knob(
+    glu_linear_offset: float = option(0.0, "gated MLP: add this to Wu x")
+    apply_layernorm_1p: bool = option(False, "norms multiply by 1 + weight, and weights start at 0")
+    norm_bias: bool = option(True, "LayerNorm without a bias")
+    norm_placement: str = option(
         "pre",
         "pre: x + A(N x), then x + M(N x); branch: x + N(A x); sandwich: x + N(A(N x)); post: N(x + A x), as "
         "BERT; parallel: "
         "x + A(N1 x) + M(N2 x); parallel-one-norm: x + A y + M y with y = N x",
         names=NORM_PLACEMENTS,
     )
-    apply_residual_connection_post_layernorm: bool = knob(
-        False, "--norm-placement pre: the blocks' results are added to the norm's result, instead of its input"
+    apply_residual_connection_post_layernorm: bool = option(
+        False, "--norm-placement pre: add a block's result to the norm's output instead of its input"
     )
-    add_attention_output_bias: bool = knob(False, "bias in attention's output layer, even with --disable-bias-linear")
-    add_mlp_bias: bool = knob(False, "biases in the MLP, even with --disable-bias-linear")
-    add_output_bias: bool = knob(False, "bias of the scores, one for each word")
-    embedding_multiplier: Positive = knob(1.0, "times the words' embeddings, rounded to their dtype")
-    residual_multiplier: Positive = knob(1.0, "times the result of each block before it is added")
-    logit_multiplier: Positive = knob(1.0, "times the scores of the words")
-    final_logit_softcapping: Positive | None = knob(None, "soft cap c of the words' scores: c tanh(score / c)")
+    add_attention_output_bias: bool = option(False, "bias in attention's output layer, even with --disable-bias-linear")
+    add_mlp_bias: bool = option(False, "biases in the MLP, even with --disable-bias-linear")
+    add_output_bias: bool = option(False, "bias of the logits, one for each token of the vocabulary")
+    embedding_multiplier: Positive = option(1.0, "multiply token embeddings by this, rounded to their dtype")
+    residual_multiplier: Positive = option(
+        1.0, "multiply the result of each block by this before it is added to the residual"
+    )
+    logit_multiplier: Positive = option(1.0, "multiply the logits by this")
+    final_logit_softcapping: Positive | None = option(None, "soft cap c of the logits: c tanh(logit / c)")
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         if self.swiglu and (self.gated or self.activation != "gelu-tanh"):
             yield f"--swiglu is --gated --activation silu, and --activation is {self.activation}; leave one of them out"
-        of_gates = {
+        gate_options = {
             "--activation-func-clamp-value": self.activation_func_clamp_value is not None,
             "--glu-linear-offset": self.glu_linear_offset != 0,
         }
-        for flag in (flag for flag, given in of_gates.items() if given and not self.is_gated):
-            yield f"{flag} is about a gated MLP; give --gated or --swiglu too, or leave it out"
+        for flag, is_set in gate_options.items():
+            if is_set and not self.is_gated:
+                yield f"{flag} is about a gated MLP; give --gated or --swiglu too, or leave it out"
         if not self.norm_bias and self.normalization != "LayerNorm":
             yield f"--no-norm-bias: {self.normalization} has no bias; give --normalization LayerNorm, or leave it out"
         if self.apply_residual_connection_post_layernorm and self.norm_placement != "pre":
@@ -75,8 +79,10 @@ class BlockConfig(PositionConfig):
 
     @property
     def activation_region(self) -> str:
-        """The name of the MLP's function in REGIONS, but for its bounds and its offset."""
-        return "gated_silu" if self.swiglu else f"gated_{self.activation}" if self.gated else self.activation
+        """The key of the MLP's activation in REGIONS, without its clamp value and offset."""
+        if self.swiglu:
+            return "gated_silu"
+        return f"gated_{self.activation}" if self.gated else self.activation
 
     @property
     def layer_norms(self) -> tuple[str, ...]:
@@ -85,6 +91,7 @@ class BlockConfig(PositionConfig):
 
     @property
     def norm_region(self) -> str:
+        """The key of the norm in REGIONS."""
         return self.normalization + ("1p" if self.apply_layernorm_1p else "")
 
     @property

@@ -1,15 +1,27 @@
-"""Self-attention with heads sharded over the tensor-parallel ranks, around a kernel of KERNELS."""
+"""Self-attention with heads sharded over the tensor-parallel ranks: ours, and Megatron's `SelfAttention` over it.
+
+    s, b, h    sequence, batch, hidden         n, groups    query heads, key/value heads of the whole layer
+    t, c       tensor-, context-parallel ranks  d            width of a head
+
+Shapes on a rank, with sequence parallelism in parentheses, and Ulysses (`--cp-comm-type a2a`) inside `core_attention`:
+
+    x                [s, b, h] ([s/t, b, h])
+    mixed_qkv        [s, b, (n + 2 groups)/t d]      linear_qkv gathers the sequence and computes this rank's heads
+    q; k, v          [s, b, n/t, d]; [s, b, groups/t, d]
+    core attention   under a2a an all-to-all over c gives [c s, b, n/t/c, d], and back     s: this rank's rows of the sample
+    core_attn_out    [s, b, n/t d]
+    result           [s, b, h] ([s/t, b, h])         linear_proj sums over t
+"""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from megatron.core.base.lazy_imports import lazy_names
-from megatron.core.base.unsupported_arguments import takes
+from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.ops.attention.kv_cache import KeyValueCache
-from megatron.core.ops.attention.masks import Mask, windowed
+from megatron.core.ops.attention.masks import Mask, with_window
 from megatron.core.ops.compile.compiled_region import compiles
 from megatron.core.ops.fused_layer_ops import REGIONS
 from megatron.core.ops.rotary_formulas import apply_rotary, cosines_and_sines, rotated, rotated_interleaved
@@ -23,15 +35,14 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.layer_build_context import LayerContext, MakePart
 from megatron.core.transformer.model_config import ModelConfig, query_group_problem
 from megatron.core.transformer.module import context_of, settings_of
-from megatron.core.transformer.qk_norm import make_query_key_norms, normed_heads
-from megatron.core.transformer.recompute import recomputed
-from megatron.core.transformer.spec_utils import _is_own, build_module, get_module
+from megatron.core.transformer.qk_norm import make_qk_norms, qk_norm
+from megatron.core.transformer.recompute import recompute_in_backward
+from megatron.core.transformer.spec_utils import build_module, get_module, is_custom_part
 from megatron.core.transformer.torch_norm import FusedLayerNorm
 
 
 class ParallelAttention(nn.Module):
-    """Multi-head or grouped-query self-attention: each rank computes n/t query heads and their groups/t key/value
-    heads.
+    """Compute multi-head or grouped-query self-attention: n/t query heads and groups/t key/value heads on each rank.
 
     The fused q/k/v weight holds the groups one after the other, each as its query heads, one key head, one value head:
 
@@ -43,12 +54,12 @@ class ParallelAttention(nn.Module):
         rank 0: q0 k0 v0 | rank 1: q1 k0 v0 | rank 2: q2 k1 v1 | rank 3: q3 k1 v1          2 groups on 4 ranks
 
     Shared heads need no communication of activations. A rank's gradient of a shared head comes from its own queries;
-    the parts are summed over the neighbours once a step. With `qk_layernorm` queries and keys are normalized, each head
-    over its width or all over theirs.
+    these partial gradients are summed over the neighbours once a step. With `qk_layernorm` queries and keys are
+    normalized, each head over its width or all heads together.
 
-    forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), mask, angles [s, b or 1, width / 2], or those of each of
-    `config.ropes`, cache) -> the shape of x.
-    With a cache the queries of x also attend to the cached keys and values of earlier tokens.
+    forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), mask, angles, cache) -> the shape of x. angles: [s, b or
+    1, width / 2], or with several ropes in the model [ropes, s, b or 1, width / 2]. With a cache the queries of x also
+    attend to the cached keys and values of earlier tokens. Every rank of tp must call.
     """
 
     gives_hidden_states = True  # for --inspect: forward returns [s, b, h], or [s/t, b, h] under sequence parallelism
@@ -56,35 +67,49 @@ class ParallelAttention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, context: LayerContext, *, make_core: MakePart = CoreAttention):
         super().__init__()
         tp = context.tp
-        n, d = config.num_attention_heads, config.head_width
+        n = config.num_attention_heads
+        d = config.head_width
         groups = config.query_groups
+
+        # the heads of this rank
         heads = size_per_rank("--num-attention-heads", n, tp.axis)
         if problem := query_group_problem(groups, tp.axis.size):
             raise ValueError(problem)
-        shared = groups < tp.axis.size
-        self.groups = 1 if shared else groups // tp.axis.size
-        self.heads_per_group, self.head_width = heads // self.groups, d
+        shares_kv_heads = groups < tp.axis.size
+        self.groups = 1 if shares_kv_heads else groups // tp.axis.size
+        self.heads_per_group = heads // self.groups
+        self.head_width = d
+
         self.linear_qkv = linear_layers.ColumnParallelLinear(
             config.hidden_size,
             (n + 2 * groups) * d,
             tp=tp,
             init=config.init,
             bias=config.has_qkv_bias,
-            skip_bias_add=compiles(config, tp.device) and not config.qk_layernorm,  # the region of heads adds it
-            rows=shared_group_rows(n, groups, d, tp) if shared else (),
+            skip_bias_add=compiles(config, tp.device) and not config.qk_layernorm,  # the compiled op of heads adds it
+            rows=shared_group_rows(n, groups, d, tp) if shares_kv_heads else (),
             interleaved=(n // groups * d, d, d),
         )
-        self.q_layernorm, self.k_layernorm = make_query_key_norms(config, context)
-        self.norms_over = tp.axis if config.qk_norm_over == "width" else None
+        self.q_layernorm, self.k_layernorm = make_qk_norms(config, context)
+        self.qk_norm_axis = (
+            tp.axis if config.qk_norm_over == "width" else None
+        )  # ranks over whose heads a mean is taken
         self.compiled = compiles(config, tp.device)
-        self.core_attention, self.cp_size = make_core(config, layer, context), context.cp.axis.size
-        self.keys, self.layer = context.keys, layer
-        self.keys_before = config.keys_before(layer)  # None: no window
-        self.rope = config.rope_of(layer)  # which of the model's; None: this layer does not rotate
+
+        # core attention
+        self.core_attention = make_core(config, layer, context)
+        self.cp_size = context.cp.axis.size
+        self.keys = context.keys
+        self.layer = layer
+        self.window_left = config.window_left(layer)  # None: no window
+        self.recomputes_core = config.recomputes("core_attn")
+
+        # rotary positions
+        self.rope = config.rope_of(layer)  # index into config.ropes; None: this layer does not rotate
         self.amplitude = 1.0 if self.rope is None else config.ropes[self.rope].amplitude
         self.rotation = rotated_interleaved if config.rotary_interleaved else rotated
-        self.rotated_heads = REGIONS["heads_interleaved" if config.rotary_interleaved else "heads"]
-        self.recomputes_core = config.recomputes("core_attn")
+        self.compiled_heads = REGIONS["heads_interleaved" if config.rotary_interleaved else "heads"]
+
         self.linear_proj = linear_layers.RowParallelLinear(
             n * d, config.hidden_size, tp=tp, init=config.output_init, bias=config.has_proj_bias
         )
@@ -92,41 +117,61 @@ class ParallelAttention(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor | None = None, angles: Tensor | None = None, cache: KeyValueCache | None = None
     ) -> Tensor:
-        return self.linear_proj(self.attended(x, mask, angles, cache))[0]
+        return self.linear_proj(self.core_attn_out(x, mask, angles, cache))[0]  # [s, b, h]
 
-    def attended(
+    def core_attn_out(
         self, x: Tensor, mask: Tensor | None = None, angles: Tensor | None = None, cache: KeyValueCache | None = None
     ) -> Tensor:
-        """[s, b, n/t d]: the heads' results, before the output layer."""
-        return self.of_heads(self.heads_of(*self.linear_qkv(x), angles), mask, cache)
+        """Return the attention of this rank's heads [s, b, n/t d], before the output projection; arguments as of forward."""
+        return self.attend(self.get_query_key_value_tensors(*self.linear_qkv(x), angles), mask, cache)
 
-    def of_heads(self, heads: "Heads", mask: Mask = None, cache: KeyValueCache | None = None) -> Tensor:
-        """`attended`, from the heads."""
-        k, v = heads[1:] if cache is None else cache.append(self.layer, *heads[1:])
-        mask = windowed(mask, self.keys_before, len(k) * self.cp_size)
-        if self.cp_size > 1 and cache is not None and not cache.shares:
-            return self.core_attention(heads.q, k, v, mask, is_whole=True)
-        attend = partial(recomputed, self.core_attention, self.keys) if self.recomputes_core else self.core_attention
-        return attend(heads.q, k, v, mask)
+    def get_query_key_value_tensors(
+        self, mixed_qkv: Tensor, bias: Tensor | None, angles: Tensor | None = None
+    ) -> "Heads":
+        """Split the product with the fused q/k/v weight into heads, normalize and rotate them.
 
-    def heads_of(self, fused: Tensor, bias: Tensor | None, angles: Tensor | None = None) -> "Heads":
-        """The heads of a product with the fused q/k/v weight, to which `bias` is still to be added, normalized and
-        rotated."""
-        fused = fused.view(*fused.shape[:2], self.groups, self.heads_per_group + 2, self.head_width)
-        if angles is not None:
-            angles = None if self.rope is None else angles[self.rope] if angles.dim() == 4 else angles
+        mixed_qkv: [s, b, (n + 2 groups)/t d]. bias: of `linear_qkv`, if it is still to be added. angles: as of forward.
+        """
+        s, b, _ = mixed_qkv.shape
+        # [s, b, groups/t, n/groups + 2, d], or with shared key/value heads [s, b, 1, n/t + 2, d]
+        mixed_qkv = mixed_qkv.view(s, b, self.groups, self.heads_per_group + 2, self.head_width)
+        if self.rope is None:
+            angles = None
+        elif angles is not None and angles.dim() == 4:
+            angles = angles[self.rope]  # [s, b or 1, width / 2]
+
+        # compiled: bias, split and rotation in one pass
         if self.compiled and self.q_layernorm is None:
-            turn = (None, None) if angles is None else cosines_and_sines(angles, self.amplitude, fused.dtype)
-            return Heads(*self.rotated_heads.compiled(fused, bias, *turn, self.heads_per_group))
-        fused = fused if bias is None else fused + bias.view(fused.shape[2:])
-        heads = Heads(*(part.flatten(2, 3) for part in fused.split([self.heads_per_group, 1, 1], dim=3)))
+            cos = sin = None
+            if angles is not None:
+                cos, sin = cosines_and_sines(angles, self.amplitude, mixed_qkv.dtype)
+            return Heads(*self.compiled_heads.compiled(mixed_qkv, bias, cos, sin, self.heads_per_group))
+
+        if bias is not None:
+            mixed_qkv = mixed_qkv + bias.view(mixed_qkv.shape[2:])
+        q, k, v = mixed_qkv.split([self.heads_per_group, 1, 1], dim=3)
+        heads = Heads(q.flatten(2, 3), k.flatten(2, 3), v.flatten(2, 3))  # [s, b, n/t, d], [s, b, groups/t, d] twice
         if self.q_layernorm is not None:
-            q, k = normed_heads((self.q_layernorm, self.k_layernorm), heads.q, heads.k, self.norms_over)
+            q, k = qk_norm((self.q_layernorm, self.k_layernorm), heads.q, heads.k, self.qk_norm_axis)
             heads = heads._replace(q=q, k=k)
         if angles is not None:
-            q, k = (apply_rotary(x, angles, self.amplitude, self.rotation) for x in heads[:2])
+            q = apply_rotary(heads.q, angles, self.amplitude, self.rotation)
+            k = apply_rotary(heads.k, angles, self.amplitude, self.rotation)
             heads = heads._replace(q=q, k=k)
         return heads
+
+    def attend(self, heads: "Heads", mask: Mask = None, cache: KeyValueCache | None = None) -> Tensor:
+        """Run the core attention of these heads, in this layer's window. -> [s, b, n/t d]"""
+        q, k, v = heads
+        if cache is not None:
+            k, v = cache.append(self.layer, k, v)  # [length + s, b, groups/t, d]
+        mask = with_window(mask, self.window_left, len(k) * self.cp_size)
+        if self.cp_size > 1 and cache is not None and not cache.shares:
+            # after the prompts, every context-parallel rank has all cached keys and computes the same new token
+            return self.core_attention(q, k, v, mask, is_whole=True)
+        if self.recomputes_core:
+            return recompute_in_backward(self.core_attention, self.keys, q, k, v, mask)
+        return self.core_attention(q, k, v, mask)
 
 
 class Heads(NamedTuple):
@@ -134,31 +179,39 @@ class Heads(NamedTuple):
 
     q: Tensor  # [s, b, n/t, d]
     k: Tensor  # [s, b, groups/t, d]
-    v: Tensor  # as k
+    v: Tensor  # [s, b, groups/t, d]
 
 
 def shared_group_rows(n: int, groups: int, d: int, tp: TensorParallel) -> tuple[Rows, ...]:
-    """The rows of the fused q/k/v weight that a rank holds if groups < t: its queries, then its group's key and value
-    head.
+    """Return the rows of the fused q/k/v weight on this rank if groups < t: its queries, then its group's key and value.
+
+    Raises ValueError if the mesh's axis "kv" does not join the ranks that share a head.
 
     4 heads of width 1 in 1 group on 2 ranks, rows q0 q1 q2 q3 k v:  rank 0 holds 0:2 and 4:6, rank 1 holds 2:4 and 4:6.
     """
-    neighbours, per_group = tp.axis.size // groups, n // groups
+    neighbours = tp.axis.size // groups  # ranks that share a key/value head
+    heads_per_group = n // groups
     if tp.kv is None or tp.kv.size != neighbours:
         raise ValueError(
             f"{groups} query group(s) on {tp.axis.size} tensor-parallel ranks: {neighbours} ranks share each key/value head, but "
             f"the mesh joins {tp.kv.size if tp.kv else 1}; give initialize_model_parallel(ranks_per_kv_head={neighbours}), "
             'and TensorParallel(kv=mesh["kv"])'
         )
-    first = tp.axis.rank // neighbours * (per_group + 2)  # of my group, in heads
-    queries = per_group // neighbours
-    mine = first + tp.axis.rank % neighbours * queries
-    key = first + per_group
-    return Rows(mine * d, (mine + queries) * d), Rows(key * d, (key + 2) * d, shared_over=tp.kv.name)
+    # all in heads
+    group_start = tp.axis.rank // neighbours * (heads_per_group + 2)
+    queries = heads_per_group // neighbours
+    query_start = group_start + tp.axis.rank % neighbours * queries
+    key_start = group_start + heads_per_group
+    return (
+        Rows(query_start * d, (query_start + queries) * d),
+        Rows(key_start * d, (key_start + 2) * d, shared_over=tp.kv.name),
+    )
 
 
 @dataclass
 class SelfAttentionSubmodules:
+    """The parts of a `SelfAttention`: classes, or specs of them."""
+
     linear_qkv: Any = None
     core_attention: Any = None
     linear_proj: Any = None
@@ -167,9 +220,12 @@ class SelfAttentionSubmodules:
 
 
 class SelfAttention(ParallelAttention):
-    """forward(hidden_states [s, b, h], attention_mask, rotary_pos_emb=[s, 1, 1, d]) -> (output [s, b, h], bias or None)"""
+    """Self-attention with Megatron's arguments, of the parts in `submodules`.
 
-    @takes(cp_comm_type=None, pg_collection=None)
+    forward(hidden_states [s, b, h], attention_mask, rotary_pos_emb [s, 1, 1, d]) -> (output [s, b, h], bias or None)
+    """
+
+    @accepts_defaults_only(cp_comm_type=None, pg_collection=None)
     def __init__(
         self,
         config: Any,
@@ -177,32 +233,62 @@ class SelfAttention(ParallelAttention):
         layer_number: int,
         attn_mask_type: Any = AttnMaskType.padding,
     ):
-        norms = {"qk_layernorm": True} if FusedLayerNorm in (submodules.q_layernorm, submodules.k_layernorm) else {}
-        ours, made = settings_of(config, **norms), submodules.core_attention
-        of_core = {"layer_number": layer_number, "attn_mask_type": attn_mask_type, "attention_type": "self"}
-        own_core = lambda *_: build_module(made, config=config, **of_core)  # noqa: E731
-        core = {"make_core": own_core} if _is_own(made, DotProductAttention) else {}
-        super().__init__(ours, layer_number - 1, context_of(ours, config), **core)
+        overrides = {}
+        if FusedLayerNorm in (submodules.q_layernorm, submodules.k_layernorm):
+            overrides["qk_layernorm"] = True
+        model_config = settings_of(config, **overrides)
+
+        def make_custom_core(*_: Any) -> nn.Module:
+            return build_module(
+                submodules.core_attention,
+                config=config,
+                layer_number=layer_number,
+                attn_mask_type=attn_mask_type,
+                attention_type="self",
+            )
+
+        core = {"make_core": make_custom_core} if is_custom_part(submodules.core_attention, DotProductAttention) else {}
+        super().__init__(model_config, layer_number - 1, context_of(model_config, config), **core)
         self.config = config
-        self.layer_number, self.attn_mask_type = layer_number, attn_mask_type
-        h, d = ours.hidden_size, ours.head_width
-        queries = ours.num_attention_heads * d
-        options = {"config": config, "is_expert": False}
-        if _is_own(submodules.linear_qkv, ColumnParallelLinear):
-            of_qkv = {"gather_output": False, "skip_bias_add": False, "tp_comm_buffer_name": "qkv"}
-            of_qkv |= {"init_method": config.init_method, "bias": config.add_bias_linear or config.add_qkv_bias}
-            width = queries + 2 * ours.query_groups * d
-            self.linear_qkv = build_module(submodules.linear_qkv, h, width, **options, **of_qkv)
+        self.layer_number = layer_number
+        self.attn_mask_type = attn_mask_type
         self.linear_proj.skip_bias_add = True
-        if _is_own(submodules.linear_proj, RowParallelLinear):
-            of_proj = {"input_is_parallel": True, "skip_bias_add": True, "tp_comm_buffer_name": "proj"}
-            of_proj |= {"init_method": config.output_layer_init_method, "bias": config.add_bias_linear}
-            self.linear_proj = build_module(submodules.linear_proj, queries, h, **options, **of_proj)
-        of_norm = {"config": config, "hidden_size": d, "eps": ours.norm_epsilon}
-        if _is_own(submodules.q_layernorm, FusedLayerNorm):
-            self.q_layernorm = build_module(submodules.q_layernorm, **of_norm)
-        if _is_own(submodules.k_layernorm, FusedLayerNorm):
-            self.k_layernorm = build_module(submodules.k_layernorm, **of_norm)
+
+        # a script's own parts take the place of ours
+        hidden_size = model_config.hidden_size
+        head_width = model_config.head_width
+        query_width = model_config.num_attention_heads * head_width
+        if is_custom_part(submodules.linear_qkv, ColumnParallelLinear):
+            self.linear_qkv = build_module(
+                submodules.linear_qkv,
+                hidden_size,
+                query_width + 2 * model_config.query_groups * head_width,
+                config=config,
+                is_expert=False,
+                gather_output=False,
+                skip_bias_add=False,
+                tp_comm_buffer_name="qkv",
+                init_method=config.init_method,
+                bias=config.add_bias_linear or config.add_qkv_bias,
+            )
+        if is_custom_part(submodules.linear_proj, RowParallelLinear):
+            self.linear_proj = build_module(
+                submodules.linear_proj,
+                query_width,
+                hidden_size,
+                config=config,
+                is_expert=False,
+                input_is_parallel=True,
+                skip_bias_add=True,
+                tp_comm_buffer_name="proj",
+                init_method=config.output_layer_init_method,
+                bias=config.add_bias_linear,
+            )
+        norm_options = {"config": config, "hidden_size": head_width, "eps": model_config.norm_epsilon}
+        if is_custom_part(submodules.q_layernorm, FusedLayerNorm):
+            self.q_layernorm = build_module(submodules.q_layernorm, **norm_options)
+        if is_custom_part(submodules.k_layernorm, FusedLayerNorm):
+            self.k_layernorm = build_module(submodules.k_layernorm, **norm_options)
 
     def forward(
         self,
@@ -216,26 +302,33 @@ class SelfAttention(ParallelAttention):
             raise NotImplementedError("inference_params and packed_seq_params are not built yet; leave them out")
         angles = None
         if rotary_pos_emb is not None:
-            angles = rotary_pos_emb[:, :, 0, : rotary_pos_emb.shape[-1] // 2]
-        return self.linear_proj(self.attended(hidden_states, attention_mask, angles))
+            # Megatron repeats the angles for both halves of a head
+            angles = rotary_pos_emb[:, :, 0, : rotary_pos_emb.shape[-1] // 2]  # [s, 1, width / 2]
+        return self.linear_proj(self.core_attn_out(hidden_states, attention_mask, angles))
 
 
 @dataclass
 class CrossAttentionSubmodules:
+    """The parts of a `CrossAttention`: classes, or specs of them."""
+
     linear_q: Any = None
     linear_kv: Any = None
     core_attention: Any = None
     linear_proj: Any = None
 
 
-_OURS = [ColumnParallelLinear, ColumnParallelLinear, DotProductAttention, RowParallelLinear]
+# the parts that CrossAttention accepts, in the order of CrossAttentionSubmodules
+CROSS_ATTENTION_PARTS = [ColumnParallelLinear, ColumnParallelLinear, DotProductAttention, RowParallelLinear]
 
 
 class CrossAttention(ParallelCrossAttention):
-    """forward(hidden_states [s, b, h], attention_mask bool [.., s, m], key_value_states [m, b, h]) -> (output, bias
-    or None)"""
+    """Attention to another sequence, with Megatron's arguments.
 
-    @takes(cp_comm_type=None, pg_collection=None)
+    forward(hidden_states [s, b, h], attention_mask bool [.., s, m], True where masked, key_value_states [m, b, h]) ->
+    (output [s, b, h], bias or None)
+    """
+
+    @accepts_defaults_only(cp_comm_type=None, pg_collection=None)
     def __init__(
         self,
         config: Any,
@@ -243,18 +336,20 @@ class CrossAttention(ParallelCrossAttention):
         layer_number: int,
         attn_mask_type: Any = AttnMaskType.padding,
     ):
-        if [get_module(part) for part in vars(submodules).values()] != _OURS:
+        if [get_module(part) for part in vars(submodules).values()] != CROSS_ATTENTION_PARTS:
             raise NotImplementedError("CrossAttention: parts of a script's own are not built; leave those of ours")
-        ours = settings_of(config)
-        super().__init__(ours, layer_number - 1, context_of(ours, config))
-        self.config, self.attn_mask_type = config, attn_mask_type
-        self.layer_number, self.linear_proj.skip_bias_add = layer_number, True
+        model_config = settings_of(config)
+        super().__init__(model_config, layer_number - 1, context_of(model_config, config))
+        self.config = config
+        self.attn_mask_type = attn_mask_type
+        self.layer_number = layer_number
+        self.linear_proj.skip_bias_add = True
 
-    @takes(inference_params=None, rotary_pos_emb=None, packed_seq_params=None)
+    @accepts_defaults_only(inference_params=None, rotary_pos_emb=None, packed_seq_params=None)
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, key_value_states: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        return self.linear_proj(self.attended(hidden_states, key_value_states, attention_mask))
+        return self.linear_proj(self.core_attn_out(hidden_states, key_value_states, attention_mask))
 
 
 # Megatron's names.

@@ -1,10 +1,10 @@
-"""Attention's scores, and the norms of queries and keys."""
+"""Settings of attention scores, and of the norms of queries and keys."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.base.dataclass_flags import Positive, knob
+from megatron.core.base.dataclass_flags import Positive, option
 from megatron.core.transformer.activation_and_norm_config import BlockConfig
 
 
@@ -12,18 +12,19 @@ from megatron.core.transformer.activation_and_norm_config import BlockConfig
 class AttentionConfig(BlockConfig):
     """Scores of attention, and norms of queries and keys."""
 
-    qk_norm_over: Literal["head", "each-head", "width"] = knob(
+    qk_norm_over: Literal["head", "each-head", "width"] = option(
         "head",
-        "--qk-layernorm over: head: each head's width, one weight for all; each-head: a weight for each; width: all heads",
+        "what --qk-layernorm normalizes: head: each head, one weight for all; each-head: each head, a weight for each; "
+        "width: all heads together",
     )
-    softmax_scale: Positive | None = knob(
-        None, "times the scores of attention; default: 1 / the square root of a head's width"
+    softmax_scale: Positive | None = option(None, "multiply attention scores by this; default: 1 / sqrt(head size)")
+    scale_attn_by_inverse_layer_idx: bool = option(
+        False, "divide the attention scores of layer i, counted from 1, by i"
     )
-    scale_attn_by_inverse_layer_idx: bool = knob(False, "divide the scores of layer i, from 1 on, by i")
-    attn_logit_softcapping: Positive | None = knob(None, "soft cap c of attention's scores: c tanh(score / c)")
-    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = knob(
+    attn_logit_softcapping: Positive | None = option(None, "soft cap c of attention scores: c tanh(score / c)")
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = option(
         "vanilla",
-        "denominator of attention's softmax: off-by-one: 1 is added; learnable: exp of a parameter of each head (sink)",
+        "attention sink, added to the softmax's denominator: off-by-one: 1; learnable: exp of a parameter of each head",
     )
 
     def problems(self) -> Iterator[str]:
@@ -34,6 +35,13 @@ class AttentionConfig(BlockConfig):
             yield f"--qk-norm-over width is built for --normalization RMSNorm, which is {self.normalization}; change one"
 
     def query_factor(self, layer: int) -> float:
-        """Times the queries of a layer, from 0, before scores that are divided by the square root of a head's width."""
-        factor = 1.0 if self.softmax_scale is None else self.softmax_scale * self.head_width**0.5
-        return factor / (layer + 1) if self.scale_attn_by_inverse_layer_idx else factor
+        """Return the factor of a layer's queries; kernels divide scores by the square root of a head's width after it.
+
+        layer: from 0, over the whole model.
+        """
+        factor = 1.0
+        if self.softmax_scale is not None:
+            factor = self.softmax_scale * self.head_width**0.5
+        if self.scale_attn_by_inverse_layer_idx:
+            factor /= layer + 1
+        return factor

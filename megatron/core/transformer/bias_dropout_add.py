@@ -7,14 +7,16 @@ from torch.nn import functional
 
 
 def get_bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
-    """f((x, bias or None), residual, probability) -> residual + dropout(x + bias), with torch's generator.
+    """Return f((x, bias or None), residual, probability) -> residual + dropout(x + bias), with torch's generator.
 
-    In a `TransformerLayer` it stands for the dropout of our layers, whose masks are those of one process in every layout.
+    `TransformerLayer` replaces it by the dropout of our layers, whose masks are the same in every layout.
     """
     del fused  # in Megatron's signature
 
     def add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
         x, bias = x_with_bias
-        return residual + functional.dropout(x if bias is None else x + bias, prob, training)
+        if bias is not None:
+            x = x + bias
+        return residual + functional.dropout(x, prob, training)
 
     return add

@@ -1,18 +1,18 @@
 """`--compile layers`: a layer as two compiled programs, before its attention and after it.
 
-    before   x -> x, norm(x) Wqkv^T + b
-    after    x, heads -> x + drop(heads Wproj^T + b), then x + drop(W2 f(W1 norm(x)))
+    before attention   x -> x, norm(x) Wqkv^T + b
+    after attention    x, heads -> x + drop(heads Wproj^T + b), then x + drop(W2 f(W1 norm(x)))
 
-A program has the products and all that lies between them. The attention between the two is the kernel that its table chooses
-for each forward. As in a `Region` both directions are formulas, so what waits for the backward is declared: the inputs
-of both
-norms, the product before the activation, the heads. The backward makes the results of norms and activation again, in passes
-that read their inputs anyway; with regions in passes of their own. The gradient of a matrix is no part of a program: it goes
-where a linear layer's goes, unrounded in half precision, to `main_grad` or to the schedule that defers it.
+A program has the matrix products and the functions between them. Between the two programs runs the attention kernel that
+its table chooses for each forward.
 
-All layers of one shape share the programs. A layer in whose way something stands, which `WholeLayer.why_in_parts` names,
-runs
-as with `--compile regions`.
+As in a `CompiledRegion` both directions are formulas, so what is saved for the backward is declared: the inputs of both norms,
+the product before the activation, the heads. The backward recomputes the outputs of norms and activation, in passes that read
+their inputs anyway (with `--compile regions` these are passes of their own). The gradient of a matrix is computed outside
+the programs, as a linear layer does: unrounded in half precision, into `main_grad` or later by the schedule that defers it.
+
+All layers of one shape share the programs. A layer that cannot be compiled whole falls back to `--compile regions`;
+`CompiledLayer.fallback_reason` says why.
 """
 
 from functools import cache
@@ -25,8 +25,8 @@ from megatron.core.ops.compile.compiled_region import Compiled
 from megatron.core.ops.dropout import HiddenDropout
 from megatron.core.ops.dropout_masks import MaskWords, dropped
 from megatron.core.ops.fused_layer_ops import REGIONS
-from megatron.core.ops.region_formula_helpers import of_rows, plus_bias, wide_of
-from megatron.core.tensor_parallel.linear_autograd import weight_gradient_in_time
+from megatron.core.ops.region_formula_helpers import add_bias, sum_over_rows, widen
+from megatron.core.tensor_parallel.linear_autograd import accumulate_or_defer_wgrad
 from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear, RowParallelLinear, TensorParallel
 from megatron.core.transformer.attention import ParallelAttention
 from megatron.core.transformer.mlp import ParallelMLP
@@ -34,97 +34,113 @@ from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.norm import Norm
 
 
-class WholeLayer:
-    """The programs of a `ParallelTransformerLayer`, on its parameters."""
+class CompiledLayer:
+    """The two compiled programs of a `ParallelTransformerLayer`, run on its parameters."""
 
     def __init__(self, layer: nn.Module, config: ModelConfig, tp: TensorParallel):
-        self.layer, self.store = layer, tp.weight_grads
+        self.layer = layer
+        self.store = tp.weight_grads
         self.regions = config.norm_region, config.activation_region
         self.programs = _programs(*self.regions)
-        self.why_in_parts = _why_in_parts(config, tp) or self._of_the_script()
+        self.fallback_reason = _unsupported_setting(config, tp) or self._custom_part()  # None: it can be compiled whole
 
-    def takes(self, cache: object) -> bool:
-        """Whether a forward may take the programs: it calls none of the parts, whom a cache or somebody's hook may
-        wait for."""
-        if self.why_in_parts or cache is not None or self._of_the_script():
+    def can_run(self, cache: object) -> bool:
+        """Return whether a forward may run the programs.
+
+        They do not call the layer's parts. So a forward with a cache, or with a user's hook on a part, may not.
+        """
+        if self.fallback_reason or cache is not None or self._custom_part():
             return False
-        hooks = (hook for part in self._parts() for held in _hooks_of(part) for hook in held.values())
+        hooks = [hook for part in self._parts() for part_hooks in _hooks_of(part) for hook in part_hooks.values()]
         return all(_may_be_left_out(hook) for hook in hooks)
 
-    def before(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(x, the product of q, k and v)"""
-        norm, qkv = self.layer.input_layernorm, self.layer.self_attention.linear_qkv
-        return _Before.apply(self, norm.epsilon, x, norm.weight, norm.bias, qkv.weight, qkv.bias)
+    def before_attention(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (x, mixed_qkv) of x [s, b, h]; mixed_qkv: [s, b, (n + 2 groups) d], with its bias."""
+        norm = self.layer.input_layernorm
+        qkv = self.layer.self_attention.linear_qkv
+        return _BeforeAttention.apply(self, norm.epsilon, x, norm.weight, norm.bias, qkv.weight, qkv.bias)
 
-    def after(self, x: Tensor, heads: Tensor) -> Tensor:
-        """The layer's result. heads: what attention gives, [s, b, n d]."""
-        layer, mlp = self.layer, self.layer.mlp
-        norm, linears = layer.pre_mlp_layernorm, (layer.self_attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)
-        of_linears = (p for linear in linears for p in (linear.weight, linear.bias))
-        dropouts = layer.attention_dropout, layer.mlp_dropout
-        words = (word for dropout in dropouts for word in _words(dropout, x))
-        numbers = norm.epsilon, *(dropout.probability for dropout in dropouts)
-        return _After.apply(self, numbers, x, heads, norm.weight, norm.bias, *of_linears, *words)
+    def after_attention(self, x: Tensor, core_attn_out: Tensor) -> Tensor:
+        """Return the layer's result [s, b, h]. core_attn_out: [s, b, n d]."""
+        layer = self.layer
+        norm = layer.pre_mlp_layernorm
+        proj = layer.self_attention.linear_proj
+        fc1 = layer.mlp.linear_fc1
+        fc2 = layer.mlp.linear_fc2
+        numbers = norm.epsilon, layer.attention_dropout.probability, layer.mlp_dropout.probability
+        return _AfterAttention.apply(
+            self,
+            numbers,
+            x,
+            core_attn_out,
+            norm.weight,
+            norm.bias,
+            *(proj.weight, proj.bias, fc1.weight, fc1.bias, fc2.weight, fc2.bias),
+            *_mask_words(layer.attention_dropout, x),
+            *_mask_words(layer.mlp_dropout, x),
+        )
 
-    def of_matrix(self, matrix: nn.Parameter, grad: Tensor, x: Tensor) -> Tensor | None:
-        """The gradient of a matrix in x matrix^T; None once it is where it belongs."""
-        return weight_gradient_in_time(matrix, grad, x, self.store) if matrix.requires_grad else None
+    def accumulate_wgrad(self, matrix: nn.Parameter, grad: Tensor, x: Tensor) -> Tensor | None:
+        """Compute the gradient of `matrix` in x matrix^T; None if it went to `main_grad` or is deferred."""
+        return accumulate_or_defer_wgrad(matrix, grad, x, self.store) if matrix.requires_grad else None
 
     def _parts(self) -> list[nn.Module]:
-        """What the programs take over, as it is now: a script may replace a part of a layer that is built."""
-        layer, attention = self.layer, self.layer.self_attention
-        mlp = layer.mlp
-        norms = [layer.input_layernorm, layer.pre_mlp_layernorm]
-        of_attention = of_mlp = [None, None]
-        if isinstance(attention, ParallelAttention):
-            of_attention = [attention.linear_qkv, attention.linear_proj]
-        if isinstance(mlp, ParallelMLP):
-            of_mlp = [mlp.linear_fc1, mlp.linear_fc2]
-        return [attention, mlp, *norms, *of_attention, *of_mlp, layer.attention_dropout, layer.mlp_dropout]
+        """Return the modules that the programs replace, in the order of _OUR_PARTS.
 
-    def _of_the_script(self) -> str | None:
-        for part, ours in zip(self._parts(), _OURS):
-            if type(part) is not ours or "forward" in vars(part):
-                return f"{type(part).__name__} is the script's own, in the place of {ours.__name__}"
+        They are read at each forward, since a script may replace a part of a layer that is built.
+        """
+        layer = self.layer
+        attention = layer.self_attention
+        mlp = layer.mlp
+        attention_linears = [None, None]
+        mlp_linears = [None, None]
+        if isinstance(attention, ParallelAttention):
+            attention_linears = [attention.linear_qkv, attention.linear_proj]
+        if isinstance(mlp, ParallelMLP):
+            mlp_linears = [mlp.linear_fc1, mlp.linear_fc2]
+        norms = [layer.input_layernorm, layer.pre_mlp_layernorm]
+        dropouts = [layer.attention_dropout, layer.mlp_dropout]
+        return [attention, mlp, *norms, *attention_linears, *mlp_linears, *dropouts]
+
+    def _custom_part(self) -> str | None:
+        """Return which part of the layer is a script's own, None if all are ours."""
+        for part, our_class in zip(self._parts(), _OUR_PARTS):
+            if type(part) is not our_class or "forward" in vars(part):
+                return f"{type(part).__name__} is the script's own, in the place of {our_class.__name__}"
         norm, activation = (REGIONS[name].compiled for name in self.regions)
         layer = self.layer
-        if (
-            layer.mlp.activation == activation
-            and layer.input_layernorm.region == layer.pre_mlp_layernorm.region == norm
-        ):
+        has_our_norms = layer.input_layernorm.region == norm and layer.pre_mlp_layernorm.region == norm
+        if layer.mlp.activation == activation and has_our_norms:
             return None
         return "a norm's or an activation's function is the script's own"
 
 
 def _may_be_left_out(hook: Any) -> bool:
-    """Whether a hook says that it does nothing that the parameters' use would not do."""
+    """Return whether a hook declares that it does nothing but what reading the parameters does as well."""
     return getattr(hook, "may_be_left_out", False)
 
 
-_OURS = (
+_OUR_PARTS = (
     *(ParallelAttention, ParallelMLP, Norm, Norm),
     *(ColumnParallelLinear, RowParallelLinear, ColumnParallelLinear, RowParallelLinear),
     *(HiddenDropout, HiddenDropout),
 )
 
 
-def _why_in_parts(config: ModelConfig, tp: TensorParallel) -> str | None:
-    """What of the settings stands in the way of a layer as two programs, None if nothing does."""
+def _unsupported_setting(config: ModelConfig, tp: TensorParallel) -> str | None:
+    """Return which setting prevents a layer from being two programs, None if none does."""
     if tp.axis.size > 1:
         return f"the collectives of {tp.axis.size} tensor-parallel ranks lie inside a layer"
-    if given_up := [name for name in ("mlp", "layernorm") if config.recomputes(name)]:
-        return f"--recompute-modules {' '.join(given_up)} recomputes what lies inside a program"
+    if recomputed_modules := [name for name in ("mlp", "layernorm") if config.recomputes(name)]:
+        return f"--recompute-modules {' '.join(recomputed_modules)} recomputes what lies inside a program"
     if config.tiled_mlp > 1:
         return "--tiled-mlp cuts what lies inside a program into tiles"
-    if (
-        config.norm_placement != "pre"
-        or config.apply_residual_connection_post_layernorm
-        or config.residual_multiplier != 1
-    ):
+    adds_to_norm_output = config.apply_residual_connection_post_layernorm
+    if config.norm_placement != "pre" or adds_to_norm_output or config.residual_multiplier != 1:
         return "a program is for --norm-placement pre and plain sums"
     if config.activation_func_clamp_value is not None or config.glu_linear_offset:
         return "the gates of the MLP are bounded or shifted (--activation-func-clamp-value, --glu-linear-offset)"
-    if "widened" in (tp.products.forward, tp.products.backward):
+    if "widened" in (tp.matmul_modes.forward, tp.matmul_modes.backward):
         return f"this CPU widens products in {str(tp.dtype).removeprefix('torch.')}, block by block"
     return None
 
@@ -133,147 +149,189 @@ def _hooks_of(part: nn.Module) -> tuple[dict, ...]:
     return part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks
 
 
-def _words(dropout: HiddenDropout, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _mask_words(dropout: HiddenDropout, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return the words from which the dropout mask of x is computed; None without dropout."""
     return dropout.words_for(x) if dropout.is_active else (None, None)
 
 
-class _Before(torch.autograd.Function):
-    """x -> x, norm(x) times a linear layer's matrix, plus its vector."""
+class _BeforeAttention(torch.autograd.Function):
+    """Compute x -> x, norm(x) matrix^T + vector."""
 
     @staticmethod
-    def forward(ctx: Any, layer: WholeLayer, epsilon: float, x: Tensor, *given: Tensor | None) -> tuple[Tensor, Tensor]:
-        """given: weight and bias of the norm, matrix and vector."""
-        fused, *kept = layer.programs.before(x, *given, epsilon)
-        ctx.save_for_backward(x, *given, *kept)
-        ctx.layer, ctx.matrix = layer, given[2]  # as given: only this object has `main_grad`
-        return x, fused
+    def forward(
+        ctx: Any,
+        layer: CompiledLayer,
+        epsilon: float,
+        x: Tensor,
+        norm_weight: Tensor,
+        norm_bias: Tensor | None,
+        matrix: Tensor,
+        vector: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """x: [s, b, h]. matrix, vector: weight and bias of `linear_qkv`. -> x, mixed_qkv [s, b, (n + 2 groups) d]"""
+        mixed_qkv, *statistics = layer.programs.before(x, norm_weight, norm_bias, matrix, vector, epsilon)
+        ctx.save_for_backward(x, norm_weight, norm_bias, matrix, vector, *statistics)
+        ctx.layer = layer
+        ctx.matrix = matrix  # the parameter itself: saved tensors come back as other objects, without `main_grad`
+        return x, mixed_qkv
 
     @staticmethod
-    def backward(ctx: Any, carried: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
-        made = _BeforeGrads(*ctx.layer.programs.before_backward(carried, grad, *ctx.saved_tensors))
-        return None, None, *made[:3], ctx.layer.of_matrix(ctx.matrix, grad, made.normed), made.vector
+    def backward(ctx: Any, grad_x: Tensor, grad_qkv: Tensor) -> tuple[Tensor | None, ...]:
+        """Saved: the inputs and the norm's statistics. norm(x), which the matrix's gradient needs, is recomputed."""
+        grads = _BeforeGrads(*ctx.layer.programs.before_backward(grad_x, grad_qkv, *ctx.saved_tensors))
+        grad_matrix = ctx.layer.accumulate_wgrad(ctx.matrix, grad_qkv, grads.normed)
+        return None, None, grads.x, grads.norm_weight, grads.norm_bias, grad_matrix, grads.vector
 
 
-class _After(torch.autograd.Function):
-    """x, heads -> the layer's result.
-
-    numbers: epsilon of the norm, probabilities of both dropouts. given: weight and bias of the norm, matrix and vector
-    of three
-    linear layers, the words of two masks.
-    """
+class _AfterAttention(torch.autograd.Function):
+    """Compute x, heads -> the layer's result."""
 
     @staticmethod
-    def forward(ctx: Any, layer: WholeLayer, numbers: tuple, x: Tensor, heads: Tensor, *given: Tensor | None) -> Tensor:
-        out, *kept = layer.programs.after(x, heads, *numbers, *given)
-        ctx.save_for_backward(heads, *given, *kept)
-        ctx.layer, ctx.matrices = layer, given[2:8:2]
+    def forward(
+        ctx: Any, layer: CompiledLayer, numbers: tuple, x: Tensor, heads: Tensor, *parameters: Tensor | None
+    ) -> Tensor:
+        """x: [s, b, h]. heads: [s, b, n d]. -> [s, b, h]
+
+        numbers: epsilon of the norm, probabilities of both dropouts. parameters: weight and bias of the norm; matrix and
+        vector of linear_proj, linear_fc1, linear_fc2; two words for each of the two dropout masks.
+        """
+        out, *intermediates = layer.programs.after(x, heads, *numbers, *parameters)
+        ctx.save_for_backward(heads, *parameters, *intermediates)
+        ctx.layer = layer
+        ctx.matrices = parameters[2:8:2]  # the parameters themselves, which have `main_grad`
         ctx.probabilities = numbers[1:]
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Saved: the heads, the parameters, the norm's input and statistics, the product before the activation.
+
+        Both factors of each matrix's gradient come from the program: the gradient of its product, and its input, of which
+        the outputs of norm and activation are recomputed.
+        """
         heads, *saved = ctx.saved_tensors
-        made = _AfterGrads(*ctx.layer.programs.after_backward(grad, *ctx.probabilities, *saved))
-        by_out = grad if made.by_out is None else made.by_out
-        by_proj = made.x if made.by_proj is None else made.by_proj
-        factors = (by_proj, heads), (made.by_inner, made.normed), (by_out, made.activated)
-        of_matrices = [ctx.layer.of_matrix(matrix, *pair) for matrix, pair in zip(ctx.matrices, factors)]
-        of_linears = (x for both in zip(of_matrices, made[4:7]) for x in both)
-        return None, None, *made[:4], *of_linears, None, None, None, None
+        grads = _AfterGrads(*ctx.layer.programs.after_backward(grad, *ctx.probabilities, *saved))
+        grad_fc2_out = grad if grads.fc2_out is None else grads.fc2_out
+        grad_proj_out = grads.x if grads.proj_out is None else grads.proj_out
+        proj, fc1, fc2 = ctx.matrices
+        grad_proj = ctx.layer.accumulate_wgrad(proj, grad_proj_out, heads)
+        grad_fc1 = ctx.layer.accumulate_wgrad(fc1, grads.fc1_out, grads.normed)
+        grad_fc2 = ctx.layer.accumulate_wgrad(fc2, grad_fc2_out, grads.activated)
+        return (
+            *(None, None),  # layer, numbers
+            *(grads.x, grads.heads, grads.norm_weight, grads.norm_bias),
+            *(grad_proj, grads.proj_vector, grad_fc1, grads.fc1_vector, grad_fc2, grads.fc2_vector),
+            *(None, None, None, None),  # words of the masks
+        )
 
 
 class _BeforeGrads(NamedTuple):
-    """Gradients, and the input of the product, of whose matrix the gradient is made."""
+    """The gradients before attention; and the input of the matrix product, for the matrix's gradient."""
 
     x: Tensor
-    weight: Tensor
-    bias: Tensor | None
+    norm_weight: Tensor
+    norm_bias: Tensor | None
     vector: Tensor | None
     normed: Tensor
 
 
 class _AfterGrads(NamedTuple):
-    """Gradients, and beside the heads both factors of the gradients of matrices."""
+    """The gradients after attention; and the factors of the matrices' gradients, but for the heads."""
 
     x: Tensor
     heads: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    of_proj: Tensor | None  # of the vectors
-    of_fc1: Tensor | None
-    of_fc2: Tensor | None
-    by_proj: Tensor | None  # of products; None: that of x
-    by_inner: Tensor
-    by_out: Tensor | None  # None: that of the layer's result
-    normed: Tensor
-    activated: Tensor
+    norm_weight: Tensor
+    norm_bias: Tensor | None
+    proj_vector: Tensor | None  # of the biases
+    fc1_vector: Tensor | None
+    fc2_vector: Tensor | None
+    proj_out: Tensor | None  # of the matrix products; None: equal to that of x
+    fc1_out: Tensor
+    fc2_out: Tensor | None  # None: equal to that of the layer's result
+    normed: Tensor  # input of fc1
+    activated: Tensor  # input of fc2
 
 
 # ---------------------------------------------------------------- the formulas
 
 
 class _Programs(NamedTuple):
+    """The compiled formulas of both directions, before and after attention."""
+
     before: Compiled
     before_backward: Compiled
     after: Compiled
     after_backward: Compiled
 
 
-def _product(x: Tensor, matrix: Tensor, vector: Tensor | None) -> Tensor:
+def _linear(x: Tensor, matrix: Tensor, vector: Tensor | None) -> Tensor:
     return x @ matrix.t() if vector is None else x @ matrix.t() + vector
 
 
-def _sum(x: Tensor, out: Tensor, vector: Tensor | None, words: tuple, probability: float) -> Tensor:
-    """x + drop(out + vector)"""
-    wide = plus_bias(out, vector)
-    wide = wide if words[0] is None else dropped(wide, MaskWords(*words), probability)
+def _add_residual(x: Tensor, out: Tensor, vector: Tensor | None, words: tuple, probability: float) -> Tensor:
+    """Return x + dropout(out + vector), computed in float32 or wider."""
+    wide = add_bias(out, vector)
+    if words[0] is not None:
+        wide = dropped(wide, MaskWords(*words), probability)
     return (x + wide).to(torch.promote_types(x.dtype, out.dtype))
 
 
-def _sum_backward(grad: Tensor, like: Tensor, words: tuple, probability: float) -> Tensor:
-    """The gradient of `out`; `grad` itself if that is the same."""
+def _add_residual_backward(grad: Tensor, like: Tensor, words: tuple, probability: float) -> Tensor:
+    """Return the gradient of `out` in the dtype of `like`; `grad` itself if it is the same."""
     if words[0] is None:
         return grad.to(like.dtype)
-    return dropped(wide_of(grad), MaskWords(*words), probability).to(like.dtype)
+    return dropped(widen(grad), MaskWords(*words), probability).to(like.dtype)
 
 
 @cache
 def _programs(normalization: str, activation: str) -> _Programs:
-    """The formulas with a norm and an activation: rows of REGIONS."""
-    norm, norm_backward = (f.formula for f in (REGIONS[normalization].forward, REGIONS[normalization].backward))
-    active, active_backward = (f.formula for f in (REGIONS[activation].forward, REGIONS[activation].backward))
-    normed_again = REGIONS[normalization].again
+    """Return the compiled formulas of layers with this norm and activation. Both are keys of REGIONS."""
+    norm = REGIONS[normalization].forward.formula
+    norm_backward = REGIONS[normalization].backward.formula
+    recompute_norm = REGIONS[normalization].recompute_output
+    act = REGIONS[activation].forward.formula
+    act_backward = REGIONS[activation].backward.formula
 
     def before(x, weight, bias, matrix, vector, epsilon):
-        normed, *kept = norm(x, weight, bias, epsilon)
-        return _product(normed, matrix, vector), *kept
+        normed, *statistics = norm(x, weight, bias, epsilon)
+        return _linear(normed, matrix, vector), *statistics
 
-    def before_backward(carried, grad, x, weight, bias, matrix, vector, *kept):
-        *of_norm, _ = norm_backward(carried, grad @ matrix, x, weight, bias, *kept)
-        return _BeforeGrads(*of_norm, of_rows(grad, vector), normed_again(x, weight, bias, *kept))
+    def before_backward(grad_x, grad_qkv, x, weight, bias, matrix, vector, *statistics):
+        *norm_grads, _ = norm_backward(grad_x, grad_qkv @ matrix, x, weight, bias, *statistics)
+        return _BeforeGrads(*norm_grads, sum_over_rows(grad_qkv, vector), recompute_norm(x, weight, bias, *statistics))
 
-    def after(x, heads, epsilon, p, later_p, weight, bias, proj, of_proj, fc1, of_fc1, fc2, of_fc2, *words):
-        middle = _sum(x, heads @ proj.t(), of_proj, words[:2], p)
-        normed, *kept = norm(middle, weight, bias, epsilon)
-        inner = normed @ fc1.t()
-        (activated,) = active(inner, of_fc1)
-        return _sum(middle, activated @ fc2.t(), of_fc2, words[2:], later_p), middle, inner, *kept
+    def after(x, heads, epsilon, p, mlp_p, weight, bias, proj, proj_vector, fc1, fc1_vector, fc2, fc2_vector, *words):
+        middle = _add_residual(x, heads @ proj.t(), proj_vector, words[:2], p)
+        normed, *statistics = norm(middle, weight, bias, epsilon)
+        fc1_out = normed @ fc1.t()
+        (activated,) = act(fc1_out, fc1_vector)
+        out = _add_residual(middle, activated @ fc2.t(), fc2_vector, words[2:], mlp_p)
+        return out, middle, fc1_out, *statistics
 
-    def after_backward(grad, p, later_p, weight, bias, proj, of_proj, fc1, of_fc1, fc2, of_fc2, *others):
-        words, kept = others[:4], others[6:]
-        middle, inner = others[4:6]
-        by_out = _sum_backward(grad, fc2, words[2:], later_p)
-        by_inner, by_of_fc1 = active_backward(by_out @ fc2, inner, of_fc1)
-        by_middle, *of_norm = norm_backward(grad, by_inner @ fc1, middle, weight, bias, *kept)[:3]
-        by_proj = _sum_backward(by_middle, proj, words[:2], p)
+    def after_backward(grad, p, mlp_p, weight, bias, proj, proj_vector, fc1, fc1_vector, fc2, fc2_vector, *saved):
+        words = saved[:4]
+        middle, fc1_out = saved[4:6]
+        statistics = saved[6:]
+        # MLP
+        grad_fc2_out = _add_residual_backward(grad, fc2, words[2:], mlp_p)
+        grad_fc1_out, grad_fc1_vector = act_backward(grad_fc2_out @ fc2, fc1_out, fc1_vector)
+        norm_grads = norm_backward(grad, grad_fc1_out @ fc1, middle, weight, bias, *statistics)
+        grad_middle, grad_weight, grad_bias = norm_grads[:3]
+        # output projection of attention
+        grad_proj_out = _add_residual_backward(grad_middle, proj, words[:2], p)
         return _AfterGrads(
-            *(by_middle, by_proj @ proj, *of_norm),
-            *(of_rows(by_proj, of_proj), by_of_fc1, of_rows(by_out, of_fc2)),
-            by_proj=None if by_proj is by_middle else by_proj,
-            by_inner=by_inner,
-            by_out=None if by_out is grad else by_out,
-            normed=normed_again(middle, weight, bias, *kept),
-            activated=active(inner, of_fc1)[0],
+            x=grad_middle,
+            heads=grad_proj_out @ proj,
+            norm_weight=grad_weight,
+            norm_bias=grad_bias,
+            proj_vector=sum_over_rows(grad_proj_out, proj_vector),
+            fc1_vector=grad_fc1_vector,
+            fc2_vector=sum_over_rows(grad_fc2_out, fc2_vector),
+            proj_out=None if grad_proj_out is grad_middle else grad_proj_out,
+            fc1_out=grad_fc1_out,
+            fc2_out=None if grad_fc2_out is grad else grad_fc2_out,
+            normed=recompute_norm(middle, weight, bias, *statistics),
+            activated=act(fc1_out, fc1_vector)[0],
         )
 
-    return _Programs(*map(Compiled, (before, before_backward, after, after_backward)))
+    return _Programs(Compiled(before), Compiled(before_backward), Compiled(after), Compiled(after_backward))

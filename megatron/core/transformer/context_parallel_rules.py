@@ -1,4 +1,4 @@
-"""Rules of context parallelism. All problems are found before a process group exists."""
+"""Rules of context parallelism, which are checked before a process group exists."""
 
 from collections.abc import Iterator, Mapping
 
@@ -10,8 +10,11 @@ from megatron.core.transformer.model_config import ModelConfig
 def context_parallel_problems(
     parallel: ParallelConfig, model: ModelConfig, lengths: Mapping[str, int | None]
 ) -> Iterator[str]:
-    """One line for each violated rule. lengths: tokens of a sample by flag; None: not given."""
-    ranks, types = parallel.context_parallel_size, parallel.cp_comm_type
+    """Yield one line for each violated rule. lengths: tokens of a sample by flag; None: not given."""
+    ranks = parallel.context_parallel_size
+    types = parallel.cp_comm_type
+
+    # --cp-comm-type
     if unknown := sorted({*types} - {*METHODS}):
         yield f"--cp-comm-type {' '.join(unknown)} is none of {', '.join(METHODS)}; change it"
         return
@@ -23,6 +26,8 @@ def context_parallel_problems(
         )
     if ranks == 1:
         return
+
+    # lengths
     tensor = parallel.tensor_model_parallel_size
     for flag, length in lengths.items():
         if length is None:
@@ -37,17 +42,19 @@ def context_parallel_problems(
                 f"--sequence-parallel divides {length // ranks} tokens of a context-parallel rank by "
                 f"--tensor-model-parallel-size ({tensor}); change {flag} ({length}) or one of the sizes"
             )
-    both, parts = "a2a+p2p" in types, parallel.hierarchical_context_parallel_sizes
-    if both and parts is None:
+
+    # heads that Ulysses deals out
+    hierarchical_sizes = parallel.hierarchical_context_parallel_sizes
+    if "a2a+p2p" in types and hierarchical_sizes is None:
         yield (
             "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes: two numbers whose product is "
             f"{ranks}, the ranks that exchange heads and the ranks of a ring"
         )
     heads = model.num_attention_heads // tensor
-    dealt = {"a2a": ranks, "a2a+p2p": (parts or [1])[0]}
-    for name in sorted(dealt.keys() & {*types}):
-        if heads % dealt[name]:
+    head_ranks = {"a2a": ranks, "a2a+p2p": (hierarchical_sizes or [1])[0]}
+    for name in sorted(head_ranks.keys() & {*types}):
+        if heads % head_ranks[name]:
             yield (
-                f"--cp-comm-type {name} deals {heads} attention heads of a tensor-parallel rank out to {dealt[name]} ranks "
+                f"--cp-comm-type {name} deals {heads} attention heads of a tensor-parallel rank out to {head_ranks[name]} ranks "
                 f"of --context-parallel-size ({ranks}); change a size, or use p2p or all_gather"
             )

@@ -1,12 +1,12 @@
-"""Attention between projected heads: ours, `CoreAttention`, and Megatron's `DotProductAttention` over it."""
+"""Core attention, between projected heads: our `CoreAttention`, and Megatron's `DotProductAttention` over it."""
 
 from typing import Any
 
 from torch import Tensor, nn
 
-from megatron.core.context_parallel.cp_attention import SharedAttention
-from megatron.core.ops.attention.kernels import AttentionCase, Scoring, kernel_for
-from megatron.core.ops.attention.masks import Biased, Mask
+from megatron.core.context_parallel.cp_attention import AttentionInputs
+from megatron.core.ops.attention.kernels import AttentionCase, SoftmaxOptions, kernel_for
+from megatron.core.ops.attention.masks import Mask, MaskWithBias
 from megatron.core.ops.compile.compiled_region import compiles
 from megatron.core.ops.dropout import AttentionDropout
 from megatron.core.parallel.grid import ALONE
@@ -18,63 +18,91 @@ from megatron.core.transformer.module import context_of, settings_of
 
 
 class CoreAttention(nn.Module):
-    """forward(q [s, b, n, d], k, v [s, b, groups, d], mask) -> [s, b, n d] of this rank's heads; a mask of None is causal.
+    """Compute softmax(q k^T / sqrt(d)) v of this rank's heads, by a kernel of KERNELS or over context-parallel ranks.
 
-    is_whole: every rank has these samples whole, whatever the context says."""
+    forward(q [s, b, n, d], k and v [s, b, groups, d], mask) -> [s, b, n d]; n, groups: this rank's. A mask of None is
+    causal. Under context parallelism s counts this rank's rows of the sample, and every rank of cp must call, unless
+    is_whole: then every rank has these samples whole and computes them by itself.
+    """
 
     def __init__(self, config: ModelConfig, layer: int, context: LayerContext):
         super().__init__()
-        self.cp, self.method = context.cp, context.cp.method_of(layer)
-        # Of the ranks that share the heads of a tensor-parallel rank.
-        self.sharing = ALONE if self.method is None else self.method.deals_over(context.cp)
-        place = context.tp.axis.rank * self.sharing.size + self.sharing.rank
-        first_head = place * config.num_attention_heads // (context.tp.axis.size * self.sharing.size)
+        self.cp = context.cp
+        self.method = context.cp.method_of(layer)  # None without context parallelism
+        # The ranks over which this tensor-parallel rank's heads are dealt out (Ulysses); ALONE: heads stay together.
+        self.head_axis = ALONE if self.method is None else self.method.head_axis(context.cp)
+        head_rank = context.tp.axis.rank * self.head_axis.size + self.head_axis.rank
+        first_head = head_rank * config.num_attention_heads // (context.tp.axis.size * self.head_axis.size)
         self.dropout = AttentionDropout(config.attention_dropout, context.keys, layer, first_head)
-        self.backend, self.way = config.attention_backend, context.tp.products.attention
-        self.factor, self.cap = config.query_factor(layer), config.attn_logit_softcapping
-        self.sinks, self.softmax_offset = config.softmax_type != "vanilla", None
+        self.backend = config.attention_backend
+        self.way = context.tp.matmul_modes.attention
+        self.query_factor = config.query_factor(layer)
+        self.softcap = config.attn_logit_softcapping
+        self.compiled = compiles(config, context.tp.device)
+
+        # sinks: a further term of the softmax's denominator, exp(0) or exp of a learned logit of each head
+        self.sinks = config.softmax_type != "vanilla"
+        self.softmax_offset = None
         if config.softmax_type == "learnable":
-            n, tp = config.num_attention_heads, context.tp
+            n = config.num_attention_heads
+            tp = context.tp
             placement = Placement((n,), Normal(config.init_method_std), shard={tp.axis.name: 0})
             self.softmax_offset = tp.parameter((size_per_rank("--num-attention-heads", n, tp.axis),), placement)
-        self.compiled = compiles(config, context.tp.device)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask = None, is_whole: bool = False) -> Tensor:
         dtype = q.dtype
-        heads = [x.float() for x in (q, k, v)] if self.way == "widened" else [q, k, v]  # to round once, at the end
-        if self.factor != 1:
-            heads[0] = heads[0] * self.factor
+        if self.way == "widened":  # to round once, at the end
+            q = q.float()
+            k = k.float()
+            v = v.float()
+        if self.query_factor != 1:
+            q = q * self.query_factor
         if self.method is None or is_whole:
-            out = self.of_whole_samples(*heads, mask)
+            out = self.attend_whole_samples(q, k, v, mask)
         else:
-            scoring = self.scoring(heads[0].movedim(2, 1))
-            shared = SharedAttention(*heads, mask, self.dropout, self.backend, self.of_whole_samples, scoring)
+            scoring = self.scoring(q.movedim(2, 1))
+            shared = AttentionInputs(q, k, v, mask, self.dropout, self.backend, self.attend_whole_samples, scoring)
             out = self.method.attend(shared, self.cp)
-        return out.flatten(2).to(dtype)  # [s, b, n * d]
+        return out.flatten(2).to(dtype)  # [s, b, n d]
 
-    def of_whole_samples(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-        """q [s, b, n, d]; k, v [s, b, groups, d] -> as q, by a kernel of KERNELS."""
-        heads = [x.permute(1, 2, 0, 3) for x in (q, k, v)]  # [b, n, s, d]
-        mask, bias = (mask.within, mask.bias) if isinstance(mask, Biased) else (mask, None)
-        scoring = self.scoring(heads[0], bias)
+    def attend_whole_samples(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        """Run the attention kernel on whole samples: q [s, b, n, d]; k, v [s, b, groups, d] -> [s, b, n, d]."""
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [b, n, s, d]
+        bias = None
+        if isinstance(mask, MaskWithBias):
+            bias = mask.bias
+            mask = mask.within
+        scoring = self.scoring(q, bias)
         probability = self.dropout.probability if self.training else 0.0
-        case = AttentionCase(*heads[:2], mask, probability, self.compiled, scoring)
-        more = () if scoring is None else (scoring,)  # which a script's own kernel need not take
-        return kernel_for(self.backend, case).compute(*heads, mask, self.dropout, *more).permute(2, 0, 1, 3)
+        case = AttentionCase(q, k, mask, probability, self.compiled, scoring)
+        kernel = kernel_for(self.backend, case)
+        # a script's own kernel need not take the options of a softmax that is plain
+        options = () if scoring is None else (scoring,)
+        return kernel.compute(q, k, v, mask, self.dropout, *options).permute(2, 0, 1, 3)  # [s, b, n, d]
 
-    def scoring(self, q: Tensor, bias: Tensor | None = None) -> Scoring | None:
-        """What differs from a plain softmax of the scores of q [b, n, s, d], n of this rank's heads. bias: of `Biased`."""
-        if self.cap is None and not self.sinks:
-            return None if bias is None else Scoring(None, None, bias)
-        ones = q.new_zeros(q.shape[1]) if self.sinks and self.softmax_offset is None else None
-        if self.softmax_offset is None:
-            return Scoring(self.cap, ones, bias)
-        first = self.sharing.rank * q.shape[1] if q.shape[1] < len(self.softmax_offset) else 0
-        return Scoring(self.cap, self.softmax_offset[first : first + q.shape[1]], bias)
+    def scoring(self, q: Tensor, bias: Tensor | None = None) -> SoftmaxOptions | None:
+        """Return how the softmax differs from a plain one, None if it does not.
+
+        q: [b, n, s, d], of all or some of this tensor-parallel rank's heads. bias: [n, s, s], added to the scores.
+        """
+        if self.softcap is None and not self.sinks:
+            return None if bias is None else SoftmaxOptions(None, None, bias)
+        if self.softmax_offset is not None:
+            # the heads of q are a part of this rank's after the all-to-all of Ulysses
+            first = self.head_axis.rank * q.shape[1] if q.shape[1] < len(self.softmax_offset) else 0
+            sinks = self.softmax_offset[first : first + q.shape[1]]
+        elif self.sinks:
+            sinks = q.new_zeros(q.shape[1])  # exp(0) = 1
+        else:
+            sinks = None
+        return SoftmaxOptions(self.softcap, sinks, bias)
 
 
 class DotProductAttention(CoreAttention):
-    """forward(query [s, b, n, d], key, value, attention_mask) -> [s, b, n d]"""
+    """Core attention with Megatron's arguments.
+
+    forward(query [s, b, n, d], key and value [s, b, groups, d], attention_mask) -> [s, b, n d]
+    """
 
     def __init__(
         self,
@@ -87,11 +115,12 @@ class DotProductAttention(CoreAttention):
         **options: Any,
     ):
         del attn_mask_type, attention_type
-        options |= {"attention_dropout": attention_dropout, "softmax_scale": softmax_scale}
         if getattr(config, "window_size", None) is not None:
             raise ValueError("DotProductAttention has no window; build SelfAttention, which has config.window_size")
-        ours = settings_of(config, **{name: value for name, value in options.items() if value is not None})
-        super().__init__(ours, layer_number - 1, context_of(ours, config))
+        options |= {"attention_dropout": attention_dropout, "softmax_scale": softmax_scale}
+        requested = {name: value for name, value in options.items() if value is not None}
+        model_config = settings_of(config, **requested)
+        super().__init__(model_config, layer_number - 1, context_of(model_config, config))
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **_: Any) -> Tensor:
         return super().forward(query, key, value, attention_mask)

@@ -1,18 +1,18 @@
-"""The names of a model's parameters, as its settings have them: what a checkpoint of it must hold. Whole models; no tensors.
+"""The parameter names of whole models, from their settings: what a checkpoint of each must hold. No tensors.
 
-tests/ranks/convert/test_absent_tensors.py compares them with the parameters of the models that are built.
+tests/ranks/convert/test_absent_tensors.py compares them with the parameters of built models.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 
 from megatron.core.transformer.model_config import ModelConfig
 
-_BOTH = ("weight", "bias")
+_WEIGHT_AND_BIAS = ("weight", "bias")
 _STAGE = "language_model."
 
 
 def has_parameter(config: ModelConfig, name: str) -> bool:
-    """Whether a model of these settings has a parameter that some models of its class lack: a bias, a norm, a table."""
+    """Return whether a model of these settings has this parameter of its class: not all have each bias, norm, embedding."""
     module, part = ["", *name.split(".")][-2:]
     if module == "output_layer":
         return config.add_output_bias if part == "bias" else config.untie_embeddings_and_output_weights
@@ -32,68 +32,78 @@ def has_parameter(config: ModelConfig, name: str) -> bool:
         return config.has_qkv_bias
     if module == "linear_proj":
         return config.has_proj_bias
-    return config.has_mlp_bias if module in ("linear_fc1", "linear_fc2") else True
+    if module in ("linear_fc1", "linear_fc2"):
+        return config.has_mlp_bias
+    return True
 
 
-def names_of_gpt(config: ModelConfig) -> list[str]:
-    return _that_it_has(
-        config, _embedding(config), _stack(config, "decoder", config.num_layers), _module("output_layer")
-    )
+def gpt_parameter_names(config: ModelConfig) -> list[str]:
+    """Return the names of a GPT's parameters."""
+    names = [*_embedding(config), *_stack(config, "decoder", config.num_layers), *_module("output_layer")]
+    return _existing(config, names)
 
 
-def names_of_bert(config: ModelConfig) -> list[str]:
-    """With the head of sentence order, which --bert-no-binary-head leaves out."""
+def bert_parameter_names(config: ModelConfig) -> list[str]:
+    """Return the names of a BERT's parameters, with the head of sentence order, which --bert-no-binary-head leaves out."""
     embedding = [*_embedding(config), f"{_STAGE}embedding.tokentype_embeddings.weight"]
-    heads = [f"{module}.{part}" for module in ("lm_head.dense", "lm_head.norm") for part in _BOTH] + ["word_bias.bias"]
-    heads += [f"{module}.{part}" for module in ("pooler.dense", "binary_head") for part in _BOTH]
-    return _that_it_has(config, embedding, _stack(config, "decoder", config.num_layers), _module("output_layer"), heads)
+    heads = [f"{module}.{part}" for module in ("lm_head.dense", "lm_head.norm") for part in _WEIGHT_AND_BIAS] + [
+        "word_bias.bias"
+    ]
+    heads += [f"{module}.{part}" for module in ("pooler.dense", "binary_head") for part in _WEIGHT_AND_BIAS]
+    layers = _stack(config, "decoder", config.num_layers)
+    return _existing(config, [*embedding, *layers, *_module("output_layer"), *heads])
 
 
-def names_of_t5(config: ModelConfig) -> list[str]:
-    tables = [f"{_STAGE}{stack}_relative_pos_emb.weight" for stack in ("encoder", "decoder")]
-    return _that_it_has(
-        config,
-        _embedding(config),
-        tables if config.position_embedding_type == "relative" else [],
-        _stack(config, "encoder", config.num_layers),
-        _stack(config, "decoder", config.decoder_layers, looks_at_encoder=True),
-        _module("output_layer"),
-    )
+def t5_parameter_names(config: ModelConfig) -> list[str]:
+    """Return the names of a T5's parameters."""
+    relative_positions = []
+    if config.position_embedding_type == "relative":
+        relative_positions = [f"{_STAGE}{stack}_relative_pos_emb.weight" for stack in ("encoder", "decoder")]
+    encoder = _stack(config, "encoder", config.num_layers)
+    decoder = _stack(config, "decoder", config.decoder_layers, has_cross_attention=True)
+    names = [*_embedding(config), *relative_positions, *encoder, *decoder, *_module("output_layer")]
+    return _existing(config, names)
 
 
-# By the name of the model's class. A model of a fork is not here, and nobody knows its parameters but itself.
+# By the name of the model's class. The parameters of a fork's own model are not known here.
 PARAMETER_NAMES: Mapping[str, Callable[[ModelConfig], list[str]]] = {
-    "GPTModel": names_of_gpt,
-    "BertModel": names_of_bert,
-    "T5Model": names_of_t5,
+    "GPTModel": gpt_parameter_names,
+    "BertModel": bert_parameter_names,
+    "T5Model": t5_parameter_names,
 }
 
 
-def _that_it_has(config: ModelConfig, *parts: list[str]) -> list[str]:
-    return [name for part in parts for name in part if has_parameter(config, name)]
+def _existing(config: ModelConfig, names: list[str]) -> list[str]:
+    return [name for name in names if has_parameter(config, name)]
 
 
 def _module(name: str) -> list[str]:
-    return [f"{_STAGE}{name}.{part}" for part in _BOTH]
+    """Return the names of a module's weight and bias."""
+    return [f"{_STAGE}{name}.{part}" for part in _WEIGHT_AND_BIAS]
 
 
 def _embedding(config: ModelConfig) -> list[str]:
-    tables = [f"{_STAGE}embedding.{table}.weight" for table in ("word_embeddings", "position_embeddings")]
-    return tables + (_module("embedding.norm") if config.norm_placement == "post" else [])
+    names = [f"{_STAGE}embedding.{module}.weight" for module in ("word_embeddings", "position_embeddings")]
+    if config.norm_placement == "post":
+        names += _module("embedding.norm")
+    return names
 
 
-def _stack(config: ModelConfig, stack: str, layers: int, *, looks_at_encoder: bool = False) -> list[str]:
-    modules = [
-        name for i in range(layers) for name in _modules_of_layer(config, f"{stack}.layers.{i}.", looks_at_encoder)
-    ]
-    sinks = [f"{_STAGE}{stack}.layers.{i}.self_attention.core_attention.softmax_offset" for i in range(layers)]
-    return [*(name for module in [*modules, f"{stack}.final_layernorm"] for name in _module(module)), *sinks]
+def _stack(config: ModelConfig, stack: str, num_layers: int, *, has_cross_attention: bool = False) -> list[str]:
+    """Return the names of an encoder's or decoder's parameters: weights and biases first, then attention sinks."""
+    names = []
+    for i in range(num_layers):
+        for module in _modules_of_layer(config, f"{stack}.layers.{i}.", has_cross_attention):
+            names += _module(module)
+    names += _module(f"{stack}.final_layernorm")
+    names += [f"{_STAGE}{stack}.layers.{i}.self_attention.core_attention.softmax_offset" for i in range(num_layers)]
+    return names
 
 
-def _modules_of_layer(config: ModelConfig, layer: str, looks_at_encoder: bool) -> Iterator[str]:
+def _modules_of_layer(config: ModelConfig, layer: str, has_cross_attention: bool) -> Iterator[str]:
     yield from (layer + norm for norm in config.layer_norms)
     yield from (f"{layer}self_attention.{x}" for x in ("linear_qkv", "linear_proj", "q_layernorm", "k_layernorm"))
-    if looks_at_encoder:
+    if has_cross_attention:
         yield f"{layer}pre_cross_attn_layernorm"
         yield from (f"{layer}cross_attention.{x}" for x in ("linear_q", "linear_kv", "linear_proj"))
     yield from (f"{layer}mlp.{x}" for x in ("linear_fc1", "linear_fc2"))

@@ -1,4 +1,4 @@
-"""Identities, for parts that a layer does without."""
+"""Megatron's identities, in the place of parts that a layer lacks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from megatron.core.base.lazy_imports import names_of_megatron
 
 
 class IdentityOp(nn.Module):
-    """forward(x, ...) -> x. The constructor takes any arguments."""
+    """Return the first argument: forward(x, ...) -> x. The constructor takes any arguments."""
 
     def __init__(self, *_: Any, **__: Any):
         super().__init__()
@@ -19,7 +19,7 @@ class IdentityOp(nn.Module):
 
 
 class IdentityFuncOp(IdentityOp):
-    """forward(...) -> a function that returns its first argument."""
+    """Return an identity: forward(...) -> a function that returns its first argument."""
 
     def forward(self, *_: Any, **__: Any) -> Callable[..., Any]:
         return super().forward

@@ -1,4 +1,4 @@
-"""LayerContext: every layer is built from the config of its model, its number, and this."""
+"""LayerContext: the place of a model chunk in the layout. A layer is built from (config, its number, a LayerContext)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.context_parallel.cp_attention import ContextParallel
-from megatron.core.context_parallel.cp_prefill_cache import SharedCache
+from megatron.core.context_parallel.cp_prefill_cache import ShardedKeyValueCache
 from megatron.core.offload.offload_tiers import Tier
 from megatron.core.ops.attention.kv_cache import KeyValueCache
 from megatron.core.ops.dropout import DropoutKeys, HiddenDropout
 from megatron.core.ops.shard_sequence import positions_of
 from megatron.core.parallel.grid import ALONE, Axis
-from megatron.core.parallel.sequence_shard import SequenceRows
+from megatron.core.parallel.sequence_shard import SequenceShard
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec
 from megatron.core.tensor_parallel import autograd_collectives
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
@@ -23,21 +23,21 @@ from megatron.core.transformer.model_config import ModelConfig
 
 @dataclass(frozen=True)
 class LayerContext:
-    """The place of a model chunk in the layout, made once and passed to all of its layers.
+    """The axes, dtype, device and dropout keys of a model chunk, built once and passed to all of its layers.
 
-    A layer looks up neither the current mesh nor the settings of the run. A new axis is a new field here.
+    So a layer reads neither the current mesh nor the settings of the run. A new axis is a new field here.
     """
 
-    tp: TensorParallel  # the ranks that share a layer; dtype, device and products of its tensors
+    tp: TensorParallel  # the ranks that share a layer; dtype, device and matmul modes of its tensors
     keys: DropoutKeys
-    ends: Axis | None = None  # the first and the last stage, which share a tied word table
+    ends: Axis | None = None  # the first and the last stage, which share a tied embedding weight
     tier: Tier | None = None  # storage of offloaded activations; None: host memory
     cp: ContextParallel = ContextParallel()  # the ranks that share each sample
-    # Rotary angles follow the position_ids of the batch, which restart; False: the place in the sample.
+    # Rotary angles follow the batch's position_ids, which restart at each document; False: the index in the sample.
     restarts_positions: bool = False
 
     @classmethod
-    def on(
+    def from_mesh(
         cls,
         mesh: Mapping[str, Axis],
         dtype: torch.dtype,
@@ -47,46 +47,55 @@ class LayerContext:
         cp_types: tuple[str, ...] = ("p2p",),
         longest: int | None = None,
         restarts_positions: bool = False,
-        **of_tensors: Any,
+        **tensor_parallel_fields: Any,
     ) -> "LayerContext":
-        """The context of this rank's chunks. cp_types, longest: of `ContextParallel`. restarts_positions: as the field.
-        of_tensors: further fields of `TensorParallel`, by name."""
-        tp = TensorParallel(mesh["tp"], dtype=dtype, kv=mesh["kv"], **of_tensors)
+        """Return the context of this rank's chunks on a mesh.
+
+        keys: default: of seed 0. cp_types, longest: fields of `ContextParallel`. tensor_parallel_fields: of
+        `TensorParallel`, by name.
+        """
+        tp = TensorParallel(mesh["tp"], dtype=dtype, kv=mesh["kv"], **tensor_parallel_fields)
         cp = ContextParallel(mesh["cp"], cp_types, longest, heads=mesh["cp_heads"], ring=mesh["cp_ring"])
         return cls(tp, keys or DropoutKeys(0), mesh["embd"], tier, cp, restarts_positions)
 
     @property
-    def rows(self) -> SequenceRows:
-        """The rows of each sample that this rank holds between layers."""
-        return SequenceRows(self.cp.axis, self.tp.sequence_axis or ALONE)
+    def rows(self) -> SequenceShard:
+        """The part of each sample that this rank holds between layers."""
+        return SequenceShard(self.cp.axis, self.tp.sequence_axis or ALONE)
 
     def check_length(self, length: int) -> None:
-        """Raises ValueError if samples of `length` tokens cannot be: a rank was given more than its own."""
+        """Raise ValueError if samples of `length` tokens are too long: a rank was given more than its own part."""
         self.cp.check(length)
 
-    def positions(self, held: int, device: torch.device) -> Tensor:
-        """[held], the place in its sample of each row that this rank holds inside a layer."""
-        return positions_of(self.rows.within_layers, held, device)
+    def positions(self, num_rows: int, device: torch.device) -> Tensor:
+        """Return the index in its sample of each of this rank's rows inside a layer: [num_rows]."""
+        return positions_of(self.rows.within_layers, num_rows, device)
 
     def first_token(self, x: Tensor) -> Tensor:
-        """[b, h], the first row of whole samples, of hidden states x between two layers, on every rank that has rows of
-        them. All
-        of these must call."""
-        mine = autograd_collectives.whole_sequence(x[:1], self.tp.axis) if self.tp.sequence_parallel else x[:1]
-        return autograd_collectives.gather_sequence(mine[:1], self.cp.axis)[0]
+        """Return the hidden states [b, h] of the first token of each sample, on every rank of tp and cp; all must call.
+
+        x: [s, b, h] between two layers, or this rank's rows of it.
+        """
+        first = x[:1]  # [1, b, h]
+        if self.tp.sequence_parallel:
+            first = autograd_collectives.gather_replicated_sequence(first, self.tp.axis)[:1]  # that of rank 0 of tp
+        return autograd_collectives.gather_sequence(first, self.cp.axis)[0]  # that of rank 0 of cp
 
     def cache(self, starts: Sequence[int], capacity: int, device: torch.device | str) -> KeyValueCache:
-        """The cache of a chunk's layers; arguments as of `KeyValueCache`."""
-        given = starts, capacity, device
-        return KeyValueCache(*given) if self.cp.axis.size == 1 else SharedCache(*given, self.cp.axis)
+        """Return the key/value cache of a chunk's layers; arguments as of `KeyValueCache`."""
+        if self.cp.axis.size == 1:
+            return KeyValueCache(starts, capacity, device)
+        return ShardedKeyValueCache(starts, capacity, device, self.cp.axis)
 
     def hidden_dropout(self, probability: float, site: str, layer: int) -> HiddenDropout:
-        """Dropout of hidden states. site: a unique name for each place in a layer."""
+        """Return the dropout of hidden states. site: a unique name for each place in a layer, which seeds its masks."""
         return HiddenDropout(probability, self.keys, site, layer, self.rows)
 
     def hidden_states(self, config: ModelConfig, micro_batch_size: int, seq_length: int) -> TensorSpec:
-        """The residual stream of a microbatch between two layers: [s, b, h], or of this rank's rows."""
-        return TensorSpec((self.rows.held_of(seq_length), micro_batch_size, config.hidden_size), config.residual_dtype)
+        """Return the shape and dtype of a microbatch's residual stream between two layers: this rank's rows of [s, b, h]."""
+        return TensorSpec(
+            (self.rows.local_length(seq_length), micro_batch_size, config.hidden_size), config.residual_dtype
+        )
 
 
 MakePart = Callable[[ModelConfig, int, LayerContext], nn.Module]  # int: the layer's number in the whole model

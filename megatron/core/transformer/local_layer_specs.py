@@ -1,8 +1,8 @@
-"""The specs of a layer of a GPT and of a BERT that is all our own: what Megatron calls its local implementation."""
+"""Megatron's local layer specs of GPT and BERT, whose layers are all our own."""
 
 from typing import Any
 
-from megatron.core.base.unsupported_arguments import takes
+from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.bias_dropout_add import get_bias_dropout_add
@@ -14,16 +14,19 @@ from megatron.core.transformer.torch_norm import FusedLayerNorm
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 
-# ---------------------------------------------------------------- specs
-def _layer_spec(mask: Any, head_norm: Any = None) -> ModuleSpec:
-    parts = SelfAttentionSubmodules(
-        ColumnParallelLinear, DotProductAttention, RowParallelLinear, q_layernorm=head_norm, k_layernorm=head_norm
+def _layer_spec(mask_type: Any, qk_norm: Any = None) -> ModuleSpec:
+    attention_parts = SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear,
+        core_attention=DotProductAttention,
+        linear_proj=RowParallelLinear,
+        q_layernorm=qk_norm,
+        k_layernorm=qk_norm,
     )
     return ModuleSpec(
         TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=FusedLayerNorm,
-            self_attention=ModuleSpec(SelfAttention, {"attn_mask_type": mask}, parts),
+            self_attention=ModuleSpec(SelfAttention, {"attn_mask_type": mask_type}, attention_parts),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=FusedLayerNorm,
             mlp=ModuleSpec(MLP, submodules=MLPSubmodules(ColumnParallelLinear, RowParallelLinear)),
@@ -32,7 +35,7 @@ def _layer_spec(mask: Any, head_norm: Any = None) -> ModuleSpec:
     )
 
 
-@takes(use_kitchen=False, use_kitchen_attention=False, kitchen_attention_backend="sdpa")
+@accepts_defaults_only(use_kitchen=False, use_kitchen_attention=False, kitchen_attention_backend="sdpa")
 def get_gpt_layer_local_spec(
     num_experts: int | None = None,
     moe_grouped_gemm: bool = False,
@@ -43,11 +46,20 @@ def get_gpt_layer_local_spec(
     normalization: str | None = None,
     qk_l2_norm: bool = False,
 ) -> ModuleSpec:
-    """A GPT layer of ours. qk_layernorm: normalizes heads, as the config's field does. The kind of norm is the config's."""
-    del moe_grouped_gemm, moe_use_legacy_grouped_gemm, normalization
-    refused = {"num_experts": num_experts, "multi_latent_attention": multi_latent_attention, "fp8": fp8}
-    if given := [name for name, value in {**refused, "qk_l2_norm": qk_l2_norm}.items() if value]:
-        raise ValueError(f"get_gpt_layer_local_spec: {', '.join(given)} is not built yet; leave it out")
+    """Return the spec of our GPT layer. qk_layernorm: normalize query and key heads, as the config's field.
+
+    The config says which norm it is. Raises ValueError for what is not built.
+    """
+    del moe_grouped_gemm, moe_use_legacy_grouped_gemm, normalization  # in Megatron's signature
+    not_built = {
+        "num_experts": num_experts,
+        "multi_latent_attention": multi_latent_attention,
+        "fp8": fp8,
+        "qk_l2_norm": qk_l2_norm,
+    }
+    requested = [name for name, value in not_built.items() if value]
+    if requested:
+        raise ValueError(f"get_gpt_layer_local_spec: {', '.join(requested)} is not built yet; leave it out")
     return _layer_spec(AttnMaskType.causal, FusedLayerNorm if qk_layernorm else None)
 
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 
-from megatron.core.base.dataclass_flags import BelowOne, Count, FlagConfig, NotNegative, WholeNumber, knob
+from megatron.core.base.dataclass_flags import BelowOne, Count, FlagConfig, NotNegative, WholeNumber, option
 from megatron.core.ops.compile.compiled_region import CompileConfig
 from megatron.core.transformer.attention_score_config import AttentionConfig
 from megatron.core.transformer.layer_freq_pattern import LONGEST, is_exception
@@ -14,7 +14,7 @@ from megatron.core.transformer.shape_config import ShapeConfig
 
 _RECOMPUTED = ("core_attn", "mlp", "layernorm")
 _EXPERTS = "mixture of experts (--num-experts)"
-_PATTERNS = {"window_attn_skip_freq": 0, "no_rope_freq": 1}  # the number of a layer that is left out, in a list
+_PATTERNS = {"window_attn_skip_freq": 0, "no_rope_freq": 1}  # setting -> the entry of an exception in its list
 _NOT_HERE = {"moe_act": _EXPERTS, "moe": _EXPERTS, "shared_experts": _EXPERTS, "mla_up_proj": "multi-latent attention"}
 
 
@@ -22,59 +22,62 @@ _NOT_HERE = {"moe_act": _EXPERTS, "moe": _EXPERTS, "shared_experts": _EXPERTS, "
 class RecomputeConfig(FlagConfig):
     """Activations: kept for the backward, where, or computed again."""
 
-    recompute_granularity: Literal["full", "selective"] | None = knob(
+    recompute_granularity: Literal["full", "selective"] | None = option(
         None, "activation recomputation in the backward: full: whole layers; selective: --recompute-modules"
     )
-    recompute_modules: list[str] = knob(
+    recompute_modules: list[str] = option(
         ["core_attn"],
         "selective: core_attn (attention scores and softmax), mlp, layernorm (outputs of the norms)",
         metavar="NAME",
     )
-    recompute_method: Literal["uniform", "block"] | None = knob(
-        None, "full: uniform: keep the input of each group of layers; block: recompute the first layers of each stage"
+    recompute_method: Literal["uniform", "block"] | None = option(
+        None, "full: uniform: save the input of each group of layers; block: recompute the first layers of each stage"
     )
-    recompute_num_layers: Count | None = knob(
+    recompute_num_layers: Count | None = option(
         None,
         "layers per group (uniform), or recomputed layers per stage (block)",
         flags=("--recompute-num-layers", "--checkpoint-num-layers"),
     )
-    distribute_saved_activations: bool = knob(
+    distribute_saved_activations: bool = option(
         False, "full: shard the saved inputs of recomputed layers over tensor-parallel ranks"
     )
-    contiguous_checkpointing: bool = knob(
+    contiguous_checkpointing: bool = option(
         False,
         "full: save the inputs of recomputed layers in one preallocated buffer per stage",
         flags=("--contiguous-checkpointing", "--contigious-checkpointing"),
     )
-    tiled_mlp: Count = knob(
-        1, "compute the MLP in N tiles of a rank's tokens, each again in the backward: 1/N of its activations at a time"
+    tiled_mlp: Count = option(
+        1, "compute the MLP in N tiles of a rank's tokens, recomputed in the backward: 1/N of its activations at a time"
     )
-    tiled_loss: Count = knob(
+    tiled_loss: Count = option(
         1,
-        "compute output layer and loss in N tiles of a rank's tokens, each again in the backward: no scores of all tokens",
+        "compute output layer and loss in N tiles of a rank's tokens, recomputed in the backward: 1/N of the logits at a time",
     )
-    cpu_offloading_num_layers: WholeNumber = knob(
+    cpu_offloading_num_layers: WholeNumber = option(
         0,
-        "first layers of each stage whose saved activations are offloaded to host memory, or with --offload-dir to files",
+        "offload the saved activations of this many first layers of each stage to host memory, or with --offload-dir to files",
     )
-    min_offloaded_tensor_size: WholeNumber = knob(
-        2**20, "elements of the smallest tensor offloaded, in layers that are not recomputed"
+    min_offloaded_tensor_size: WholeNumber = option(
+        2**20, "offload tensors of at least this many elements, in layers that are not recomputed"
     )
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        full, offloaded = self.recompute_granularity == "full", self.cpu_offloading_num_layers
+        full = self.recompute_granularity == "full"
         if full and self.recompute_method is None:
             yield "--recompute-granularity full needs --recompute-method uniform or block"
         if not full and (self.recompute_method is not None or self.recompute_num_layers is not None):
             yield "--recompute-method and --recompute-num-layers need --recompute-granularity full"
-        shares, packs = self.distribute_saved_activations, self.contiguous_checkpointing
-        for flag, given in {"--distribute-saved-activations": shares, "--contiguous-checkpointing": packs}.items():
-            if given and not full:
+        of_full = {
+            "--distribute-saved-activations": self.distribute_saved_activations,
+            "--contiguous-checkpointing": self.contiguous_checkpointing,
+        }
+        for flag, is_set in of_full.items():
+            if is_set and not full:
                 yield f"{flag} applies to the inputs that --recompute-granularity full saves"
-        if offloaded > 0 and self.recomputes("layernorm"):
+        if self.cpu_offloading_num_layers > 0 and self.recomputes("layernorm"):
             yield "--recompute-modules layernorm frees what --cpu-offloading-num-layers would move; leave one of them out"
-        if offloaded == 0 and self.min_offloaded_tensor_size != 2**20:
+        if self.cpu_offloading_num_layers == 0 and self.min_offloaded_tensor_size != 2**20:
             yield "--min-offloaded-tensor-size is about what --cpu-offloading-num-layers moves, which is 0; give that too"
         if self.recompute_modules != ["core_attn"] and self.recompute_granularity != "selective":
             yield "--recompute-modules needs --recompute-granularity selective"
@@ -87,7 +90,7 @@ class RecomputeConfig(FlagConfig):
                 yield f"--recompute-modules {name} is not one of {', '.join(_RECOMPUTED)}"
 
     def recomputes(self, module: str) -> bool:
-        """Whether the backward recomputes this part of every layer: core_attn, mlp or layernorm."""
+        """Return whether the backward recomputes this part of every layer: core_attn, mlp or layernorm."""
         return self.recompute_granularity == "selective" and module in self.recompute_modules
 
 
@@ -95,10 +98,10 @@ class RecomputeConfig(FlagConfig):
 class LossConfig(FlagConfig):
     """The loss of a token."""
 
-    label_smoothing: BelowOne = knob(
-        0.0, "label smoothing, in training: share of the probability spread over the other words"
+    label_smoothing: BelowOne = option(
+        0.0, "label smoothing, in training: probability spread over the other tokens of the vocabulary"
     )
-    z_loss_coeff: NotNegative = knob(0.0, "coefficient of the z-loss, in training: squared log-sum-exp of the logits")
+    z_loss_coeff: NotNegative = option(0.0, "coefficient of the z-loss, in training: squared log-sum-exp of the logits")
 
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -108,21 +111,22 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 class PrecisionConfig(FlagConfig):
     """The dtypes of weights, activations and products."""
 
-    fp32_residual_connection: bool = knob(False, "keep the residual stream in fp32, with --bf16 or --fp16")
-    bf16: bool = knob(False, "train in bfloat16, with fp32 master weights and gradients")
-    fp16: bool = knob(False, "train in float16, with fp32 master weights and loss scaling")
-    cpu_half_products: Literal["auto", "measure", "native", "widened"] = knob(
+    fp32_residual_connection: bool = option(False, "keep the residual stream in fp32, with --bf16 or --fp16")
+    bf16: bool = option(False, "train in bfloat16, with fp32 master weights and gradients")
+    fp16: bool = option(False, "train in float16, with fp32 master weights and loss scaling")
+    cpu_half_products: Literal["auto", "measure", "native", "widened"] = option(
         "auto",
         "matrix products of --bf16 or --fp16 on a CPU: native; widened: in fp32, rounded once; measure: the "
         "faster per kind; "
         "auto: the resumed run's choice, else measure",
     )
-    fp64: bool = knob(False, "train in float64: slow; for comparing layouts without rounding")
+    fp64: bool = option(False, "train in float64: slow; for comparing layouts without rounding")
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        if len(given := [f"--{name}" for name in _DTYPES if getattr(self, name)]) > 1:
-            yield f"{' and '.join(given)} exclude each other; give one"
+        dtypes = [f"--{name}" for name in _DTYPES if getattr(self, name)]
+        if len(dtypes) > 1:
+            yield f"{' and '.join(dtypes)} exclude each other; give one"
         if self.fp32_residual_connection and not (self.bf16 or self.fp16):
             yield "--fp32-residual-connection needs --bf16 or --fp16; without them the residual is not rounded"
 
@@ -132,7 +136,7 @@ class PrecisionConfig(FlagConfig):
 
     @property
     def residual_dtype(self) -> torch.dtype:
-        """dtype of the residual stream, and so of the tensors between pipeline stages."""
+        """The dtype of the residual stream, and so of the tensors between pipeline stages."""
         return torch.float32 if self.fp32_residual_connection else self.params_dtype
 
 
@@ -142,18 +146,23 @@ class ModelConfig(CompileConfig, PrecisionConfig, LossConfig, RecomputeConfig, A
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        placement, keeps = self.norm_placement, not self.apply_residual_connection_post_layernorm
-        if self.recomputes("layernorm") and not (placement in ("pre", "sandwich", "parallel") and keeps):
-            why = f"--norm-placement {placement}" if keeps else "--apply-residual-connection-post-layernorm"
-            yield f"--recompute-modules layernorm frees no norm's result with {why}; leave one of them out"
+        # a norm's output can be discarded if one block alone reads it
+        if self.recomputes("layernorm"):
+            conflict = None
+            if self.apply_residual_connection_post_layernorm:
+                conflict = "--apply-residual-connection-post-layernorm"
+            elif self.norm_placement not in ("pre", "sandwich", "parallel"):
+                conflict = f"--norm-placement {self.norm_placement}"
+            if conflict is not None:
+                yield f"--recompute-modules layernorm frees no norm's result with {conflict}; leave one of them out"
 
 
 def tensor_parallel_problems(config: ShapeConfig, tensor_parallel_size: int) -> list[str]:
-    """The reasons why this tensor-parallel size does not divide the layers."""
-    parts = {"--num-attention-heads": config.num_attention_heads, "ffn hidden size": config.ffn_size}
+    """Return the reasons why this tensor-parallel size does not divide the layers."""
+    sizes = {"--num-attention-heads": config.num_attention_heads, "ffn hidden size": config.ffn_size}
     problems = [
-        f"{what} ({size}) must be a multiple of --tensor-model-parallel-size ({tensor_parallel_size}); change one"
-        for what, size in parts.items()
+        f"{name} ({size}) must be a multiple of --tensor-model-parallel-size ({tensor_parallel_size}); change one"
+        for name, size in sizes.items()
         if size % tensor_parallel_size
     ]
     if config.group_query_attention and (problem := query_group_problem(config.num_query_groups, tensor_parallel_size)):
@@ -162,21 +171,24 @@ def tensor_parallel_problems(config: ShapeConfig, tensor_parallel_size: int) -> 
 
 
 def by_layer(name: str, value: Any, layers: Any) -> Any:
-    """A setting that is a pattern of `layers` as the list that says the same, None if it leaves out no layer.
+    """Return the setting `name` in one spelling, so that two values can be compared: a pattern N as the list of each layer.
 
-    So two spellings can be compared. Other settings, and what is no pattern, as they are.
+    A pattern without an exception is None. Other settings, and values that are no pattern, are returned as they are.
+    layers: of the model.
     """
     marked = _PATTERNS.get(name)
     if marked is None or not isinstance(value, str):
         return value
-    if value.isdecimal() and len(value) < 20 and isinstance(layers, int) and int(value) > 0 and layers <= LONGEST:
-        has = [marked if is_exception(value, layer, marked=marked) else 1 - marked for layer in range(layers)]
-        value = str(has).replace(" ", "")
-    return None if value.startswith("[") and str(marked) not in value else value
+    is_number = value.isdecimal() and len(value) < 20 and int(value) > 0
+    if is_number and isinstance(layers, int) and layers <= LONGEST:
+        entries = [marked if is_exception(value, layer, marked=marked) else 1 - marked for layer in range(layers)]
+        value = str(entries).replace(" ", "")
+    has_no_exception = value.startswith("[") and str(marked) not in value
+    return None if has_no_exception else value
 
 
 def query_group_problem(groups: int, tensor_parallel_size: int) -> str | None:
-    """The reason why key/value heads and ranks do not divide each other, None if they do."""
+    """Return why key/value heads and ranks do not divide each other, None if they do."""
     if groups % tensor_parallel_size == 0 or tensor_parallel_size % groups == 0:
         return None
     return (

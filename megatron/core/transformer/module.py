@@ -1,4 +1,4 @@
-"""`MegatronModule` and `Float16Module`; what Megatron's constructors ask of the current mesh."""
+"""Megatron's `MegatronModule` and `Float16Module`, and what its constructors read from the current mesh."""
 
 from typing import Any
 
@@ -8,33 +8,42 @@ from torch import Tensor, nn
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.ops.cpu_half_precision_matmul import NATIVE
 from megatron.core.ops.dropout import DropoutKeys
-from megatron.core.parallel.global_state import current
+from megatron.core.parallel.global_state import get_global_state
 from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.transformer_config import model_config
 
 
 def settings_of(config: Any, **options: Any) -> ModelConfig:
-    """Our settings for Megatron's config; inside a run, the run's for what Megatron's has no field for."""
-    run = current().run
+    """Return our ModelConfig for Megatron's config. Inside a run, fields that Megatron lacks have the run's values.
+
+    options: further fields of ModelConfig, by name.
+    """
+    run = get_global_state().run
     return model_config(config, None if run is None else run.config.transformer, **options)
 
 
-def context_of(ours: ModelConfig, config: Any) -> LayerContext:
-    """The context of layers on the current mesh; the layers of a process draw dropout from one set of keys."""
-    here = current()
-    if here.run is not None:
-        return here.run.layer_context
-    if here.dropout_keys is None:
-        here.dropout_keys = DropoutKeys(here.seed or torch.initial_seed() % 2**31)
-    of_tensors = {"device": here.device, "products": here.products or NATIVE, "fills": not here.fills_by_name}
-    asked = here.sequence_parallel or getattr(config, "sequence_parallel", False)
-    divided = asked and here.mesh["tp"].size > 1
-    return LayerContext.on(here.mesh, ours.params_dtype, here.dropout_keys, sequence_parallel=divided, **of_tensors)
+def context_of(model_config: ModelConfig, config: Any) -> LayerContext:
+    """Return the context of layers on the current mesh. All layers of a process draw dropout from one set of keys."""
+    state = get_global_state()
+    if state.run is not None:
+        return state.run.layer_context
+    if state.dropout_keys is None:
+        state.dropout_keys = DropoutKeys(state.seed or torch.initial_seed() % 2**31)
+    sequence_parallel = state.sequence_parallel or getattr(config, "sequence_parallel", False)
+    return LayerContext.from_mesh(
+        state.mesh,
+        model_config.params_dtype,
+        state.dropout_keys,
+        sequence_parallel=sequence_parallel and state.mesh["tp"].size > 1,
+        device=state.device,
+        matmul_modes=state.matmul_modes or NATIVE,
+        fills=not state.defers_initialization,
+    )
 
 
 class MegatronModule(nn.Module):
-    """A module with a config."""
+    """The base of Megatron's modules: a module with a config."""
 
     def __init__(self, config: Any):
         super().__init__()
@@ -46,7 +55,7 @@ class MegatronModule(nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Tensor]:
-        """The parameters of this rank by name; each knows by its `placement` which part of the whole it is."""
+        """Return this rank's parameters by name; `placement` of each says which part of the whole tensor it is."""
         if sharded_offsets:
             raise NotImplementedError(
                 "sharded_offsets: parameters are named by their layer's number here; leave it out"
@@ -55,7 +64,7 @@ class MegatronModule(nn.Module):
 
 
 class Float16Module(MegatronModule):
-    """A module in the half precision of its config: inputs are rounded, outputs are float32."""
+    """A module in the half precision of its config: it rounds inputs, and returns float32 on the last stage."""
 
     def __init__(self, config: Any, module: nn.Module):
         super().__init__(config)
@@ -68,15 +77,18 @@ class Float16Module(MegatronModule):
         return self.module.set_input_tensor(input_tensor)
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        round_one = lambda x: _cast(x, self.dtype)  # noqa: E731
-        results = self.module(*map(round_one, inputs), **{name: round_one(x) for name, x in options.items()})
+        half_inputs = [_cast(x, self.dtype) for x in inputs]
+        half_options = {name: _cast(x, self.dtype) for name, x in options.items()}
+        outputs = self.module(*half_inputs, **half_options)
         if not getattr(self.module, "post_process", True):
-            return results
-        of_one = [_cast(x, torch.float32) for x in (results if isinstance(results, tuple) else (results,))]
-        return tuple(of_one) if isinstance(results, tuple) else of_one[0]
+            return outputs  # the next stage reads half precision
+        if isinstance(outputs, tuple):
+            return tuple(_cast(x, torch.float32) for x in outputs)
+        return _cast(outputs, torch.float32)
 
 
 def _cast(x: Any, dtype: torch.dtype) -> Any:
+    """Return x in this dtype if it is a floating-point tensor, else x."""
     return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
 

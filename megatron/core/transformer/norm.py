@@ -1,47 +1,49 @@
-"""Normalization of the residual stream, or of heads. Under sequence parallelism a rank normalizes its part of the
-sequence.
+"""Normalization of the residual stream or of heads; under sequence parallelism a rank normalizes its part of the sequence.
 
-The computation has the dtype of the input, so a float32 residual stream loses no precision; the result has the dtype
-of the weight. `partial`: whether a rank's gradient is partial; None: under sequence parallelism.
+A norm computes in the dtype of its input, so a float32 residual stream loses no precision, and returns the dtype of its
+weight. `partial`: whether a rank's gradient of the weight is partial; None: it is under sequence parallelism.
 """
 
 from torch import Tensor, nn
 
 from megatron.core.ops.compile.compiled_region import compiles
 from megatron.core.ops.fused_layer_ops import REGIONS
-from megatron.core.ops.rematerialize import unmarked
+from megatron.core.ops.rematerialize import unmark_recomputable
 from megatron.core.sharding.placement import Constant
 from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 
 
 class Norm(nn.Module):
-    """x -> norm(x) * weight (+ bias) over the last dimension, by the region of its name:
+    """Compute norm(x) * weight (+ bias) over the last dimension, as `--normalization` says.
 
-    LayerNorm: norm(x) = (x - mean) / sqrt(var + epsilon), with a bias; RMSNorm: x / sqrt(mean(x^2) + epsilon)
-    (arXiv:1910.07467), without. With `apply_layernorm_1p` times 1 + weight.
+    LayerNorm: norm(x) = (x - mean) / sqrt(var + epsilon), with a bias. RMSNorm: norm(x) = x / sqrt(mean(x^2) + epsilon)
+    (arXiv:1910.07467), without one. With `apply_layernorm_1p` the factor is 1 + weight.
     """
 
     def __init__(self, config: ModelConfig, context: LayerContext, width: int, partial: bool | None = None):
         super().__init__()
-        name, tp = config.norm_region, context.tp
+        tp = context.tp
         has_bias = config.normalization == "LayerNorm" and config.norm_bias
+        initial_weight = Constant(0.0 if config.apply_layernorm_1p else 1.0)
         self.epsilon = config.norm_epsilon
-        start = Constant(0.0 if config.apply_layernorm_1p else 1.0)
-        self.weight = tp.replicated((width,), start, partial=partial)
+        self.weight = tp.replicated((width,), initial_weight, partial=partial)
         self.bias = tp.replicated((width,), Constant(0.0), partial=partial) if has_bias else None
-        self.region, self.carries = REGIONS[name].chosen(config, tp.device), compiles(config, tp.device)
+        self.region = REGIONS[config.norm_region].select(config, tp.device)
+        self.returns_residual = compiles(config, tp.device)  # the compiled op adds the gradients of x and norm(x)
 
-    def forward(self, x: Tensor, *, beside_input: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """norm(x). beside_input: (x, norm(x)); one that `carries` adds the gradients of both in its own pass, and the
-        products
-        of norm(x), which must be of the same layer, make it again."""
-        both = self.region(x, self.weight, self.bias, self.epsilon)
-        return both if beside_input else unmarked(both[1])
+    def forward(self, x: Tensor, *, with_input: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """Return norm(x), or (x, norm(x)) with `with_input`. x: [.., width]
+
+        With `with_input` a compiled norm adds the gradients of both results in its own backward pass, and linear layers
+        that read norm(x) recompute it instead of saving it. They must be of the same layer.
+        """
+        x, normed = self.region(x, self.weight, self.bias, self.epsilon)
+        return (x, normed) if with_input else unmark_recomputable(normed)
 
 
 def make_norm(
     config: ModelConfig, context: LayerContext, *, width: int | None = None, partial: bool | None = None
 ) -> nn.Module:
-    """The norm of --normalization, over the residual stream or another width."""
+    """Return the norm of `--normalization`. width: of its input; default: the hidden size."""
     return Norm(config, context, width or config.hidden_size, partial)

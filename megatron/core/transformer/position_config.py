@@ -1,4 +1,4 @@
-"""Positions: learned, rotary or none; which layers rotate queries and keys, and by which frequencies. Pure."""
+"""Settings of positions: learned, rotary, relative or none; which layers rotate, and by which frequencies. Pure."""
 
 import argparse
 import json
@@ -8,18 +8,17 @@ from functools import cache
 from math import log, sqrt
 from typing import Annotated, Any, Literal, NamedTuple
 
-from megatron.core.base.dataclass_flags import Count, Positive, knob, out_of_range
+from megatron.core.base.dataclass_flags import Count, Positive, option, out_of_range
 from megatron.core.transformer.layer_freq_pattern import is_exception, layer_pattern, read_pattern
 from megatron.core.transformer.shape_config import ShapeConfig
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How frequencies are scaled for texts longer than those of pretraining; the keys are those of Hugging Face's
-    config.json.
+    """A scaling of rotary frequencies, for texts longer than those of pretraining.
 
-    linear (position interpolation, arXiv:2306.15595), dynamic (NTK), llama3, yarn (arXiv:2309.00071), longrope
-    (arXiv:2402.13753).
+    The fields are the keys of Hugging Face's config.json. rope_type: linear (position interpolation, arXiv:2306.15595),
+    dynamic (NTK), llama3, yarn (arXiv:2309.00071), longrope (arXiv:2402.13753).
     """
 
     rope_type: str
@@ -30,7 +29,7 @@ class RopeScaling:
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0
     truncate: bool = True
-    attention_factor: float | None = None  # yarn, longrope: of cosines and sines
+    attention_factor: float | None = None  # yarn, longrope: multiplies cosines and sines
     mscale: float | None = None  # yarn
     mscale_all_dim: float | None = None
     short_factor: tuple[float, ...] = ()  # longrope: a divisor for each pair of features
@@ -38,11 +37,13 @@ class RopeScaling:
 
     @property
     def amplitude(self) -> float:
-        """Times cosines and sines, so its square is times the scores of rotated features."""
+        """The factor of cosines and sines; scores of rotated features are multiplied by its square."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.rope_type == "longrope":
-            return sqrt(1 + log(self.factor) / log(self.original_max_position_embeddings)) if self.factor > 1 else 1.0
+            if self.factor <= 1:
+                return 1.0
+            return sqrt(1 + log(self.factor) / log(self.original_max_position_embeddings))
         if self.rope_type != "yarn":
             return 1.0
         if self.mscale and self.mscale_all_dim:
@@ -51,45 +52,54 @@ class RopeScaling:
 
     @property
     def changes_after(self) -> int | None:
-        """The length of text after which other frequencies hold; None if there is no such length."""
+        """The length of text above which a model has other frequencies; None if there is no such length."""
         return self.original_max_position_embeddings if self.rope_type == "longrope" else None
 
     @property
     def as_computed(self) -> "RopeScaling":
-        """Equal for scalings that compute the same: the factor of longrope is used for the amplitude alone."""
-        return replace(self, factor=1.0, attention_factor=self.amplitude) if self.rope_type == "longrope" else self
+        """A form that is equal for scalings that compute the same: longrope uses `factor` for the amplitude alone."""
+        if self.rope_type != "longrope":
+            return self
+        return replace(self, factor=1.0, attention_factor=self.amplitude)
 
     def _yarn_amplitude(self, scale: float) -> float:
         return 0.1 * scale * log(self.factor) + 1 if self.factor > 1 else 1.0
 
 
-_OLD, _LISTS = "original_max_position_embeddings", ("short_factor", "long_factor")
-# Keys of each type: needed, allowed.
+_ORIGINAL_LENGTH = "original_max_position_embeddings"
+_LISTS = ("short_factor", "long_factor")
+# rope_type -> (needed keys, allowed keys)
 ROPE_SCALINGS = {
     "linear": (("factor",), ()),
-    "dynamic": (("factor", _OLD), ()),
-    "llama3": (("factor", "low_freq_factor", "high_freq_factor", _OLD), ()),
-    "yarn": (("factor", _OLD), ("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim")),
-    "longrope": (("factor", _OLD, *_LISTS), ("attention_factor",)),
+    "dynamic": (("factor", _ORIGINAL_LENGTH), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL_LENGTH), ()),
+    "yarn": (
+        ("factor", _ORIGINAL_LENGTH),
+        ("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"),
+    ),
+    "longrope": (("factor", _ORIGINAL_LENGTH, *_LISTS), ("attention_factor",)),
 }
 
 
 def rope_scaling_of(text: str) -> RopeScaling:
-    """A scaling from JSON. Raises ValueError: what is missing, unknown or out of range."""
-    given = json.loads(text)
-    if not isinstance(given, dict) or given.get("rope_type") not in ROPE_SCALINGS:
+    """Return a scaling from JSON. Raises ValueError for missing or unknown keys and values out of range."""
+    values = json.loads(text)
+    if not isinstance(values, dict) or values.get("rope_type") not in ROPE_SCALINGS:
         raise ValueError(f"rope_type must be one of {', '.join(ROPE_SCALINGS)}")
-    kind = given["rope_type"]
+    kind = values["rope_type"]
     needed, allowed = ROPE_SCALINGS[kind]
-    if missing := [key for key in needed if given.get(key) is None]:
+    if missing := [key for key in needed if values.get(key) is None]:
         raise ValueError(f"{kind} needs {', '.join(missing)} too")
-    if unknown := [key for key in given if key not in ("rope_type", *needed, *allowed)]:
+    if unknown := [key for key in values if key not in ("rope_type", *needed, *allowed)]:
         raise ValueError(f"{kind} has no {', '.join(unknown)}; it has {', '.join((*needed, *allowed))}")
-    for key, value in given.items():
-        if key != "rope_type" and not _fits(key, value):
-            raise ValueError(f"{key} is {value!r}; {_KINDS.get(key, 'it must be a positive number')}")
-    values = {key: tuple(map(float, value)) if key in _LISTS else value for key, value in given.items()}
-    scaling = RopeScaling(**{key: value for key, value in values.items() if value is not None})
+    for key, value in values.items():
+        if key != "rope_type" and not _is_valid(key, value):
+            raise ValueError(f"{key} is {value!r}; {_REQUIREMENTS.get(key, 'it must be a positive number')}")
+    fields_of_scaling = {}
+    for key, value in values.items():
+        if value is not None:  # null is the default
+            fields_of_scaling[key] = tuple(map(float, value)) if key in _LISTS else value
+    scaling = RopeScaling(**fields_of_scaling)
     if kind == "llama3" and scaling.low_freq_factor >= scaling.high_freq_factor:
         raise ValueError("low_freq_factor must be less than high_freq_factor")
     if len(scaling.short_factor) != len(scaling.long_factor):
@@ -97,24 +107,26 @@ def rope_scaling_of(text: str) -> RopeScaling:
     return scaling
 
 
-_KINDS = {
+_REQUIREMENTS = {
     "truncate": "it must be true or false",
-    _OLD: "it must be a whole number from 2 on",
+    _ORIGINAL_LENGTH: "it must be a whole number from 2 on",
     **dict.fromkeys(_LISTS, "it must be a list of positive numbers"),
     **dict.fromkeys(("mscale", "mscale_all_dim"), "it must be a number"),
 }
 
 
-def _fits(key: str, value: Any) -> bool:
+def _is_valid(key: str, value: Any) -> bool:
     if value is None:
-        return key not in ("truncate", _OLD)
+        return key not in ("truncate", _ORIGINAL_LENGTH)
     if key == "truncate":
         return isinstance(value, bool)
     if key in _LISTS:
-        return isinstance(value, list) and bool(value) and all(_is_positive(one) for one in value)
-    if key == _OLD:
+        return isinstance(value, list) and bool(value) and all(_is_positive(factor) for factor in value)
+    if key == _ORIGINAL_LENGTH:
         return type(value) is int and value > 1
-    return type(value) in (int, float) and value == value if key.startswith("mscale") else _is_positive(value)
+    if key.startswith("mscale"):
+        return type(value) in (int, float) and value == value  # not NaN
+    return _is_positive(value)
 
 
 def _is_positive(value: Any) -> bool:
@@ -122,7 +134,7 @@ def _is_positive(value: Any) -> bool:
 
 
 def read_rope_scaling(text: str) -> str:
-    """The JSON in one spelling."""
+    """Return the JSON of a scaling in one spelling: defaults are left out."""
     try:
         scaling = rope_scaling_of(text)
     except (ValueError, RecursionError) as error:
@@ -136,7 +148,7 @@ def read_rope_scaling(text: str) -> str:
 
 
 class Rope(NamedTuple):
-    """How a layer rotates."""
+    """The rotary frequencies of a layer."""
 
     base: float
     scaling: RopeScaling | None = None
@@ -147,39 +159,43 @@ class Rope(NamedTuple):
 
     @property
     def as_computed(self) -> "Rope":
-        """Equal for ropes that compute the same."""
-        return self._replace(scaling=self.scaling and self.scaling.as_computed)
+        """A form that is equal for ropes that compute the same."""
+        if self.scaling is None:
+            return self
+        return self._replace(scaling=self.scaling.as_computed)
 
 
 @dataclass(frozen=True)
 class PositionConfig(ShapeConfig):
     """Positions of tokens."""
 
-    position_embedding_type: Literal["learned_absolute", "rope", "relative", "none"] = knob(
-        "learned_absolute", "position embedding; relative: T5's, by buckets of distances"
+    position_embedding_type: Literal["learned_absolute", "rope", "relative", "none"] = option(
+        "learned_absolute", "position embedding; relative: T5's bias of attention scores, by buckets of distances"
     )
-    relative_attention_num_buckets: Count = knob(32, "relative positions: buckets that distances fall into")
-    relative_attention_max_distance: Count = knob(
-        128, "relative positions: distance from which on all share the last bucket"
+    relative_attention_num_buckets: Count = option(32, "relative positions: number of buckets of distances")
+    relative_attention_max_distance: Count = option(
+        128, "relative positions: distances from this one on share the last bucket"
     )
-    rotary_base: Positive = knob(10000.0, "base of the rotary frequencies")
-    rotary_percent: Annotated[float, "(0, 1]"] = knob(1.0, "share of each head that is rotated")
-    rotary_interleaved: bool = knob(False, "rotate features 2j and 2j + 1 of a head, instead of its halves' features j")
-    rotary_base_of_windows: Positive | None = knob(
-        None, "base in layers with a window, whose frequencies are not scaled; default: all layers rotate alike"
+    rotary_base: Positive = option(10000.0, "base of the rotary frequencies")
+    rotary_percent: Annotated[float, "(0, 1]"] = option(1.0, "share of each head that is rotated")
+    rotary_interleaved: bool = option(
+        False, "rotate features 2j and 2j + 1 of a head together, instead of j and j + half of its width"
     )
-    no_rope_freq: str | None = knob(
+    rotary_base_of_windows: Positive | None = option(
+        None, "base of layers with a window, whose frequencies are not scaled; default: --rotary-base for all layers"
+    )
+    no_rope_freq: str | None = option(
         None,
-        "N: each Nth layer does not rotate; or a list with 1 for each layer that does not, 0 for others, such as [0,0,0,1]*4",
+        "layers without rotary positions: N: each Nth; or a list with 1 for each of them, 0 for others, such as [0,0,0,1]*4",
         metavar="N|LIST",
         read=read_pattern,
     )
-    rotary_seq_len_interpolation_factor: Positive | None = knob(None, "divide the rotary frequencies by this")
-    use_rope_scaling: bool = knob(
-        False, "scale the rotary frequencies as Llama 3.1 does, by --rope-scaling-factor, for a context of 8192 before"
+    rotary_seq_len_interpolation_factor: Positive | None = option(None, "divide the rotary frequencies by this")
+    use_rope_scaling: bool = option(
+        False, "scale the rotary frequencies as Llama 3.1 does, by --rope-scaling-factor, from a context of 8192"
     )
-    rope_scaling_factor: Positive = knob(8.0, "factor of --use-rope-scaling")
-    rope_scaling: str | None = knob(
+    rope_scaling_factor: Positive = option(8.0, "factor of --use-rope-scaling")
+    rope_scaling: str | None = option(
         None,
         "scale the rotary frequencies as config.json says: rope_type linear, dynamic, llama3, yarn or longrope, and its numbers",
         metavar="JSON",
@@ -193,16 +209,22 @@ class PositionConfig(ShapeConfig):
         if self.position_embedding_type == "rope":
             yield from self._rotary_problems()
         else:
-            for flag in (flag for flag, given in self._rotary_options().items() if given):
-                yield f"{flag} needs --position-embedding-type rope; give that too, or leave it out"
+            for flag, is_set in self._rotary_options().items():
+                if is_set:
+                    yield f"{flag} needs --position-embedding-type rope; give that too, or leave it out"
         yield from self._relative_problems()
 
     def _relative_problems(self) -> Iterator[str]:
-        buckets, far = self.relative_attention_num_buckets, self.relative_attention_max_distance
+        buckets = self.relative_attention_num_buckets
+        far = self.relative_attention_max_distance
         if self.position_embedding_type != "relative":
-            given = {"--relative-attention-num-buckets": buckets != 32, "--relative-attention-max-distance": far != 128}
-            for flag in (flag for flag, differs in given.items() if differs):
-                yield f"{flag} needs --position-embedding-type relative; give that too, or leave it out"
+            options = {
+                "--relative-attention-num-buckets": buckets != 32,
+                "--relative-attention-max-distance": far != 128,
+            }
+            for flag, is_set in options.items():
+                if is_set:
+                    yield f"{flag} needs --position-embedding-type relative; give that too, or leave it out"
             return
         if buckets < 4 or buckets % 4:
             yield f"--relative-attention-num-buckets ({buckets}) must be a multiple of 4: two directions, each near and far"
@@ -213,6 +235,7 @@ class PositionConfig(ShapeConfig):
             )
 
     def _rotary_options(self) -> dict[str, bool]:
+        """Return flag -> whether it is set, for all that are about rotary positions."""
         return {
             "--rotary-interleaved": self.rotary_interleaved,
             "--rotary-base-of-windows": self.rotary_base_of_windows is not None,
@@ -221,6 +244,7 @@ class PositionConfig(ShapeConfig):
         }
 
     def _scalings(self) -> dict[str, bool]:
+        """Return flag -> whether it is set, for those that scale the frequencies."""
         return {
             "--rotary-seq-len-interpolation-factor": self.rotary_seq_len_interpolation_factor not in (None, 1),
             "--use-rope-scaling": self.use_rope_scaling,
@@ -228,7 +252,8 @@ class PositionConfig(ShapeConfig):
         }
 
     def _rotary_problems(self) -> Iterator[str]:
-        width, scalings = self.rotary_width, [flag for flag, given in self._scalings().items() if given]
+        width = self.rotary_width
+        scalings = [flag for flag, is_set in self._scalings().items() if is_set]
         if width < 2 or width % 2:
             yield f"rotary positions need an even width; heads of {self.head_width} x --rotary-percent give {width}"
         if len(scalings) > 1:
@@ -257,7 +282,7 @@ class PositionConfig(ShapeConfig):
 
     @property
     def _scaling(self) -> RopeScaling | None:
-        """Of layers that rotate by --rotary-base."""
+        """The scaling of layers that rotate by --rotary-base."""
         if self.use_rope_scaling:
             return RopeScaling("llama3", self.rope_scaling_factor, 8192)
         if self.rotary_seq_len_interpolation_factor is not None:
@@ -266,20 +291,23 @@ class PositionConfig(ShapeConfig):
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
-        """The ways in which the model's layers rotate, each once; none without rotary positions."""
+        """The different ropes of the model's layers, each once; none without rotary positions."""
         if self.position_embedding_type != "rope":
             return ()
-        return tuple(dict.fromkeys(rope for layer in range(self.num_layers) if (rope := self._rope_of(layer))))
+        ropes = [self._rope_of(layer) for layer in range(self.num_layers)]
+        return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
 
     def rope_of(self, layer: int) -> int | None:
-        """Which of `ropes` a layer, from 0 over the whole model, rotates by; None: it does not rotate."""
-        rope = self._rope_of(layer) if self.position_embedding_type == "rope" else None
+        """Return the index in `ropes` of a layer's rope; None: it does not rotate. layer: from 0, over the whole model."""
+        if self.position_embedding_type != "rope":
+            return None
+        rope = self._rope_of(layer)
         return None if rope is None else self.ropes.index(rope)
 
     def _rope_of(self, layer: int) -> Rope | None:
         if is_exception(self.no_rope_freq, layer, marked=1):
             return None
-        if self.rotary_base_of_windows is not None and self.keys_before(layer) is not None:
+        if self.rotary_base_of_windows is not None and self.window_left(layer) is not None:
             return Rope(self.rotary_base_of_windows)
         return Rope(self.rotary_base, self._scaling)
 

@@ -15,17 +15,17 @@ from megatron.core.storage.resize_storage import resize
 from megatron.core.tensor_parallel.saved_activations import SavedActivation, keep_copy
 
 
-def recomputed(
+def recompute_in_backward(
     run: Callable[..., Tensor],
     keys: DropoutKeys,
     *inputs: Any,
-    parts_over: Axis | None = None,
+    shard_over: Axis | None = None,
     keep: Keep | None = None,
 ) -> Tensor:
-    """run(*inputs), saving only the inputs for the backward.
+    """Return run(*inputs), saving only the inputs; the backward runs it again (torch calls this checkpointing).
 
-    parts_over: ranks with equal copies of the first input; each saves a shard, and the backward gathers them. keep:
-    stores the first input, or the shard.
+    shard_over: ranks with equal copies of the first input; each saves a shard, and the backward gathers them, so all
+    must call. keep: stores the first input, or this rank's shard of it.
 
     Dropout masks follow from their keys, so no generator state is saved: recomputation uses the sample numbers of the
     forward. It stops once the backward has what it needs, which skips the last reduction of the last layer.
@@ -33,30 +33,43 @@ def recomputed(
     if not torch.is_grad_enabled():
         return run(*inputs)
     samples = keys.samples
-    axis, take = parts_over if parts_over is not None and parts_over.size > 1 else None, None
+    axis = shard_over if shard_over is not None and shard_over.size > 1 else None
+    take_first_input = None
     if axis is not None or keep is not None:
-        take, inputs = SavedActivation(inputs[0], axis, keep or keep_copy).take, inputs[1:]
+        take_first_input = SavedActivation(inputs[0], axis, keep or keep_copy).take
+        inputs = inputs[1:]
 
-    def run_as_before(*again: Any) -> Tensor:
+    def run_with_forward_masks(*saved_inputs: Any) -> Tensor:
         with keys.naming(samples):
-            return run(*again) if take is None else run(take(), *again)
+            if take_first_input is None:
+                return run(*saved_inputs)
+            return run(take_first_input(), *saved_inputs)
 
     return checkpoint(
-        run_as_before, *inputs, use_reentrant=False, preserve_rng_state=False, determinism_check=determinism_check()
+        run_with_forward_masks,
+        *inputs,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        determinism_check=determinism_check(),
     )
 
 
-def give_up(x: Tensor, again: Callable[[], Tensor], *, until: Tensor) -> None:
-    """Free the memory of `x`. Before the backward of `until`, its only remaining reader, `again()` recomputes the
-    values."""
-    memory = x.untyped_storage()
-    size, held = memory.nbytes(), [(x, again)]
+def discard_and_recompute(x: Tensor, recompute: Callable[[], Tensor], *, until: Tensor) -> None:
+    """Free the memory of `x` now; just before the backward of `until`, its last reader, `recompute()` fills it again.
+
+    Megatron's `CheckpointWithoutOutput.discard_output_and_register_recompute` does the same.
+    """
+    storage = x.untyped_storage()
+    size = storage.nbytes()
+    pending = [(x, recompute)]
 
     def fill(_: Tensor) -> None:
-        x, again = held.pop()  # the hook outlives this call; without pop it would keep both alive
+        x, recompute = pending.pop()  # the hook outlives this call; without pop it would keep both alive
         resize(x.untyped_storage(), size)
         with torch.no_grad():
-            x.data.copy_(again())  # `.data`, since a copy into x would raise its version counter, which autograd checks
+            x.data.copy_(
+                recompute()
+            )  # `.data`, since a copy into x would raise its version counter, which autograd checks
 
     until.register_hook(fill)
-    resize(memory, 0)
+    resize(storage, 0)

@@ -1,11 +1,11 @@
-"""Relative positions by buckets (arXiv:1910.10683, section 2.1): a head adds to a score what the distance of query and
-key says.
+"""T5's relative position bias (arXiv:1910.10683, section 2.1): each head adds a bias to a score, by the distance of query
+and key. Distances fall into buckets.
 
     far 4, buckets 4, looking back only         bidirectional, buckets 8
     key      0 1 2 3 4 5 6                      key      0 1 2 3 4 5 6
     query 4  3 3 2 1 0 . .                      query 3  3 2 1 0 5 6 7      later keys have the upper half
 
-Each stack of layers has one table, [buckets, heads], in all of its layers.
+Each stack of layers has one weight [buckets, heads], shared by all of its layers.
 """
 
 import math
@@ -21,27 +21,30 @@ from megatron.core.transformer.model_config import ModelConfig
 
 
 def bucket_of(distance: int, buckets: int, far: int, *, bidirectional: bool) -> int:
-    """The bucket of a key that stands `distance` positions behind its query; negative: before it.
+    """Return the bucket of a key at the query's position + `distance`.
 
-    The nearer half of the buckets holds one distance each, the other half grows by powers up to `far`, from where on all
-    distances share the last. Looking back only, later keys, which a causal mask hides, count as distance 0.
+    The nearer half of the buckets holds one distance each, the other half grows in powers up to `far`; all distances from
+    there on share the last bucket. Without `bidirectional` later keys, which a causal mask hides, count as distance 0.
     """
     first = 0
     if bidirectional:
         buckets //= 2
-        first = buckets if distance > 0 else 0
-    steps, exact = abs(distance) if bidirectional else max(-distance, 0), buckets // 2
+        first = buckets if distance > 0 else 0  # the upper half is for later keys
+        steps = abs(distance)
+    else:
+        steps = max(-distance, 0)
+    exact = buckets // 2  # buckets of one distance
     if steps < exact:
         return first + steps
     share = math.log(steps / exact) / math.log(far / exact)
     return first + min(buckets - 1, exact + int(share * (buckets - exact)))
 
 
-class RelativePositions(nn.Module):
-    """The table of one stack. forward() -> [buckets, heads], the same on every tensor-parallel rank.
+class RelativePositionEmbedding(nn.Module):
+    """The weight of one stack's relative position bias. forward() -> [buckets, heads], equal on all tensor-parallel ranks.
 
-    Pipeline stages hand the table on to the next with the hidden states, so its parameter is on the first alone, and its
-    gradients come back the same way.
+    Pipeline stages send the weight to the next stage with the hidden states, and its gradient back. So the parameter is on
+    the first stage alone.
     """
 
     def __init__(self, config: ModelConfig, context: LayerContext):
@@ -50,33 +53,37 @@ class RelativePositions(nn.Module):
         self.weight = context.tp.replicated(shape, config.embedding_init, partial=False)
 
     def forward(self) -> Tensor:
-        return self.weight.clone()  # ZeRO stage 3 gives the parameter up behind its module
+        return self.weight.clone()  # ZeRO stage 3 frees the parameter after its module's forward
 
 
-class RelativeBias:
-    """What a stack's table adds to the scores of this rank's heads."""
+class RelativePositionBias:
+    """The bias that a stack's weight adds to the attention scores of this rank's heads."""
 
     def __init__(self, config: ModelConfig, axis: Axis, *, bidirectional: bool):
-        self.buckets, self.far = config.relative_attention_num_buckets, config.relative_attention_max_distance
-        self.axis, self.bidirectional = axis, bidirectional
-        # By keys and queries: a rank always has the same rows of a whole text, and of a text with a cache the last ones.
-        self._rows: dict[tuple[int, int], Tensor] = {}
+        self.buckets = config.relative_attention_num_buckets
+        self.far = config.relative_attention_max_distance
+        self.axis = axis
+        self.bidirectional = bidirectional
+        # (keys, queries) -> buckets. The sizes are enough for a key: a rank always has the same rows of a whole text, and
+        # with a cache the last rows.
+        self._buckets: dict[tuple[int, int], Tensor] = {}
 
-    def of(self, table: Tensor, length: int, rows: Tensor) -> Tensor:
-        """[heads/t, rows, length], in float32 or wider. table: [buckets, heads]. rows: places of the queries, on the CPU.
+    def bias(self, weight: Tensor, length: int, positions: Tensor) -> Tensor:
+        """Return the bias [heads/t, queries, length], in float32 or wider.
 
-        The table is equal on all ranks of the tensor-parallel axis, and so is its gradient, by an all-gather in the
-        backward.
-        Every rank must call.
+        weight: [buckets, heads], equal on all ranks of the tensor-parallel axis; so is its gradient, by an all-gather in the
+        backward. Every rank must call. length: number of keys. positions: of the queries, [queries], on the CPU.
         """
-        if (pair := (length, len(rows))) not in self._rows:
-            self._rows[pair] = self._buckets_of_pairs(length, rows).to(table.device)
-        mine = autograd_collectives.scatter_last(table, self.axis)
-        # Thousands of pairs share a row, whose gradient is their sum.
-        wide = mine.to(torch.promote_types(mine.dtype, torch.float32))
-        return functional.embedding(self._rows[pair], wide).permute(2, 0, 1)
+        sizes = (length, len(positions))
+        if sizes not in self._buckets:
+            self._buckets[sizes] = self._bucket_matrix(length, positions).to(weight.device)
+        local_weight = autograd_collectives.scatter_last(weight, self.axis)  # [buckets, heads/t]
+        # widened, since the gradient of a bucket is the sum over thousands of pairs
+        wide = local_weight.to(torch.promote_types(local_weight.dtype, torch.float32))
+        return functional.embedding(self._buckets[sizes], wide).permute(2, 0, 1)
 
-    def _buckets_of_pairs(self, length: int, rows: Tensor) -> Tensor:
+    def _bucket_matrix(self, length: int, positions: Tensor) -> Tensor:
+        """Return the bucket of each pair of a query and a key, [queries, length]."""
         distances = range(1 - length, length)
-        known = [bucket_of(d, self.buckets, self.far, bidirectional=self.bidirectional) for d in distances]
-        return torch.tensor(known)[torch.arange(length) - rows[:, None] + length - 1]
+        buckets = [bucket_of(d, self.buckets, self.far, bidirectional=self.bidirectional) for d in distances]
+        return torch.tensor(buckets)[torch.arange(length) - positions[:, None] + length - 1]

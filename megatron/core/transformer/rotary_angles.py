@@ -10,19 +10,24 @@ from megatron.core.transformer.position_config import Rope, RopeScaling
 
 
 def rotary_angles(positions: Tensor, width: int, base: float, *, like: Tensor) -> Tensor:
-    """The angle of each position and pair of features, in float32 (float64 for float64 activations).
+    """Return the angle of each position and pair of features, in float32 (float64 for float64 activations).
 
-    positions: [s, b], or [s, 1] if all texts share them -> [s, b or 1, width / 2]
+    positions: [s, b], or [s, 1] if all texts share them -> [s, b or 1, width / 2]. like: an activation, for dtype and device.
     """
     return _angles(positions, 1 / _wavelengths(width, base, like), like)
 
 
-def angles_of(ropes: Sequence[Rope], positions: Tensor, width: int, tokens: int, *, like: Tensor) -> Tensor | None:
-    """The angles of a model whose layers rotate in these ways: as `rotary_angles` if there is one way, [ways, ...] if
-    there are
-    more, None if no layer rotates. tokens: the length of the texts, which some scalings depend on."""
-    made = [_angles(positions, _frequencies(rope, width, tokens, like), like) for rope in ropes]
-    return torch.stack(made) if len(made) > 1 else made[0] if made else None
+def angles_of_ropes(
+    ropes: Sequence[Rope], positions: Tensor, width: int, text_length: int, *, like: Tensor
+) -> Tensor | None:
+    """Return the rotary angles of a model's ropes: [s, b or 1, width / 2] for one rope, [ropes, s, b or 1, width / 2] for more.
+
+    None if no layer rotates. text_length: in tokens, which some scalings depend on; other arguments as of `rotary_angles`.
+    """
+    angles = [_angles(positions, _frequencies(rope, width, text_length, like), like) for rope in ropes]
+    if not angles:
+        return None
+    return torch.stack(angles) if len(angles) > 1 else angles[0]
 
 
 def _angles(positions: Tensor, frequencies: Tensor, like: Tensor) -> Tensor:
@@ -35,49 +40,57 @@ def _wavelengths(width: int, base: float, like: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------- scalings of the frequencies
-def _frequencies(rope: Rope, width: int, tokens: int, like: Tensor) -> Tensor:
+def _frequencies(rope: Rope, width: int, text_length: int, like: Tensor) -> Tensor:
     base, scaling = rope
     if scaling is None:
         return 1 / _wavelengths(width, base, like)
     if scaling.rope_type == "dynamic":
-        # The base for which the slowest pair turns over `tokens` as it turned over the old length.
-        ratio = max(tokens, scaling.original_max_position_embeddings) / scaling.original_max_position_embeddings
+        # The base for which the slowest pair turns over `text_length` as it turned over the original length.
+        original_length = scaling.original_max_position_embeddings
+        ratio = max(text_length, original_length) / original_length
         base *= (scaling.factor * ratio - scaling.factor + 1) ** (width / (width - 2))
         return 1 / _wavelengths(width, base, like)
-    return _SCALED[scaling.rope_type](1 / _wavelengths(width, base, like), scaling, base, tokens)
+    return _SCALED[scaling.rope_type](1 / _wavelengths(width, base, like), scaling, base, text_length)
 
 
-def _linear(frequencies: Tensor, scaling: RopeScaling, base: float, tokens: int) -> Tensor:
+def _linear(frequencies: Tensor, scaling: RopeScaling, base: float, text_length: int) -> Tensor:
     return frequencies / scaling.factor
 
 
-def _llama3(frequencies: Tensor, scaling: RopeScaling, base: float, tokens: int) -> Tensor:
-    """Pairs that turn often over the old length stay, pairs that turn seldom are slowed down, and those between are
-    blended."""
+def _llama3(frequencies: Tensor, scaling: RopeScaling, base: float, text_length: int) -> Tensor:
+    """Scale as Llama 3.1: keep pairs that turn often over the original length, slow down pairs that turn seldom.
+
+    Pairs between low_freq_factor and high_freq_factor turns are blended.
+    """
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    stays = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequencies * stays + frequencies / scaling.factor * (1 - stays)
+    low = scaling.low_freq_factor
+    high = scaling.high_freq_factor
+    keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: as it is, 0: divided by the factor
+    return frequencies * keep + frequencies / scaling.factor * (1 - keep)
 
 
-def _yarn(frequencies: Tensor, scaling: RopeScaling, base: float, tokens: int) -> Tensor:
-    """As `_llama3`, blended by the number of the pair between those that turn `beta_fast` and `beta_slow` times."""
+def _yarn(frequencies: Tensor, scaling: RopeScaling, base: float, text_length: int) -> Tensor:
+    """Scale as YaRN (arXiv:2309.00071): blend by the pair's index, between those that turn beta_fast and beta_slow times."""
     width = 2 * len(frequencies)
 
     def pair_with(turns: float) -> float:
         return width * math.log(scaling.original_max_position_embeddings / (2 * math.pi * turns)) / (2 * math.log(base))
 
-    first, last = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
+    first = pair_with(scaling.beta_fast)
+    last = pair_with(scaling.beta_slow)
     if scaling.truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, width - 1)
+        first = math.floor(first)
+        last = math.ceil(last)
+    first = max(first, 0)
+    last = min(last, width - 1)
     pairs = torch.arange(width // 2, dtype=frequencies.dtype, device=frequencies.device)
     slowed = ((pairs - first) / ((last - first) or 0.001)).clamp(0, 1)
     return frequencies * (1 - slowed) + frequencies / scaling.factor * slowed
 
 
-def _longrope(frequencies: Tensor, scaling: RopeScaling, base: float, tokens: int) -> Tensor:
-    is_long = tokens > scaling.original_max_position_embeddings
+def _longrope(frequencies: Tensor, scaling: RopeScaling, base: float, text_length: int) -> Tensor:
+    """Divide each frequency by its own factor, of one list for short texts and another for long ones (arXiv:2402.13753)."""
+    is_long = text_length > scaling.original_max_position_embeddings
     divisors = scaling.long_factor if is_long else scaling.short_factor
     return frequencies / torch.tensor(divisors, dtype=frequencies.dtype, device=frequencies.device)
 

@@ -1,5 +1,4 @@
-"""Which layers have a sliding window, and how far back a query sees there: `--window-size` and `--window-attn-skip-freq`,
-which are read as Megatron-LM reads them. Pure."""
+"""Sliding window attention: `--window-size` and `--window-attn-skip-freq`, read as Megatron-LM reads them. Pure."""
 
 import argparse
 from collections.abc import Iterator
@@ -7,21 +6,22 @@ from collections.abc import Iterator
 from megatron.core.transformer.layer_freq_pattern import is_exception, layer_pattern
 
 
-def keys_before(size: str | None, skip_freq: str | None, layer: int) -> int | None:
-    """Keys before its own that a query of the layer sees; None: all. layer: from 0, over the whole model.
+def window_left(size: str | None, skip_freq: str | None, layer: int) -> int | None:
+    """Return how many keys before its own a query of the layer sees; None: all. layer: from 0, over the whole model.
 
-    size: as `read_window` returns it. skip_freq: as `read_pattern`: N leaves layers N - 1, 2 N - 1, ... without a
-    window, and
-    of a list those with a 0; None leaves out no layer.
+    size: as `read_window` returns it. skip_freq: as `read_pattern` returns it; layers N - 1, 2 N - 1, ..., or those with a 0
+    in a list, have no window.
     """
     if size is None:
         return None
-    before = window_pair(size)[0]
-    return None if is_exception(skip_freq, layer, marked=0) or before < 0 else before
+    left, _ = window_pair(size)
+    if left < 0 or is_exception(skip_freq, layer, marked=0):
+        return None
+    return left
 
 
 def window_problems(size: str | None, skip_freq: str | None, num_layers: int) -> Iterator[str]:
-    """One line for each violated rule between the two settings and the model's layers."""
+    """Yield one line for each violated rule between the two settings and the model's layers."""
     if skip_freq is None:
         return
     if size is None:
@@ -32,21 +32,19 @@ def window_problems(size: str | None, skip_freq: str | None, num_layers: int) ->
 
 
 def read_window(text: str) -> str:
-    """ "4095,0" from that, "(4095,0)" or "4095, 0"."""
+    """Return a window in one spelling: "4095,0", also for "(4095,0)" and "4095, 0"."""
     try:
-        before, after = window_pair(text)
+        left, right = window_pair(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not L,0 with L keys before the query, such as 4095,0") from None
-    if before < -1:
-        raise argparse.ArgumentTypeError(f"{text!r}: L is {before}; give the keys before the query, or -1 for all")
-    if after != 0:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} ends in {after}; give {before},0: no query sees a key after its own"
-        )
-    return f"{before},{after}"
+    if left < -1:
+        raise argparse.ArgumentTypeError(f"{text!r}: L is {left}; give the keys before the query, or -1 for all")
+    if right != 0:
+        raise argparse.ArgumentTypeError(f"{text!r} ends in {right}; give {left},0: no query sees a key after its own")
+    return f"{left},{right}"
 
 
 def window_pair(size: str | tuple[int, int]) -> tuple[int, int]:
-    """(4095, 0) of itself and of each of its spellings, as Megatron's scripts read it. Raises ValueError for others."""
-    before, after = (int(part) for part in str(size).strip(" ()").split(","))
-    return before, after
+    """Return (left, right), as (4095, 0), from any of its spellings, or from itself. Raises ValueError for others."""
+    left, right = (int(part) for part in str(size).strip(" ()").split(","))
+    return left, right

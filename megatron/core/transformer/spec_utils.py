@@ -1,4 +1,4 @@
-"""Specs of Megatron core: a module and its arguments, as data."""
+"""Megatron core's specs: a module and its arguments, as data."""
 
 from dataclasses import dataclass, field
 from importlib import import_module as _import
@@ -18,32 +18,32 @@ class ModuleSpec:
 
 
 def import_module(module_path: tuple[str, str]) -> Any:
-    """The object `name` of the module at `path`, for (path, name)."""
+    """Return the object `name` of the module at `path`, for (path, name)."""
     path, name = module_path
     return getattr(_import(path), name)
 
 
 def get_module(spec_or_module: Any, **additional_kwargs: Any) -> Any:
-    """The class or function that a spec names."""
+    """Return the class or function that a spec names."""
     del additional_kwargs  # in Megatron's signature
-    named = getattr(spec_or_module, "module", spec_or_module)
-    return import_module(named) if isinstance(named, tuple) else named
+    module = getattr(spec_or_module, "module", spec_or_module)
+    return import_module(module) if isinstance(module, tuple) else module
 
 
 def build_module(spec_or_module: Any, *args: Any, **kwargs: Any) -> Any:
-    """The module that a spec describes, built with these arguments and its own; a function is returned as it is."""
-    made = get_module(spec_or_module)
-    if not isinstance(made, type):
-        return made
+    """Build the module that a spec describes, with these arguments and its own; a function is returned as it is."""
+    module = get_module(spec_or_module)
+    if not isinstance(module, type):
+        return module
     if getattr(spec_or_module, "submodules", None) is not None:
         kwargs["submodules"] = spec_or_module.submodules
     try:
-        return made(*args, **getattr(spec_or_module, "params", {}), **kwargs)
+        return module(*args, **getattr(spec_or_module, "params", {}), **kwargs)
     except Exception as error:
-        error.add_note(f"while {made.__name__} was built from its spec")
+        error.add_note(f"while {module.__name__} was built from its spec")
         raise
 
 
-def _is_own(spec: Any, *ours: type) -> bool:
-    """Whether a part of a spec is the user's."""
+def is_custom_part(spec: Any, *ours: type) -> bool:
+    """Return whether a part of a spec is a script's own: neither missing, nor an identity, nor one of `ours`."""
     return spec is not None and get_module(spec) not in (IdentityOp, *ours)

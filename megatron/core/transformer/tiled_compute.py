@@ -1,6 +1,7 @@
-"""A function of each token by itself, tile by tile along the sequence: at any time there are the activations of one tile.
+"""Tiled computation along the sequence: at any time the activations of one tile of tokens exist (arXiv:2506.13996).
 
-The backward computes a tile's activations again, uses them and frees them, before it turns to the next (arXiv:2506.13996).
+It is for functions of each token by itself, as the MLP and the loss. The backward takes the tiles one after the other:
+it computes a tile's activations again, uses them and frees them.
 """
 
 from collections.abc import Callable
@@ -9,22 +10,21 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.ops.dropout import DropoutKeys
-from megatron.core.transformer.recompute import recomputed
+from megatron.core.transformer.recompute import recompute_in_backward
 
 
-def in_tiles(run: Callable[..., Tensor], tiles: int, keys: DropoutKeys, *inputs: Tensor) -> Tensor:
-    """run(*inputs), computed for equal parts of their dimension 0; at most so many as they have rows. One tile is run as
-    it is.
+def run_tiled(run: Callable[..., Tensor], tiles: int, keys: DropoutKeys, *inputs: Tensor) -> Tensor:
+    """Return run(*inputs), computed for `tiles` parts of dimension 0 of all inputs, or fewer if there are fewer rows.
 
-    Ranks that communicate in `run` must have as many rows, and as many tiles.
+    One tile is run without recomputation. Ranks that communicate in `run` must have equally many rows and tiles.
     """
     if tiles == 1:
         return run(*inputs)
-    parts = zip(*(x.tensor_split(min(tiles, len(x))) for x in inputs))
-    return torch.cat([recomputed(run, keys, *part) for part in parts])
+    split_inputs = [x.tensor_split(min(tiles, len(x))) for x in inputs]
+    return torch.cat([recompute_in_backward(run, keys, *tile) for tile in zip(*split_inputs)])
 
 
-def declare_tiles(weight: nn.Parameter, tiles: int) -> None:
-    """Say that one backward of a use of this weight adds its gradient once for each tile."""
+def declare_tiled_use(weight: nn.Parameter, tiles: int) -> None:
+    """Declare that the backward of one use of this weight adds to its gradient once for each tile."""
     if tiles > 1:
-        weight.uses = tiles
+        weight.num_grads_per_backward = tiles

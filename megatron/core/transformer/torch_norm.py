@@ -1,9 +1,9 @@
-"""Megatron's `WrappedTorchNorm`."""
+"""Megatron's `WrappedTorchNorm` and `FusedLayerNorm`, over our norm."""
 
 from typing import Any
 
 from megatron.core.base.lazy_imports import names_of_megatron
-from megatron.core.base.unsupported_arguments import takes
+from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.transformer.module import context_of, settings_of
 from megatron.core.transformer.norm import Norm
 
@@ -11,7 +11,7 @@ from megatron.core.transformer.norm import Norm
 class FusedLayerNorm(Norm):
     """The norm of `config.normalization` over the last dimension. forward(x) -> the shape of x"""
 
-    @takes(sequence_parallel=False, zero_centered_gamma=False)
+    @accepts_defaults_only(sequence_parallel=False, zero_centered_gamma=False)
     def __init__(
         self,
         config: Any,
@@ -22,8 +22,8 @@ class FusedLayerNorm(Norm):
         normalization: str = "LayerNorm",
     ):
         del persist_layer_norm, normalization  # in Megatron's signature
-        ours = settings_of(config, norm_epsilon=eps)
-        super().__init__(ours, context_of(ours, config), hidden_size)
+        model_config = settings_of(config, norm_epsilon=eps)
+        super().__init__(model_config, context_of(model_config, config), hidden_size)
         self.config = config
 
 

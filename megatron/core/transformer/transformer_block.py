@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.base.lazy_imports import names_of_megatron
-from megatron.core.base.unsupported_arguments import takes
+from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.ops.attention.masks import Documents
 from megatron.core.transformer.layer_build_context import LayerContext, MakePart
 from megatron.core.transformer.local_layer_specs import bert_layer_local_spec, get_gpt_layer_local_spec
@@ -18,22 +18,24 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_layer import ParallelTransformerLayer, layers_of_stage
 
 
-@takes(layer_norm=None)
+@accepts_defaults_only(layer_norm=None)
 @dataclass
 class TransformerBlockSubmodules:
+    """The parts of a `TransformerBlock`: a spec for each layer of the stage."""
+
     layer_specs: list[ModuleSpec] | None = None
 
 
-class OfTwoSequences(NamedTuple):
-    """In place of a mask: the layers' own, and the other sequence that they attend to, with its mask."""
+class MasksAndContext(NamedTuple):
+    """The mask of the layers' own sequence, and the other sequence to which they attend, with its mask."""
 
-    own: Any
+    attention_mask: Any
     context: Tensor
     context_mask: Tensor | None
 
 
 class SpecLayer(nn.Module):
-    """A user's layer in a stage of ours. forward(x [s, b, h], mask, angles) -> the shape of x"""
+    """A script's own layer in one of our stages. forward(x [s, b, h], mask, angles) -> the shape of x"""
 
     gives_hidden_states = True
 
@@ -44,45 +46,58 @@ class SpecLayer(nn.Module):
     def forward(self, x: Tensor, mask: Any = None, angles: Tensor | None = None, cache: Any = None) -> Tensor:
         if cache is not None:
             raise NotImplementedError("generation with the layers of a script is not built yet; leave out the cache")
-        rotary = {} if angles is None else {"rotary_pos_emb": torch.cat((angles, angles), -1).unsqueeze(2)}
-        if isinstance(mask, OfTwoSequences):
-            rotary |= {"context": mask.context, "context_mask": mask.context_mask}
-            mask = mask.own
-        out = self.layer(x, mask.mask if isinstance(mask, Documents) else mask, **rotary)
+        options = {}
+        if angles is not None:
+            # Megatron repeats the angles for both halves of a head
+            options["rotary_pos_emb"] = torch.cat((angles, angles), -1).unsqueeze(2)  # [s, b or 1, 1, width]
+        if isinstance(mask, MasksAndContext):
+            options["context"] = mask.context
+            options["context_mask"] = mask.context_mask
+            mask = mask.attention_mask
+        if isinstance(mask, Documents):
+            mask = mask.mask  # [b, 1, s, s]
+        out = self.layer(x, mask, **options)
         return out[0] if isinstance(out, tuple) else out
 
 
-def make_layer_of(spec: Any, config: Any) -> MakePart:
-    """What builds the layers of a spec: of ours, if the spec is as this file made it."""
-    spec = spec.submodules if isinstance(getattr(spec, "submodules", None), TransformerBlockSubmodules) else spec
+def make_layer_from_spec(spec: Any, config: Any) -> MakePart:
+    """Return the function that builds the layers of a spec: our own layers, if the spec is one of our local specs."""
+    if isinstance(getattr(spec, "submodules", None), TransformerBlockSubmodules):
+        spec = spec.submodules
     first = layers_of_stage(config).start
 
-    def make(ours: ModelConfig, layer: int, context: LayerContext) -> nn.Module:
-        one = spec.layer_specs[layer - first] if isinstance(spec, TransformerBlockSubmodules) else spec
-        normed = one == get_gpt_layer_local_spec(qk_layernorm=True)
-        if not normed and one not in (get_gpt_layer_local_spec(), bert_layer_local_spec):
-            return SpecLayer(one, config, layer - first + 1)
-        made = ParallelTransformerLayer(replace(ours, qk_layernorm=True) if normed else ours, layer, context)
-        made.layer_number = layer + 1
-        return made
+    def make(model_config: ModelConfig, layer: int, context: LayerContext) -> nn.Module:
+        layer_spec = spec.layer_specs[layer - first] if isinstance(spec, TransformerBlockSubmodules) else spec
+        has_qk_norm = layer_spec == get_gpt_layer_local_spec(qk_layernorm=True)
+        if not has_qk_norm and layer_spec not in (get_gpt_layer_local_spec(), bert_layer_local_spec):
+            return SpecLayer(layer_spec, config, layer - first + 1)
+        if has_qk_norm:
+            model_config = replace(model_config, qk_layernorm=True)
+        built = ParallelTransformerLayer(model_config, layer, context)
+        built.layer_number = layer + 1
+        return built
 
     return make
 
 
 class TransformerBlock(ParallelTransformer):
-    """The layers of a stage. forward(hidden_states [s, b, h], attention_mask) -> the same shape"""
+    """The layers of a stage, with Megatron's arguments. forward(hidden_states [s, b, h], attention_mask) -> the same shape"""
 
-    @takes(pg_collection=None, vp_stage=None)
+    @accepts_defaults_only(pg_collection=None, vp_stage=None)
     def __init__(
         self, config: Any, spec: Any, post_layer_norm: bool = True, pre_process: bool = True, post_process: bool = True
     ):
-        ours, make = settings_of(config), make_layer_of(spec, config)
-        has_norm = post_layer_norm and post_process
+        model_config = settings_of(config)
         super().__init__(
-            ours, layers_of_stage(config), context_of(ours, config), post_process=has_norm, make_layer=make
+            model_config,
+            layers_of_stage(config),
+            context_of(model_config, config),
+            post_process=post_layer_norm and post_process,  # which builds the final norm
+            make_layer=make_layer_from_spec(spec, config),
         )
         self.config = config
-        self.pre_process, self.post_process = pre_process, post_process
+        self.pre_process = pre_process
+        self.post_process = post_process
         self.input_tensor: Tensor | None = None
         self.num_layers_per_pipeline_rank = len(self.layers)
         self.checkpoint_core_attention = config.recompute_granularity == "selective"
@@ -91,6 +106,7 @@ class TransformerBlock(ParallelTransformer):
         return list(self.layers.values())[layer_number]
 
     def set_input_tensor(self, input_tensor: Tensor) -> None:
+        """Set the hidden states [s, b, h] that forward starts from, on every stage but the first."""
         self.input_tensor = input_tensor
 
     def forward(
@@ -101,11 +117,11 @@ class TransformerBlock(ParallelTransformer):
         context_mask: Tensor | None = None,
         **others: Any,
     ) -> Tensor:
-        if given := [name for name, value in others.items() if value is not None]:
-            raise NotImplementedError(f"TransformerBlock: {', '.join(given)} is not built yet; leave it out")
+        if not_built := [name for name, value in others.items() if value is not None]:
+            raise NotImplementedError(f"TransformerBlock: {', '.join(not_built)} is not built yet; leave it out")
         x = hidden_states if self.pre_process else self.input_tensor
-        seen = attention_mask if context is None else OfTwoSequences(attention_mask, context, context_mask)
-        return super().forward(x, seen)
+        mask = attention_mask if context is None else MasksAndContext(attention_mask, context, context_mask)
+        return super().forward(x, mask)
 
 
 __getattr__ = names_of_megatron(__name__)

@@ -1,4 +1,4 @@
-"""Megatron's `TransformerConfig`, and our `ModelConfig` from it."""
+"""Megatron's `TransformerConfig`, and the conversion to our `ModelConfig`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
@@ -15,7 +15,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.utils import init_method_normal, scaled_init_method_normal
 
-# What would change the numbers, and nothing here computes: refused with any value but the default.
+# Fields that would change the numbers and are not built here -> the only value that is accepted.
 NOT_BUILT = {
     "activation_func_clamp_value": None,
     "apply_residual_connection_post_layernorm": False,
@@ -237,14 +237,24 @@ class TransformerConfig(ModelParallelConfig):
 
 
 def model_config(config: Any, base: ModelConfig | None = None, **options: Any) -> ModelConfig:
-    """The settings that our layers are built from. base: of the run, for what Megatron's config has no field for. options:
-    further settings by our names, of a model's own arguments. Raises ConfigError for what is not built."""
+    """Return the ModelConfig of a TransformerConfig, from which our layers are built.
+
+    base: the run's ModelConfig, for fields that Megatron's config lacks. options: further fields, from a model's own
+    arguments. Raises ConfigError for what is not built.
+    """
     if isinstance(config, ModelConfig):
         return replace(config, **options)
     if problems := _problems(config):
         raise ConfigError(problems)
-    theirs = {one.name for one in fields(TransformerConfig)}
-    values = {one.name: getattr(config, one.name) for one in fields(ModelConfig) if one.name in theirs}
+
+    # fields of the same name
+    megatron_fields = {field.name for field in fields(TransformerConfig)}
+    values = {field.name: getattr(config, field.name) for field in fields(ModelConfig) if field.name in megatron_fields}
+    for name in ("recompute_modules", "distribute_saved_activations"):  # Megatron's None means our default
+        if values[name] is None:
+            del values[name]
+
+    # fields of other names or types
     values |= {
         "norm_epsilon": config.layernorm_epsilon,
         "swiglu": config.gated_linear_unit,
@@ -257,16 +267,14 @@ def model_config(config: Any, base: ModelConfig | None = None, **options: Any) -
         "window_attn_skip_freq": str(config.window_attn_skip_freq) if config.window_attn_skip_freq else None,
         "attention_backend": getattr(config.attention_backend, "name", config.attention_backend),
     }
-    kept = ("recompute_modules", "distribute_saved_activations")  # None in Megatron where it means our default
-    values = {name: value for name, value in values.items() if not (name in kept and value is None)}
     return replace(base or ModelConfig(), **{**values, **options})
 
 
 def _problems(config: Any) -> list[str]:
-    """Why our layers cannot compute what a config says."""
+    """Return why our layers cannot compute what a config says."""
     problems = problems_of_not_built(config, NOT_BUILT)
-    known = functional.silu if config.gated_linear_unit else functional.gelu
-    if config.activation_func is not known:
+    built_activation = functional.silu if config.gated_linear_unit else functional.gelu
+    if config.activation_func is not built_activation:
         name = getattr(config.activation_func, "__name__", config.activation_func)
         problems.append(
             f"TransformerConfig: activation_func {name} with gated_linear_unit={config.gated_linear_unit} is not built yet; use "

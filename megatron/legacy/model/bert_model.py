@@ -28,7 +28,7 @@ class BertModel(bert_stage.BertModel):
         options = {"num_tokentypes": num_tokentypes, "add_binary_head": add_binary_head}
         super().__init__(settings_of(config), **options, **parts_of_stage(pre_process, post_process))
         self.config = config or self.settings
-        self.parallel_output, self.flattens = parallel_output, True
+        self.parallel_output, self.returns_contiguous = parallel_output, True
 
     def forward(
         self,

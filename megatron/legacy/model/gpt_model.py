@@ -27,7 +27,7 @@ class GPTModel(gpt_stage.GPTModel):
         check_token_types("GPTModel", num_tokentypes, 0)
         super().__init__(settings_of(config), **parts_of_stage(pre_process, post_process))
         self.config = config or self.settings
-        self.parallel_output, self.flattens = parallel_output, True
+        self.parallel_output, self.returns_contiguous = parallel_output, True
 
     def forward(
         self,

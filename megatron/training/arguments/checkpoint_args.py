@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.convert import is_foreign, settings_in
-from megatron.core.base.dataclass_flags import ConfigError, FlagParser, build, default_of, flag_of, knob_of, knobs
+from megatron.core.base.dataclass_flags import (
+    ConfigError,
+    FlagParser,
+    build,
+    default_of,
+    field_of_action,
+    flag_of,
+    option_fields,
+)
 from megatron.core.dist_checkpointing.checkpoint_folder import find, read_manifest
 from megatron.core.dist_checkpointing.format import MANIFEST, CheckpointError, parse_manifest
 from megatron.core.parallel.parallel_config import ParallelConfig
@@ -26,14 +34,16 @@ from megatron.training.arguments.config import CheckpointConfig, shown
 from megatron.training.arguments.config_diff import COURSE_OF_MODEL, NOT_COMPARED, PRECISION, SCALING
 
 _OF_A_MACHINE = ("attention_backend", "cpu_half_products", "compile")
-_LAYOUT = tuple(field.name for field in knobs(ParallelConfig))
-_TOKENIZER = tuple(field.name for field in knobs(TokenizerConfig))
+_LAYOUT = tuple(field.name for field in option_fields(ParallelConfig))
+_TOKENIZER = tuple(field.name for field in option_fields(TokenizerConfig))
 _NOT_TAKEN = {*_OF_A_MACHINE, *(name for names in NOT_COMPARED.values() for name in names)} - {
     "max_position_embeddings"
 }
-_MODEL = tuple(field.name for field in knobs(ModelConfig) if field.name not in _NOT_TAKEN)
+_MODEL = tuple(field.name for field in option_fields(ModelConfig) if field.name not in _NOT_TAKEN)
 _DEFAULTS = {
-    field.name: default_of(field) for kind in (ModelConfig, TokenizerConfig, ParallelConfig) for field in knobs(kind)
+    field.name: default_of(field)
+    for kind in (ModelConfig, TokenizerConfig, ParallelConfig)
+    for field in option_fields(kind)
 }
 # Settings whose absence from a description says that the model has our default.
 _DESCRIBED = {*_MODEL} - {*COURSE_OF_MODEL, *PRECISION, "max_position_embeddings"}
@@ -95,7 +105,7 @@ def as_flags(
     settings: dict[str, Any] = {}
     taken: list[str] = []
     notes: list[str] = []
-    own_fields = {action.dest: field for action in parser.own if (field := knob_of(action)) is not None}
+    own_fields = {action.dest: field for action in parser.own if (field := field_of_action(action)) is not None}
     usual = _DEFAULTS | {name: default_of(field) for name, field in own_fields.items()}
     for name, value in wanted:
         if name in given:

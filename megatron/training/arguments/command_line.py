@@ -13,7 +13,7 @@ from megatron.core.base.dataclass_flags import (
     add_flag,
     build,
     flags_of,
-    knobs,
+    option_fields,
     repeated_flags,
     unknown_problems,
 )
@@ -162,12 +162,12 @@ def parse_args(
 
 
 def _names_of_settings() -> set[str]:
-    return {field.name for component in COMPONENTS.values() for field in knobs(component)}
+    return {field.name for component in COMPONENTS.values() for field in option_fields(component)}
 
 
 def _flag_of(name: str) -> str:
     """The first flag of the field `name`."""
-    return next(flags_of(f)[0] for part in COMPONENTS.values() for f in knobs(part) if f.name == name)
+    return next(flags_of(f)[0] for part in COMPONENTS.values() for f in option_fields(part) if f.name == name)
 
 
 def _given_in_file(parser: FlagParser, words: Sequence[str]) -> list[GivenFlags]:
@@ -311,7 +311,7 @@ def _usable(defaults: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[st
 
 def _is_set(name: str, settings: Mapping[str, Any]) -> bool:
     """Whether a setting is given, but for a switch of a file that leaves it as it is."""
-    field = next(f for part in COMPONENTS.values() for f in knobs(part) if f.name == name)
+    field = next(f for part in COMPONENTS.values() for f in option_fields(part) if f.name == name)
     is_switch = isinstance(field.default, bool)
     return name in settings and not (is_switch and settings[name] == field.default)
 
@@ -320,7 +320,7 @@ def _build_all(settings: Mapping[str, Any], unreadable: set[str]) -> tuple[dict[
     """(config of each valid component, problems of the others). A component with an unreadable setting is skipped."""
     parts, problems = {}, []
     for name, component in COMPONENTS.items():
-        if unreadable & {field.name for field in knobs(component)}:
+        if unreadable & {field.name for field in option_fields(component)}:
             continue
         try:
             parts[name] = build(component, dict(settings))

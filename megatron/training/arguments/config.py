@@ -12,8 +12,8 @@ from megatron.core.base.dataclass_flags import (
     NotNegative,
     WholeNumber,
     changes,
-    knob,
-    knobs,
+    option,
+    option_fields,
     title_of,
 )
 from megatron.core.datasets.data_config import DataConfig
@@ -45,43 +45,43 @@ from megatron.training.arguments.unused_settings import unread_flags
 class TrainingConfig(FlagConfig):
     """Training."""
 
-    micro_batch_size: Count | None = knob(None, "samples per forward on each data-parallel rank", required=True)
-    global_batch_size: Count | None = knob(
+    micro_batch_size: Count | None = option(None, "samples per forward on each data-parallel rank", required=True)
+    global_batch_size: Count | None = option(
         None, "samples per iteration over all ranks; default: --micro-batch-size x data-parallel size"
     )
-    rampup_batch_size: list[int] | None = knob(
+    rampup_batch_size: list[int] | None = option(
         None,
         "START INCREMENT SAMPLES: grow the global batch size from START to --global-batch-size in steps of INCREMENT over "
         "SAMPLES samples; needs --train-samples",
         metavar="N",
     )
-    step_batch_size_schedule: str | None = knob(
+    step_batch_size_schedule: str | None = option(
         None,
         "global batch size by tokens consumed, e.g. '0:768 250B:1536 500B:3072' (K, M, B, T); needs --train-samples",
         metavar="TABLE",
     )
-    decrease_batch_size_if_needed: bool = knob(
+    decrease_batch_size_if_needed: bool = option(
         False, "round global batch sizes down to a multiple of micro batch x data-parallel size"
     )
-    train_iters: Count | None = knob(None, "training iterations; this or --train-samples is required")
-    train_samples: Count | None = knob(
+    train_iters: Count | None = option(None, "training iterations; this or --train-samples is required")
+    train_samples: Count | None = option(
         None, "training samples, instead of --train-iters; an incomplete last batch is dropped"
     )
-    eval_interval: WholeNumber = knob(1000, "iterations between validations; 0: only after training")
-    eval_iters: WholeNumber = knob(100, "global batches per validation; 0: no validation or test")
-    skip_train: bool = knob(False, "only validate and test the loaded weights")
-    exit_interval: Count | None = knob(None, "save and exit after an iteration divisible by this")
-    exit_duration_in_mins: NotNegative | None = knob(None, "save and exit after this many minutes")
-    exit_signal_handler: bool = knob(
+    eval_interval: WholeNumber = option(1000, "iterations between validations; 0: only after training")
+    eval_iters: WholeNumber = option(100, "global batches per validation; 0: no validation or test")
+    skip_train: bool = option(False, "only validate and test the loaded weights")
+    exit_interval: Count | None = option(None, "save and exit after an iteration divisible by this")
+    exit_duration_in_mins: NotNegative | None = option(None, "save and exit after this many minutes")
+    exit_signal_handler: bool = option(
         False,
         "on --exit-signal, on SIGHUP, of a lost terminal, and on SIGUSR1, a scheduler's warning, finish the iteration on "
         "all ranks, save, and exit with code 0",
     )
-    exit_signal: str = knob(
+    exit_signal: str = option(
         "SIGTERM", "signal of --exit-signal-handler, by name or number", metavar="NAME", read=read_signal
     )
-    seed: Annotated[int, "[0, 2^32)"] = knob(1234, "seed of initial weights, data order and dropout")
-    check_for_nan_in_loss_and_grad: bool = knob(True, "continue when a loss or gradient norm is NaN or infinite")
+    seed: Annotated[int, "[0, 2^32)"] = option(1234, "seed of initial weights, data order and dropout")
+    check_for_nan_in_loss_and_grad: bool = option(True, "continue when a loss or gradient norm is NaN or infinite")
 
     def problems(self) -> Iterator[str]:
         if self.rampup_batch_size is not None and len(self.rampup_batch_size) != 3:
@@ -93,92 +93,92 @@ class TrainingConfig(FlagConfig):
 class CheckpointConfig(FlagConfig):
     """Checkpoints."""
 
-    save: str | None = knob(
+    save: str | None = option(
         None, "checkpoint folder to write, or the URL of one in an object store, s3://BUCKET/FOLDER", metavar="DIR"
     )
-    load: str | None = knob(
+    load: str | None = option(
         None,
         "checkpoint folder, or URL, to resume from; an empty folder, or a --save folder without a checkpoint, starts a new run",
         metavar="DIR",
     )
-    save_interval: Count | None = knob(
+    save_interval: Count | None = option(
         None,
         "iterations between checkpoints; the last iteration is always saved",
         flags=("--save-interval", "--persistent-save-interval"),
     )
-    async_save: bool = knob(
+    async_save: bool = option(
         False,
         "save beside training, which waits only for a copy of the state to host memory (of as many bytes as a rank writes)",
     )
-    non_persistent_save_interval: Count | None = knob(
+    non_persistent_save_interval: Count | None = option(
         None,
         "iterations between copies for restarts, of which the newest is kept; a checkpoint that is due comes first",
     )
-    non_persistent_ckpt_type: Literal["local", "global", "in_memory"] | None = knob(
+    non_persistent_ckpt_type: Literal["local", "global", "in_memory"] | None = option(
         None, "where copies are: local: on each machine's disk; global: on a file system that all ranks share"
     )
-    non_persistent_local_ckpt_dir: str | None = knob(
+    non_persistent_local_ckpt_dir: str | None = option(
         None, "folder of local copies, a disk of each machine, or its memory (/dev/shm/NAME)", metavar="DIR"
     )
-    non_persistent_global_ckpt_dir: str | None = knob(
+    non_persistent_global_ckpt_dir: str | None = option(
         None, "folder of global copies; default: non_persistent in --save", metavar="DIR"
     )
-    non_persistent_local_ckpt_algo: Literal["atomic", "fully_parallel"] = knob(
+    non_persistent_local_ckpt_algo: Literal["atomic", "fully_parallel"] = option(
         "atomic", "atomic: each rank writes all that it holds, and needs no other rank's copy to go on"
     )
-    ckpt_step: Count | None = knob(None, "iteration of --load to resume from (default: the latest)")
-    use_checkpoint_args: bool = knob(
+    ckpt_step: Count | None = option(None, "iteration of --load to resume from (default: the latest)")
+    use_checkpoint_args: bool = option(
         False, "take the checkpoint's settings of the model and the tokenizer for flags that are not given"
     )
-    use_mp_args_from_checkpoint_args: bool = knob(
+    use_mp_args_from_checkpoint_args: bool = option(
         False, "take the checkpoint's parallel sizes for flags that are not given"
     )
-    hf_config: str | None = knob(
+    hf_config: str | None = option(
         None,
         "config.json of Hugging Face, or a folder with one: its model, trained from scratch, for flags that are "
         "not given; a "
         "flag that describes another model is refused. A folder's tokenizer.json is taken too",
         metavar="FILE",
     )
-    exit_on_damaged_checkpoint: bool = knob(
+    exit_on_damaged_checkpoint: bool = option(
         False, "fail if the checkpoint to resume from is damaged; by default the newest undamaged one is used"
     )
-    keep_checkpoints: Count | None = knob(
+    keep_checkpoints: Count | None = option(
         None, "after a save, delete all but the newest N checkpoints that this run has saved (default: delete none)"
     )
-    save_retain_interval: Count | None = knob(
+    save_retain_interval: Count | None = option(
         None,
         "keep checkpoints of iterations that N divides for ever; without --keep-checkpoints, of the others the newest",
     )
-    save_optim: bool = knob(True, "save no optimizer state; such a checkpoint is resumed with --no-load-optim")
-    pretrained_checkpoint: str | None = knob(
+    save_optim: bool = option(True, "save no optimizer state; such a checkpoint is resumed with --no-load-optim")
+    pretrained_checkpoint: str | None = option(
         None, "checkpoint folder for initial weights while --load has no checkpoint; implies --finetune", metavar="DIR"
     )
-    finetune: bool = knob(False, "load weights only and start at iteration 0")
-    load_optim: bool = knob(True, "do not load optimizer state")
-    exit_on_missing_checkpoint: bool = knob(False, "fail if --load has no checkpoint")
-    allow_precision_change: bool = knob(
+    finetune: bool = option(False, "load weights only and start at iteration 0")
+    load_optim: bool = option(True, "do not load optimizer state")
+    exit_on_missing_checkpoint: bool = option(False, "fail if --load has no checkpoint")
+    allow_precision_change: bool = option(
         False, "resume from a checkpoint trained in another precision (--bf16, --fp16, --fp64, fp32)"
     )
-    allow_rope_change: bool = knob(
+    allow_rope_change: bool = option(
         False,
         "load weights of a model that rotated in another way (--rotary-base, --rope-scaling, --use-rope-scaling), "
         "for a longer "
         "context",
     )
-    allow_tokenizer_change: bool = knob(
+    allow_tokenizer_change: bool = option(
         False, "load weights trained with another tokenizer of the same vocabulary size"
     )
-    resize_token_embeddings: Literal["tokens", "ids"] | None = knob(
+    resize_token_embeddings: Literal["tokens", "ids"] | None = option(
         None,
         "load weights alone for another vocabulary: rows of the word table stay for tokens, or for ids, that both "
         "tokenizers "
         "have; the others get first values",
     )
-    allow_missing_tensors: bool = knob(
+    allow_missing_tensors: bool = option(
         False, "load weights alone of a model that lacks tensors: each is named, and gets its first values"
     )
-    allow_lost_buffers: bool = knob(
+    allow_lost_buffers: bool = option(
         False, "load a checkpoint that lacks buffers of its model that training had changed; they begin anew"
     )
 
@@ -389,14 +389,14 @@ class Config:
         return found | unread_flags(self) | self.checkpoint.without_effect
 
     def component_values(self) -> dict[str, dict[str, Any]]:
-        """Every knob's value by component."""
+        """Every option's value by component."""
         return {
-            name: {f.name: getattr(getattr(self, name), f.name) for f in knobs(component)}
+            name: {f.name: getattr(getattr(self, name), f.name) for f in option_fields(component)}
             for name, component in COMPONENTS.items()
         }
 
     def as_json(self) -> dict[str, dict[str, Any]]:
-        """Every knob's value by component, and the script's own flags."""
+        """Every option's value by component, and the script's own flags."""
         return self.component_values() | self.own.as_json()
 
     def changed_lines(self) -> list[str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from megatron.core.base.dataclass_flags import build, default_of, knobs
+from megatron.core.base.dataclass_flags import build, default_of, option_fields
 from megatron.core.datasets.data_config import DEFAULT_SPLIT
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.model_config import ModelConfig, by_layer
@@ -81,7 +81,7 @@ COURSE_OF_MODEL = (
     *("attention_backend", "cpu_half_products", "compile"),
 )
 # Compared by the files' content, if both sides have its hash.
-BY_TOKENIZER = tuple(f.name for f in knobs(TokenizerConfig))
+BY_TOKENIZER = tuple(f.name for f in option_fields(TokenizerConfig))
 BY_DATA = (
     *("data_path", "train_data_path", "valid_data_path", "test_data_path"),
     *("data_args_path", "per_split_data_args_path"),
@@ -121,7 +121,9 @@ def compare(
         now_of.pop("own", None)
     for part in (part for part in dict.fromkeys([*now_of, *before_of]) if part not in NOT_COMPARED_PARTS):
         now, before = now_of.get(part, {}), before_of.get(part, {})
-        defaults = {f.name: default_of(f) for f in knobs(COMPONENTS[part])} if part in COMPONENTS else own_defaults
+        defaults = (
+            {f.name: default_of(f) for f in option_fields(COMPONENTS[part])} if part in COMPONENTS else own_defaults
+        )
         for name in dict.fromkeys([*now, *before]):
             change = Change(name, before.get(name, defaults.get(name)), now.get(name), name not in now)
             there, here = (by_layer(name, value, now.get("num_layers")) for value in (change.before, change.now))

@@ -2,20 +2,20 @@
 
 from dataclasses import dataclass
 
-from megatron.core.base.dataclass_flags import FlagConfig, NotNegative, Positive, knob
+from megatron.core.base.dataclass_flags import FlagConfig, NotNegative, Positive, option
 
 
 @dataclass(frozen=True)
 class HangConfig(FlagConfig):
     """Hangs."""
 
-    hang_timeout: NotNegative = knob(
+    hang_timeout: NotNegative = option(
         10.0,
         "a rank without progress for this many times the median step, and for --hang-timeout-floor seconds, hangs: the job "
         "reports it and ends with code 4; 0: nobody watches",
         metavar="TIMES",
     )
-    hang_timeout_floor: Positive = knob(
+    hang_timeout_floor: Positive = option(
         180.0,
         "seconds without progress until a rank may count as hung; in the start-up and in a save, until it is looked at",
         metavar="SECONDS",

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import Field
 from typing import Any, NamedTuple
 
-from megatron.core.base.dataclass_flags import FlagParser, knobs, title_of
+from megatron.core.base.dataclass_flags import FlagParser, option_fields, title_of
 from megatron.training.arguments.config import COMPONENTS
 from megatron.training.arguments.ignored_and_refused_flags import (
     NO_EFFECT,
@@ -46,10 +46,10 @@ class FlagGroup(NamedTuple):
 
 def flag_groups() -> Iterator[FlagGroup]:
     """First the flags that every run needs, then the other flags of each component."""
-    fields = {field.name: (component, field) for component in COMPONENTS.values() for field in knobs(component)}
+    fields = {field.name: (component, field) for component in COMPONENTS.values() for field in option_fields(component)}
     yield FlagGroup(NEEDED_TITLE, NEEDED_TEXT, [fields[name] for name in NEEDED])
     for component in COMPONENTS.values():
-        left = [(component, field) for field in knobs(component) if field.name not in NEEDED]
+        left = [(component, field) for field in option_fields(component) if field.name not in NEEDED]
         yield FlagGroup(title_of(component), None, left)
 
 

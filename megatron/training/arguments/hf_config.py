@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.convert import described_by, is_foreign
-from megatron.core.base.dataclass_flags import ConfigError, FlagParser, build, flag_of, knobs
+from megatron.core.base.dataclass_flags import ConfigError, FlagParser, build, flag_of, option_fields
 from megatron.core.models.common.model_rules import ModelRules
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.arguments.checkpoint_args import NOTHING_TAKEN, Taken, as_flags, of_model_and_tokenizer
@@ -77,4 +77,4 @@ def hf_config_problems(config: Config, rules: ModelRules) -> list[str]:
 
 
 def _of_model(model: ModelConfig) -> dict[str, dict[str, Any]]:
-    return {"transformer": {field.name: getattr(model, field.name) for field in knobs(ModelConfig)}}
+    return {"transformer": {field.name: getattr(model, field.name) for field in option_fields(ModelConfig)}}

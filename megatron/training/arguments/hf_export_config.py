@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.base.dataclass_flags import Count, FlagConfig, knob
+from megatron.core.base.dataclass_flags import Count, FlagConfig, option
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 DEFAULT_SHARD_SIZE = "5GB"
@@ -30,18 +30,18 @@ def read_size(text: str) -> str:
 class HFConfig(FlagConfig):
     """Hugging Face folders of the model."""
 
-    save_hf: str | None = knob(
+    save_hf: str | None = option(
         None,
         "write the model as a Hugging Face folder, DIR/iter_0000100, where the run ends (after its checkpoint); "
         "training waits, "
         "with --async-save too",
         metavar="DIR",
     )
-    save_hf_interval: Count | None = knob(None, "write a folder every N iterations, too")
-    save_hf_dtype: Literal["float32", "bfloat16", "float16"] | None = knob(
+    save_hf_interval: Count | None = option(None, "write a folder every N iterations, too")
+    save_hf_dtype: Literal["float32", "bfloat16", "float16"] | None = option(
         None, "dtype of the tensors of --save-hf; default: that of the parameters"
     )
-    save_hf_max_shard_size: str | None = knob(
+    save_hf_max_shard_size: str | None = option(
         None, f"bytes of one file of --save-hf, as 500MB; default: {DEFAULT_SHARD_SIZE}", read=read_size
     )
 

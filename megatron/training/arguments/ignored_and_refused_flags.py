@@ -329,7 +329,7 @@ WARNED = parse_table(WARNED_BY_REASON)
 REFUSED = parse_table(REFUSED_BY_REASON)
 OTHERS = NO_EFFECT | SILENT | WARNED | REFUSED
 
-# Other spellings of settings: flag -> the fields that it stands for. Aliases of one field stand in its knob.
+# Other spellings of settings: flag -> the fields that it stands for. Aliases of one field stand in its option.
 SHORTHAND: dict[str, dict[str, Any]] = {
     "--use-rotary-position-embeddings": {"position_embedding_type": "rope"},
     "--recompute-activations": {"recompute_granularity": "selective"},

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.base.dataclass_flags import Count, FlagConfig, flag_of, knob
+from megatron.core.base.dataclass_flags import Count, FlagConfig, flag_of, option
 
 _LOG_INTERVAL = 100  # Megatron's default
 
@@ -14,56 +14,56 @@ _LOG_INTERVAL = 100  # Megatron's default
 class LogConfig(FlagConfig):
     """Logging."""
 
-    log_interval: Count | None = knob(
+    log_interval: Count | None = option(
         None,
         "iterations between log lines; default 100, with progress lines in between when iterations are slow",
         metavar="STEPS",
     )
-    log_throughput: bool = knob(
+    log_throughput: bool = option(
         False, "log TFLOP/s per device, and a line with time left, tokens/s and, if the device's peak is known, MFU"
     )
-    log_params_norm: bool = knob(False, "log the L2 norm of all parameters")
-    log_num_zeros_in_grad: bool = knob(False, "log the number of zeros in the gradient")
-    log_progress: bool = knob(False, "append starts and checkpoints to progress.txt in the --save folder")
-    metrics_file: str | None = knob(
+    log_params_norm: bool = option(False, "log the L2 norm of all parameters")
+    log_num_zeros_in_grad: bool = option(False, "log the number of zeros in the gradient")
+    log_progress: bool = option(False, "append starts and checkpoints to progress.txt in the --save folder")
+    metrics_file: str | None = option(
         None,
         "JSONL file with one record per log interval and validation; a resumed run truncates to its start, then appends",
         metavar="FILE",
     )
-    heartbeat_file: str | None = knob(
+    heartbeat_file: str | None = option(
         None,
         "file replaced once a second, for supervisors: time, iteration, losses, tokens/s and the last save, in JSON",
         metavar="FILE",
     )
-    prometheus_file: str | None = knob(
+    prometheus_file: str | None = option(
         None,
         "the same numbers as a text file for Prometheus' textfile collector, such as DIR/megatron.prom",
         metavar="FILE",
     )
-    log_straggler: bool = knob(
+    log_straggler: bool = option(
         False,
         "at each log interval a line with the ranks that were busy longest, and shortest, without waiting for others",
     )
-    straggler_minmax_count: Count = knob(
+    straggler_minmax_count: Count = option(
         1, "ranks that --log-straggler lists as the slowest, and as the fastest", metavar="N"
     )
-    inspect: Count | None = knob(
+    inspect: Count | None = option(
         None,
         "iterations between statistics (mean, std, max, zeros, non-finite) of parameters, gradients and layer outputs",
         metavar="STEPS",
     )
-    log_memory_interval: Count | None = knob(
+    log_memory_interval: Count | None = option(
         None,
         "iterations between lines with measured and predicted memory; slow on a CPU, which counts every tensor",
         metavar="STEPS",
     )
-    timing_log_level: Literal[0, 1, 2] = knob(
+    timing_log_level: Literal[0, 1, 2] = option(
         0, "0: no timers; 1: parts of an iteration; 2: also each forward, backward and transfer"
     )
-    timing_log_option: Literal["max", "minmax", "all"] = knob(
+    timing_log_option: Literal["max", "minmax", "all"] = option(
         "minmax", "printed times over ranks: the longest, shortest and longest, or of each rank"
     )
-    barrier_with_L1_time: bool = knob(
+    barrier_with_L1_time: bool = option(
         False,
         "synchronize all ranks around level-1 timers: exact times, slower training",
         flags=("--barrier-with-level-1-timing",),
@@ -78,24 +78,24 @@ class LogConfig(FlagConfig):
 class TensorBoardConfig(FlagConfig):
     """TensorBoard and wandb."""
 
-    tensorboard_dir: str | None = knob(None, "folder for TensorBoard event files", metavar="DIR")
-    tensorboard_log_interval: Count = knob(1, "iterations between points of a curve")
-    tensorboard_queue_size: Count = knob(1000, "points buffered before a write")
-    log_timers_to_tensorboard: bool = knob(False, "log timers (needs --timing-log-level 1 or 2)")
-    log_batch_size_to_tensorboard: bool = knob(False, "log the global batch size")
-    log_learning_rate_to_tensorboard: bool = knob(
+    tensorboard_dir: str | None = option(None, "folder for TensorBoard event files", metavar="DIR")
+    tensorboard_log_interval: Count = option(1, "iterations between points of a curve")
+    tensorboard_queue_size: Count = option(1000, "points buffered before a write")
+    log_timers_to_tensorboard: bool = option(False, "log timers (needs --timing-log-level 1 or 2)")
+    log_batch_size_to_tensorboard: bool = option(False, "log the global batch size")
+    log_learning_rate_to_tensorboard: bool = option(
         True,
         "do not log the learning rate",
         flags=("--no-log-learning-rate-to-tensorboard", "--no-log-learnig-rate-to-tensorboard"),
     )
-    log_loss_scale_to_tensorboard: bool = knob(True, "do not log the loss scale")
-    log_validation_ppl_to_tensorboard: bool = knob(False, "log validation perplexity")
-    log_memory_to_tensorboard: bool = knob(False, "log device memory")
-    log_world_size_to_tensorboard: bool = knob(False, "log the world size")
-    wandb_project: str | None = knob(None, "Weights & Biases project for the same curves", metavar="NAME")
-    wandb_exp_name: str | None = knob(None, "run name at Weights & Biases", metavar="NAME")
-    wandb_entity: str | None = knob(None, "user or team at Weights & Biases", metavar="NAME")
-    wandb_save_dir: str | None = knob(None, "folder for wandb's files; default: the working folder", metavar="DIR")
+    log_loss_scale_to_tensorboard: bool = option(True, "do not log the loss scale")
+    log_validation_ppl_to_tensorboard: bool = option(False, "log validation perplexity")
+    log_memory_to_tensorboard: bool = option(False, "log device memory")
+    log_world_size_to_tensorboard: bool = option(False, "log the world size")
+    wandb_project: str | None = option(None, "Weights & Biases project for the same curves", metavar="NAME")
+    wandb_exp_name: str | None = option(None, "run name at Weights & Biases", metavar="NAME")
+    wandb_entity: str | None = option(None, "user or team at Weights & Biases", metavar="NAME")
+    wandb_save_dir: str | None = option(None, "folder for wandb's files; default: the working folder", metavar="DIR")
 
     def problems(self) -> Iterator[str]:
         for name in ("wandb_exp_name", "wandb_entity", "wandb_save_dir"):
@@ -112,15 +112,15 @@ class TensorBoardConfig(FlagConfig):
 class ProfileConfig(FlagConfig):
     """Profiling."""
 
-    profile: bool = knob(False, "write a Chrome trace of some iterations, under --tensorboard-dir or --save")
-    profile_step_start: int = knob(10, "profile after this iteration")
-    profile_step_end: int = knob(12, "last profiled iteration")
-    profile_ranks: list[int] = knob([0], "ranks that write a trace")
-    use_pytorch_profiler: bool = knob(False, "accepted: --profile always uses the PyTorch profiler")
-    record_memory_history: bool = knob(
+    profile: bool = option(False, "write a Chrome trace of some iterations, under --tensorboard-dir or --save")
+    profile_step_start: int = option(10, "profile after this iteration")
+    profile_step_end: int = option(12, "last profiled iteration")
+    profile_ranks: list[int] = option([0], "ranks that write a trace")
+    use_pytorch_profiler: bool = option(False, "accepted: --profile always uses the PyTorch profiler")
+    record_memory_history: bool = option(
         False, "record device allocations; a snapshot is written at each log line and at exit"
     )
-    memory_snapshot_path: str = knob(
+    memory_snapshot_path: str = option(
         "snapshot.pickle", "snapshot file for pytorch.org/memory_viz; ranks above 0 append their number", metavar="FILE"
     )
 

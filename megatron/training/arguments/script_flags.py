@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.base.dataclass_flags import FlagParser, default_of, knob_of
+from megatron.core.base.dataclass_flags import FlagParser, default_of, field_of_action
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def own_flags(parser: FlagParser, settings: Mapping[str, Any], ours: Collection[
     for action in parser.own:
         if action.dest in ours:
             continue
-        field = knob_of(action)
+        field = field_of_action(action)
         title = titles.get(id(action))
         default = _default_of(parser, action)
         value = settings.get(action.dest, default)
@@ -60,7 +60,7 @@ def own_flags(parser: FlagParser, settings: Mapping[str, Any], ours: Collection[
 
 def _default_of(parser: FlagParser, action: argparse.Action) -> Any:
     """The value of a flag that is not given."""
-    if (field := knob_of(action)) is not None:
+    if (field := field_of_action(action)) is not None:
         return default_of(field)
     if action.default is argparse.SUPPRESS:
         return None

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from megatron.core.base.unsupported_arguments import takes
+from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.arguments import command_line
 
 
-@takes(ignore_unknown_args=False)
+@accepts_defaults_only(ignore_unknown_args=False)
 def parse_args(
     extra_args_provider: Callable[[Any], Any] | None = None, *, defaults: dict[str, Any] | None = None
 ) -> Any:

@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megatron.core.base.dataclass_flags import default_of, flags_of, knobs
+from megatron.core.base.dataclass_flags import default_of, flags_of, option_fields
 from megatron.core.optimizer.muon_config import MuonConfig
 
 _ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
-_MUON = (*(field.name for field in knobs(MuonConfig)), "muon_scalar_optimizer")
+_MUON = (*(field.name for field in option_fields(MuonConfig)), "muon_scalar_optimizer")
 # What an optimizer computes -> the settings that it reads.
 _READ_BY = {"AdamW": _ADAM, "Adam with L2": _ADAM, "SGD": ("sgd_momentum",), "Muon": _MUON}
 
@@ -24,7 +24,7 @@ Unread = tuple[Any, Sequence[str], str]  # a component, the settings that nothin
 
 def _changed(part: Any, names: Sequence[str]) -> Iterator[str]:
     """The flags of those settings that are not at their default."""
-    fields = {field.name: field for field in knobs(type(part))}
+    fields = {field.name: field for field in option_fields(type(part))}
     return (flags_of(fields[name])[0] for name in names if getattr(part, name) != default_of(fields[name]))
 
 
@@ -37,7 +37,7 @@ def _of_model(config: Any) -> Iterator[Unread]:
         of_rotation = ("rotary_base", "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor")
         of_rotation += ("use_rope_scaling", "rope_scaling_factor", "rope_scaling", "rotary_base_of_windows")
         yield model, of_rotation, f"no layer rotates with --no-rope-freq {model.no_rope_freq}"
-    if model.window_attn_skip_freq and all(model.keys_before(layer) is None for layer in range(model.num_layers)):
+    if model.window_attn_skip_freq and all(model.window_left(layer) is None for layer in range(model.num_layers)):
         yield (
             model,
             ("window_size",),

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from megatron.core.base.dataclass_flags import ConfigError, flag_of, flags_of, knobs
-from megatron.core.base.error_reporting import is_told_to_user
+from megatron.core.base.dataclass_flags import ConfigError, flag_of, flags_of, option_fields
+from megatron.core.base.error_reporting import is_user_error
 from megatron.core.dist_checkpointing.format import iteration_of
 from megatron.core.optimizer.lr_schedule import RunLength, learning_rate_schedule
 from megatron.core.pipeline_parallel.schedule.registry import SCHEDULES
@@ -88,7 +88,7 @@ def _url_problems(config: Config, _: int) -> Iterator[str]:
     """URLs of object stores that this installation cannot read, and those where a folder of this machine is needed."""
     save = config.checkpoint.save
     for part in (getattr(config, part.name) for part in fields(config)):
-        for field in (field for field in knobs(type(part)) if field.metadata.get("metavar") == "DIR"):
+        for field in (field for field in option_fields(type(part)) if field.metadata.get("metavar") == "DIR"):
             given = getattr(part, field.name)
             if given is None or not is_url(given):
                 continue
@@ -133,7 +133,7 @@ def _watch_problems(config: Config, world_size: int) -> Iterator[str]:
 def _missing(config: Config, _: int) -> Iterator[str]:
     """Required settings that are not given."""
     for part in (getattr(config, part.name) for part in fields(config)):
-        lacks = (f for f in knobs(type(part)) if f.metadata["required"] and getattr(part, f.name) is None)
+        lacks = (f for f in option_fields(type(part)) if f.metadata["required"] and getattr(part, f.name) is None)
         yield from (f"{flags_of(f)[0]} is required" for f in lacks)
     if config.training.train_iters is None and config.training.train_samples is None:
         yield "--train-iters (or --train-samples) is required"
@@ -155,7 +155,7 @@ def apart_from(known: Sequence[str], parts: Mapping[str, Any], found: Sequence[s
     A problem is dropped if it names a flag of a missing component, or of the problems `known`.
     """
     failed = [name for name in COMPONENTS if name not in parts]
-    missing = {flag for name in failed for field in knobs(COMPONENTS[name]) for flag in flags_of(field)}
+    missing = {flag for name in failed for field in option_fields(COMPONENTS[name]) for flag in flags_of(field)}
     doubtful = flags_in(known) | missing
     words = ("world size", "data-parallel size") if "parallel" in failed else ()
     return [problem for problem in found if not flags_in([problem]) & doubtful and not any(w in problem for w in words)]
@@ -209,7 +209,7 @@ def _model_problems(config: Config, _: int) -> Iterator[str]:
 
 def _optimizer_problems(config: Config, _: int) -> Iterator[str]:
     """An --optimizer of whole tensors, where a rank would have parts of them."""
-    if not config.optimizer.rule().whole:
+    if not config.optimizer.rule().needs_full_matrix:
         return
     stage, offload = config.data_parallel.stage, config.offload
     away = offload.optimizer_offload_fraction > 0
@@ -231,7 +231,7 @@ def _layer_problems(config: Config) -> Iterator[str]:
     try:
         largest = max(map(len, config.layer_split))
     except ValueError as error:
-        if not is_told_to_user(error):
+        if not is_user_error(error):
             raise
         yield from str(error).split("\n")
         return
@@ -260,7 +260,7 @@ def _batch_problems(config: Config, world_size: int) -> list[str]:
     try:
         chunks = config.stages.chunks
     except ValueError as error:
-        if not is_told_to_user(error):
+        if not is_user_error(error):
             raise
         return []  # reported by `_layer_problems`
     if chunks > 1 and stages == 1:
@@ -292,7 +292,7 @@ def _batch_problems(config: Config, world_size: int) -> list[str]:
             else:
                 SCHEDULES[config.schedule_name](stages, microbatches, chunks)
         except ValueError as error:
-            if not is_told_to_user(error):
+            if not is_user_error(error):
                 raise
             where = f"steps of {size} samples: " if len(sizes) > 1 else ""
             return [where + problem for problem in str(error).split("\n")]

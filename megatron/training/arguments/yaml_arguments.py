@@ -13,7 +13,7 @@ Megatron-LM's own files name fields of its config classes; fields without a flag
 import argparse
 from typing import Any, NamedTuple
 
-from megatron.core.base.dataclass_flags import ConfigError, FlagParser, knob_of, nearest_flag
+from megatron.core.base.dataclass_flags import ConfigError, FlagParser, field_of_action, nearest_flag
 
 YAML_FLAG = "--yaml-cfg"
 _OF_THE_COMMAND_LINE = (YAML_FLAG, "--help", "--help-all")
@@ -171,7 +171,7 @@ class _Reader:
             self._refuse(value.start_mark.line + 1, f"{key} is {value.value!r}; it must be true or false")
         elif switch is when:
             self.words.append(action.option_strings[0])
-        elif knob_of(action) is not None:
+        elif field_of_action(action) is not None:
             self.settings[action.dest] = not action.const
 
     def share_heads(self) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from megatron.convert.check_missing_keys import ABSENT_HEADS, ALLOW, advice_of, both_names, heads_in_state, shown_heads
 from megatron.convert.hf_origin import origin_problems
-from megatron.core.base.dataclass_flags import ConfigError, build, flags_of, knobs, misfits
+from megatron.core.base.dataclass_flags import ConfigError, build, flags_of, misfits, option_fields
 from megatron.core.base.registry import FUNCTIONS
 from megatron.core.dist_checkpointing import Checkpoint, CheckpointError, LocalTensor
 from megatron.core.dist_checkpointing.lost_buffers import BUFFERS_AT_START, LOST_BUFFERS
@@ -290,7 +290,7 @@ def check_same_positions(
     config: Config, mine: dict[str, LocalTensor], checkpoint: Checkpoint, world: Axis, device: torch.device
 ) -> None:
     """Refuse a learned position table with another number of rows. One all-reduce; every rank must call."""
-    with collectives.together(world, device):
+    with collectives.raise_together(world, device):
         for name in (name for name in mine if name.endswith(_POSITIONS) and name in checkpoint.names):
             saved, rows = checkpoint.manifest.tensors[name].shape[0], mine[name].shape[0]
             if saved != rows and rows == config.positions:
@@ -326,7 +326,11 @@ def _optimizer_at_fault(config: Config, saved: dict[str, Any]) -> str | None:
     # Part by part: Muon's momentum_buffer is of matrices alone, and sgd beside it has one of the other parameters.
     parts = zip(config.optimizer.moments_by_part, before.moments_by_part)
     lacking = list(dict.fromkeys(kind for now, then in parts for kind in now if kind not in then))
-    differ = [field for field in knobs(OptimizerConfig) if theirs.get(field.name, mine[field.name]) != mine[field.name]]
+    differ = [
+        field
+        for field in option_fields(OptimizerConfig)
+        if theirs.get(field.name, mine[field.name]) != mine[field.name]
+    ]
     was = ", ".join(f"{flags_of(field)[0]} was {theirs[field.name]}" for field in differ)
     return f"no {', '.join(lacking)} ({was})" if lacking else None
 

@@ -23,7 +23,7 @@ from megatron.core.base.registry import FUNCTIONS
 from megatron.core.dist_checkpointing.checkpoint_folder import remove
 from megatron.core.dist_checkpointing.format import PARTIAL, REPLACED, CheckpointError, folder_name, iteration_of
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.optimizer.checkpoint_tensors import model_tensors
+from megatron.core.optimizer.checkpoint_tensors import sharded_model_state
 from megatron.core.parallel import collectives
 from megatron.core.storage import file_layer
 from megatron.core.storage.paths import path_of
@@ -49,9 +49,9 @@ class HFExports:
         settings = {"config": runtime.config.as_json(), "model": name, "vocab_size": runtime.vocab_size_if_any}
         settings |= {FUNCTIONS: functions_of(runtime.config)}
         origin = {} if state.origin is None else {"origin": state.origin.as_json()}
-        records = records_of_ranks(model_tensors(chunks, runtime.mesh), world, device)
+        records = records_of_ranks(sharded_model_state(chunks, runtime.mesh), world, device)
         options = {"dtype": config.save_hf_dtype, "most_bytes": config.most_bytes}
-        with collectives.together(world, device):
+        with collectives.raise_together(world, device):
             try:
                 self._plan = plan_folder(settings | origin, records, "this run", **options)
             except ConfigError as error:
@@ -84,11 +84,11 @@ class HFExports:
         for chunk in self._chunks:
             chunk.finish_param_gather()
         try:
-            with collectives.together(world, device):
+            with collectives.raise_together(world, device):
                 if world.is_first:
                     remove(partial)
-            write_gathered(self._plan, model_tensors(self._chunks, mesh), partial, world, device, note=self._tell)
-            with collectives.together(world, device):
+            write_gathered(self._plan, sharded_model_state(self._chunks, mesh), partial, world, device, note=self._tell)
+            with collectives.raise_together(world, device):
                 if world.is_first:
                     _publish(partial, final)
         except OSError as error:

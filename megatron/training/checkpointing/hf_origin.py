@@ -46,7 +46,7 @@ def origin_of_new_run(runtime: Runtime) -> Origin | None:
 def _agreed(runtime: Runtime, read: Callable[[], Origin | None]) -> Origin | None:
     world, device = runtime.mesh["world"], runtime.device.torch_device
     text = None
-    with collectives.together(world, device):
+    with collectives.raise_together(world, device):
         if world.is_first:
             origin = read()
             text = json.dumps(None if origin is None else origin.as_json())

@@ -48,7 +48,7 @@ def load_undamaged(
             instead = f"iteration {left[0]} is used instead" if left else "there is no older one of its run"
             print_rank_0(f"WARNING: iteration {iteration} of {root} is damaged: {damage}; {instead}")
             continue
-        with collectives.together(world, device):
+        with collectives.raise_together(world, device):
             if owns_root and world.is_first:
                 _set_aside(root, [*start.spoiled, *(number for number, _ in damages)])
         return loaded

@@ -84,7 +84,7 @@ def check_place(config: CheckpointConfig, world: Axis, device: torch.device) -> 
     if config.non_persistent_save_interval is None:
         return
     kind, place = config.non_persistent_ckpt_type, place_of(config, world.rank)
-    with collectives.together(world, device):
+    with collectives.raise_together(world, device):
         try:
             if world.is_first:
                 file_layer.remove_if_there(path_of(config.save) / (_POINTER + PARTIAL))
@@ -112,26 +112,26 @@ def save_copy(
     If any rank fails, all raise, and the copy before still counts.
     """
     before = None
-    with collectives.together(world, device):
+    with collectives.raise_together(world, device):
         before = pointed_at(config) if world.is_first else None
         slot = _SLOTS[before is not None and before.slot == _SLOTS[0]]
         mine = {"iteration": iteration, "slot": slot, "token": secrets.token_hex(16)}
     chosen = Copy(**json.loads(collectives.broadcast_text(json.dumps(mine), world, device)))
     is_local = config.non_persistent_ckpt_type == "local"
     place, removes = place_of(config, world.rank), is_local or world.is_first
-    with collectives.together(world, device):
+    with collectives.raise_together(world, device):
         if removes:
             remove(place / chosen.slot)
     written = iteration, own_pieces(tensors) if is_local else tensors, {**state, "copy": chosen.token}
     if is_local:
-        with collectives.together(world, device):
+        with collectives.raise_together(world, device):
             save_checkpoint(place / chosen.slot, *written, ALONE)
     else:
         save_checkpoint(place / chosen.slot, *written, world, device)
-    with collectives.together(world, device):
+    with collectives.raise_together(world, device):
         if world.is_first:
             _point_at(config, mine)
-    with collectives.together(world, device):
+    with collectives.raise_together(world, device):
         if removes:
             remove(place / _SLOTS[chosen.slot == _SLOTS[0]])
 
@@ -186,14 +186,14 @@ class OwnPart:
     ) -> None:
         """As `Checkpoint.read_into`; a copy holds what it was made of, so nothing is converted."""
         del convert
-        with collectives.together(world, device):
+        with collectives.raise_together(world, device):
             self.inner.read_into(own_pieces(tensors))
 
 
 def newest_copy(config: CheckpointConfig, newest: int | None, world: Axis, device: torch.device) -> Copy | None:
     """The copy to go on from; None if there is none after the checkpoint of iteration `newest`. Every rank must call."""
     text = json.dumps(None)
-    with collectives.together(world, device):
+    with collectives.raise_together(world, device):
         if world.is_first and (copy := _usable(config, newest)) is not None:
             text = json.dumps(vars(copy))
     found = json.loads(collectives.broadcast_text(text, world, device))
@@ -221,9 +221,9 @@ def open_copy(config: CheckpointConfig, copy: Copy, world: Axis, device: torch.d
     if config.non_persistent_ckpt_type == "global":
         checkpoint: Checkpoint | OwnPart = open_checkpoint(folder, copy.iteration, world, device)
     else:
-        with collectives.together(world, device):
+        with collectives.raise_together(world, device):
             checkpoint = OwnPart(open_checkpoint(folder, copy.iteration))
-    with collectives.together(world, device):
+    with collectives.raise_together(world, device):
         if checkpoint.state.get("copy") != copy.token:
             raise CheckpointError(checkpoint.folder, f"is not of the save that {_POINTER} names", DAMAGED)
     return checkpoint

@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.lost_buffers import BUFFERS_AT_START, LOST
 from megatron.core.dist_checkpointing.retention import delete_older
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.ops import cpu_half_precision_matmul as matmul, dropout_masks
-from megatron.core.optimizer.checkpoint_tensors import model_tensors, optimizer_tensors
+from megatron.core.optimizer.checkpoint_tensors import sharded_model_state, sharded_optimizer_state
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
@@ -55,7 +55,7 @@ _MASTER = "optimizer/master/"
 
 def count_parameters(chunks: Chunks, mesh: Mesh, device: torch.device | str) -> int:
     """Parameters of the whole model, each counted once. One all-reduce of a scalar; every rank must call."""
-    written = (tensor for tensor in model_tensors(chunks, mesh).values() if tensor.is_writer)
+    written = (tensor for tensor in sharded_model_state(chunks, mesh).values() if tensor.is_writer)
     mine = sum(math.prod(size_of(box)) for tensor in written for box, _ in tensor.pieces)
     return int(collectives.all_reduce(torch.tensor([mine], dtype=torch.int64, device=device), mesh["world"]).item())
 
@@ -73,8 +73,8 @@ def save(
 
 def tensors_to_save(runtime: Runtime, chunks: Chunks, optimizer: FlatOptimizer) -> dict[str, LocalTensor]:
     """This rank's part of each tensor of a checkpoint."""
-    state = optimizer_tensors(optimizer, runtime.mesh) if runtime.config.checkpoint.save_optim else {}
-    return model_tensors(chunks, runtime.mesh) | state
+    state = sharded_optimizer_state(optimizer, runtime.mesh) if runtime.config.checkpoint.save_optim else {}
+    return sharded_model_state(chunks, runtime.mesh) | state
 
 
 def to_save(
@@ -136,8 +136,8 @@ def _delete_older(config: CheckpointConfig, state: TrainState) -> None:
 
 def _products_of(runtime: Runtime) -> dict[str, Any]:
     dtype = runtime.config.transformer.params_dtype
-    has_two = matmul.has_two_ways(dtype, runtime.device.torch_device)
-    return {"products": matmul.ways_as_json(runtime.products, dtype)} if has_two else {}
+    has_two = matmul.is_half_precision_on_cpu(dtype, runtime.device.torch_device)
+    return {"products": matmul.modes_as_json(runtime.matmul_modes, dtype)} if has_two else {}
 
 
 def saved_products(config: CheckpointConfig, world: Axis, device: torch.device) -> dict[str, Any] | None:
@@ -157,7 +157,7 @@ def saved_products(config: CheckpointConfig, world: Axis, device: torch.device) 
 
 def choose_start(config: CheckpointConfig, world: Axis, device: torch.device) -> Start | None:
     """`where_to_start`, decided by the first rank for all. Every rank must call."""
-    with collectives.together(world, device):
+    with collectives.raise_together(world, device):
         chosen = json.dumps(where_to_start(config)) if world.is_first else None
     chosen = json.loads(collectives.broadcast_text(chosen, world, device))
     return None if chosen is None else Start(*chosen)
@@ -237,7 +237,7 @@ def _load_one(
     check_lost_buffers(lost_buffers(checkpoint.state), given, allowed=config.allow_lost_buffers)
     note_other_buffers(checkpoint.state.get(BUFFERS_AT_START, {}), first_buffers(chunks, mesh["world"], device), given)
     is_other = tokenizer_compatibility.check_same_tokens(runtime, checkpoint.state, given)
-    wanted = model_tensors(chunks, mesh)
+    wanted = sharded_model_state(chunks, mesh)
     if isinstance(checkpoint, Checkpoint):  # a part of a copy names the boxes of its pieces, which must be those wanted
         compatibility.check_same_parameters(wanted, checkpoint, mesh["world"], device)
         compatibility.check_same_positions(runtime.config, wanted, checkpoint, mesh["world"], device)
@@ -248,7 +248,7 @@ def _load_one(
         )
     if goes_on:
         compatibility.check_same_optimizer(runtime, checkpoint.state)
-    state = optimizer_tensors(optimizer, mesh)
+    state = sharded_optimizer_state(optimizer, mesh)
     if absent:  # their masters, too, were made of first values
         wanted = {name: tensor for name, tensor in wanted.items() if name not in absent}
         state = {name: tensor for name, tensor in state.items() if name.replace(_MASTER, "model/", 1) not in absent}

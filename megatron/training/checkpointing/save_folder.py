@@ -31,7 +31,7 @@ def prepare_folder(config: CheckpointConfig, world: Axis, device: torch.device, 
     locks.
     """
     root = config.save
-    with collectives.together(world, device):
+    with collectives.raise_together(world, device):
         if root is not None and world.is_first:
             with _naming("", root):
                 _prepare(root, path_of(root), held)
@@ -40,7 +40,7 @@ def prepare_folder(config: CheckpointConfig, world: Axis, device: torch.device, 
 
 def prepare_hf_folder(given: str | None, world: Axis, device: torch.device, held: contextlib.ExitStack) -> None:
     """`prepare_folder` of --save-hf, which must hold nothing else. Every rank must call."""
-    with collectives.together(world, device):
+    with collectives.raise_together(world, device):
         if given is not None and world.is_first:
             root = path_of(given)
             with _naming("-hf", given):

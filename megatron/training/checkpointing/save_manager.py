@@ -42,7 +42,7 @@ class Saves:
         world, device = runtime.mesh["world"], runtime.device.torch_device
         self._background = BackgroundSaves(world, device)
         runtime.held.callback(self.close)
-        with collectives.together(world, device):  # now, not after hours, and no save waits for it
+        with collectives.raise_together(world, device):  # now, not after hours, and no save waits for it
             self._background.reserve(save_and_load.tensors_to_save(runtime, chunks, optimizer))
 
     def are_due(self, *, last: bool) -> list[Callable[[dict], None]]:

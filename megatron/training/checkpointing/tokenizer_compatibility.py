@@ -75,7 +75,7 @@ def _on_first(runtime: Runtime, work: Any) -> Any:
     """What `work` returns on the first rank, as JSON has it. Every rank must call; its errors are raised on all."""
     world, device = runtime.mesh["world"], runtime.device.torch_device
     text = None
-    with collectives.together(world, device):
+    with collectives.raise_together(world, device):
         if world.is_first:
             text = json.dumps(work())
     return json.loads(collectives.broadcast_text(text, world, device))

@@ -36,7 +36,7 @@ Digests = dict[str, str]
 
 def note_buffers(chunks: Collection[DistributedDataParallel], world: Axis, device: torch.device | str) -> None:
     """Remember the values with which the model begins; warn of those that a checkpoint will lack. Every rank must call."""
-    with collectives.together(world, device):
+    with collectives.raise_together(world, device):
         for chunk in chunks:
             chunk.buffers_at_start = digests_of(chunk.module)
     names = _names_on_any_rank((name for chunk in chunks for name in chunk.buffers_at_start), world, device)
@@ -53,7 +53,7 @@ def changed_buffers(chunks: Collection[DistributedDataParallel], world: Axis, de
 
     A chunk whose beginning was not noted may have changed in all."""
     mine: list[str] = []
-    with collectives.together(world, device):
+    with collectives.raise_together(world, device):
         for chunk in chunks:
             before, now = chunk.buffers_at_start or {}, digests_of(chunk.module)
             mine += [name for name in before | now if before.get(name) != now.get(name)]

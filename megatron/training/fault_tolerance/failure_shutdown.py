@@ -175,7 +175,7 @@ def _claims(store: Any) -> bool:
 def _rank_that_failed(store: Any) -> str | None:
     """ "rank 3 failed" for the first rank with an error, once that is printed; or the message of a rank's death."""
     has_store, deadline = store is not None and _keeper_lives(), time.monotonic() + _SECONDS
-    while time.monotonic() < deadline and (has_store or parallel_state.has_line()):
+    while time.monotonic() < deadline and (has_store or parallel_state.has_liveness()):
         with contextlib.suppress(Exception):
             if has_store and store.check([_FAILED]):
                 return store.get(_FAILED).decode()

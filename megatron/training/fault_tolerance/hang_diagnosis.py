@@ -15,8 +15,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from megatron.core.base.rank_status import PHASES, Calls, Place, ranks_of
-from megatron.core.parallel.tcp_liveness import listed
+from megatron.core.base.rank_status import PHASES, Calls, RankStatus, ranks_of
+from megatron.core.parallel.tcp_liveness import ranks_as_text
 from megatron.training.fault_tolerance.process_stat import ProcessState
 
 _FIRST_STEPS = 3  # of which nobody knows how long they take: they compile, and connect
@@ -33,7 +33,7 @@ class Seen:
     stalled: seconds without progress. rested: seconds in which it neither computed, nor read, nor wrote.
     """
 
-    place: Place
+    place: RankStatus
     host: str
     state: ProcessState
     stalled: float
@@ -62,7 +62,7 @@ class Verdict:
     slow: bool = False
 
 
-def is_hurried(place: Place) -> bool:
+def is_hurried(place: RankStatus) -> bool:
     """Whether the rank's present work is of known length: a step like those before it."""
     return place.phase in _HURRIED and place.steps > _FIRST_STEPS
 
@@ -155,7 +155,7 @@ def _roots(awaited: dict[int, tuple[int, ...]], by_rank: dict[int, Seen]) -> lis
 def _headline(hung: Sequence[int], verb: str, awaited: dict[int, tuple[int, ...]], by_rank: dict[int, Seen]) -> str:
     names = [by_rank[rank].name for rank in hung if rank in by_rank]
     unheard = [rank for rank in hung if rank not in by_rank]
-    names += [f"{listed(unheard)} (on another machine)"] if unheard else []
+    names += [f"{ranks_as_text(unheard)} (on another machine)"] if unheard else []
     if not names:
         return "the ranks wait for each other, each in a call that the others have not issued"
     if len(hung) > 1:
@@ -164,16 +164,16 @@ def _headline(hung: Sequence[int], verb: str, awaited: dict[int, tuple[int, ...]
     if waiting:
         one = by_rank[waiting[0]]
         call = one.place.waiting or one.place.last
-        others = f"; {listed(waiting[1:])} too" if waiting[1:] else ""
+        others = f"; {ranks_as_text(waiting[1:])} too" if waiting[1:] else ""
         return (
-            f"{', '.join(names)} {verb}: rank {one.rank} waits in {call}, over {listed(ranks_of(call.group))}, "
-            f"and {listed(hung)} did not come{others}; {_when(one.place)}"
+            f"{', '.join(names)} {verb}: rank {one.rank} waits in {call}, over {ranks_as_text(ranks_of(call.group))}, "
+            f"and {ranks_as_text(hung)} did not come{others}; {_when(one.place)}"
         )
     place = by_rank[hung[0]].place if hung[0] in by_rank else next(iter(by_rank.values())).place
     return f"{', '.join(names)} {verb}, {_when(place)}"
 
 
-def _when(place: Place) -> str:
+def _when(place: RankStatus) -> str:
     return f"{place.phase}, iteration {place.iteration}" if place.steps else f"while {place.phase}"
 
 
@@ -188,9 +188,9 @@ def hang_report(verdict: Verdict, seen: Sequence[Seen]) -> str:
         if one.stack:
             stacks.setdefault(main_stack(one.stack), []).append(one.rank)
     for stack, ranks in stacks.items():
-        lines += [f"{listed(ranks)}, most recent call first:", stack]
+        lines += [f"{ranks_as_text(ranks)}, most recent call first:", stack]
     if silent := [one.rank for one in rows if not one.stack]:
-        lines.append(f"no stack of {listed(silent)}")
+        lines.append(f"no stack of {ranks_as_text(silent)}")
     return "\n".join(lines)
 
 

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from megatron.core.base import output_streams, rank_status
 from megatron.core.base.error_reporting import write_error_file
-from megatron.core.base.rank_status import Place, Whereabouts, read_place
+from megatron.core.base.rank_status import RankStatus, RankStatusWriter, read_status
 from megatron.training.arguments.hang_config import HangConfig
 from megatron.training.fault_tolerance import hang_watch_folder
 from megatron.training.fault_tolerance.hang_diagnosis import Seen, Verdict, hang_report, is_hurried, judge
@@ -59,7 +59,7 @@ class HangWatch:
         self._folder, self._rank = folder, rank
         self._end, self._steps = end, deque[float](maxlen=51)
         self.limit(limits, 600.0)
-        self._here = Whereabouts(self._path(), rank, ranks, look_at(os.getpid()).started)
+        self._here = RankStatusWriter(self._path(), rank, ranks, look_at(os.getpid()).started)
         self._take_questions()
         self._began = time.time()
         self._excused = self._last_look = time.monotonic()
@@ -117,20 +117,20 @@ class HangWatch:
         seconds, moved = time.process_time(), look_at(os.getpid()).bytes
         before, self._did = self._did, (seconds, moved)
         if seconds - before[0] > _ACTIVE * self._tick or moved - before[1] > _MOVES * self._tick:
-            self._here.be_active()
+            self._here.set_active()
         self._note_starvation()
 
     def _note_starvation(self) -> None:
         """Of a crowded machine: the time that the thread which waited longest for a core has lost."""
         waits, before = waits_for_cores(os.getpid()), self._waits
         lost = max((seconds - before[thread] for thread, seconds in waits.items() if thread in before), default=0.0)
-        went_on = self._here.went_on
+        went_on = self._here.last_heartbeat
         self._starved = self._starved + lost if went_on == self._starved_since else 0.0
         self._waits, self._starved_since = waits, went_on
-        self._here.be_starved(self._starved)
+        self._here.set_starved(self._starved)
 
     def _stalled(self, now: float) -> float:
-        return now - max(self._here.went_on, self._excused)
+        return now - max(self._here.last_heartbeat, self._excused)
 
     def _allowed(self) -> float:
         """Seconds without progress after which somebody looks."""
@@ -139,7 +139,7 @@ class HangWatch:
         return min(max(self._floor, self._times * statistics.median(list(self._steps))), self._most)
 
     def _is_hurried(self) -> bool:
-        place = read_place(self._path())
+        place = read_status(self._path())
         return place is not None and is_hurried(place)
 
     def _raise_alarm(self) -> None:
@@ -174,11 +174,11 @@ class HangWatch:
     # ---------------------------------------------------------------- the one that examines
 
     def _examine(self) -> None:
-        before = self._here.went_on
+        before = self._here.last_heartbeat
         time.sleep(self._tick)  # the others stall a little later
         seen = self._look()
         verdict = judge(seen, rest=self._floor, patience=self._most, allowed=self._allowed())
-        if self._here.went_on != before:
+        if self._here.last_heartbeat != before:
             return
         if verdict.slow or not (verdict.hung or all(one.place.waiting for one in seen)):
             self._say_slow(verdict)
@@ -191,7 +191,9 @@ class HangWatch:
         places, now = hang_watch_folder.places_in(self._folder), time.monotonic()
         host = socket.gethostname()
         states = [look_at(place.pid, place.started) for place in places]
-        return [Seen(one, host, state, now - one.went_on, now - one.active) for one, state in zip(places, states)]
+        return [
+            Seen(one, host, state, now - one.last_heartbeat, now - one.active) for one, state in zip(places, states)
+        ]
 
     def _say_slow(self, verdict: Verdict) -> None:
         """Once in a while, and by one rank."""
@@ -200,7 +202,7 @@ class HangWatch:
             said.touch()
             output_streams.print_stderr(f"rank {self._rank} waits: {verdict.headline}")
 
-    def _stack_of(self, place: Place) -> str:
+    def _stack_of(self, place: RankStatus) -> str:
         """What the process writes when asked, within half a second."""
         path = self._folder / f"rank_{place.rank:05}.stack"
         if not path.exists():  # it would die of the signal

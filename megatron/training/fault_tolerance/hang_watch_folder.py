@@ -23,7 +23,7 @@ import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron.core.base.rank_status import Place, read_place
+from megatron.core.base.rank_status import RankStatus, read_status
 from megatron.training.fault_tolerance.process_stat import look_at
 
 _JOB = (
@@ -63,13 +63,13 @@ def make_run_folder(folder: Path) -> None:
                 path.unlink(missing_ok=True)
 
 
-def places_in(folder: Path) -> list[Place]:
+def places_in(folder: Path) -> list[RankStatus]:
     """The places of the ranks that have one, also of dead processes."""
-    found = (read_place(path) for path in sorted(folder.glob("rank_?????")))
+    found = (read_status(path) for path in sorted(folder.glob("rank_?????")))
     return [place for place in found if place is not None]
 
 
-def _lives(place: Place) -> bool:
+def _lives(place: RankStatus) -> bool:
     return not look_at(place.pid, place.started).has_ended
 
 

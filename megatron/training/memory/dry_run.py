@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.base import rank_status
-from megatron.core.base.async_handle import Pending
+from megatron.core.base.async_handle import AsyncHandle
 from megatron.core.base.memory_category import memory_kind
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.offload.activation_offload import HoldsActivations, StageActivations
@@ -195,7 +195,7 @@ class ShapesTier:
         first, last = start // BLOCK * BLOCK, -(-(start + nbytes) // BLOCK) * BLOCK
         return Done(torch.empty(last - first, dtype=torch.uint8)[start - first :][:nbytes])
 
-    def start_write(self, start: int, values: Pending[Tensor]) -> Done:
+    def start_write(self, start: int, values: AsyncHandle[Tensor]) -> Done:
         values.wait()
         return Done()
 
@@ -209,8 +209,8 @@ class ShapesTier:
 class NoCopies:
     """The side stream of a tier without values."""
 
-    def start_copy(self, target: Tensor, source: Tensor) -> Pending[Tensor]:
-        return Pending(lambda: target, source)
+    def start_copy(self, target: Tensor, source: Tensor) -> AsyncHandle[Tensor]:
+        return AsyncHandle(lambda: target, source)
 
 
 # ---------------------------------------------------------------- a step with shapes only
@@ -242,7 +242,7 @@ def dry_run(job: Job, rank: int, *, values: bool = False) -> Profile:
         device.torch_device = META
     with contextlib.ExitStack() as stack:
         stack.enter_context(_drawing_nothing())
-        stack.enter_context(rank_status.nowhere())
+        stack.enter_context(rank_status.paused())
         runtime = stack.enter_context(alone(job.runtime, mesh, device=device, tier=tier))
         if shapes is not None:
             stack.enter_context(META)

@@ -93,8 +93,8 @@ class MemoryTracker(TorchDispatchMode):
         for buffer in (buffer for chunk in chunks for buffer in chunk.buffers):
             self.assign("parameters", [buffer.params.data] if buffer.params else buffer.owned_params.tensors)
             self.assign("gradients", [buffer.grads.data] if buffer.grads else [])
-            self.assign("gradients", buffer.held_sums.tensors)
-            kind = "gradients" if buffer.grads_come_late else "communication"
+            self.assign("gradients", buffer.grad_shard.tensors)
+            kind = "gradients" if buffer.grads_are_lazy else "communication"
             for passing in (*buffer.params_of, *buffer.grads_of):
                 self._add(passing.data.untyped_storage(), kind, stays=True)
         for buffer, master in zip(optimizer.buffers, optimizer.masters):

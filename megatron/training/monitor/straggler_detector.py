@@ -23,13 +23,13 @@ class Stragglers:
         self._world, self._device = world, device
         self._shown = shown
         self._busy, self._steps = 0.0, 0
-        self._waited = rank_status.waited()
+        self._waited = rank_status.seconds_waited()
 
     def begin_step(self) -> None:
-        self._waited = rank_status.waited()
+        self._waited = rank_status.seconds_waited()
 
     def end_step(self, seconds: float) -> None:
-        self._busy += seconds - (rank_status.waited() - self._waited)
+        self._busy += seconds - (rank_status.seconds_waited() - self._waited)
         self._steps += 1
 
     def line(self) -> str:

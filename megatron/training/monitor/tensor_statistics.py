@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron.core.base.memory_category import memory_kind
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.distributed.params_norm_and_zeros import my_elements
+from megatron.core.distributed.params_norm_and_zeros import owned_elements
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
 
@@ -112,7 +112,7 @@ class Inspector:
         for handle in self._handles:
             handle.remove()
         for what, grads in (("parameter", False), ("gradient", True)):
-            for name, part in my_elements(self._chunks, self._mesh, grads=grads):
+            for name, part in owned_elements(self._chunks, self._mesh, grads=grads):
                 self._add((what, name), part)
         mine = [[*key, asdict(statistics)] for key, statistics in self._found.items()]
         whole: dict[TensorKey, Statistics] = {}

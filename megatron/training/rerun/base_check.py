@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron.core.parallel.collectives import together
+from megatron.core.parallel.collectives import raise_together
 from megatron.training.global_vars import Runtime
 
 
@@ -41,6 +41,6 @@ class Check:
         """Raise WrongNumbersError on the ranks with a problem, and PeerError with its text on the others. Every rank
         must call;
         one all-reduce of a number."""
-        with together(self.mesh["world"], self.device):
+        with raise_together(self.mesh["world"], self.device):
             if problem:
                 raise WrongNumbersError(problem)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.core.distributed.buffer_plan import Slot
+from megatron.core.distributed.buffer_plan import ParamRange
 from megatron.core.distributed.contiguous_buffers import ParamAndGradBuffer, Shard
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.offload.stored_tensor import Stored, loaded
@@ -63,7 +63,7 @@ class HeldTensor(NamedTuple):
 
     what: str
     values: Stored
-    slots: Sequence[Slot]
+    slots: Sequence[ParamRange]
     start: int = 0
 
 
@@ -72,16 +72,16 @@ def held_state(chunks: Sequence[DistributedDataParallel], optimizer: FlatOptimiz
     for chunk in chunks:
         for buffer in chunk.buffers:
             if buffer.params is not None:
-                yield HeldTensor("weights", buffer.params.data, buffer.plan.slots)
+                yield HeldTensor("weights", buffer.params.data, buffer.plan.param_ranges)
             else:
-                yield from _of_shard("weights", buffer.held_params, buffer)
+                yield from _of_shard("weights", buffer.param_shard, buffer)
         for name, parameter in chunk.module.named_parameters():
             if not parameter.requires_grad and slot_of(parameter) is None:
-                yield HeldTensor("weights", parameter.data, [Slot(name, 0, parameter.numel())])
+                yield HeldTensor("weights", parameter.data, [ParamRange(name, 0, parameter.numel())])
     for number, buffer in enumerate(optimizer.buffers):
         masters = optimizer.masters[number]
         if any(isinstance(stored, SplitMaster) for stored in masters.tensors):
-            masters = Shard(masters.held, [stored.residual for stored in masters.tensors], torch.int16)
+            masters = Shard(masters.runs, [stored.residual for stored in masters.tensors], torch.int16)
         if buffer.is_half_precision:
             yield from _of_shard("masters", masters, buffer)
         for kind, shards in optimizer.moments.items():
@@ -89,8 +89,8 @@ def held_state(chunks: Sequence[DistributedDataParallel], optimizer: FlatOptimiz
 
 
 def _of_shard(what: str, shard: Shard, buffer: ParamAndGradBuffer) -> Iterator[HeldTensor]:
-    for (start, _), values in zip(shard.held, shard.tensors):
-        yield HeldTensor(what, values, buffer.plan.slots, start)
+    for (start, _), values in zip(shard.runs, shard.tensors):
+        yield HeldTensor(what, values, buffer.plan.param_ranges, start)
 
 
 def hashes_of(state: Iterator[HeldTensor]) -> list[Tensor]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.distributed.params_norm_and_zeros import my_elements
+from megatron.core.distributed.params_norm_and_zeros import owned_elements
 from megatron.core.parallel import collectives
 from megatron.core.pipeline_parallel.loss_func_results import ForwardStep
 from megatron.core.pipeline_parallel.schedule.actions import Action, Op
@@ -33,10 +33,10 @@ def first_bad_tensor(work: StepWork, device: torch.device | str = "cpu") -> str:
     pipeline, mesh = work.pipeline, work.pipeline.mesh
     chunks: list[DistributedDataParallel] = list(pipeline.chunks.values())
     look = _Look(work)
-    look.at_elements((-1,), "the weight {}, before the step", my_elements(chunks, mesh, grads=False))
+    look.at_elements((-1,), "the weight {}, before the step", owned_elements(chunks, mesh, grads=False))
     with look.watching(chunks):
         work.compute(look.at_loss(pipeline.forward_step))
-    look.at_elements((_LAST,), "the gradient of {}, summed over the step", my_elements(chunks, mesh, grads=True))
+    look.at_elements((_LAST,), "the gradient of {}, summed over the step", owned_elements(chunks, mesh, grads=True))
     found = [json.loads(text) for text in collectives.all_gather_texts(json.dumps(look.first), mesh["world"], device)]
     first = min((pair for pair in found if pair is not None), default=None)
     return (

@@ -20,7 +20,7 @@ from megatron.core.ops.tensor_hash import tensor_hash
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.sharding.boxes import flat_run
+from megatron.core.sharding.boxes import rows_to_flat_range
 from megatron.core.sharding.placement import shared_rows
 from megatron.training.rerun.base_check import Check
 
@@ -96,7 +96,7 @@ def _copies_of(chunk: DistributedDataParallel, mesh: Mesh) -> Iterator[_Copy]:
         values = parameter.data.reshape(-1) if values is None else values
         wanted = [(name, (0, parameter.numel()), placement.replicated_over)]
         for axis_name, box in shared_rows(placement, shape):
-            wanted.append((f"{name} (shared rows)", flat_run(box, shape), (axis_name,)))
+            wanted.append((f"{name} (shared rows)", rows_to_flat_range(box, shape), (axis_name,)))
         for label, run, alike in wanted:
             mine = _hash_of(values, held, run, parameter.device)
             yield _Copy(label, mine, axes.replica, axes.shard, [mesh[one] for one in alike])

@@ -5,7 +5,7 @@ from torch import Tensor
 from megatron.core.enums import ModelType
 from megatron.core.optimizer import OPTIMIZERS, UpdateRule
 from megatron.core.optimizer.adam_and_sgd import UpdateStep
-from megatron.core.optimizer.full_matrix import WholeTensor
+from megatron.core.optimizer.full_matrix import FullMatrix
 from megatron.training import pretrain
 from pretrain_gpt import forward_step, model_provider, train_valid_test_datasets_provider
 
@@ -15,7 +15,7 @@ def level_update(
     gradients: list[Tensor],
     states: dict[str, list[Tensor]],
     step: UpdateStep,
-    wholes: list[WholeTensor],
+    wholes: list[FullMatrix],
 ) -> None:
     """m = 0.9 m + g; w -= lr (m / |m| + decay w). The tensors are what this rank holds of each parameter."""
     for parameter, gradient, momentum, whole in zip(parameters, gradients, states["momentum"], wholes):
@@ -25,7 +25,7 @@ def level_update(
         parameter.mul_(1 - step.lr * step.weight_decay).sub_(direction, alpha=step.lr)
 
 
-OPTIMIZERS["level"] = UpdateRule(lambda config: level_update, lambda config: ("momentum",), whole=True)
+OPTIMIZERS["level"] = UpdateRule(lambda config: level_update, lambda config: ("momentum",), needs_full_matrix=True)
 
 if __name__ == "__main__":
     pretrain(train_valid_test_datasets_provider, model_provider, ModelType.encoder_or_decoder, forward_step)

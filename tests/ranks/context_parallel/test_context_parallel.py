@@ -13,11 +13,11 @@ from local_ranks import run_ranks
 from parity_cases import TOLERANCE
 from tiny_run import LLAMA, SEQ, assert_equal, run
 
-from megatron.core.base.async_handle import Pending
-from megatron.core.context_parallel.cp_attention import METHODS, ContextParallel, SharedAttention
+from megatron.core.base.async_handle import AsyncHandle
+from megatron.core.context_parallel.cp_attention import METHODS, AttentionInputs, ContextParallel
 from megatron.core.ops.attention.kernels import plain_attention
 from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
-from megatron.core.ops.shard_sequence import of_my_rows
+from megatron.core.ops.shard_sequence import shard_sequence
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
 
@@ -86,8 +86,8 @@ def test_the_next_hop_begins_before_the_block_beside_it(monkeypatch: pytest.Monk
     def work(mesh: Mesh) -> list[str]:
         said: list[str] = []
 
-        def visit(chunks: tuple[int, ...], here: torch.Tensor, arriving: Pending | None = None) -> torch.Tensor:
-            said.append(f"block {chunks} after {len(mesh.ledger.recent)} hops")
+        def visit(chunks: tuple[int, ...], here: torch.Tensor, arriving: AsyncHandle | None = None) -> torch.Tensor:
+            said.append(f"block {chunks} after {len(mesh.ledger.flight_recorder)} hops")
             return torch.zeros_like(here) if arriving is None else arriving.wait()
 
         axis: Axis = mesh["cp"]
@@ -118,11 +118,11 @@ def test_no_wait_of_the_ring_is_missing(kind: str, dtype: torch.dtype):
 def attention_of(kind: str, dtype: torch.dtype, mesh: Mesh) -> list[torch.Tensor]:
     """The result and the gradients of q, k and v of my rows, of 2 samples of 24 tokens."""
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    inputs = [of_my_rows(draw(24, 2, heads, 4), mesh["cp"], dim=0).to(dtype) for heads in (6, 3, 3)]
+    inputs = [shard_sequence(draw(24, 2, heads, 4), mesh["cp"], dim=0).to(dtype) for heads in (6, 3, 3)]
     q, k, v = (x.requires_grad_() for x in inputs)
     dropout = AttentionDropout(0.0, DropoutKeys(0), 0, 0)
     cp = ContextParallel(mesh["cp"])
-    out = METHODS[kind].attend(SharedAttention(q, k, v, None, dropout, "auto", plain_attention), cp)
+    out = METHODS[kind].attend(AttentionInputs(q, k, v, None, dropout, "auto", plain_attention), cp)
     out.backward(out.detach().sin())
     return [out.detach(), q.grad, k.grad, v.grad]
 
@@ -140,10 +140,10 @@ def test_a_row_that_sees_no_key_gives_0_and_no_gradient(kind: str):
         return torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=~mask).permute(2, 0, 1, 3)
 
     def work(mesh: Mesh) -> list[torch.Tensor]:
-        q, k, v = (of_my_rows(x, mesh["cp"], dim=0).requires_grad_() for x in whole)
+        q, k, v = (shard_sequence(x, mesh["cp"], dim=0).requires_grad_() for x in whole)
         cp = ContextParallel(mesh["cp"], heads=mesh["cp_heads"], ring=mesh["cp_ring"])
-        mask = of_my_rows(hidden, mesh["cp"], dim=2)
-        out = METHODS[kind].attend(SharedAttention(q, k, v, mask, dropout, "auto", kernel), cp)
+        mask = shard_sequence(hidden, mesh["cp"], dim=2)
+        out = METHODS[kind].attend(AttentionInputs(q, k, v, mask, dropout, "auto", kernel), cp)
         out.sin().sum().backward()
         return [out.detach(), q.grad, k.grad, v.grad]
 
@@ -154,7 +154,7 @@ def test_a_row_that_sees_no_key_gives_0_and_no_gradient(kind: str):
     for rank, got in enumerate(run_ranks({"cp": 4, "cp_heads": 2}, work)):
         mine = Axis("cp", tuple(range(4)), rank)
         for x, y in zip(got, (expected.detach(), q.grad, k.grad, v.grad), strict=True):
-            torch.testing.assert_close(x, of_my_rows(y, mine, dim=0), rtol=0, atol=1e-14)
+            torch.testing.assert_close(x, shard_sequence(y, mine, dim=0), rtol=0, atol=1e-14)
 
 
 def test_a_rank_that_is_given_all_tokens_says_what_to_do():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny_run import GPT2, LLAMA, Layout, Outcome, assert_equal, run
 
-from megatron.core.context_parallel.block_attention import Total
+from megatron.core.context_parallel.block_attention import LazySum
 from megatron.core.ops.compile import compiled_region
 from megatron.core.transformer.model_config import ModelConfig
 
@@ -64,7 +64,7 @@ def test_gradients_of_blocks_are_summed_in_float32_and_rounded_once(half: torch.
     draw = torch.Generator().manual_seed(blocks)
     rows = [slice(0, 8), *[slice(4, 8)] * (blocks - 1)]
     tensors = [torch.randn(2, 3, part.stop - part.start, 5, generator=draw).to(half) for part in rows]
-    total, expected = Total(torch.empty(2, 3, 8, 5, dtype=half)), torch.zeros(2, 3, 8, 5)
+    total, expected = LazySum(torch.empty(2, 3, 8, 5, dtype=half)), torch.zeros(2, 3, 8, 5)
     for part, x in zip(rows, tensors):
         expected[:, :, part] += x.float()
         total.add(part, x.clone())

@@ -18,7 +18,7 @@ from whole_run import run
 import pretrain_gpt
 from megatron.core.base.dataclass_flags import build
 from megatron.core.dist_checkpointing.state_dict_io import load_whole_tensors
-from megatron.core.inference.load_model import lone_mesh
+from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.models.bert.bert_stage import BertModel
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.models.T5.t5_stage import T5Model
@@ -67,7 +67,7 @@ def test_the_names_are_those_of_the_model_that_is_built(case: str):
     if name == "T5Model":
         more = {"decoder_seq_length": 8}
     kind = {"GPTModel": GPTModel, "BertModel": BertModel, "T5Model": T5Model}[name]
-    context = LayerContext.on(lone_mesh(), config.params_dtype, fills=False)
+    context = LayerContext.from_mesh(single_rank_mesh(), config.params_dtype, fills=False)
     model = kind(config, vocab_size=31, positions=8, layers=range(config.all_layers), context=context, **more)
     assert sorted(PARAMETER_NAMES[name](config)) == sorted(n for n, _ in model.named_parameters())
 

@@ -13,19 +13,19 @@ from oracles.families import FAMILIES, LENGTH, TOKENS, VOCAB, settings_of, value
 from tiny_run import GPT, Layout, build_chunks
 from torch import Tensor
 
-from megatron.core.base.dataclass_flags import default_of, knobs
-from megatron.core.inference.load_model import lone_mesh
+from megatron.core.base.dataclass_flags import default_of, option_fields
+from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.transformer.model_config import ModelConfig
 
 RECORD = json.loads((Path(__file__).parents[2] / "support" / "oracles" / "families.json").read_text())
-DEFAULTS = {field.name: default_of(field) for field in knobs(ModelConfig)}
+DEFAULTS = {field.name: default_of(field) for field in option_fields(ModelConfig)}
 SUBJECT = replace(GPT, make=lambda config, **parts: GPTModel(config, positions=LENGTH, **parts))
 
 
 def model_of(settings: dict, plus: bool) -> torch.nn.Module:
     """plus: weights of norms are of a model that adds 1 to them."""
-    (chunk,) = build_chunks(lone_mesh(), ModelConfig(**settings), Layout(), VOCAB, SUBJECT)[0].values()
+    (chunk,) = build_chunks(single_rank_mesh(), ModelConfig(**settings), Layout(), VOCAB, SUBJECT)[0].values()
     model = chunk.module.eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -18,7 +18,7 @@ from megatron.convert.families.config_json import family_of
 from megatron.convert.formats.read_hf_folder import read_json
 from megatron.convert.hf_reader import heads_of, rows_of
 from megatron.core.dist_checkpointing import CheckpointError, placed_tensor
-from megatron.core.inference.load_model import lone_mesh
+from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.models.bert.bert_stage import BertModel
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
@@ -49,7 +49,7 @@ def model_of(root: Path, mesh: Mesh, **options: bool) -> BertModel:
         vocab_size=checkpoint.state["vocab_size"],
         positions=16,
         layers=range(stage * 2, config.num_layers if stage == last else 2),
-        context=LayerContext.on(mesh, config.params_dtype, fills=False),
+        context=LayerContext.from_mesh(mesh, config.params_dtype, fills=False),
         pre_process=stage == 0,
         post_process=stage == last,
     )
@@ -74,7 +74,7 @@ def loss_of(model: BertModel) -> Tensor:
 
 
 def test_scores_and_gradients_equal_transformers(folder: Path):
-    model = model_of(folder, lone_mesh())
+    model = model_of(folder, single_rank_mesh())
     words, order = said_by(model)
     assert (words[..., :31] - torch.tensor(RECORD["scores"], dtype=torch.float64)).abs().max() < 1e-10
     assert (order - torch.tensor(RECORD["order"], dtype=torch.float64)).abs().max() < 1e-10
@@ -91,15 +91,15 @@ def test_scores_and_gradients_equal_transformers(folder: Path):
 
 
 def test_five_steps_and_float32_follow_transformers(folder: Path):
-    model = model_of(folder, lone_mesh())
+    model = model_of(folder, single_rank_mesh())
     assert_losses(model, loss_of, RECORD["losses"])
-    single, _ = said_by(model_of(folder, lone_mesh(), fp64=False))
+    single, _ = said_by(model_of(folder, single_rank_mesh(), fp64=False))
     assert (single[..., :31] - torch.tensor(RECORD["scores"])).abs().max() < 1e-4
 
 
 @pytest.mark.full
 def test_tp_2_and_pp_2_read_their_boxes_and_give_the_scores(folder: Path):
-    whole = dict(model_of(folder, lone_mesh()).named_parameters())
+    whole = dict(model_of(folder, single_rank_mesh()).named_parameters())
 
     def work(mesh: Mesh) -> None:
         model = model_of(folder, mesh)
@@ -139,7 +139,7 @@ def rewritten(folder: Path, changed: dict[str, tuple[str, list[int], bytes]]) ->
 
 def test_names_and_copies_of_old_files_are_read(folder: Path):
     """gamma and beta; the output layer beside the table that it is, which must be equal."""
-    before = {name: p.clone() for name, p in model_of(folder, lone_mesh()).named_parameters()}
+    before = {name: p.clone() for name, p in model_of(folder, single_rank_mesh()).named_parameters()}
     tensors = read_tensors(folder)
     old = {
         name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): x
@@ -147,7 +147,7 @@ def test_names_and_copies_of_old_files_are_read(folder: Path):
     }
     old["cls.predictions.decoder.weight"] = tensors["bert.embeddings.word_embeddings.weight"]
     old["cls.predictions.decoder.bias"] = bias = tensors["cls.predictions.bias"]
-    for name, p in model_of(rewritten(folder, old), lone_mesh()).named_parameters():
+    for name, p in model_of(rewritten(folder, old), single_rank_mesh()).named_parameters():
         assert torch.equal(p, before[name]), name
     old["cls.predictions.decoder.bias"] = (*bias[:2], bytes(len(bias[2])))
     with pytest.raises(CheckpointError, match=r"decoder\.bias and cls\.predictions\.bias"):

@@ -17,7 +17,7 @@ from megatron.convert.families.config_json import family_of
 from megatron.convert.hf_reader import heads_of, rows_of
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing import CheckpointError, placed_tensor, save_checkpoint
-from megatron.core.inference.load_model import load_gpt, lone_mesh
+from megatron.core.inference.load_model import load_gpt, single_rank_mesh
 from megatron.core.parallel.grid import ALONE
 from megatron.core.sharding.boxes import slices
 from megatron.core.sharding.placement import pieces
@@ -148,7 +148,7 @@ def test_a_folder_is_written_as_it_was_to_the_bit(case: str, folders: dict[str, 
 def test_a_checkpoint_of_ours_is_written_as_the_first_family_that_can_say_it(folders: dict[str, Path], tmp_path: Path):
     """Trained weights go out from any layout's checkpoint, in a dtype of choice, here by the tool."""
     model = model_of(folders["llama"])
-    mesh = lone_mesh()
+    mesh = single_rank_mesh()
     tensors = {f"model/{n}": placed_tensor(p.data, p.placement, mesh) for n, p in model.named_parameters()}
     state = {k: v for k, v in open_foreign(folders["llama"]).state.items() if k != "origin"}
     save_checkpoint(tmp_path / "ours", 3, tensors, state, ALONE)

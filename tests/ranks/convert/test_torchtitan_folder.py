@@ -24,7 +24,7 @@ from megatron.convert import open_any
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.inference.generate import generate_batch
-from megatron.core.inference.load_model import load_gpt, lone_mesh
+from megatron.core.inference.load_model import load_gpt, single_rank_mesh
 from megatron.core.transformer.model_config import ModelConfig
 from tools import checkpoint_convert
 
@@ -131,7 +131,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def model_of(root: Path, mesh=None) -> tuple[torch.nn.Module, dict]:
-    mesh = mesh or lone_mesh()
+    mesh = mesh or single_rank_mesh()
     checkpoint = open_any(root, world=mesh["world"])
     config = ModelConfig(
         **checkpoint.state["config"]["transformer"] | {"make_vocab_size_divisible_by": 8, "fp64": True}

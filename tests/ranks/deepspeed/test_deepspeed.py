@@ -205,7 +205,7 @@ def test_stage_3_of_a_model_of_torch_holds_a_shard_and_the_largest_module():
             engine.eval()
             engine(x)
         assert len(seen) == 4 * 5
-        shards = sum(t.nbytes for buffer in engine.chunk.buffers for t in buffer.held_params.tensors)
+        shards = sum(t.nbytes for buffer in engine.chunk.buffers for t in buffer.param_shard.tensors)
         assert shards <= whole / 2 * 1.1 and made == 0
         return max(seen), engine.module_state_dict()
 

@@ -10,7 +10,7 @@ from torch.distributed import checkpoint as dcp
 from megatron.convert import open_foreign
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing import placed_tensor, save_checkpoint
-from megatron.core.inference.load_model import load_gpt, lone_mesh
+from megatron.core.inference.load_model import load_gpt, single_rank_mesh
 from megatron.core.parallel.grid import ALONE
 from megatron.core.transformer.model_config import ModelConfig
 from tools import checkpoint_convert
@@ -34,7 +34,7 @@ def test_torch_reads_every_parameter_to_the_bit(tmp_path: Path, capsys: pytest.C
     theirs = open_foreign(tmp_path / "hf")
     config = ModelConfig(**theirs.state["config"]["transformer"] | {"make_vocab_size_divisible_by": 1})
     words, positions = theirs.state["vocab_size"], config.max_position_embeddings
-    model, mesh = load_gpt(theirs, config, vocab_size=words, positions=positions), lone_mesh()
+    model, mesh = load_gpt(theirs, config, vocab_size=words, positions=positions), single_rank_mesh()
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     tensors = {f"model/{name}": placed_tensor(p.data, p.placement, mesh) for name, p in model.named_parameters()}
     optimizer = {f"optimizer/exp_avg/{name}": x for (name, _), x in zip(parameters.items(), tensors.values())}

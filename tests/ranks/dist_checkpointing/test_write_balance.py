@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing import (
     save_checkpoint,
 )
 from megatron.core.dist_checkpointing.write_balance import shares
-from megatron.core.sharding.boxes import pieces_of_run, whole
+from megatron.core.sharding.boxes import pieces_in_flat_range, whole
 from megatron.core.sharding.placement import Constant, Placement
 
 SHAPES = {"table": (50, 3), "bias": (7,), "scalar": (), "cube": (4, 5, 6), "row": (1, 40), "gate_up": (12, 2)}
@@ -38,7 +38,7 @@ def held(mesh):
         tensors[name] = placed_tensor(local.clone(), placement, mesh)
     flat, box = values("cube").view(-1), whole(SHAPES["cube"])
     pieces = list(
-        pieces_of_run([(box, box)], (3, 115), SHAPES["cube"])
+        pieces_in_flat_range([(box, box)], (3, 115), SHAPES["cube"])
     )  # as a shard of ZeRO lies: partial rows at both ends
     tensors["shard"] = LocalTensor(flat[3:115], SHAPES["cube"], pieces, mesh["dp"].is_first, (), mesh["dp"])
     return {name: local for name, local in tensors.items() if name != "shard"}, tensors

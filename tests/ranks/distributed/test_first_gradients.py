@@ -82,9 +82,9 @@ def gradients_of_steps(mesh: Mesh, config: DataParallelConfig, m: int) -> list[d
         chunk.finish_grad_reduce()
         results.append(
             {
-                slot.name: (buffer.kept(slot), buffer.sums.values(slot).clone())
+                slot.name: (buffer.owned_range(slot), buffer.sums.values(slot).clone())
                 for buffer in chunk.buffers
-                for slot in buffer.plan.slots
+                for slot in buffer.plan.param_ranges
             }
         )
     return results

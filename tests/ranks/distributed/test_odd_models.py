@@ -113,7 +113,9 @@ def sharded(mesh: Mesh, what: str, config: DataParallelConfig) -> dict[str, tupl
         chunk.gather_params()
     chunk.finish_param_gather()
     return {
-        s.name: (b.kept(s), b.owned_params.values(s).flatten().clone()) for b in chunk.buffers for s in b.plan.slots
+        s.name: (b.owned_range(s), b.owned_params.values(s).flatten().clone())
+        for b in chunk.buffers
+        for s in b.plan.param_ranges
     }
 
 
@@ -248,7 +250,9 @@ def test_a_layer_that_is_frozen_midway_stays_as_it_is(stage: int):
             sgd.step(RATE)
             chunk.gather_params()
         return {
-            s.name: (b.kept(s), b.owned_params.values(s).flatten().clone()) for b in chunk.buffers for s in b.plan.slots
+            s.name: (b.owned_range(s), b.owned_params.values(s).flatten().clone())
+            for b in chunk.buffers
+            for s in b.plan.param_ranges
         }
 
     model = ByHand()

@@ -24,7 +24,7 @@ from tiny_run import (
 )
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.distributed.comm_volume import step_traffic
+from megatron.core.distributed.comm_volume import step_comm_volume
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.parallel.collectives import bytes_sent
@@ -214,7 +214,7 @@ def test_a_step_sends_what_the_formula_says(stage: int, replicas: int, outer: st
 
     With replicas an all-reduce of P / d gradients between them, once; where state is divided over them, a reduce-scatter of P / d
     and an all-gather of what each has updated. `by_unit`: a tied table is fetched by the embedding and the output layer in the
-    forward, and once for both in the backward. The bytes that travel are those that `step_traffic` announces."""
+    forward, and once for both in the backward. The bytes that travel are those that `step_comm_volume` announces."""
     model, d = replace(MODELS["gpt2-tied"], fp64=False, bf16=True), 4 // replicas
     config = DataParallelConfig(
         zero_stage=stage, num_distributed_optimizer_instances=replicas, outer_dp_sharding_strategy=outer
@@ -227,8 +227,8 @@ def test_a_step_sends_what_the_formula_says(stage: int, replicas: int, outer: st
             trainer.step(0)
         table = next(b for b in buffer.plan.buckets if any("word_embeddings" in name for name in b.names))
         large = [c for c in calls if c.bytes > 8 and c.axis in ("dp_inner", "dp_outer")]
-        (flat,) = trainer.chunks[0].flats()
-        announced = step_traffic(
+        (flat,) = trainer.chunks[0].buffer_sizes()
+        announced = step_comm_volume(
             flat, stage, inner=d, outer=replicas, microbatches=2, divides_outer=config.divides_over_outer
         )
         return buffer.plan.numel, table.stop - table.start, large, announced

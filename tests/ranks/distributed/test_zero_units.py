@@ -15,7 +15,7 @@ from local_ranks import run_ranks
 from tiny_run import TINY_GPT2, Layout, run
 from torch import Tensor, nn
 
-from megatron.core.distributed.contiguous_buffers import Transient
+from megatron.core.distributed.contiguous_buffers import ReleasableBuffer
 from megatron.core.distributed.data_parallel import DataParallelConfig, DistributedDataParallel
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.optimizer_registry import OptimizerConfig
@@ -77,9 +77,9 @@ def gradients(mesh: Mesh, wiring: str, config: DataParallelConfig, steps: int = 
         chunk.start_grad_reduce()
         chunk.finish_grad_reduce()
     return {
-        slot.name: (buffer.kept(slot), buffer.sums.values(slot).clone())
+        slot.name: (buffer.owned_range(slot), buffer.sums.values(slot).clone())
         for buffer in chunk.buffers
-        for slot in buffer.plan.slots
+        for slot in buffer.plan.param_ranges
     }
 
 
@@ -207,28 +207,28 @@ def test_poisoned_memory_shows_what_is_used_while_it_is_away(kind: str):
 @contextmanager
 def open_at_once() -> Iterator[dict[int, int]]:
     """The largest number of parameter and gradient buckets of the block that had their memory at a time, by thread."""
-    now, most, opened, released = Counter(), Counter(), Transient.open, Transient.release
+    now, most, opened, released = Counter(), Counter(), ReleasableBuffer.open, ReleasableBuffer.release
 
-    def count(self: Transient, change: int) -> None:
+    def count(self: ReleasableBuffer, change: int) -> None:
         me = threading.get_ident()
         if self.is_open == (change < 0):
             now[me] += change
             most[me] = max(most[me], now[me])
 
-    def open_(self: Transient) -> Tensor:
+    def open_(self: ReleasableBuffer) -> Tensor:
         count(self, +1)
         return opened(self)
 
-    def release(self: Transient) -> None:
+    def release(self: ReleasableBuffer) -> None:
         if now[threading.get_ident()]:  # not that of the beginning, where all are open
             count(self, -1)
         released(self)
 
-    Transient.open, Transient.release = open_, release
+    ReleasableBuffer.open, ReleasableBuffer.release = open_, release
     try:
         yield most
     finally:
-        Transient.open, Transient.release = opened, released
+        ReleasableBuffer.open, ReleasableBuffer.release = opened, released
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,11 @@ def test_frozen_unused_and_empty_parameters_are_no_special_case(stage: int):
             assert math.isfinite(sgd.grad_norm())
             sgd.step(0.1)
             chunk.gather_params()
-        return {s.name: (b.kept(s), b.owned_params.values(s).clone()) for b in chunk.buffers for s in b.plan.slots}
+        return {
+            s.name: (b.owned_range(s), b.owned_params.values(s).clone())
+            for b in chunk.buffers
+            for s in b.plan.param_ranges
+        }
 
     plain = Odd()
     for step in range(2):

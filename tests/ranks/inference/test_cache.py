@@ -10,7 +10,7 @@ from option_cases import BUNDLES
 from tiny_run import GPT2, LLAMA, SEQ, VOCAB, Layout, build, build_chunks
 
 from megatron.core.inference.generate import generate_batch
-from megatron.core.inference.load_model import lone_mesh
+from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.ops.attention.kv_cache import KeyValueCache
 from megatron.core.parallel.mesh import Mesh
 
@@ -30,7 +30,7 @@ AFTER = [[11, 12, 13], [21, 22, 23], [31, 32, 33]]  # what is "drawn", whatever 
 
 def plain_scores(config, length: int) -> list[list[torch.Tensor]]:
     """Of each text and step: the scores from a forward over the text so far, alone, of one process without a cache."""
-    model = build(lone_mesh(), config, sp=False)[0].module.eval()
+    model = build(single_rank_mesh(), config, sp=False)[0].module.eval()
     scores = []
     with torch.no_grad():
         for prompt, after in zip(PROMPTS, AFTER):
@@ -116,7 +116,7 @@ def test_a_prompt_of_one_token_is_shared_among_four_ranks(kind: str):
         list(generate_batch(model, [[5]], **options, choose=[lambda x: seen.append(x) or int(x.argmax())]))
         return torch.stack(seen)
 
-    alone = scores(lone_mesh())
+    alone = scores(single_rank_mesh())
     assert len(alone) == 4
     for shared in run_ranks({"cp": 4, "cp_heads": 2}, scores):
         torch.testing.assert_close(shared, alone, rtol=1e-10, atol=1e-10)
@@ -124,7 +124,7 @@ def test_a_prompt_of_one_token_is_shared_among_four_ranks(kind: str):
 
 def test_without_the_cache_the_scores_are_the_same():
     config = MODELS["llama"]
-    kept, computed = (forced(lone_mesh(), config, length=SEQ, use_cache=use) for use in (True, False))
+    kept, computed = (forced(single_rank_mesh(), config, length=SEQ, use_cache=use) for use in (True, False))
     torch.testing.assert_close(kept, computed, rtol=1e-10, atol=1e-10)
 
 
@@ -175,7 +175,7 @@ def test_a_text_that_has_ended_says_no_more():
     def draw(scores, text):
         return ids[text].pop(0)
 
-    model = build(lone_mesh(), GPT2, sp=False)[0].module
+    model = build(single_rank_mesh(), GPT2, sp=False)[0].module
     steps = generate_batch(
         model, [[1], [2]], max_new_tokens=3, max_length=SEQ, stop_id=9, choose=[partial(draw, text=i) for i in (0, 1)]
     )

@@ -15,19 +15,19 @@ from script_run import leaving_nothing_of
 from tiny_run import GPT2, LLAMA, SEQ, VOCAB, build
 
 import pretrain_gpt
-from megatron.core.base.dataclass_flags import ConfigError, add_flags, knob
+from megatron.core.base.dataclass_flags import ConfigError, add_flags, option
 from megatron.core.dist_checkpointing import format, open_checkpoint, save_checkpoint
 from megatron.core.enums import ModelType
 from megatron.core.inference import load_gpt, read_saved_settings
-from megatron.core.inference.generate import generate, next_scores, text_pieces
-from megatron.core.inference.load_model import lone_mesh
+from megatron.core.inference.generate import generate, next_logits, text_pieces
+from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.inference.sampling import greedy
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.tokenizers import build_tokenizer
 from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
 from megatron.training import get_runtime, pretrain
-from megatron.training.checkpointing.save_and_load import model_tensors
+from megatron.training.checkpointing.save_and_load import sharded_model_state
 from tools.generate import main, read_settings
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -290,7 +290,7 @@ def test_a_checkpoint_of_a_forks_model_is_not_run_with_the_layers_of_a_gpt(provi
 class Volume:
     """Volume."""
 
-    volume: float = knob(1.0, "of its layers", of_model=True)
+    volume: float = option(1.0, "of its layers", of_model=True)
 
 
 @pytest.mark.full
@@ -425,20 +425,20 @@ def test_a_tokenizer_that_a_script_adds_is_there_with_that_script():
 def test_weights_of_any_layout_make_the_same_model(tmp_path, config, tp, pp):
     def save(mesh):
         chunk, _ = build(mesh, config, sp=tp > 1)
-        save_checkpoint(tmp_path, 1, model_tensors([chunk], mesh), {}, mesh["world"])
+        save_checkpoint(tmp_path, 1, sharded_model_state([chunk], mesh), {}, mesh["world"])
 
     run_ranks({"tp": tp, "pp": pp, "dp": 2}, save)
     loaded = load_gpt(open_checkpoint(tmp_path), config, vocab_size=VOCAB, positions=SEQ)
-    expected = build(lone_mesh(), config, sp=False)[0].module  # initial weights are the same in every layout
+    expected = build(single_rank_mesh(), config, sp=False)[0].module  # initial weights are the same in every layout
     for (name, a), (_, b) in zip(loaded.named_parameters(), expected.named_parameters(), strict=True):
         assert torch.equal(a, b), name
     expected.eval()
-    assert torch.equal(next_scores(loaded, [3, 1, 4]), next_scores(expected, [3, 1, 4]))
+    assert torch.equal(next_logits(loaded, [3, 1, 4]), next_logits(expected, [3, 1, 4]))
 
 
 def test_a_model_of_another_kind_is_refused(tmp_path):
     def save(mesh):
-        save_checkpoint(tmp_path, 1, model_tensors([build(mesh, GPT2, sp=False)[0]], mesh), {}, mesh["world"])
+        save_checkpoint(tmp_path, 1, sharded_model_state([build(mesh, GPT2, sp=False)[0]], mesh), {}, mesh["world"])
 
     run_ranks({"tp": 1, "pp": 1, "dp": 1}, save)
     with pytest.raises(ValueError, match="GPT"):
@@ -456,7 +456,7 @@ def test_a_text_longer_than_the_window_slides(runs, kind):
 def test_a_text_that_grows_beyond_the_old_length_of_longrope_is_rotated_anew_from_there_on():
     scaling = {"factor": 2, "original_max_position_embeddings": 5, "short_factor": [1, 3], "long_factor": [5, 2]}
     config = replace(LLAMA, rope_scaling=json.dumps({"rope_type": "longrope"} | scaling))
-    model, seen, ids = build(lone_mesh(), config, sp=False)[0].module.eval(), [], [1, 2, 3]
+    model, seen, ids = build(single_rank_mesh(), config, sp=False)[0].module.eval(), [], [1, 2, 3]
 
     def choose(scores):
         seen.append(scores)
@@ -472,7 +472,7 @@ def test_a_text_that_grows_beyond_the_old_length_of_longrope_is_rotated_anew_fro
 
 
 def test_generation_keeps_the_mode_and_the_gradients_of_its_caller():
-    model = build(lone_mesh(), GPT2, sp=False)[0].module  # in training mode, with dropout
+    model = build(single_rank_mesh(), GPT2, sp=False)[0].module  # in training mode, with dropout
     model.language_model.output_layer.eval()
     modes = [module.training for module in model.modules()]
     ids = generate(model, [1, 2], max_new_tokens=5, max_length=SEQ, stop_id=None, choose=greedy)
@@ -483,7 +483,7 @@ def test_generation_keeps_the_mode_and_the_gradients_of_its_caller():
 
 
 def test_the_stop_id_ends_the_text_and_padding_is_never_chosen():
-    model = build(lone_mesh(), GPT2, sp=False)[0].module
+    model = build(single_rank_mesh(), GPT2, sp=False)[0].module
     seen = []
 
     def choose(scores):
@@ -510,7 +510,7 @@ PROMPTS_AND_MESSAGES = [
 
 @pytest.mark.parametrize(("prompt", "changed", "message"), PROMPTS_AND_MESSAGES)
 def test_what_cannot_be_generated_is_refused_at_once(prompt, changed, message):
-    model = build(lone_mesh(), GPT2, sp=False)[0].module
+    model = build(single_rank_mesh(), GPT2, sp=False)[0].module
     settings = {"max_new_tokens": 1, "max_length": SEQ, "stop_id": None, "choose": greedy} | changed
     with pytest.raises(ValueError, match=message):
         generate(model, prompt, **settings)

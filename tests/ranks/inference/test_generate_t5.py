@@ -21,7 +21,7 @@ from tiny_t5 import CONFIGS, DECODER, T5
 from megatron.core.dist_checkpointing import open_checkpoint
 from megatron.core.inference import load_t5, read_saved_settings
 from megatron.core.inference.generate_t5 import answer_batch
-from megatron.core.inference.load_model import lone_mesh
+from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tokenizers import build_tokenizer
 from tools import checkpoint_convert
@@ -41,7 +41,7 @@ START = 1
 
 def plain_scores(model: str) -> list[list[torch.Tensor]]:
     """Of each text and step: the scores from a forward over the texts so far, alone, of one process without a cache."""
-    whole = build_chunks(lone_mesh(), CONFIGS[model], Layout(), subject=T5)[0][0].module.eval()
+    whole = build_chunks(single_rank_mesh(), CONFIGS[model], Layout(), subject=T5)[0][0].module.eval()
     scores: list[list[torch.Tensor]] = []
     with torch.no_grad():
         for prompt, after in zip(PROMPTS, AFTER):

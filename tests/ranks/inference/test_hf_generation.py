@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron.convert import open_foreign
 from megatron.core.inference.generate import generate_batch
 from megatron.core.inference.generate_t5 import answer_batch
-from megatron.core.inference.load_model import load_gpt, load_t5, lone_mesh
+from megatron.core.inference.load_model import load_gpt, load_t5, single_rank_mesh
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.transformer.model_config import ModelConfig
 
@@ -69,7 +69,7 @@ def test_greedy_ids_are_those_of_transformers(case: str, layout: str, tmp_path: 
     record = read_record(case)
     write_folder(tmp_path, record)
     work = partial(greedy_ids, case, tmp_path)
-    for ids in [work(lone_mesh())] if layout == "one process" else run_ranks({"tp": 2, "pp": 2}, work):
+    for ids in [work(single_rank_mesh())] if layout == "one process" else run_ranks({"tp": 2, "pp": 2}, work):
         assert ids == record["greedy"]
 
 

@@ -88,7 +88,7 @@ def whole_model(config, **more) -> BertModel:
         parts = {
             "vocab_size": VOCAB,
             "layers": range(config.num_layers),
-            "context": LayerContext.on(mesh, config.params_dtype),
+            "context": LayerContext.from_mesh(mesh, config.params_dtype),
         }
         model = make(config, **parts, **more)
         initialize_parameters(model, 1, mesh)

@@ -12,7 +12,7 @@ from megatron.convert.families.config_json import config_of, family_of, settings
 from megatron.convert.formats.safetensors_header import TensorInFile
 from megatron.convert.hf_reader import records_of
 from megatron.core.dist_checkpointing import CheckpointError
-from megatron.core.inference.load_model import lone_mesh
+from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.models.bert.bert_stage import BertModel
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.models.T5.t5_stage import T5Model
@@ -30,7 +30,7 @@ def parameters_of(name: str) -> dict[str, tuple[int, ...]]:
     settings, words = settings_of(CONFIGS[name], name)
     config, model = ModelConfig(**settings), MODELS[family_of(CONFIGS[name], name).model]
     parts = {"decoder_seq_length": 512} if model is T5Model else {}
-    context = LayerContext.on(lone_mesh(), config.params_dtype, device="meta", fills=False)
+    context = LayerContext.from_mesh(single_rank_mesh(), config.params_dtype, device="meta", fills=False)
     positions = config.max_position_embeddings or 512
     made = model(
         config, vocab_size=words, positions=positions, layers=range(config.all_layers), context=context, **parts

@@ -11,7 +11,7 @@ from tiny_bert import BERT
 from tiny_run import GPT, Layout, run
 from tiny_t5 import T5
 
-from megatron.core.inference.load_model import lone_mesh
+from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.models.bert.bert_stage import BertModel
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.models.T5.t5_stage import T5Model
@@ -72,7 +72,7 @@ def parameters_of(path: Path, config: Config) -> int:
         "positions": config.data.seq_length,
         "vocab_size": config.tokenizer.vocab_size,
     }
-    context = LayerContext.on(lone_mesh(), model.params_dtype, device="meta", fills=False)
+    context = LayerContext.from_mesh(single_rank_mesh(), model.params_dtype, device="meta", fills=False)
     parts |= {"decoder_seq_length": config.data.decoder_seq_length} if model.decoder_layers else {}
     made = kind_of(path)[0](model, context=context, **parts)
     return sum(math.prod(parameter.placement.shape) for parameter in made.parameters())

@@ -27,10 +27,10 @@ from megatron.convert.hf_reader import heads_of, rows_of
 from megatron.convert.open_any_format import settings_in
 from megatron.core.dist_checkpointing import placed_tensor
 from megatron.core.distributed.data_parallel import DataParallelConfig
-from megatron.core.inference.load_model import lone_mesh
+from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.models.T5.t5_stage import T5Model
 from megatron.core.optimizer.optimizer_registry import OptimizerConfig
-from megatron.core.optimizer.param_groups import default_group, others_to, without_decay_of_tables
+from megatron.core.optimizer.param_groups import default_group, non_matrices_to, without_embedding_decay
 from megatron.core.pipeline_parallel.layer_split import split_layers
 from megatron.core.sharding.boxes import slices
 from megatron.core.sharding.placement import Normal, Placement, pieces
@@ -45,7 +45,7 @@ sys.path.append(str(Path(__file__).parents[2] / "support" / "exchange"))
 # ---------------------------------------------------------------- against transformers
 def model_of(root: Path, mesh=None, **options) -> T5Model:
     """This rank's stage of the folder's model, read from where it lies."""
-    mesh = mesh or lone_mesh()
+    mesh = mesh or single_rank_mesh()
     checkpoint = open_foreign(root, mesh["world"])
     settings = checkpoint.state["config"]["transformer"] | {"make_vocab_size_divisible_by": 8}
     config, stage = ModelConfig(**settings | options), mesh["pp"].rank
@@ -55,7 +55,7 @@ def model_of(root: Path, mesh=None, **options) -> T5Model:
         positions=32,
         decoder_seq_length=10,
         layers=split_layers(config.all_layers, mesh["pp"].size, first=3 if mesh["pp"].size > 1 else None)[stage],
-        context=LayerContext.on(mesh, config.params_dtype, fills=False),
+        context=LayerContext.from_mesh(mesh, config.params_dtype, fills=False),
         pre_process=stage == 0,
         post_process=stage == mesh["pp"].size - 1,
     )
@@ -254,8 +254,8 @@ def test_the_cases_have_every_choice_and_pair_that_fits():
 def test_tables_of_relative_positions_are_no_matrices_to_muon():
     """They follow the optimizer of the other tables, and are left out of weight decay with them."""
     name, placement = "language_model.encoder_relative_pos_emb.weight", Placement((8, 4), Normal(0.02))
-    assert others_to("adam", default_group)(name, placement).optimizer == "adam"
-    assert without_decay_of_tables(default_group)(name, placement).weight_decay_multiplier == 0.0
+    assert non_matrices_to("adam", default_group)(name, placement).optimizer == "adam"
+    assert without_embedding_decay(default_group)(name, placement).weight_decay_multiplier == 0.0
 
 
 @pytest.mark.full
@@ -263,7 +263,7 @@ def test_flops_are_those_that_torch_counts():
     """Of a forward, three times; the plain kernel computes the scores that a causal mask hides too."""
     for config in (replace(config, attention_backend="unfused") for config in CONFIGS.values()):
         parts = {"vocab_size": 40, "positions": 9, "decoder_seq_length": 5, "layers": range(config.all_layers)}
-        model = T5Model(config, context=LayerContext.on(lone_mesh(), config.params_dtype), **parts)
+        model = T5Model(config, context=LayerContext.from_mesh(single_rank_mesh(), config.params_dtype), **parts)
         ids = torch.ones(1, 9, dtype=torch.long)
         with FlopCounterMode(display=False) as counted, torch.no_grad():
             model(ids, ids[:, :5], ids)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron.core.base.async_handle import Pending
+from megatron.core.base.async_handle import AsyncHandle
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.offload import activation_offload
 from megatron.core.offload.activation_offload import StageActivations, TierRoom
@@ -57,7 +57,7 @@ class LateCopies:
             target.fill_(float("nan"))
         else:
             target.fill_(255)  # bytes of a NaN
-        return Pending(lambda: target.copy_(source), target)
+        return AsyncHandle(lambda: target.copy_(source), target)
 
 
 @pytest.fixture
@@ -382,7 +382,7 @@ class Scale(nn.Module):
 
 def scales(mesh: Mesh, log: list, n: int = 3, **settings) -> ParallelTransformer:
     config = ModelConfig(num_layers=n, hidden_size=8, num_attention_heads=1, cpu_offloading_num_layers=n, **settings)
-    context = LayerContext.on(mesh, torch.float32)
+    context = LayerContext.from_mesh(mesh, torch.float32)
     return ParallelTransformer(
         config, range(n), context, post_process=False, make_layer=lambda config, i, context: Scale(i, log)
     )

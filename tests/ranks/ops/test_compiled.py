@@ -16,7 +16,7 @@ from megatron.core.ops.activations import OTHER_ACTIVATIONS, gated_region
 from megatron.core.ops.attention.kernels import plain_attention
 from megatron.core.ops.attention.tiled_compiled import tiled_attention
 from megatron.core.ops.compile import compiled_region
-from megatron.core.ops.compile.compiled_region import CompileConfig, compiles, spent
+from megatron.core.ops.compile.compiled_region import CompileConfig, compile_cost, compiles
 from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
 from megatron.core.ops.dropout_masks import column_words, numbered_keys, pairs_of_words
 from megatron.core.ops.fused_layer_ops import REGIONS
@@ -159,9 +159,9 @@ def test_layers_and_microbatches_share_what_is_compiled(choice: str, traced: Non
     """The first step compiles; more layers, steps and microbatches compile nothing."""
     config = replace(TINY_GPT2, compile=choice, num_layers=1)
     run(config, Layout(), steps=1)
-    before = spent().programs
+    before = compile_cost().programs
     run(replace(config, num_layers=3), Layout(m=1), steps=2)
-    assert spent().programs == before
+    assert compile_cost().programs == before
 
 
 @pytest.mark.full

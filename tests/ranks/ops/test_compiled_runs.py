@@ -14,7 +14,7 @@ from measured_memory import SMALL, check
 from tiny_run import Layout, TinyTrainer, assert_equal, run
 
 from megatron.core.ops.compile import compiled_region
-from megatron.core.ops.compile.compiled_region import CompileConfig, compiles, settle_compiling, spent, why_not
+from megatron.core.ops.compile.compiled_region import CompileConfig, agree_on_compiling, compile_cost, compiles, why_not
 from megatron.core.optimizer.loss_scaler import DynamicGradScaler
 from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.parallel.mesh import Mesh
@@ -94,20 +94,20 @@ def test_without_a_compiler_a_run_says_so_and_goes_on_eager(
 ):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv(lacks, str(tmp_path / "not-there"))
-    before = spent().programs
+    before = compile_cost().programs
     lines = said("--compile regions --train-iters 2").splitlines()
     named = {"CXX": tmp_path / "not-there", "PATH": "g++ or clang++"}[lacks]
     reason = f"there is no C++ compiler {named}; CXX may name another"
     assert sum(line.strip() == f"--compile regions is off: {reason}" for line in lines) == 1
     assert sum("iteration" in line and "lm loss" in line for line in lines) == 2
-    assert spent().programs == before
+    assert compile_cost().programs == before
 
 
 def test_what_one_rank_lacks_keeps_all_eager(none_decided, monkeypatch):
     config = CompileConfig("regions")
     asked = iter(["Python's headers are not installed (python3-dev)", None, None])
     monkeypatch.setattr(compiled_region, "why_not", lambda kind: next(asked))
-    said = run_ranks({"dp": 3}, lambda mesh: settle_compiling(config, "cpu", mesh["world"]))
+    said = run_ranks({"dp": 3}, lambda mesh: agree_on_compiling(config, "cpu", mesh["world"]))
     assert sorted(line.partition(": ")[2] for (line,) in said) == [
         "Python's headers are not installed (python3-dev)",
         *["another rank lacks what it needs"] * 2,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.ops.dropout import AttentionDropout, DropoutKeys, HiddenDropout
-from megatron.core.ops.dropout_masks import MaskWords, dropped, kept, mixed, pairs_of_words, threshold_of
-from megatron.core.parallel.sequence_shard import SequenceRows
+from megatron.core.ops.dropout_masks import MaskWords, dropped, keep_mask, mixed, pairs_of_words, threshold_of
+from megatron.core.parallel.sequence_shard import SequenceShard
 from megatron.core.sharding.initial_values import seed_of
 
 WORD = 2**32 - 1
@@ -61,13 +61,13 @@ def test_masks_are_those_of_pythons_integers():
         is_kept(p, "attention", 2, (3, 2**40)[row], (6 + head, query), key)
         for row, head, query, key in product(*map(range, shape))
     ]
-    assert kept(words, p).flatten().tolist() == expected
-    hidden = HiddenDropout(p, keys_of(3, 2**40), "mlp", 5, SequenceRows()).words_for(torch.empty(4, 2, 5))
+    assert keep_mask(words, p).flatten().tolist() == expected
+    hidden = HiddenDropout(p, keys_of(3, 2**40), "mlp", 5, SequenceShard()).words_for(torch.empty(4, 2, 5))
     expected = [
         is_kept(p, "mlp", 5, (3, 2**40)[row], (token,), column)
         for token, row, column in product(*map(range, (4, 2, 5)))
     ]
-    assert kept(hidden, p).flatten().tolist() == expected
+    assert keep_mask(hidden, p).flatten().tolist() == expected
 
 
 def test_words_are_a_bijection_of_the_counter_and_of_each_key_word():
@@ -94,14 +94,14 @@ def words_of(lines: int, width: int) -> MaskWords:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_every_precision_drops_the_same_and_scales_the_rest(dtype: torch.dtype):
     x = torch.rand(1, 1, 300, 700, generator=torch.Generator().manual_seed(1)).to(dtype) + 1
-    mask = kept(words_of(300, 700), 0.3)
+    mask = keep_mask(words_of(300, 700), 0.3)
     expected = torch.where(mask, x * (1 / 0.7), 0)
     assert torch.equal(dropped(x, words_of(300, 700), 0.3), expected)
 
 
 def test_inputs_and_gradients_of_any_strides_have_the_same_mask():
     x = torch.rand(1, 1, 9, 8, dtype=torch.float64, requires_grad=True)
-    mask = kept(words_of(8, 9), 0.3)
+    mask = keep_mask(words_of(8, 9), 0.3)
     dropped(x.transpose(2, 3), words_of(8, 9), 0.3).sum().backward()  # the gradient of a sum is one number, expanded
     assert torch.equal(x.grad, mask.transpose(2, 3) * torch.tensor(1 / 0.7, dtype=torch.float64))
 
@@ -125,7 +125,7 @@ def test_traced_code_has_the_same_bits_and_one_graph_for_all_samples_and_layers(
     traced = torch.compile(lambda x, *words: dropped(x, MaskWords(*words), 0.3), backend=run, fullgraph=True)
     x = torch.rand(8, 2, 32)
     for sample, layer in product((1, 5), (0, 3)):
-        dropout = HiddenDropout(0.3, keys_of(sample, sample + 1), "mlp", layer, SequenceRows())
+        dropout = HiddenDropout(0.3, keys_of(sample, sample + 1), "mlp", layer, SequenceShard())
         assert torch.equal(traced(x, *dropout.words_for(x)), dropout(x))
     assert len(graphs) == 1
 
@@ -161,5 +161,5 @@ def test_a_compiled_mask_leaves_the_layout_of_a_tensor(monkeypatch):
     """Its words lie by samples, and a product with a result of that layout would be one a sample."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     x = torch.ones(4, 2, 8)
-    dropout = HiddenDropout(0.1, keys_of(3, 4), "mlp", 0, SequenceRows())
+    dropout = HiddenDropout(0.1, keys_of(3, 4), "mlp", 0, SequenceShard())
     assert dropped(x, dropout.words_for(x), 0.1).stride() == x.stride()

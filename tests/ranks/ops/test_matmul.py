@@ -16,12 +16,12 @@ from megatron.core.ops import cblas_gemm_bf16bf16f32, cpu_half_precision_matmul 
 from megatron.core.ops.attention.masks import Documents
 from megatron.core.ops.cpu_half_precision_matmul import (
     NATIVE,
-    Products,
+    MatmulModes,
     choose,
-    from_json,
-    settle,
-    times,
-    times_transposed,
+    dgrad,
+    linear_forward,
+    modes_from_json,
+    select_matmul_modes,
 )
 from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.parallel.grid import ALONE
@@ -61,11 +61,11 @@ def test_widened_products_are_rounded_once(dtype: torch.dtype, at_once: int, mon
     for module in (matmul, linear_autograd):
         monkeypatch.setattr(module, "FEATURES_AT_ONCE", at_once)
     x, weight, grad = drawn(6, 2, 40, dtype=dtype), drawn(24, 40, dtype=dtype), drawn(6, 2, 24, dtype=dtype)
-    assert_rounded_once(times_transposed(x, weight, "widened"), x.double() @ weight.double().t())
-    assert_rounded_once(times(grad, weight, "widened"), grad.double() @ weight.double())
+    assert_rounded_once(linear_forward(x, weight, "widened"), x.double() @ weight.double().t())
+    assert_rounded_once(dgrad(grad, weight, "widened"), grad.double() @ weight.double())
     rows, of_rows = x.flatten(0, 1), grad.flatten(0, 1)
     exact = of_rows.double().t() @ rows.double()
-    assert_rounded_once(times(of_rows.t(), rows, "widened"), exact)
+    assert_rounded_once(dgrad(of_rows.t(), rows, "widened"), exact)
     add = linear_autograd._accumulate_for(x.device, dtype, dtype, "widened")
     total = torch.full((24, 40), float("nan"), dtype=dtype)
     add(total, of_rows, rows, 0)
@@ -85,7 +85,7 @@ BF16_IN_LIBRARY = cblas_gemm_bf16bf16f32._gemm_of_bfloat16() is not None  # a CP
 def test_a_weight_gradient_of_bfloat16_is_exact_without_wide_factors(tokens: int, features: int, width: int):
     """Written over what was there, NaN or not, and added; also of factors that do not lie row by row."""
     add = linear_autograd._accumulate_for(torch.device("cpu"), torch.float32, torch.bfloat16)
-    assert add is cblas_gemm_bf16bf16f32.add_in_library
+    assert add is cblas_gemm_bf16bf16f32.addmm_bf16_to_fp32
     grad, x = drawn(tokens, features, dtype=torch.bfloat16), drawn(tokens, width, dtype=torch.bfloat16)
     exact = grad.double().t() @ x.double()
     total = torch.full((features, width), float("nan"))
@@ -112,7 +112,7 @@ def test_widened_attention_is_as_good_as_rounding_its_result(backend: str, maske
 
     def run(*factors: Tensor, way: str) -> tuple[Tensor, ...]:
         attention = CoreAttention(
-            config, 0, LayerContext(TensorParallel(ALONE, products=Products(attention=way)), DropoutKeys(0))
+            config, 0, LayerContext(TensorParallel(ALONE, matmul_modes=MatmulModes(attention=way)), DropoutKeys(0))
         )
         out = attention(*factors, mask)
         return out, *torch.autograd.grad((out * out.detach()).sum(), factors)
@@ -130,7 +130,7 @@ def test_widened_attention_is_as_good_as_rounding_its_result(backend: str, maske
 
 def test_only_what_is_clearly_faster_is_widened():
     close = {"native": 1.3, "widened": 1.0}
-    assert choose(timed(SLOW, FAST, close)) == Products("widened", "native", "native")
+    assert choose(timed(SLOW, FAST, close)) == MatmulModes("widened", "native", "native")
 
 
 def test_the_slowest_rank_decides_for_all(monkeypatch):
@@ -144,33 +144,33 @@ def test_the_slowest_rank_decides_for_all(monkeypatch):
 
     monkeypatch.setattr(matmul, "measure", measure)
 
-    def choice(mesh: Mesh) -> tuple[Products, str | None]:
-        return settle(torch.bfloat16, "cpu", mesh["world"])
+    def choice(mesh: Mesh) -> tuple[MatmulModes, str | None]:
+        return select_matmul_modes(torch.bfloat16, "cpu", mesh["world"])
 
     chosen = run_ranks({"dp": 2}, choice)
-    assert [one for one, _ in chosen] == [Products("widened", "native", "native")] * 2
+    assert [one for one, _ in chosen] == [MatmulModes("widened", "native", "native")] * 2
     assert tells(chosen[0][1], "9000.0 3000.0")
 
 
 def test_what_a_device_does_by_itself_is_not_measured(monkeypatch):
     monkeypatch.setattr(matmul, "measure", None)
     (mesh,) = run_ranks({}, lambda mesh: mesh)
-    ask = partial(settle, world=mesh["world"])
+    ask = partial(select_matmul_modes, world=mesh["world"])
     assert ask(torch.float32, "cpu") == ask(torch.float64, "cpu") == ask(torch.bfloat16, "cuda:0") == (NATIVE, None)
-    assert ask(torch.float16, "cpu", asked="widened")[0] == Products.all("widened")
+    assert ask(torch.float16, "cpu", requested="widened")[0] == MatmulModes.all("widened")
     kept = {"dtype": "torch.float16", "forward": "widened", "backward": "native", "attention": "widened"}
-    assert ask(torch.float16, "cpu", asked="auto", kept=kept)[0] == Products("widened", "native", "widened")
+    assert ask(torch.float16, "cpu", requested="auto", saved=kept)[0] == MatmulModes("widened", "native", "widened")
 
 
 @pytest.mark.parametrize("kept", [None, {}, {"dtype": "torch.float16"}, {"dtype": "torch.bfloat16", "forward": 3}, []])
 def test_a_choice_that_cannot_be_kept_is_made_anew(kept: object):
-    assert from_json(kept, torch.bfloat16) is None
+    assert modes_from_json(kept, torch.bfloat16) is None
 
 
 def test_both_ways_are_measured():
     found = matmul.measure(torch.bfloat16)
     assert found.keys() == timed({}, {}, {}).keys()
-    assert all(0 < found[kind][way] < 60 for kind in found for way in matmul.WAYS)
+    assert all(0 < found[kind][way] < 60 for kind in found for way in matmul.MATMUL_MODES)
 
 
 # ---------------------------------------------------------------- a run

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron.core.ops.compile import compiled_region
 from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.ops.fused_layer_ops import REGIONS, activation_of
-from megatron.core.ops.rematerialize import kept_for
+from megatron.core.ops.rematerialize import save_or_recompute
 from megatron.core.parallel.grid import ALONE
 from megatron.core.tensor_parallel.linear_autograd import linear
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
@@ -155,10 +155,10 @@ def test_a_backward_that_leaves_out_the_maker_makes_the_input_itself():
 
 def test_a_tensor_changed_in_place_is_kept():
     made = REGIONS["gelu-tanh"].compiled(drawn(4, 8), None)
-    assert kept_for(made)[1][0] is not made
+    assert save_or_recompute(made)[1][0] is not made
     with torch.no_grad():
         made.add_(1)
-    again, kept = kept_for(made)
+    again, kept = save_or_recompute(made)
     assert kept == (made,) and again(*kept) is made
 
 
@@ -168,18 +168,18 @@ def test_a_norm_by_itself_is_kept_by_its_readers():
         pytest.skip("no C++ compiler")  # without, norms run eager
     config = ModelConfig(hidden_size=8, num_layers=1, num_attention_heads=1, compile="regions")
     norm, x = make_norm(config, LayerContext(TensorParallel(ALONE), DropoutKeys(0))), drawn(4, 2, 8)
-    assert not hasattr(norm(x), "made_again") and hasattr(norm(x, beside_input=True)[1], "made_again")
+    assert not hasattr(norm(x), "recompute_recipe") and hasattr(norm(x, with_input=True)[1], "recompute_recipe")
 
 
 @pytest.mark.full
 def test_a_region_that_does_not_keep_its_inputs_marks_nothing():
     fused, angles = drawn(6, 2, 2, 5, 8), drawn(6, 1, 3, seed=1).detach()
-    assert not any(hasattr(x, "made_again") for x in REGIONS["heads"].compiled(fused, None, angles, angles, 3))
+    assert not any(hasattr(x, "recompute_recipe") for x in REGIONS["heads"].compiled(fused, None, angles, angles, 3))
 
 
 def test_without_gradients_nothing_is_marked():
     with torch.no_grad():
-        assert not hasattr(REGIONS["gelu-tanh"].compiled(drawn(4, 8), None), "made_again")
+        assert not hasattr(REGIONS["gelu-tanh"].compiled(drawn(4, 8), None), "recompute_recipe")
 
 
 def test_an_input_that_is_made_again_is_free_after_the_forward():

@@ -106,7 +106,7 @@ def test_each_query_meets_each_key_that_it_sees_in_one_tile():
     for before, is_causal in ((None, True), (3, True), (None, False)):
         met = torch.zeros(3, 10, 10, dtype=torch.int64)
         for (heads, queries), (same_heads, keys) in tiles_of(
-            torch.empty(3, 10, 1), 4, 50, is_causal=is_causal, before=before
+            torch.empty(3, 10, 1), 4, 50, is_causal=is_causal, window_left=before
         ):
             assert heads == same_heads and met[heads, queries, keys].numel() <= max(50, 4 * 10)
             met[heads, queries, keys] += 1

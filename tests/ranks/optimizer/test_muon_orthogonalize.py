@@ -21,7 +21,7 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed import DataParallelConfig
 from megatron.core.optimizer import ParamGroup
 from megatron.core.optimizer.adam_and_sgd import UpdateStep
-from megatron.core.optimizer.full_matrix import Owners, WholeTensor
+from megatron.core.optimizer.full_matrix import FullMatrix, MatrixOwners
 from megatron.core.optimizer.muon_config import NS_COEFFICIENTS, MuonConfig, ns_coefficients
 from megatron.core.optimizer.muon_matrix_update import SMALLEST_NORM, muon_update, orthogonalized, scale_factor
 from megatron.core.optimizer.optimizer_registry import OptimizerConfig
@@ -44,7 +44,7 @@ def number(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor
 def update(weight: Tensor, gradients: list[Tensor], config: MuonConfig, **parts) -> tuple[Tensor, Tensor]:
     """(weight, momentum) after a step for each gradient, at rate 0.1 and decay 0.5."""
     weight, momentum = weight.clone(), torch.zeros_like(weight)
-    whole = WholeTensor(Placement(tuple(weight.shape), None, **parts), tuple(weight.shape), ALONE)
+    whole = FullMatrix(Placement(tuple(weight.shape), None, **parts), tuple(weight.shape), ALONE)
     for count, gradient in enumerate(gradients):
         step = UpdateStep(0.1, 0.5, count)
         muon_update([weight], [gradient], {"momentum_buffer": [momentum]}, step, [whole], config=config)
@@ -278,9 +278,9 @@ def test_owners_send_the_bits_that_every_rank_would_find_and_in_bfloat16_if_all_
         weights = [number(i, *shape, dtype=torch.float32) for i, shape in enumerate(shapes)]
         gradients = [number(9 + i, *shape, dtype=torch.float32) for i, shape in enumerate(shapes)]
         states = {"momentum_buffer": [torch.zeros_like(weight) for weight in weights]}
-        owners = Owners(mesh["dp"]) if shared else Owners()
+        owners = MatrixOwners(mesh["dp"]) if shared else MatrixOwners()
         wholes = [
-            WholeTensor(Placement(shape, None, **fused.get(i, {})), shape, ALONE, owners=owners)
+            FullMatrix(Placement(shape, None, **fused.get(i, {})), shape, ALONE, owners=owners)
             for i, shape in enumerate(shapes)
         ]
         with mesh.ledger.record() as calls:
@@ -298,7 +298,7 @@ def test_owners_send_the_bits_that_every_rank_would_find_and_in_bfloat16_if_all_
 
 
 def test_ranks_that_differ_in_their_units_send_float32():
-    answers = run_ranks({"dp": 3}, lambda mesh: Owners(mesh["dp"]).all_say(mesh["dp"].rank != 2, "cpu"))
+    answers = run_ranks({"dp": 3}, lambda mesh: MatrixOwners(mesh["dp"]).all_agree(mesh["dp"].rank != 2, "cpu"))
     assert answers == [False] * 3
 
 

@@ -32,7 +32,9 @@ def level_update(parameters, gradients, states, step, wholes) -> None:
 
 @pytest.fixture(autouse=True)
 def level(monkeypatch):
-    monkeypatch.setitem(OPTIMIZERS, "level", UpdateRule(lambda _: level_update, lambda _: ("momentum",), whole=True))
+    monkeypatch.setitem(
+        OPTIMIZERS, "level", UpdateRule(lambda _: level_update, lambda _: ("momentum",), needs_full_matrix=True)
+    )
 
 
 def group_of(name: str, placement: Placement) -> ParamGroup:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed.data_parallel import DataParallelConfig, DistributedDataParallel
 from megatron.core.models.gpt.gpt_stage import GPTModel
-from megatron.core.ops.cpu_half_precision_matmul import NATIVE, Products, Way
+from megatron.core.ops.cpu_half_precision_matmul import NATIVE, MatmulMode, MatmulModes
 from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.optimizer import FlatOptimizer
@@ -35,7 +35,7 @@ from megatron.core.pipeline_parallel.schedules import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec
 from megatron.core.sharding.initial_values import initialize_parameters
 from megatron.core.sharding.placement import Placement
-from megatron.core.tensor_parallel.linear_autograd import weight_gradient
+from megatron.core.tensor_parallel.linear_autograd import accumulate_wgrad
 from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.arguments.command_line import parse_args
@@ -88,7 +88,7 @@ class Run:
     overflows: frozenset[tuple[int, int]] = frozenset()  # (rank, step) at which one gradient becomes infinite
     loss_func: Callable = token_sums
     mask_of: Callable[[int], Tensor] = lambda number: sample(number)["mask"]
-    products: Products = NATIVE
+    matmul_modes: MatmulModes = NATIVE
 
 
 @dataclass
@@ -106,13 +106,13 @@ class Rank:
 
 def start(mesh: Mesh, run: Run) -> Rank:
     pp, keys, store, config, layout = mesh["pp"], DropoutKeys(SEED), WeightGradStore(), run.config, run.layout
-    options = {"sequence_parallel": layout.sp, "weight_grads": store, "products": run.products, "fills": False}
+    options = {"sequence_parallel": layout.sp, "weight_grads": store, "matmul_modes": run.matmul_modes, "fills": False}
     model = GPTModel(
         config,
         vocab_size=VOCAB,
         positions=SEQ,
         layers=split_layers(config.num_layers, pp.size)[pp.rank],
-        context=LayerContext.on(mesh, config.params_dtype, keys, **options),
+        context=LayerContext.from_mesh(mesh, config.params_dtype, keys, **options),
         pre_process=pp.is_first,
         post_process=pp.is_last,
     )
@@ -431,16 +431,16 @@ LAYOUTS = [
 ]
 
 
-def steep(config: ModelConfig, layout: Layout, products: Products = NATIVE) -> Run:
+def steep(config: ModelConfig, layout: Layout, matmul_modes: MatmulModes = NATIVE) -> Run:
     """Steps long enough to change weights by much more than rounding does. Plain SGD: Adam's first steps are signs of the
     gradient, and where that is rounding noise two equally good runs part by a whole step."""
     scale = LossScaleConfig(initial_loss_scale=2.0**12)
-    return Run(config, layout, optimizer=SGD, lr=0.5, loss_scale=scale, products=products)
+    return Run(config, layout, optimizer=SGD, lr=0.5, loss_scale=scale, matmul_modes=matmul_modes)
 
 
 @cache
-def of_one_process(precision: str, way: Way = "native") -> Outcome:
-    return outcome(steep({"fp32": FP32, "fp16": FP16, "bf16": BF16}[precision], Layout(), Products.all(way)))
+def of_one_process(precision: str, way: MatmulMode = "native") -> Outcome:
+    return outcome(steep({"fp32": FP32, "fp16": FP16, "bf16": BF16}[precision], Layout(), MatmulModes.all(way)))
 
 
 @pytest.mark.parametrize(
@@ -452,13 +452,13 @@ def of_one_process(precision: str, way: Way = "native") -> Outcome:
         for way, often in (("native", (i + j) % 4), ("widened", (i + j + 1) % 4))
     ],
 )
-def test_half_precision_layouts_agree_as_well_as_half_precision_can(precision: str, way: Way, layout: Layout):
+def test_half_precision_layouts_agree_as_well_as_half_precision_can(precision: str, way: MatmulMode, layout: Layout):
     """Where a layout sums in another order, other numbers are rounded: two half-precision runs differ by as much as each differs
     from float32. If both are off by about e in random directions, they are sqrt(2) e apart; measured: up to 1.9 e, at most 3 e
     allowed. e itself is up to 8 roundings of a tensor's norm (16 allowed: 6 % in bfloat16, 0.8 % in float16); a missing or
     doubled term would be of the size of the gradient."""
     got, expected, exact = (
-        outcome(steep({"fp16": FP16, "bf16": BF16}[precision], layout, Products.all(way))),
+        outcome(steep({"fp16": FP16, "bf16": BF16}[precision], layout, MatmulModes.all(way))),
         of_one_process(precision, way),
         of_one_process("fp32"),
     )
@@ -504,12 +504,12 @@ def test_a_weight_gradient_is_accumulated_in_float32(dtype: torch.dtype):
     exact = weight.main_grad.double()
     for _ in range(50):
         grad, x = (torch.randn(6, 2, n, generator=generator).to(dtype) for n in (16, 8))
-        assert weight_gradient(weight, grad, x) is None
+        assert accumulate_wgrad(weight, grad, x) is None
         exact += grad.flatten(0, 1).double().t() @ x.flatten(0, 1).double()
     # float32 has 24 bits: each of the 50 sums near 4096 is rounded by at most 2^-12.
     assert (weight.main_grad - exact).abs().max() <= 50 * 2.0**-12
     del weight.main_grad
-    assert weight_gradient(weight, grad, x).dtype == dtype
+    assert accumulate_wgrad(weight, grad, x).dtype == dtype
 
 
 # ---------------------------------------------------------------- optimizers, norm, groups

@@ -213,8 +213,8 @@ def test_a_checkpoint_holds_whole_masters(case: str, tmp_path):
         tiny = made(mesh, after, second)
         tiny.load(tmp_path / "save")
         whole = open_checkpoint(tmp_path / "save")
-        weights = save_and_load.model_tensors(tiny.model, mesh)
-        state = save_and_load.optimizer_tensors(tiny.adam, mesh)
+        weights = save_and_load.sharded_model_state(tiny.model, mesh)
+        state = save_and_load.sharded_optimizer_state(tiny.adam, mesh)
         source = "model" if before is None else "optimizer/master"
         for name in (name.removeprefix("model/") for name in weights):
             saved = full_tensor(whole, f"{source}/{name}")
@@ -257,12 +257,12 @@ def test_two_bytes_a_parameter_are_saved(stage: int, tier: str, tmp_path):
             x for shards in (tiny.adam.masters, *tiny.adam.moments.values()) for shard in shards for x in shard.tensors
         ]
         tensors = [part for x in tensors for part in ((x.weight, x.residual) if isinstance(x, SplitMaster) else (x,))]
-        tensors += [x for buffer in tiny.adam.buffers for x in buffer.held_params.tensors]
+        tensors += [x for buffer in tiny.adam.buffers for x in buffer.param_shard.tensors]
         memory = {
             x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors if isinstance(x, Tensor)
         }
         in_files = sum(x.nbytes for x in tensors if isinstance(x, FileTensor))
-        owned = sum(stop - start for buffer in tiny.adam.buffers for start, stop in buffer.owned)
+        owned = sum(stop - start for buffer in tiny.adam.buffers for start, stop in buffer.owned_runs)
         tiny.close()
         return owned, sum(memory.values()) + in_files
 

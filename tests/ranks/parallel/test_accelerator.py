@@ -136,7 +136,7 @@ def test_ranks_agree_through_the_store_before_they_have_devices(text: str, monke
     def work(rank: int) -> None:
         axis = Axis("world", (0, 1, 2), rank, collectives.StoreGroup(store, rank, 3), collectives.Ledger())
         try:
-            with collectives.together(axis):
+            with collectives.raise_together(axis):
                 if rank == 1:
                     raise ConfigError(text)
         except Exception as error:
@@ -309,7 +309,9 @@ def test_a_recomputed_function_draws_from_the_devices_generator_again():
     assert generator.state == 2
 
 
-@pytest.mark.parametrize(("works", "taken"), [("added", "_added_within"), ("product", "_mixed"), ("wrong", "_mixed")])
+@pytest.mark.parametrize(
+    ("works", "taken"), [("added", "_addmm_out_dtype"), ("product", "_mm_out_dtype"), ("wrong", "_mm_out_dtype")]
+)
 def test_a_wide_weight_gradient_is_added_by_what_the_device_can_do(works: str, taken: str, monkeypatch):
     """The CPU has neither kernel: stand-ins with torch's signatures."""
 

@@ -232,8 +232,8 @@ def test_the_ring_remembers_the_last_calls():
         return mesh.ledger
 
     ledger = run_ranks({"tp": 2}, work)[0]
-    assert len(ledger.recent) == 4 * PLAIN.num_layers + 5
-    assert ledger.recent[-1].op == "all_reduce"
+    assert len(ledger.flight_recorder) == 4 * PLAIN.num_layers + 5
+    assert ledger.flight_recorder[-1].op == "all_reduce"
 
 
 @pytest.mark.full

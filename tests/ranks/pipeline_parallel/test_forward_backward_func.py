@@ -27,7 +27,7 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.loss_scaler import ConstantGradScaler
 from megatron.core.optimizer.optimizer_registry import OptimizerConfig
-from megatron.core.parallel.global_state import current
+from megatron.core.parallel.global_state import get_global_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.schedules import BatchShape
 from megatron.training.arguments import core_transformer_config_from_args
@@ -60,7 +60,7 @@ CASES = [
 def run_by_func(mesh, config, layout, **options):
     """One step's reports and gradients."""
     chunks, _, _ = build_chunks(mesh, config, layout)
-    current().sequence_parallel = layout.sp
+    get_global_state().sequence_parallel = layout.sp
     batch = BatchShape(BATCH // layout.dp // layout.m, layout.m)
     reports = get_forward_backward_func()(
         forward_step_func=forward_step,
@@ -120,7 +120,7 @@ def test_a_loop_may_finalize_gradients_as_often_as_it_likes(name):
 
     def work(mesh):
         chunks, _, _ = build_chunks(mesh, TINY_GPT2, layout)
-        current().sequence_parallel, model = layout.sp, list(chunks.values())
+        get_global_state().sequence_parallel, model = layout.sp, list(chunks.values())
         batch = BatchShape(8 // layout.dp // layout.m, layout.m)
         buffers = [buffer for chunk in model for buffer in chunk.buffers]
         optimizer = FlatOptimizer(

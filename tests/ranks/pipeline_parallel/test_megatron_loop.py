@@ -30,13 +30,13 @@ from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, optimizer_registry
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.parallel.global_state import current
+from megatron.core.parallel.global_state import get_global_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.layer_split import split_layers
 from megatron.core.pipeline_parallel.schedules import BatchShape
 from megatron.core.sharding.initial_values import initialize_parameters
 from megatron.core.transformer.layer_build_context import LayerContext
-from megatron.training.model_chunks import share_tables
+from megatron.training.model_chunks import tie_embeddings
 
 STEPS, BATCH, RATES = 3, 8, (1e-2, 7.5e-3, 5e-3)
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -79,8 +79,10 @@ def of_one_process(model):
 
 def megatrons_chunks(mesh, config, layout):
     """This rank's chunks in Megatron's wrapper."""
-    current().sequence_parallel, stages = layout.sp, layout.stages
-    context = LayerContext.on(mesh, config.params_dtype, DropoutKeys(SEED), sequence_parallel=layout.sp, fills=False)
+    get_global_state().sequence_parallel, stages = layout.sp, layout.stages
+    context = LayerContext.from_mesh(
+        mesh, config.params_dtype, DropoutKeys(SEED), sequence_parallel=layout.sp, fills=False
+    )
     split = split_layers(config.num_layers, stages.last + 1)
     make = partial(GPT.make, config, vocab_size=VOCAB, context=context)
     models = {
@@ -88,7 +90,7 @@ def megatrons_chunks(mesh, config, layout):
         for stage in stages.of_rank(mesh["pp"].rank)
     }
     if stages.last > 0:
-        share_tables(models)
+        tie_embeddings(models)
     ours, stage = layout.data_parallel, layout.data_parallel.stage
     ddp_config = DistributedDataParallelConfig(
         overlap_grad_reduce=ours.overlap_grad_reduce,
@@ -129,7 +131,7 @@ def trained(mesh, config, layout, *, steps=range(STEPS), load=None, save=None):
         loaded = dist_checkpointing.load(state(), load)
         optimizer.load_state_dict(loaded["optimizer"])
         scheduler.load_state_dict(loaded["scheduler"])
-        current().samples = scheduler.num_steps  # dropout's masks are by sample
+        get_global_state().samples = scheduler.num_steps  # dropout's masks are by sample
     for step in steps:
         assert {group["lr"] for group in optimizer.param_groups} == {RATES[step]}
         for chunk in model:

@@ -7,7 +7,7 @@ import torch
 from local_ranks import run_ranks
 from tiny_run import GPT2, Layout, build_chunks, my_pieces, put_together
 
-from megatron.core.optimizer.param_groups import default_group, without_decay_of_tables
+from megatron.core.optimizer.param_groups import default_group, without_embedding_decay
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.sharding.placement import Constant, Placement
 
@@ -35,7 +35,7 @@ def test_matrices_are_uniform_within_the_bound_of_the_whole_matrix_and_tables_no
 
 
 def test_tables_with_a_size_of_their_own_do_not_decay():
-    group_of, matrix = without_decay_of_tables(default_group), Placement((4, 4), Constant(0.0))
+    group_of, matrix = without_embedding_decay(default_group), Placement((4, 4), Constant(0.0))
     for name, decay in {
         "embedding.word_embeddings.weight": 0,
         "position_embeddings.weight": 0,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import pretrain_gpt
 from megatron.core.ops.dropout import AttentionDropout, DropoutKeys, HiddenDropout
-from megatron.core.parallel.sequence_shard import SequenceRows
+from megatron.core.parallel.sequence_shard import SequenceShard
 from megatron.core.sharding import initial_values as draws
 from megatron.core.sharding.boxes import slices
 from megatron.core.sharding.initial_values import TILE, initialize_parameters, normal_box, seed_of
@@ -203,7 +203,7 @@ def keys_of(*samples: int, seed: int = SEED) -> DropoutKeys:
 
 
 def hidden_kept(samples=(0,), *, seed=SEED, site="embedding", layer=0, shape=(8, 1, 32), p=0.5) -> Tensor:
-    dropout = HiddenDropout(p, keys_of(*samples, seed=seed), site, layer, SequenceRows())
+    dropout = HiddenDropout(p, keys_of(*samples, seed=seed), site, layer, SequenceShard())
     return dropout(torch.ones(shape, dtype=torch.float64)) != 0
 
 
@@ -217,7 +217,7 @@ def test_the_share_kept_is_one_minus_p_and_the_mean_is_kept(probability: float):
     n, keep = 64 * 4 * 256, 1 - probability
     bound = SIGMAS * (probability * keep / n) ** 0.5
     x = torch.ones(64, 4, 256, dtype=torch.float64)
-    hidden = HiddenDropout(probability, keys_of(3, 4, 5, 6), "after mlp", 2, SequenceRows())(x)
+    hidden = HiddenDropout(probability, keys_of(3, 4, 5, 6), "after mlp", 2, SequenceShard())(x)
     scores = AttentionDropout(probability, keys_of(3, 4, 5, 6), 2, 0)(x.view(4, 4, 64, 64))
     for out in (hidden, scores):
         assert abs((out != 0).double().mean().item() - keep) < bound
@@ -254,13 +254,13 @@ def test_a_mask_is_the_samples_own_wherever_its_row_lies():
 
 
 def test_recomputing_draws_the_same_mask():
-    dropout = HiddenDropout(0.5, keys_of(1, 2), "embedding", 0, SequenceRows())
+    dropout = HiddenDropout(0.5, keys_of(1, 2), "embedding", 0, SequenceShard())
     x = torch.randn(4, 2, 8, generator=torch.Generator().manual_seed(0))
     assert torch.equal(dropout(x), dropout(x))
 
 
 def test_the_gradient_passes_where_the_value_did():
-    dropout = HiddenDropout(0.25, keys_of(1, 2), "embedding", 0, SequenceRows())
+    dropout = HiddenDropout(0.25, keys_of(1, 2), "embedding", 0, SequenceShard())
     x = torch.ones(4, 2, 8, dtype=torch.float64, requires_grad=True)
     out = dropout(x)
     out.sum().backward()
@@ -272,7 +272,7 @@ def test_a_sequence_part_keeps_its_part_of_the_mask(t: int):
     expected = hidden_kept((7, 3), shape=(8, 2, 32))
 
     def work(mesh):
-        dropout = HiddenDropout(0.5, keys_of(7, 3), "embedding", 0, SequenceRows(sp=mesh["tp"]))
+        dropout = HiddenDropout(0.5, keys_of(7, 3), "embedding", 0, SequenceShard(sp=mesh["tp"]))
         return dropout(torch.ones(8 // t, 2, 32)) != 0
 
     assert torch.equal(torch.cat(run_ranks({"tp": t}, work)), expected)
@@ -290,8 +290,8 @@ def test_heads_keep_their_masks_wherever_they_lie(t: int):
 
 def test_no_dropout_in_evaluation_or_at_probability_zero():
     x, keys = torch.ones(2, 1, 4), DropoutKeys(SEED)  # no sample is named: a mask could not be drawn
-    assert HiddenDropout(0.0, keys, "embedding", 0, SequenceRows())(x) is x
-    assert HiddenDropout(0.5, keys, "embedding", 0, SequenceRows()).eval()(x) is x
+    assert HiddenDropout(0.0, keys, "embedding", 0, SequenceShard())(x) is x
+    assert HiddenDropout(0.5, keys, "embedding", 0, SequenceShard()).eval()(x) is x
     assert AttentionDropout(0.5, keys, 0, 0).eval()(x) is x
 
 

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.core import tensor_parallel as mt
 from megatron.core.models.gpt.gpt_stage import GPTModel
-from megatron.core.parallel.global_state import filling_by_name
+from megatron.core.parallel.global_state import defer_initialization
 from megatron.core.sharding.boxes import slices
 from megatron.core.sharding.initial_values import initialize_parameters, normal_box
 from megatron.core.sharding.placement import Constant, pieces
@@ -273,7 +273,7 @@ def test_a_model_made_by_hand_begins_as_one_process_has_it(dtype):
             vocab_size=VOCAB,
             positions=SEQ,
             layers=range(config.num_layers),
-            context=LayerContext.on(mesh, dtype),
+            context=LayerContext.from_mesh(mesh, dtype),
             pre_process=True,
             post_process=True,
         )
@@ -300,7 +300,7 @@ def test_a_tied_table_made_by_hand_begins_alike_on_both_stages(sizes):
             vocab_size=VOCAB,
             positions=SEQ,
             layers=[pp.rank],
-            context=LayerContext.on(mesh, torch.float32),
+            context=LayerContext.from_mesh(mesh, torch.float32),
             pre_process=pp.is_first,
             post_process=pp.is_last,
         )
@@ -317,7 +317,7 @@ def test_a_function_of_a_tensor_fills_a_named_model_the_same_in_every_layout():
 
     def work(mesh, seed):
         torch.manual_seed(seed)
-        with filling_by_name():
+        with defer_initialization():
             block = torch.nn.ModuleDict(
                 {"up": mt.ColumnParallelLinear(H, F, init_method=torch.nn.init.kaiming_normal_)}
             )

@@ -27,7 +27,7 @@ from megatron.core.tensor_parallel.linear_layers import (
     RowParallelLinear,
     TensorParallel,
     VocabParallelEmbedding,
-    my_sequence_part,
+    local_sequence_slice,
 )
 
 S, B, IN, OUT = 8, 3, 8, 12
@@ -393,7 +393,7 @@ MOVES = {  # name: (forward, backward)
     "copy": (SAME, EVERY),
     "reduce": (EVERY, SAME),
     "gather_sequence": (JOIN[0], SCATTER),
-    "whole_sequence": (JOIN[0], MINE[0]),
+    "gather_replicated_sequence": (JOIN[0], MINE[0]),
     "reduce_scatter_sequence": (SCATTER, JOIN[0]),
     "scatter_sequence": (MINE[0], JOIN[0]),
     "scatter_last": (MINE[-1], JOIN[-1]),
@@ -429,7 +429,9 @@ def test_a_move_is_its_pair_of_collectives(t: int, delayed: bool, name: str, lay
 
 def test_the_table_of_moves_is_complete():
     assert {
-        name for name, value in vars(autograd_collectives).items() if isinstance(value, autograd_collectives.Move)
+        name
+        for name, value in vars(autograd_collectives).items()
+        if isinstance(value, autograd_collectives.AutogradCollective)
     } == set(MOVES)
 
 
@@ -506,12 +508,12 @@ def test_an_axis_of_one_rank_is_free_and_unnoted():
             assert all(y.data_ptr() == x.data_ptr() for y in moved), "not even a copy is made"
             comm.barrier(tp)
             assert comm.broadcast_text("text", tp) == "text"
-            with comm.together(tp):
+            with comm.raise_together(tp):
                 pass
-            assert my_sequence_part(S, TensorParallel(tp, True)) == slice(0, S)
+            assert local_sequence_slice(S, TensorParallel(tp, True)) == slice(0, S)
             ColumnParallelLinear(IN, OUT, tp=double(mesh, sp=True), init=Normal(1.0))(X)
         assert tp.group is None
-        return calls, list(mesh.ledger.recent)
+        return calls, list(mesh.ledger.flight_recorder)
 
     assert run_ranks({}, work) == [([], [])]
 
@@ -586,7 +588,7 @@ def test_if_one_rank_fails_all_raise_with_the_first_ones_message(failing, first,
     def work(mesh):
         rank = mesh["world"].rank
         try:
-            with comm.together(mesh["world"]):
+            with comm.raise_together(mesh["world"]):
                 if rank in failing:
                     raise OSError(f"{message}{rank}" if message else "")
         except Exception as error:
@@ -604,7 +606,7 @@ def test_if_one_rank_fails_all_raise_with_the_first_ones_message(failing, first,
 
 def test_if_nobody_fails_nobody_raises():
     def work(mesh):
-        with comm.together(mesh["world"]), mesh.ledger.record() as calls:
+        with comm.raise_together(mesh["world"]), mesh.ledger.record() as calls:
             pass
         return len(calls)
 
@@ -613,7 +615,7 @@ def test_if_nobody_fails_nobody_raises():
 
 def test_one_rank_alone_raises_its_own_error():
     def work(mesh):
-        with pytest.raises(OSError, match="mine"), comm.together(mesh["world"]):
+        with pytest.raises(OSError, match="mine"), comm.raise_together(mesh["world"]):
             raise OSError("mine")
 
     run_ranks({}, work)

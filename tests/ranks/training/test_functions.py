@@ -165,7 +165,7 @@ def test_keys_that_travel_are_refused_by_a_kernel_of_another_function(monkeypatc
     monkeypatch.setitem(KERNELS, "auto", MEAN)
 
     def attend(mesh: Mesh) -> None:
-        context = LayerContext.on(mesh, torch.float32, DropoutKeys(0), fills=False)
+        context = LayerContext.from_mesh(mesh, torch.float32, DropoutKeys(0), fills=False)
         CoreAttention(ModelConfig(attention_dropout=0.0), 0, context)(*torch.randn(3, 4, 1, 2, 8))
 
     with pytest.raises(Exception, match=r"--attention-backend auto computes 'auto of a script'.*--cp-comm-type a2a"):

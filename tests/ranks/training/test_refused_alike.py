@@ -38,7 +38,9 @@ def ends_of(flags: str, **more) -> list[Exception]:
 @pytest.fixture
 def never(monkeypatch):
     monkeypatch.setitem(KERNELS, "never", Kernel(lambda *tensors: tensors[0], lambda case: "has no dropout"))
-    monkeypatch.setitem(OPTIMIZERS, "matrices", UpdateRule(lambda _: print, lambda _: ("momentum",), whole=True))
+    monkeypatch.setitem(
+        OPTIMIZERS, "matrices", UpdateRule(lambda _: print, lambda _: ("momentum",), needs_full_matrix=True)
+    )
 
 
 def test_a_kernel_that_refuses_is_found_before_the_first_step(never):

@@ -28,7 +28,7 @@ from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.arguments.command_line import parse_args
 from megatron.training.arguments.validation import check
-from megatron.training.checkpointing.save_and_load import model_tensors, optimizer_tensors
+from megatron.training.checkpointing.save_and_load import sharded_model_state, sharded_optimizer_state
 
 pytestmark = pytest.mark.full  # the fast set keeps the covering pairs of test_parity.py
 
@@ -185,7 +185,9 @@ def store(mesh, root: Path, sp: bool) -> list[tuple]:
     chunk, _ = build(mesh, STORED, sp)
     adam = FlatOptimizer(chunk.buffers, OptimizerConfig(), mesh)
     fill(chunk, adam, 1.0)
-    save_checkpoint(root, 1, model_tensors([chunk], mesh) | optimizer_tensors(adam, mesh), {}, mesh["world"])
+    save_checkpoint(
+        root, 1, sharded_model_state([chunk], mesh) | sharded_optimizer_state(adam, mesh), {}, mesh["world"]
+    )
     return my_pieces(chunk.module, mesh, lambda p: p.data)
 
 
@@ -194,7 +196,7 @@ def read(mesh, root: Path, sp: bool, expected: dict[str, torch.Tensor]) -> None:
     chunk, _ = build(mesh, STORED, sp)
     adam = FlatOptimizer(chunk.buffers, OptimizerConfig(), mesh)
     fill(chunk, adam, float("nan"))
-    tensors = model_tensors([chunk], mesh) | optimizer_tensors(adam, mesh)
+    tensors = sharded_model_state([chunk], mesh) | sharded_optimizer_state(adam, mesh)
     open_checkpoint(root, world=mesh["world"]).read_into(tensors, mesh["world"])
     for name, p in chunk.module.named_parameters():
         for box, local in pieces(p.placement, tuple(p.shape), mesh):

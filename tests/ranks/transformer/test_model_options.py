@@ -12,7 +12,7 @@ from plain_model import plain_scores
 from tiny_run import LLAMA, SEQ, VOCAB, Layout, build_chunks
 from torch import Tensor
 
-from megatron.core.inference.load_model import lone_mesh
+from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.transformer.activation_and_norm_config import NORM_PLACEMENTS
 from megatron.core.transformer.model_config import ModelConfig
 
@@ -104,7 +104,7 @@ def weights_of(config: ModelConfig) -> dict[str, Tensor]:
 
 
 def module_of(config: ModelConfig) -> torch.nn.Module:
-    (chunk,) = build_chunks(lone_mesh(), config, Layout())[0].values()
+    (chunk,) = build_chunks(single_rank_mesh(), config, Layout())[0].values()
     return chunk.module.eval()
 
 

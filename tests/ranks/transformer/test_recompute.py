@@ -26,7 +26,7 @@ from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.schedules import BatchShape
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.core.transformer.recompute import give_up, recomputed
+from megatron.core.transformer.recompute import discard_and_recompute, recompute_in_backward
 
 MODELS = {"gpt2": replace(TINY_GPT2, num_layers=2), "llama": replace(TINY_LLAMA, num_layers=2)}
 MODULES = [["mlp"], ["layernorm"], ["core_attn", "mlp", "layernorm"]]
@@ -70,7 +70,7 @@ def test_a_norm_that_was_computed_again_goes_with_its_use():
         normed = y * 2
         memories.append(weakref.ref(normed.untyped_storage()))
         result = normed * normed
-        give_up(normed, partial(torch.mul, y.detach(), 2), until=result)
+        discard_and_recompute(normed, partial(torch.mul, y.detach(), 2), until=result)
         if block == 0:
             result.register_hook(lambda _: alive.append(memories[1]() is not None))  # the second block is through
         y = result
@@ -153,7 +153,7 @@ def test_the_whole_input_is_given_up():
         start = torch.ones(4, 2, dtype=torch.float64, requires_grad=True)
         x = start * 2
         seen = weakref.ref(x)
-        y = recomputed(lambda x: (x * x).exp(), DropoutKeys(0), x, parts_over=mesh["tp"])
+        y = recompute_in_backward(lambda x: (x * x).exp(), DropoutKeys(0), x, shard_over=mesh["tp"])
         del x
         gc.collect()
         is_gone = seen() is None

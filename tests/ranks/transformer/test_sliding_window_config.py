@@ -15,12 +15,12 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
-from megatron.core.inference.load_model import lone_mesh
+from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.models.common.model_rules import BERT_RULES, GPT_RULES
 from megatron.core.ops.attention import sliding_window
 from megatron.core.ops.attention.kernels import KERNELS, AttentionCase, fused_attention, kernel_for, plain_attention
 from megatron.core.ops.attention.kv_cache import KeyValueCache
-from megatron.core.ops.attention.masks import Documents, Mask, Window, hidden_keys, windowed
+from megatron.core.ops.attention.masks import Documents, Mask, Window, hidden_keys, with_window
 from megatron.core.ops.attention.sliding_window import blocks_of
 from megatron.core.transformer.layer_freq_pattern import read_pattern
 from megatron.core.transformer.model_config import ModelConfig
@@ -35,7 +35,7 @@ from megatron.training.arguments.config_diff import compare
 
 def befores(layers: int, **settings) -> list[int | None]:
     config = ModelConfig(num_layers=layers, **settings)
-    return [config.keys_before(layer) for layer in range(layers)]
+    return [config.window_left(layer) for layer in range(layers)]
 
 
 def test_layers_have_windows_as_in_megatron():
@@ -85,7 +85,7 @@ def test_scripts_read_and_give_the_settings_in_megatrons_types():
     assert (args.window_size, args.window_attn_skip_freq) == ((9, 0), [1, 0, 1, 0])
     assert (config.transformer.window_size, config.transformer.window_attn_skip_freq) == ("9,0", "[1,0,1,0]")
     again = model_config(core_transformer_config_from_args(args))
-    assert [again.keys_before(layer) for layer in range(4)] == [9, None, 9, None]
+    assert [again.window_left(layer) for layer in range(4)] == [9, None, 9, None]
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_the_fused_kernel_equals_the_plain_one_forward_and_backward(within: str,
         (2, 2, 2, 9),
     ]:
         monkeypatch.setattr(sliding_window, "_ROWS_ON_CPU", rows)
-        mask, results = windowed(masks(2, s)[within], before, s), []
+        mask, results = with_window(masks(2, s)[within], before, s), []
         generator = torch.Generator().manual_seed(before)
         shapes = [(2, 4, s, 8), (2, groups, s, 8), (2, groups, s, 8), (2, 4, s, 8)]
         *heads, grad = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
@@ -169,14 +169,16 @@ def test_later_tokens_of_a_cache_see_their_window(monkeypatch):
     for new in (1, 3, 5, 7):
         mask = None if new == 1 else hidden[None, None, -new:]
         for kernel in (plain_attention, fused_attention):
-            out = kernel(q[:, :, -new:], k, v, windowed(mask, 3, 9), lambda probabilities: probabilities)
+            out = kernel(q[:, :, -new:], k, v, with_window(mask, 3, 9), lambda probabilities: probabilities)
             torch.testing.assert_close(out, whole[:, :, -new:], rtol=1e-12, atol=1e-12)
 
 
 def test_a_window_that_hides_nothing_is_the_mask_itself():
     numbers = Documents(torch.zeros(1, 5, dtype=torch.long))
-    assert windowed(None, 4, 5) is None and windowed(None, None, 5) is None and windowed(numbers, 4, 5) is numbers
-    assert windowed(None, 3, 5) == Window(3, None)
+    assert (
+        with_window(None, 4, 5) is None and with_window(None, None, 5) is None and with_window(numbers, 4, 5) is numbers
+    )
+    assert with_window(None, 3, 5) == Window(3, None)
 
 
 def test_dropout_takes_the_fused_kernel_from_a_window_too():
@@ -215,7 +217,7 @@ def test_shards_of_a_model_with_windows_equal_one_process(stage: int):
 
 def test_a_prompt_in_pieces_sees_what_it_sees_whole():
     """With a cache: 4 tokens, 3 more (by mask), and one (the last keys alone)."""
-    model = build(lone_mesh(), WINDOWS, sp=False)[0].module.eval()
+    model = build(single_rank_mesh(), WINDOWS, sp=False)[0].module.eval()
     tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
     positions, cache = torch.arange(8)[None], KeyValueCache([0], capacity=8)
     with torch.no_grad():
@@ -223,7 +225,7 @@ def test_a_prompt_in_pieces_sees_what_it_sees_whole():
         # Of each piece the scores of its last token.
         pieces = [model(tokens[:, a:b], positions[:, a:b], cache=cache) for a, b in ((0, 4), (4, 7), (7, 8))]
     torch.testing.assert_close(torch.cat(pieces, dim=1), whole[:, [3, 6, 7]], rtol=1e-12, atol=1e-12)
-    short = build(lone_mesh(), replace(WINDOWS, window_size="1,0"), sp=False)[0].module.eval()
+    short = build(single_rank_mesh(), replace(WINDOWS, window_size="1,0"), sp=False)[0].module.eval()
     with torch.no_grad():
         assert (short(tokens, positions) - whole).abs().max() > 0.1, "one key less is seen"
 
@@ -259,7 +261,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("within", ["causal", "documents"])
 def test_nothing_of_s_times_s_is_made_or_kept(within: str):
     s, before, heads, width = 1024, 63, 2, 8
-    mask: Mask = windowed(None if within == "causal" else Documents(torch.arange(s)[None] // 400), before, s)
+    mask: Mask = with_window(None if within == "causal" else Documents(torch.arange(s)[None] // 400), before, s)
     q, k, v = (torch.randn(1, heads, s, width, requires_grad=True) for _ in range(3))
     kept: dict[int, int] = {}
 

@@ -1,4 +1,4 @@
-"""One dataclass field gives one flag: every kind of knob, every mistake on a command line."""
+"""One dataclass field gives one flag: every kind of option, every mistake on a command line."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ from megatron.core.base.dataclass_flags import (
     default_of,
     default_text,
     flags_of,
-    knob as declare,
-    knobs,
+    option as declare,
+    option_fields,
     read_flags,
     repeated_flags,
     unknown_flag_message,
@@ -50,7 +50,7 @@ class Oven:
     times: list[int] | None = declare(None, "when to look")
     yeast: float = declare(1e-3, "grams", flags=("--yeast", "--old-yeast"))
     guests: int | None = declare(None, "how many come", required=True)
-    derived: int = 7  # a field that is no knob has no flag
+    derived: int = 7  # a field that is no option has no flag
 
 
 def read(line: str) -> Oven:
@@ -59,7 +59,7 @@ def read(line: str) -> Oven:
     return build(Oven, read_flags(parser, line.split()))
 
 
-# one row per kind of knob:  command line, field, value
+# one row per kind of option:  command line, field, value
 KINDS = [
     ("", "loaves", 2),
     ("--loaves 5", "loaves", 5),
@@ -100,7 +100,7 @@ def test_a_knob_reads_its_kind(line: str, field: str, value):
 
 
 def test_a_flag_is_spelt_like_its_field_unless_it_says_otherwise():
-    spelt = {field.name: flags_of(field) for field in knobs(Oven)}
+    spelt = {field.name: flags_of(field) for field in option_fields(Oven)}
     plain = ["loaves", "hours", "flour", "fan", "shelf", "note", "heat", "level", "seeds", "times", "guests"]
     own = {"light": ("--no-light",), "door_open": ("--shut-door",), "yeast": ("--yeast", "--old-yeast")}
     assert spelt == {name: (f"--{name}",) for name in plain} | own
@@ -170,7 +170,7 @@ def test_a_config_is_frozen(component: type):
 def test_a_list_default_is_not_shared():
     assert Oven().seeds == Oven().seeds == ["sesame"]
     assert Oven().seeds is not Oven().seeds
-    (field,) = (f for f in knobs(Oven) if f.name == "seeds")
+    (field,) = (f for f in option_fields(Oven) if f.name == "seeds")
     assert default_of(field) == ["sesame"]
 
 
@@ -178,7 +178,7 @@ def test_changes_are_the_differences_from_the_defaults():
     assert changes(Oven()) == {}
     baked = read("--loaves 2 --no-light --seeds flax --level 3 --old-yeast 1e-3")
     assert changes(baked) == {"light": (True, False), "seeds": (["sesame"], ["flax"]), "level": (None, 3)}
-    assert changes(Oven(derived=8)) == {}, "what is no knob is no setting"
+    assert changes(Oven(derived=8)) == {}, "what is no option is no setting"
 
 
 def test_build_passes_over_what_belongs_to_others():
@@ -229,11 +229,11 @@ def test_flags_given_twice_are_noted(line: str, named: str):
 def test_help_lists_every_knob_of_a_run():
     text = make_parser().format_help()
     listed = {word.rstrip(",").split("=")[0] for word in text.split() if word.startswith("--")}
-    declared = {flag for c in COMPONENTS.values() for field in knobs(c) for flag in flags_of(field)}
+    declared = {flag for c in COMPONENTS.values() for field in option_fields(c) for flag in flags_of(field)}
     assert declared | set(SHORTHAND) | {"--help", "--help-all"} <= listed
     unwrapped = "".join(text.split())  # lines break at hyphens too
     for component in COMPONENTS.values():
-        for field in knobs(component):
+        for field in option_fields(component):
             default = default_text(field)
             shown = f"({default})" if default == "required" else f"(default: {default})" if default else ""
             assert "".join(f"{field.metadata['help']}{shown}".split()) in unwrapped
@@ -242,7 +242,7 @@ def test_help_lists_every_knob_of_a_run():
 
 
 def test_no_two_knobs_share_a_name_or_a_flag():
-    fields = [field for component in COMPONENTS.values() for field in knobs(component)]
+    fields = [field for component in COMPONENTS.values() for field in option_fields(component)]
     names = [field.name for field in fields]
     flags = [flag for field in fields for flag in flags_of(field)] + [*NO_EFFECT, *REFUSED, *SHORTHAND]
     assert len(names) == len(set(names))
@@ -252,7 +252,7 @@ def test_no_two_knobs_share_a_name_or_a_flag():
 def test_every_knob_says_what_it_does():
     for component in COMPONENTS.values():
         assert component.__doc__.strip().split("\n")[0].endswith(".")
-        assert all(field.metadata["help"].strip() for field in knobs(component))
+        assert all(field.metadata["help"].strip() for field in option_fields(component))
 
 
 _OF_A_FILE = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model x"

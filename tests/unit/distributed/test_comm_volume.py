@@ -5,10 +5,10 @@ import re
 import pytest
 from said import tells
 
-from megatron.core.distributed.comm_volume import Flat, step_traffic, traffic_line
+from megatron.core.distributed.comm_volume import BufferSizes, comm_volume_line, step_comm_volume
 
 P = 3 * 2**20
-ONE = Flat(P, lent=0, param_bytes=1, sum_bytes=1, sent_bytes=1)  # bytes are elements
+ONE = BufferSizes(P, shared_numel=0, param_bytes=1, sum_bytes=1, sent_bytes=1)  # bytes are elements
 # stage, group, groups, microbatches, divided -> elements that a rank sends, as multiples of P
 TABLE = [
     (0, 4, 1, 5, False, 2 * 3 / 4),
@@ -25,14 +25,14 @@ TABLE = [
 
 @pytest.mark.parametrize(("stage", "inner", "outer", "m", "divides", "expected"), TABLE)
 def test_a_rank_sends_what_the_papers_say(stage, inner, outer, m, divides, expected):
-    sent = step_traffic(ONE, stage, inner=inner, outer=outer, microbatches=m, divides_outer=divides)
+    sent = step_comm_volume(ONE, stage, inner=inner, outer=outer, microbatches=m, divides_outer=divides)
     assert sum(sent.values()) == pytest.approx(expected * P, rel=1e-12)
 
 
 def test_bytes_follow_the_types():
     """bfloat16 parameters, float32 gradients that travel in bfloat16, a table of a tenth that is fetched once more."""
-    flat = Flat(1000, lent=100, param_bytes=2, sum_bytes=4, sent_bytes=2)
-    assert step_traffic(flat, 3, inner=2, outer=2, microbatches=3) == {
+    flat = BufferSizes(1000, shared_numel=100, param_bytes=2, sum_bytes=4, sent_bytes=2)
+    assert step_comm_volume(flat, 3, inner=2, outer=2, microbatches=3) == {
         ("reduce_scatter", "shard"): 3 * 1000 * 2 / 2,
         ("all_gather", "shard"): 3 * (2000 + 100) * 2 / 2,
         ("all_reduce", "replica"): 500 * 4,
@@ -41,8 +41,8 @@ def test_bytes_follow_the_types():
 
 def test_the_line_marks_the_chosen_stage():
     sizes = {"inner": 2, "microbatches": 2}
-    line = traffic_line([ONE, ONE], 1, outer=1, divides_outer=False, **sizes)
+    line = comm_volume_line([ONE, ONE], 1, outer=1, divides_outer=False, **sizes)
     stages = re.findall(r"(\d): ([\d.]+) MiB( \(chosen\))?", line)
     assert stages == [("0", "6.0", ""), ("1", "6.0", " (chosen)"), ("2", "9.0", ""), ("3", "18.0", "")]
-    line = traffic_line([ONE], 3, outer=2, divides_outer=True, **sizes)
+    line = comm_volume_line([ONE], 3, outer=2, divides_outer=True, **sizes)
     assert "2 groups of 2 ranks" in line and tells(line, "--outer-dp-sharding-strategy 10.5 MiB")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.core.distributed.buffer_plan import ALIGN, Cut, Item, Slot, lay_out, overlaps, runs
+from megatron.core.distributed.buffer_plan import ALIGN, BucketSpec, ParamRange, ParamSpec, overlaps, plan_buffers, runs
 
 # parameters in order of creation "name:numel[:key]", alignment -> per key "key total | name start stop | ..."
 TABLE = [
@@ -24,18 +24,21 @@ TABLE = [
 
 @pytest.mark.parametrize(("parameters", "align", "expected"), TABLE)
 def test_parameters_lie_in_reverse_order_of_creation(parameters: str, align: int, expected: list[str]):
-    items = [Item(n, int(size), key or "-") for n, size, key in ((w + ":").split(":")[:3] for w in parameters.split())]
-    got = lay_out(items, align)
+    items = [
+        ParamSpec(n, int(size), key or "-") for n, size, key in ((w + ":").split(":")[:3] for w in parameters.split())
+    ]
+    got = plan_buffers(items, align)
     drawn = [
-        " | ".join([f"{plan.key} {plan.numel}", *(f"{s.name} {s.start} {s.stop}" for s in plan.slots)]) for plan in got
+        " | ".join([f"{plan.key} {plan.numel}", *(f"{s.name} {s.start} {s.stop}" for s in plan.param_ranges)])
+        for plan in got
     ]
     assert drawn == expected
 
 
 def test_the_alignment_is_eight_elements():
     assert ALIGN == 8
-    (plan,) = lay_out([Item("a", 1, 0), Item("b", 1, 0)])
-    assert plan.slots == (Slot("b", 0, 1), Slot("a", 8, 9))
+    (plan,) = plan_buffers([ParamSpec("a", 1, 0), ParamSpec("b", 1, 0)])
+    assert plan.param_ranges == (ParamRange("b", 0, 1), ParamRange("a", 8, 9))
     assert plan.numel == 16
 
 
@@ -43,14 +46,14 @@ def test_every_element_has_one_place():
     draw = random.Random(3)
     for _ in range(100):
         align = draw.choice((1, 2, 8, 64))
-        items = [Item(str(i), draw.randint(1, 100), draw.choice("xyz")) for i in range(draw.randint(1, 12))]
-        plans = lay_out(items, align)
-        assert sorted(slot.name for plan in plans for slot in plan.slots) == sorted(item.name for item in items)
+        items = [ParamSpec(str(i), draw.randint(1, 100), draw.choice("xyz")) for i in range(draw.randint(1, 12))]
+        plans = plan_buffers(items, align)
+        assert sorted(slot.name for plan in plans for slot in plan.param_ranges) == sorted(item.name for item in items)
         assert len({plan.key for plan in plans}) == len(plans)
         sizes = {item.name: (item.numel, item.key) for item in items}
         for plan in plans:
             end = 0
-            for slot in plan.slots:
+            for slot in plan.param_ranges:
                 assert slot.start % align == 0
                 assert end <= slot.start < end + align, "no overlap, and no gap beyond the alignment"
                 assert (slot.stop - slot.start, plan.key) == sizes[slot.name]
@@ -71,7 +74,7 @@ RUNS = [
 
 @pytest.mark.parametrize(("labels", "expected"), RUNS)
 def test_neighbours_of_equal_label_are_one_run(labels: str, expected: list):
-    slots = (Slot("a", 0, 5), Slot("b", 8, 16), Slot("c", 16, 17), Slot("d", 24, 32))
+    slots = (ParamRange("a", 0, 5), ParamRange("b", 8, 16), ParamRange("c", 16, 17), ParamRange("d", 24, 32))
     assert runs(slots, dict(zip("abcd", labels))) == expected
 
 
@@ -91,14 +94,15 @@ CUTS = [
 
 @pytest.mark.parametrize(("parameters", "bucket", "shards", "buckets", "owned"), CUTS)
 def test_buckets_are_cut_into_equal_aligned_parts(parameters, bucket, shards, buckets, owned):
-    items = [Item(name, int(size), 0) for name, size in (word.split(":") for word in parameters.split())]
-    (plan,) = lay_out(items, cut_of=lambda key: Cut(bucket, shards))
+    items = [ParamSpec(name, int(size), 0) for name, size in (word.split(":") for word in parameters.split())]
+    (plan,) = plan_buffers(items, bucket_spec_of=lambda key: BucketSpec(bucket, shards))
     assert [f"{b.start} {b.stop} {''.join(b.names)}" for b in plan.buckets] == buckets
-    assert plan.owned(1 if shards > 1 else 0) == owned
-    everyone = sorted(run for part in range(shards) for run in plan.owned(part))
+    assert plan.shard_runs(1 if shards > 1 else 0) == owned
+    everyone = sorted(run for part in range(shards) for run in plan.shard_runs(part))
     assert [element for start, stop in everyone for element in range(start, stop)] == list(range(plan.numel))
     assert all(
-        sum(a <= s.start and s.stop <= b for a, b in [(k.start, k.stop) for k in plan.buckets]) == 1 for s in plan.slots
+        sum(a <= s.start and s.stop <= b for a, b in [(k.start, k.stop) for k in plan.buckets]) == 1
+        for s in plan.param_ranges
     )
 
 
@@ -110,17 +114,18 @@ def test_what_runs_share_with_a_range():
 @pytest.mark.parametrize("shards", [1, 2, 3, 4])
 def test_what_is_updated_whole_lies_in_one_shard_and_the_rest_end_to_end(shards: int):
     items = [
-        Item(f"p{i}", size, 0, is_whole=i % 3 == 0) for i, size in enumerate([50, 7, 64, 33, 100, 9, 120, 8, 40, 1])
+        ParamSpec(f"p{i}", size, 0, is_unsplit=i % 3 == 0)
+        for i, size in enumerate([50, 7, 64, 33, 100, 9, 120, 8, 40, 1])
     ]
     for bucket in (None, 128):
-        (plan,) = lay_out(items, cut_of=lambda _, bucket=bucket: Cut(bucket, shards))
-        slots = {slot.name: slot for slot in plan.slots}
-        ends = [(slot.start, slot.stop) for slot in plan.slots]
+        (plan,) = plan_buffers(items, bucket_spec_of=lambda _, bucket=bucket: BucketSpec(bucket, shards))
+        slots = {slot.name: slot for slot in plan.param_ranges}
+        ends = [(slot.start, slot.stop) for slot in plan.param_ranges]
         assert ends == sorted(ends) and all(a[1] <= b[0] for a, b in itertools.pairwise(ends))
-        parts = [part for shard in range(shards) for part in plan.owned(shard)]
+        parts = [part for shard in range(shards) for part in plan.shard_runs(shard)]
         for item in items:
             held = overlaps(parts, slots[item.name].start, slots[item.name].stop)
             assert sum(stop - start for start, stop in held) == item.numel
-            assert len(held) == 1 or not item.is_whole
+            assert len(held) == 1 or not item.is_unsplit
         assert plan.numel % (ALIGN * shards) == 0
-        assert shards > 1 or plan.numel == lay_out([replace(x, is_whole=False) for x in items])[0].numel
+        assert shards > 1 or plan.numel == plan_buffers([replace(x, is_unsplit=False) for x in items])[0].numel

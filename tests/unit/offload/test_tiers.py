@@ -169,7 +169,7 @@ def test_gradients_are_multiplied_once_where_they_lie_too(copied: bool, monkeypa
     if copied:
         monkeypatch.setattr(sliced_update, "_start_fetching", lambda stored: done(stored.clone()))
     state, gradients = [torch.zeros(32) for _ in range(3)], torch.full((32,), 3.0)
-    segment = Segment(ParamGroup(), state[0], dict(zip(KINDS, state[1:])), gradients, None, is_away=True)
+    segment = Segment(ParamGroup(), state[0], dict(zip(KINDS, state[1:])), gradients, None, is_offloaded=True)
     updater = SlicedUpdater([segment], adam(beta1=0.0), 16)
     updater.step(lambda _: UpdateStep(0.1, 0.0, 0, 0.5))
     torch.testing.assert_close(gradients, torch.full((32,), 1.5))
@@ -184,7 +184,7 @@ def test_what_other_groups_have_updated_is_in_the_file_when_the_call_is_over(tie
         raise OffloadError("this write")
 
     bucket = SimpleNamespace(
-        held_params=tier.zeros(32, torch.float32),
+        param_shard=tier.zeros(32, torch.float32),
         buffer=SimpleNamespace(axes=SimpleNamespace(outer=ALONE), device=torch.device("cpu")),
     )
     monkeypatch.setattr(BlockFile, "write", fail)

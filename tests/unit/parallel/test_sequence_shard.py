@@ -9,7 +9,7 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.context_parallel.causal_blocks import blocks_between, tiles_between
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.parallel_config import ParallelConfig
-from megatron.core.parallel.sequence_shard import SequenceRows, chunks_of
+from megatron.core.parallel.sequence_shard import SequenceShard, chunks_of
 from megatron.core.transformer.context_parallel_rules import context_parallel_problems
 from megatron.core.transformer.model_config import ModelConfig
 
@@ -30,12 +30,12 @@ def test_ranks_hold_each_row_once(ranks: int, size: int):
     for divided in {1, 2 if length // ranks % 2 == 0 else 1}:
         seen = []
         for rank, part in product(range(ranks), range(divided)):
-            rows = SequenceRows(axis("cp", ranks, rank), axis("tp", divided, part))
-            held = rows.held_of(length)
+            rows = SequenceShard(axis("cp", ranks, rank), axis("tp", divided, part))
+            held = rows.local_length(length)
             mine = [row for start, stop in rows.ranges(held) for row in range(start, stop)]
             inside = rows_of(rows.chunks, length // ranks // len(rows.chunks))
             assert mine == inside[part * held : (part + 1) * held]
-            assert rows.length_of(held) == length and rows.within_layers.ranges(held * divided)[0][0] == inside[0]
+            assert rows.global_length(held) == length and rows.within_layers.ranges(held * divided)[0][0] == inside[0]
             seen += mine
         assert sorted(seen) == list(range(length))
 
@@ -71,7 +71,7 @@ def _tiled_pairs(mine: tuple, sources: list[tuple], size: int, before: int | Non
     rows, found = rows_of(mine, size), []
     for theirs in sources:
         keys = rows_of(theirs, size)
-        for tile in tiles_between(mine, theirs, size, queries=2, keys=2, before=before):
+        for tile in tiles_between(mine, theirs, size, queries=2, keys=2, window_left=before):
             assert rows[tile.rows][0] == tile.first_row and keys[tile.keys][0] == tile.first_key
             found += product(rows[tile.rows], keys[tile.keys])
     return found
@@ -86,9 +86,9 @@ def test_the_ring_computes_one_block_a_step():
 
 def test_a_length_that_does_not_divide_is_refused():
     with pytest.raises(ConfigError, match="a sequence of 30 tokens: it must be a multiple of 4"):
-        SequenceRows(axis("cp", 2, 0)).held_of(30)
+        SequenceShard(axis("cp", 2, 0)).local_length(30)
     with pytest.raises(ConfigError, match="and 6 of 4; change --seq-length"):
-        SequenceRows(axis("cp", 2, 0), axis("tp", 4, 0)).held_of(12)
+        SequenceShard(axis("cp", 2, 0), axis("tp", 4, 0)).local_length(12)
 
 
 def test_rows_that_sequence_parallelism_cannot_divide_are_refused():

@@ -12,7 +12,7 @@ from said import tells
 from schedules import CHUNKED, COSTS, FLAT, assert_lists, parse, refusal, sizes_of, training_schedules
 
 from megatron.core import pipeline_parallel
-from megatron.core.parallel.stage_map import fold, loop
+from megatron.core.parallel.stage_map import loop, v_shape
 from megatron.core.pipeline_parallel.schedule import actions as schedule_module
 from megatron.core.pipeline_parallel.schedule.actions import (
     Action,
@@ -131,7 +131,7 @@ def test_every_compute_is_done_once_where_its_stage_lives():
         ops = {action.op for actions in schedule for action in actions}
         assert ops in ({Op.F}, {Op.F, Op.B}, {Op.F, Op.I, Op.W})
         done = Counter((action, rank) for rank, actions in enumerate(schedule) for action in actions)
-        ranks = (fold(p) if v == 2 and schedule == zb_v(p, m) else loop(p, v)).ranks
+        ranks = (v_shape(p) if v == 2 and schedule == zb_v(p, m) else loop(p, v)).ranks
         expected = {(Action(op, s, i), ranks[s]): 1 for op in ops for s in range(p * v) for i in range(m)}
         assert done == expected, (p, m, v, schedule)
 

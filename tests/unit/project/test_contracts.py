@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from megatron.core.base.unsupported_arguments import takes
+from megatron.core.base.unsupported_arguments import accepts_defaults_only
 
 FACTS = json.loads(Path(__file__).parents[2].joinpath("megatron_facts.json").read_text())
 POSITIONAL, KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
@@ -238,8 +238,8 @@ def test_an_argument_that_has_a_place_in_all_releases_is_not_for_names_alone():
 
 
 def test_an_argument_without_use_has_megatrons_place_and_default():
-    @takes("a", b=None)
-    @takes(d=False)
+    @accepts_defaults_only("a", b=None)
+    @accepts_defaults_only(d=False)
     def function(a: int, c: int = 3, *, own: int = 5) -> tuple[int, int, int]:
         return a, c, own
 

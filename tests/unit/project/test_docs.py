@@ -164,7 +164,8 @@ def test_the_tests_that_run_commands_exist():
 def flags_of_programs() -> dict[str, set[str]]:
     """What each program of the documents understands, where it has a parser to ask."""
     fork = re.findall(
-        r"(\w+): (?:int|float) = knob\(", "".join(p.read_text() for p in (ROOT / "examples/minimal_fork").glob("*.py"))
+        r"(\w+): (?:int|float) = option\(",
+        "".join(p.read_text() for p in (ROOT / "examples/minimal_fork").glob("*.py")),
     )
     tools = {}
     for tool, configs in (

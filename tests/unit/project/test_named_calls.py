@@ -26,15 +26,15 @@ ROOT = Path(__file__).parents[3]
 
 # Attributes of ours that an object may lack, and the one function that reads each. Scripts set those with a note too.
 OURS = {
-    "megatron/core/ops/compile/compiled_region.py _whole_of": "compiled_whole",
-    "megatron/core/base/dataclass_flags.py knob_of": "knob",
+    "megatron/core/ops/compile/compiled_region.py _whole_of": "compiled_layer",
+    "megatron/core/base/dataclass_flags.py field_of_action": "config_field",
     "megatron/core/datasets/vocab_check.py table_problem": "never",
     "megatron/core/datasets/ambiguous_pad_token.py pad_is_text": "pad_is_text",  # a script's tokenizer may say it
     "megatron/core/distributed/zero_init.py shard_of": "shard",
-    "megatron/core/distributed/param_grad_state.py is_lent": "is_lent",  # a script's model
-    "megatron/core/distributed/param_grad_state.py uses_of": "uses",  # a script's model
-    "megatron/core/ops/rematerialize.py _mark_of": "made_again",
-    "megatron/core/ops/rematerialize.py maker_of": "asked",
+    "megatron/core/distributed/param_grad_state.py is_shared": "is_shared",  # a script's model
+    "megatron/core/distributed/param_grad_state.py declared_num_grads": "num_grads_per_backward",  # a script's model
+    "megatron/core/ops/rematerialize.py _mark_of": "recompute_recipe",
+    "megatron/core/ops/rematerialize.py producer_of": "requests",
     "megatron/core/ops/main_grad_interface.py main_grad_of": "main_grad",  # Megatron's name
     "megatron/core/ops/main_grad_interface.py slot_of": "slot",
     "megatron/core/base/registry.py function_of": "computes",  # a script's entry of a table
@@ -48,7 +48,7 @@ OURS = {
     "tools/preprocessing/word_memory.py packer": "words",
 }
 # Those that are set in the file of their reader alone, on whatever object.
-KEPT_IN_ONE_FILE = ("knob", "made_again", "shard", "slot")
+KEPT_IN_ONE_FILE = ("config_field", "recompute_recipe", "shard", "slot")
 
 # What other projects, Python, or scripts have named: whose it is -> file -> names.
 FOREIGN = {

@@ -309,7 +309,7 @@ def one_of_16(monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 6)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 16)
     monkeypatch.setattr(torch.distributed, "group", types.SimpleNamespace(WORLD=object()))
-    monkeypatch.setattr(initialize_model_parallel, "_first_mesh_of", None)
+    monkeypatch.setattr(initialize_model_parallel, "_world_of_first_mesh", None)
     yield made
     parallel_state.destroy_model_parallel()
 
@@ -345,12 +345,12 @@ def test_the_groups_of_a_second_mesh_are_made_by_all_ranks_in_one_order(one_of_1
 
 
 def test_the_tracker_has_no_states_before_there_is_a_mesh(monkeypatch):
-    monkeypatch.setattr(global_state, "_of_process", None)
+    monkeypatch.setattr(global_state, "_process_state", None)
     assert importlib.import_module("megatron.core.tensor_parallel.random")._CUDA_RNG_STATE_TRACKER.get_states() == {}
 
 
 def test_groups_need_torch_distributed_first(monkeypatch):
-    monkeypatch.setattr(global_state, "_of_process", None)  # an earlier test may have built a model alone
+    monkeypatch.setattr(global_state, "_process_state", None)  # an earlier test may have built a model alone
     for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(RuntimeError, match=r"(?s)4.*torch.distributed"):

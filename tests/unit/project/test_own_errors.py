@@ -71,7 +71,7 @@ def test_what_is_raised_for_the_user_is_told_in_a_line(tell, capsys):
     assert capsys.readouterr().err == "a_tool: --flag is 1; give 2\n"
     with pytest.raises(ConfigError), as_settings_problem():
         parse_split("969,x")  # one of the package's own
-    assert errors.is_told_to_user(ValueError("never raised"))
+    assert errors.is_user_error(ValueError("never raised"))
 
 
 def test_the_package_is_known_also_where_it_lies_among_the_libraries(tmp_path: Path):
@@ -87,10 +87,10 @@ def test_the_package_is_known_also_where_it_lies_among_the_libraries(tmp_path: P
     (base / "error_reporting.py").write_text(Path(errors.__file__).read_text())
     code = (
         "import sysconfig; sysconfig.get_path = lambda name: {path!r}\n"
-        "import importlib; from megatron.core.base.error_reporting import is_told_to_user\n"
+        "import importlib; from megatron.core.base.error_reporting import is_user_error\n"
         "for name in ('megatron', 'neighbour'):\n"
         "    try: importlib.import_module(name + '.part').fail()\n"
-        "    except ValueError as error: print(is_told_to_user(error))\n"
+        "    except ValueError as error: print(is_user_error(error))\n"
     )
     command = [sys.executable, "-c", code.format(path=str(tmp_path))]
     said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, env={"PYTHONPATH": "."})

@@ -5,7 +5,7 @@ from math import prod
 
 import pytest
 
-from megatron.core.sharding.boxes import boxes_of_run, pieces_of_run, start_in_run
+from megatron.core.sharding.boxes import flat_range_to_boxes, flat_start, pieces_in_flat_range
 
 
 def numbers(box, shape) -> list[int]:
@@ -18,9 +18,9 @@ def numbers(box, shape) -> list[int]:
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 4), (1, 5), (4, 1), (2, 3, 4), (3, 1, 2)])
 def test_the_boxes_of_a_run_are_its_elements_in_order(shape):
     for start, stop in ((a, b) for a in range(prod(shape) + 1) for b in range(a, prod(shape) + 1)):
-        boxes = boxes_of_run(start, stop, shape)
+        boxes = flat_range_to_boxes(start, stop, shape)
         assert [n for box in boxes for n in numbers(box, shape)] == list(range(start, stop))
-        assert [start_in_run(box, shape) for box in boxes] == [numbers(box, shape)[0] for box in boxes]
+        assert [flat_start(box, shape) for box in boxes] == [numbers(box, shape)[0] for box in boxes]
 
 
 def test_the_pieces_of_a_run_name_each_element_by_its_place_in_the_whole():
@@ -29,6 +29,6 @@ def test_the_pieces_of_a_run_name_each_element_by_its_place_in_the_whole():
     whole_of = {local: (local + 6 if local < 6 else local + 12) for local in range(12)}
     for start, stop in ((a, b) for a in range(13) for b in range(a, 13)):
         found = {}
-        for box, ((first, last),) in pieces_of_run(pairs, (start, stop), (4, 3)):
+        for box, ((first, last),) in pieces_in_flat_range(pairs, (start, stop), (4, 3)):
             found |= dict(zip(range(first, last), numbers(box, (8, 3)), strict=True))
         assert found == {local - start: whole_of[local] for local in range(start, stop)}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.base.dataclass_flags import ConfigError, flags_of, knobs
+from megatron.core.base.dataclass_flags import ConfigError, flags_of, option_fields
 from megatron.training.arguments.command_line import make_parser, parse_args
 from megatron.training.arguments.config import COMPONENTS
 from megatron.training.arguments.ignored_and_refused_flags import (
@@ -113,7 +113,9 @@ def test_the_list_holds_every_flag_without_effect_and_every_refused_one():
 
 
 def test_a_flag_has_one_meaning():
-    flags = [flag for component in COMPONENTS.values() for field in knobs(component) for flag in flags_of(field)]
+    flags = [
+        flag for component in COMPONENTS.values() for field in option_fields(component) for flag in flags_of(field)
+    ]
     tables = (NO_EFFECT, SILENT, WARNED, REFUSED)
     assert not {*flags} & {*OTHERS}
     assert len(OTHERS) == sum(map(len, tables))

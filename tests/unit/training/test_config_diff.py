@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.core.base.dataclass_flags import default_of, knob, knobs
+from megatron.core.base.dataclass_flags import default_of, option, option_fields
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.tokenizers.tokenizer_fingerprint import tokenizer_sha256
 from megatron.core.transformer.model_config import ModelConfig
@@ -24,7 +24,7 @@ from megatron.training.arguments.config_diff import (
 )
 
 DEFAULTS = parse_args([])[0].as_json()
-KNOBS = {f.name: part for part, component in COMPONENTS.items() for f in knobs(component)}
+KNOBS = {f.name: part for part, component in COMPONENTS.items() for f in option_fields(component)}
 LEFT_OUT = [name for names in NOT_COMPARED.values() for name in names]
 LEFT_OUT += [name for name, part in KNOBS.items() if part in NOT_COMPARED_PARTS]
 
@@ -71,12 +71,12 @@ def test_the_tables_name_each_setting_once_and_none_that_is_not_there():
 
 @dataclass(frozen=True)
 class YoungerModel(ModelConfig):
-    squared_relu: bool = knob(False, "another activation")
+    squared_relu: bool = option(False, "another activation")
 
 
 @dataclass(frozen=True)
 class YoungerTraining(TrainingConfig):
-    curriculum: int = knob(0, "another course")
+    curriculum: int = option(0, "another course")
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ class YoungerTraining(TrainingConfig):
 def test_a_setting_that_nobody_has_listed_is_compared(part, component, name, kind, monkeypatch):
     """Whichever of the two is older: an activation that only one side knows never goes on as another."""
     monkeypatch.setitem(config_diff.COMPONENTS, part, component)
-    default = next(default_of(f) for f in knobs(component) if f.name == name)
+    default = next(default_of(f) for f in option_fields(component) if f.name == name)
     off, on = (with_value(part, name, value) for value in (default, 1))
     assert kinds(compare(off, on)) == kinds(compare(on, off)) == {kind: [name]}
     assert kinds(compare(on, DEFAULTS)) == {kind: [name]}, "the checkpoint is older, and had the default"
@@ -131,7 +131,7 @@ def test_a_scripts_own_flags_are_compared_and_those_of_its_model_refuse():
 def test_a_flag_that_comes_later_makes_no_other_tokenizer():
     @dataclass(frozen=True)
     class Later(TokenizerConfig):
-        add_bos: bool = knob(False, "put a token before each document")
+        add_bos: bool = option(False, "put a token before each document")
 
     tokenizer = SimpleNamespace(vocab_size=32, eod=31, pad=None)
     settings = {"tokenizer_type": "NullTokenizer", "vocab_size": 31}

@@ -13,7 +13,15 @@ from pathlib import Path
 import pytest
 
 from megatron.core.base import output_streams
-from megatron.core.base.rank_status import Calls, Place, Whereabouts, begin_step, group_text, ranks_of, read_place
+from megatron.core.base.rank_status import (
+    Calls,
+    RankStatus,
+    RankStatusWriter,
+    begin_step,
+    group_text,
+    ranks_of,
+    read_status,
+)
 from megatron.training.arguments.hang_config import HangConfig
 from megatron.training.fault_tolerance import hang_watch
 from megatron.training.fault_tolerance.hang_diagnosis import Seen, hang_report, judge
@@ -31,7 +39,7 @@ def calls(axis: str, group: str, count: int, peer: int | None = None, op: str = 
 def seen(rank: int, *made: Calls, waits: int | None = None, state: ProcessState = SLEEPS, **more) -> Seen:
     """A rank in its tenth step, that has made these calls, and waits in one of them."""
     waiting = None if waits is None else made[waits]
-    place = Place(
+    place = RankStatus(
         rank, 4, 100 + rank, 1, 0.0, 0.0, more.pop("starved", 0.0), "training", 10, 10, waiting, waiting, made
     )
     if "phase" in more:
@@ -170,20 +178,20 @@ def test_equal_stacks_are_shown_once():
 
 
 def test_a_place_is_read_as_it_was_written(tmp_path):
-    here = Whereabouts(tmp_path / "rank_00002", 2, 8, 77)
+    here = RankStatusWriter(tmp_path / "rank_00002", 2, 8, 77)
     here.enter("making groups")
     here.begin_step(41)
     for _ in range(3):
         here.issue("all_gather", "tp", (2, 3), 4096, -1)
-        here.come_back()
+        here.end_wait()
     here.issue("send", "pp", (2, 6), 512, 6)
-    place = read_place(tmp_path / "rank_00002")
+    place = read_status(tmp_path / "rank_00002")
     assert (place.rank, place.ranks, place.pid, place.started) == (2, 8, os.getpid(), 77)
     assert (place.phase, place.iteration, place.steps) == ("training", 41, 1)
     assert place.calls == (Calls("tp", "2:4:1", None, 3, "all_gather", 4096), Calls("pp", "2:7:4", 6, 1, "send", 512))
     assert place.waiting == place.last == place.calls[1]
     (tmp_path / "rank_00003").write_bytes(b"something else")
-    assert read_place(tmp_path / "rank_00003") is None and read_place(tmp_path / "none") is None
+    assert read_status(tmp_path / "rank_00003") is None and read_status(tmp_path / "none") is None
 
 
 @pytest.mark.parametrize("ranks", [(0,), (0, 1, 2), (1, 3, 5), (0, 1, 4, 5)], ids=str)
@@ -194,12 +202,12 @@ def test_ranks_of_a_group_are_kept_as_text(ranks):
 def test_the_folder_of_a_job_goes_with_its_last_rank(tmp_path):
     folder, killed = tmp_path / f"megatron-{os.getuid()}-1", tmp_path / f"megatron-{os.getuid()}-2"
     killed.mkdir()
-    Whereabouts(killed / "rank_00000", 0, 1, 1)  # of another process: this one did not start at tick 1
+    RankStatusWriter(killed / "rank_00000", 0, 1, 1)  # of another process: this one did not start at tick 1
     os.utime(killed, (1, 1))
     make_run_folder(folder)
     assert not killed.exists()
     for rank in (0, 1):
-        Whereabouts(folder / f"rank_{rank:05}", rank, 2, look_at(os.getpid()).started)
+        RankStatusWriter(folder / f"rank_{rank:05}", rank, 2, look_at(os.getpid()).started)
     leave_run_folder(folder, 0)
     assert not folder.exists()
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from megatron.core.base.dataclass_flags import ConfigError, flags_of, knobs
+from megatron.core.base.dataclass_flags import ConfigError, flags_of, option_fields
 from megatron.core.datasets.mask_selection import MaskedDataConfig
 from megatron.core.models.common.model_rules import BERT_RULES, GPT_RULES
 from megatron.training.arguments.command_line import parse_args
@@ -17,7 +17,7 @@ NEEDED = [
     *("--tokenizer-type", "--tokenizer-model", "--vocab-file", "--merge-file", "--vocab-size"),
     *("--data-path", "--mock-data"),
 ]
-MASKED = {flags_of(field)[0] for field in knobs(MaskedDataConfig)}
+MASKED = {flags_of(field)[0] for field in option_fields(MaskedDataConfig)}
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_help_begins_with_what_every_run_needs(shown, script: dict):
     assert listed(text)[: len(NEEDED)] == NEEDED
     assert f"(default: {script['args_defaults']['tokenizer_type']})" in " ".join(text.split())
     assert MASKED.isdisjoint(listed(text)) == (script is GPT), "which a GPT does not look at"
-    working = {flags_of(f)[0] for part in COMPONENTS.values() for f in knobs(part)} - (
+    working = {flags_of(f)[0] for part in COMPONENTS.values() for f in option_fields(part)} - (
         MASKED if script is GPT else set()
     )
     assert working <= set(listed(text))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from said import tells, tells_each
 
-from megatron.core.base.dataclass_flags import ConfigError, add_flags, knob
+from megatron.core.base.dataclass_flags import ConfigError, add_flags, option
 from megatron.training.arguments.command_line import parse_args
 
 
@@ -57,8 +57,8 @@ def test_defaults_of_the_script_fill_in_its_own_flags_where_they_are_none():
 class Wings:
     """Wings."""
 
-    wings: int = knob(2, "how many", of_model=True)
-    feathers: list[str] = knob(["down"], "of what kind")
+    wings: int = option(2, "how many", of_model=True)
+    feathers: list[str] = option(["down"], "of what kind")
 
 
 def winged(parser):

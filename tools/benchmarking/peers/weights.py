@@ -40,7 +40,7 @@ def our_weights(work: Work) -> dict[str, Tensor]:
         vocab_size=work.vocab_size,
         positions=work.seq_length,
         layers=range(work.num_layers),
-        context=LayerContext.on(mesh, torch.float32, fills=False),
+        context=LayerContext.from_mesh(mesh, torch.float32, fills=False),
     )
     initialize_parameters(model, SEED, mesh)
     return {name.removeprefix("language_model."): value.detach() for name, value in model.named_parameters()}

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.base.lazy_imports import names_of_megatron
-from megatron.core.base.unsupported_arguments import takes
-from megatron.core.models.common.megatron_model import ModelOfMegatron
+from megatron.core.base.unsupported_arguments import accepts_defaults_only
+from megatron.core.models.common.megatron_model import MegatronCoreModel
 from megatron.core.models.T5 import t5_stage
 from megatron.core.models.T5.t5_spec import get_t5_decoder_with_local_block_spec, get_t5_encoder_with_local_block_spec
-from megatron.core.parallel.global_state import current
+from megatron.core.parallel.global_state import get_global_state
 from megatron.core.transformer.transformer_layer import layers_of_stage
 
 _OURS = {
@@ -19,7 +19,8 @@ _OURS = {
 }
 
 
-def _refuse_own_layers(**specs: Any) -> None:
+def _refuse_custom_layers(**specs: Any) -> None:
+    """Raise NotImplementedError for layer specs that are not ours. specs: of each stack, by its name."""
     for stack, spec in specs.items():
         if any(layer != _OURS[stack] for layer in getattr(spec, "layer_specs", [spec])):
             raise NotImplementedError(
@@ -27,17 +28,16 @@ def _refuse_own_layers(**specs: Any) -> None:
             )
 
 
-class T5Model(ModelOfMegatron, t5_stage.T5Model):
-    """One stage of a T5: `config` is of the decoder, `encoder_config` of the encoder.
+class T5Model(MegatronCoreModel, t5_stage.T5Model):
+    """One stage of a T5: `config` is the decoder's, `encoder_config` the encoder's.
 
-    forward(encoder_input_ids [b, s], decoder_input_ids [b, t], encoder_attn_mask bool [b, 1, s or 1, s], decoder_attn_mask,
-    encoder_decoder_attn_mask, lm_labels [b, t]): True where attention is masked. The first mask says which of the encoder's
-    tokens are padding; the decoder is causal, and sees all others. As Megatron's, with tied weights the scores have a
-    bias, and
-    hidden states are not divided by the root of their width.
+    forward(encoder_input_ids [b, s], decoder_input_ids [b, m], encoder_attn_mask bool [b, 1, s or 1, s], decoder_attn_mask,
+    encoder_decoder_attn_mask, lm_labels [b, m]). Masks are True where attention is masked. The first one says which of the
+    encoder's tokens are padding; the decoder is causal and attends to all others, so the other two are not read. As in
+    Megatron, with tied weights the logits have a bias, and hidden states are not divided by the root of their width.
     """
 
-    @takes(pg_collection=None)
+    @accepts_defaults_only(pg_collection=None)
     def __init__(
         self,
         config: Any,
@@ -64,14 +64,14 @@ class T5Model(ModelOfMegatron, t5_stage.T5Model):
             raise NotImplementedError(
                 "T5Model: rotary positions are not built for a T5; relative or learned_absolute are"
             )
-        _refuse_own_layers(encoder=transformer_encoder_layer_spec, decoder=transformer_decoder_layer_spec)
-        run = current().run
+        _refuse_custom_layers(encoder=transformer_encoder_layer_spec, decoder=transformer_decoder_layer_spec)
+        run = get_global_state().run
         data = None if run is None else run.config.data
         options = {
             "num_layers": encoder_config.num_layers,
             "decoder_num_layers": config.num_layers,
             "position_embedding_type": position_embedding_type,
-            "tied": share_embeddings_and_output_weights,
+            "untie_embeddings_and_output_weights": not share_embeddings_and_output_weights,
             "add_output_bias": share_embeddings_and_output_weights,
             "scale_decoder_outputs": False,
         }
@@ -84,47 +84,52 @@ class T5Model(ModelOfMegatron, t5_stage.T5Model):
             None,
             vocab_size,
             max_sequence_length,
-            (pre_process, post_process),
-            parallel_output,
-            None,
-            options,
+            pre_process=pre_process,
+            post_process=post_process,
+            parallel_output=parallel_output,
+            vp_stage=None,
+            options=options,
             decoder_seq_length=(data and data.decoder_seq_length) or max_sequence_length,
         )
         self.encoder_config = encoder_config
-        self.add_encoder, self.add_decoder = add_encoder, add_decoder
-        for stack, asked, made in (("encoder", add_encoder, self.encoder), ("decoder", add_decoder, self.decoder)):
-            if made is not None and not asked:
+        self.add_encoder = add_encoder
+        self.add_decoder = add_decoder
+        for stack, requested, layers in (
+            ("encoder", add_encoder, self.encoder),
+            ("decoder", add_decoder, self.decoder),
+        ):
+            if layers is not None and not requested:
                 raise ValueError(
                     f"T5Model: add_{stack}=False for a stage that has layers of the {stack}; pass on what model_provider is "
                     "given, and --pipeline-model-parallel-split-rank says where the decoder begins"
                 )
 
     def _layers(self, spec: None, config: Any) -> dict[str, Any]:
-        here, both = current(), (self.encoder_layers, config.num_layers)
-        if here.run is None:
-            return {"layers": layers_of_stage(config, sum(both))}
-        asked = here.run.config.transformer
-        if both != (asked.num_layers, asked.decoder_layers):
+        state = get_global_state()
+        encoder_layers = self.encoder_layers
+        decoder_layers = config.num_layers
+        if state.run is None:
+            return {"layers": layers_of_stage(config, encoder_layers + decoder_layers)}
+        of_run = state.run.config.transformer
+        if (encoder_layers, decoder_layers) != (of_run.num_layers, of_run.decoder_layers):
             raise ValueError(
-                f"T5Model: {both[0]} layers of the encoder and {both[1]} of the decoder, but the run divides {asked.num_layers} "
-                f"and {asked.decoder_layers} among its stages; give --encoder-num-layers and --decoder-num-layers as the configs "
-                "have them"
+                f"T5Model: {encoder_layers} layers of the encoder and {decoder_layers} of the decoder, but the run divides "
+                f"{of_run.num_layers} and {of_run.decoder_layers} among its stages; give --encoder-num-layers and "
+                "--decoder-num-layers as the configs have them"
             )
-        return {
-            "layers": here.run.config.layer_split[
-                here.mesh.stages.of_rank(here.mesh["pp"].rank)[here.virtual_rank or 0]
-            ]
-        }
+        stages_of_rank = state.mesh.stages.of_rank(state.mesh["pp"].rank)  # one for each virtual stage
+        stage = stages_of_rank[state.virtual_rank or 0]
+        return {"layers": state.run.config.layer_split[stage]}
 
     @property
     def encoder(self) -> nn.Module | None:
         return self.language_model.encoder
 
     def set_input_tensor(self, input_tensor: Any) -> None:
-        """What the stage before hands on."""
+        """Set the tensors of the previous stage, from which the next forward starts."""
         self.language_model.set_input_tensor(input_tensor)
 
-    @takes(
+    @accepts_defaults_only(
         encoder_hidden_states=None,
         output_encoder_hidden_only=False,
         inference_context=None,
@@ -140,9 +145,10 @@ class T5Model(ModelOfMegatron, t5_stage.T5Model):
         encoder_decoder_attn_mask: Tensor | None,
         lm_labels: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
-        del decoder_attn_mask, encoder_decoder_attn_mask  # a text's padding stands at its end, where no token looks
-        seen = ~encoder_attn_mask.flatten(1, -2).all(dim=1)  # [b, s]: a key that any query sees
-        return super().forward(encoder_input_ids, decoder_input_ids, seen.to(torch.int64), lm_labels)
+        # not read: padding is at a text's end, and no token attends to later ones
+        del decoder_attn_mask, encoder_decoder_attn_mask
+        is_token = ~encoder_attn_mask.flatten(1, -2).all(dim=1)  # [b, s]: keys that some query attends to
+        return super().forward(encoder_input_ids, decoder_input_ids, is_token.to(torch.int64), lm_labels)
 
 
 __getattr__ = names_of_megatron(__name__)

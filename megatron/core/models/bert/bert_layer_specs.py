@@ -1,4 +1,4 @@
-"""Layer specs of a BERT."""
+"""Megatron's layer specs of a BERT."""
 
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.transformer.enums import AttnMaskType

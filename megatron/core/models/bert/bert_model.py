@@ -3,18 +3,19 @@
 from typing import Any
 
 from megatron.core.base.lazy_imports import names_of_megatron
-from megatron.core.base.unsupported_arguments import takes
+from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.models.bert import bert_stage
-from megatron.core.models.common.megatron_model import ModelOfMegatron
+from megatron.core.models.common.megatron_model import MegatronCoreModel
 
 
-class BertModel(ModelOfMegatron, bert_stage.BertModel):
-    """One stage of a BERT.
+class BertModel(MegatronCoreModel, bert_stage.BertModel):
+    """One pipeline stage of a BERT with Megatron's arguments.
 
-    forward(input_ids, attention_mask, tokentype_ids=None, lm_labels=None) as `megatron.model.BertModel`'s.
+    forward(input_ids, attention_mask (1 for a token, 0 for padding), tokentype_ids, lm_labels, all [b, s]) -> hidden states
+    [s, b, h]; on the last stage a pair as of `bert_stage.BertModel`: losses or logits of tokens, logits of sentence order.
     """
 
-    @takes(pg_collection=None)
+    @accepts_defaults_only(pg_collection=None)
     def __init__(
         self,
         config: Any,
@@ -34,17 +35,29 @@ class BertModel(ModelOfMegatron, bert_stage.BertModel):
         return_embeddings: bool = False,
         vp_stage: int | None = None,
     ):
-        del fp16_lm_cross_entropy
+        del fp16_lm_cross_entropy  # the loss is taken in float32
         if return_embeddings or seq_len_interpolation_factor:
             raise NotImplementedError(
                 "return_embeddings (a BERT as an encoder of texts) and seq_len_interpolation_factor are not built yet; "
                 "leave them out"
             )
-        options = {"position_embedding_type": position_embedding_type, "rotary_percent": rotary_percent}
-        options |= {"tied": share_embeddings_and_output_weights}
-        heads = {"num_tokentypes": num_tokentypes, "add_binary_head": add_binary_head}
-        sizes, ends = (vocab_size, max_sequence_length), (pre_process, post_process)
-        super().__init__(config, transformer_layer_spec, *sizes, ends, parallel_output, vp_stage, options, **heads)
+        super().__init__(
+            config,
+            transformer_layer_spec,
+            vocab_size,
+            max_sequence_length,
+            pre_process=pre_process,
+            post_process=post_process,
+            parallel_output=parallel_output,
+            vp_stage=vp_stage,
+            options={
+                "position_embedding_type": position_embedding_type,
+                "rotary_percent": rotary_percent,
+                "untie_embeddings_and_output_weights": not share_embeddings_and_output_weights,
+            },
+            num_tokentypes=num_tokentypes,
+            add_binary_head=add_binary_head,
+        )
 
 
 __getattr__ = names_of_megatron(__name__)

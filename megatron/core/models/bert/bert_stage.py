@@ -1,6 +1,6 @@
-"""BERT (arXiv:1810.04805): masked words and sentence order.
+"""BERT (arXiv:1810.04805): a masked language model with sentence order prediction.
 
-With pre-norm blocks, as Megatron trains it, or --norm-placement post.
+Its blocks are pre-norm, as Megatron trains it, or post-norm with --norm-placement post.
 """
 
 from typing import Any
@@ -18,8 +18,10 @@ from megatron.core.transformer.norm import make_norm
 
 
 class Dense(nn.Module):
-    """x W^T + b with W whole on every rank. `partial`: whether the gradient is partial; None: under sequence
-    parallelism."""
+    """Compute x W^T + b with W [out, width] replicated on every rank.
+
+    partial: whether a rank's gradient is partial; None: it is under sequence parallelism.
+    """
 
     def __init__(self, width: int, out: int, init: InitialValue, context: LayerContext, *, partial: bool | None = None):
         super().__init__()
@@ -32,9 +34,9 @@ class Dense(nn.Module):
 
 
 class Pooler(nn.Module):
-    """tanh(W x + b) of the first token.
+    """Compute tanh(W x + b) of each sample's first token.
 
-    forward(x [s, b, h], or the rows of it that a rank has) -> [b, h], the same on every rank that has some.
+    forward(x [s, b, h], or this rank's rows of it) -> [b, h], equal on all ranks of this stage in one replica; all must call.
     """
 
     def __init__(self, config: ModelConfig, context: LayerContext):
@@ -47,7 +49,10 @@ class Pooler(nn.Module):
 
 
 class WordBias(nn.Module):
-    """scores + b, one bias per word of this rank, in their place. forward(scores [s, b, padded vocabulary / t])"""
+    """Add a bias to the logits in place, one for each token of this rank's part of the vocabulary.
+
+    forward(logits [s, b, padded vocabulary / t]) -> the same tensor
+    """
 
     def __init__(self, config: ModelConfig, vocab_size: int, context: LayerContext):
         super().__init__()
@@ -55,17 +60,18 @@ class WordBias(nn.Module):
         rows = config.padded_vocab_size(vocab_size, tp.axis.size) // tp.axis.size
         self.bias = tp.parameter((rows,), Placement((vocab_size,), Constant(0.0), shard={tp.axis.name: 0}))
 
-    def forward(self, scores: Tensor) -> Tensor:
-        return scores.add_(self.bias)  # no backward needs them without it
+    def forward(self, logits: Tensor) -> Tensor:
+        return logits.add_(self.bias)  # in place, since no backward needs the logits without the bias
 
 
 class BertHead(nn.Module):
-    """The transform before the output layer. forward(x [s, b, h]) -> the same shape"""
+    """Transform hidden states before the output layer: norm(f(W x + b)). forward(x [s, b, h]) -> the same shape"""
 
     def __init__(self, config: ModelConfig, context: LayerContext):
         super().__init__()
         self.dense = Dense(config.hidden_size, config.hidden_size, config.init, context)
-        self.norm, self.activation = make_norm(config, context), activation_of(config.activation).eager
+        self.norm = make_norm(config, context)
+        self.activation = activation_of(config.activation).eager
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.activation(self.dense(x)))
@@ -74,13 +80,13 @@ class BertHead(nn.Module):
 class BertModel(LanguageModelStage):
     """One pipeline stage of a BERT. The other keyword arguments are those of `TransformerLanguageModel`.
 
-    forward(input_ids, attention_mask, tokentype_ids, lm_labels, all [b, s]): hidden states [s, b, h]; on the last stage
+    forward(input_ids, attention_mask, tokentype_ids, lm_labels, all [b, s]) -> hidden states [s, b, h]; on the last stage
     a pair:
-        the loss of each token [b, s], or without labels the scores [b, s, padded vocabulary / t];
-        the scores of the two orders of sentences [b, 2], or None without `add_binary_head`.
-    Of ranks that share samples each gives its rows of them, but all columns of the attention_mask: 1 for a token, 0 for
-    padding,
-    which no query attends to; every stage needs it.
+        the loss of each token [b, s], or without labels the logits [b, s, padded vocabulary / t];
+        the logits of the two orders of sentences [b, 2], or None without `add_binary_head`.
+
+    attention_mask: 1 for a token, 0 for padding, to which no query attends; every stage needs it. A rank that shares its samples
+    with others passes its own rows of all arguments but the attention_mask, which has whole samples.
     """
 
     rules = BERT_RULES
@@ -96,10 +102,13 @@ class BertModel(LanguageModelStage):
         **parts: Any,
     ):
         super().__init__(config, vocab_size=vocab_size, context=context, num_tokentypes=num_tokentypes, **parts)
-        self.lm_head = self.word_bias = None
-        self.pooler = self.binary_head = None
+        self.lm_head = None
+        self.word_bias = None
+        self.pooler = None
+        self.binary_head = None
         if self.post_process:
-            self.lm_head, self.word_bias = BertHead(config, context), WordBias(config, vocab_size, context)
+            self.lm_head = BertHead(config, context)
+            self.word_bias = WordBias(config, vocab_size, context)
             if add_binary_head:
                 self.pooler = Pooler(config, context)
                 self.binary_head = Dense(config.hidden_size, 2, config.init, context, partial=False)
@@ -111,18 +120,20 @@ class BertModel(LanguageModelStage):
         tokentype_ids: Tensor | None = None,
         lm_labels: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        positions = (
-            None
-            if input_ids is None
-            else self.context.positions(input_ids.shape[1], input_ids.device).expand_as(input_ids)
-        )
+        positions = None
+        if input_ids is not None:
+            positions = self.context.positions(input_ids.shape[1], input_ids.device).expand_as(input_ids)  # [b, s]
         # Only keys are masked: a query without any key would give NaN, and the results of padding are not used.
-        nobody_looks_at = attention_mask[:, None, None, :] == 0  # [b, 1, 1, s]
-        x = self.language_model(input_ids, positions, nobody_looks_at, tokentype_ids)
+        key_padding_mask = attention_mask[:, None, None, :] == 0  # [b, 1, 1, s]
+        x = self.language_model(input_ids, positions, key_padding_mask, tokentype_ids)  # [s, b, h]
         if not self.post_process:
             return x
-        order = None if self.pooler is None else self.binary_head(self.pooler(x))
-        scores = self.word_bias(self.language_model.scores(self.lm_head(x)))
+
+        # sentence order
+        order_logits = None if self.pooler is None else self.binary_head(self.pooler(x))  # [b, 2]
+
+        # masked tokens
+        logits = self.word_bias(self.language_model.logits(self.lm_head(x)))  # [s, b, v/t]
         if lm_labels is None:
-            return self.returned(scores), order
-        return self.batch_first(self.losses(scores, lm_labels.t())), order
+            return self.batch_first_logits(logits), order_logits
+        return self.batch_first(self.losses(logits, lm_labels.t())), order_logits

@@ -1,26 +1,25 @@
-"""What `GPTModel`, `BertModel` and `T5Model` of Megatron have in common: built from a `TransformerConfig` and the
-current mesh."""
+"""The common part of Megatron core's `GPTModel`, `BertModel`, `T5Model`: built from a `TransformerConfig` on the current mesh."""
 
 from typing import Any
 
 from torch import nn
 
-from megatron.core.parallel.global_state import current
+from megatron.core.parallel.global_state import get_global_state
 from megatron.core.parallel.initialize_distributed import join_alone
 from megatron.core.transformer.module import MegatronModule, context_of, settings_of
-from megatron.core.transformer.transformer_block import make_layer_of
+from megatron.core.transformer.transformer_block import make_layer_from_spec
 from megatron.core.transformer.transformer_layer import layers_of_stage
 
 
-class ModelOfMegatron(MegatronModule):
-    """What Megatron's models have beside ours, which a subclass names after this class.
+class MegatronCoreModel(MegatronModule):
+    """The common constructor and attributes of Megatron core's models; a subclass names one of our stages after this class.
 
-    options: settings by our names, and `tied`. heads: our models' further arguments. Inside a run the vocabulary is the
-    run's if
-    `vocab_size` is its padded size: padding takes no part in the softmax.
+    options: fields of our ModelConfig, by name. heads: further arguments of our stage. pre_process, post_process: whether
+    this stage is the first, the last. Inside a run, `vocab_size` may be the run's padded size; the model then has the run's
+    vocabulary, whose padding takes no part in the softmax.
     """
 
-    flattens = True
+    returns_contiguous = True
 
     def __init__(
         self,
@@ -28,34 +27,41 @@ class ModelOfMegatron(MegatronModule):
         spec: Any,
         vocab_size: int,
         max_sequence_length: int,
-        ends: tuple[bool, bool],
+        *,
+        pre_process: bool,
+        post_process: bool,
         parallel_output: bool,
         vp_stage: int | None,
         options: dict[str, Any],
         **heads: Any,
     ):
-        here = current()
-        run, here.virtual_rank = here.run, here.virtual_rank if vp_stage is None else vp_stage
+        state = get_global_state()
+        run = state.run
+        if vp_stage is not None:
+            state.virtual_rank = vp_stage
         join_alone()
-        is_padded = run is not None and vocab_size == run.args.padded_vocab_size
-        multiple = run.config.transformer.make_vocab_size_divisible_by if is_padded else 1
-        options |= {"untie_embeddings_and_output_weights": not options.pop("tied")}
-        ours = settings_of(config, make_vocab_size_divisible_by=multiple, **options)
-        super(MegatronModule, self).__init__(
-            ours,
-            vocab_size=run.vocab_size if is_padded else vocab_size,
+        multiple = 1
+        if run is not None and vocab_size == run.args.padded_vocab_size:
+            vocab_size = run.vocab_size
+            multiple = run.config.transformer.make_vocab_size_divisible_by
+        model_config = settings_of(config, make_vocab_size_divisible_by=multiple, **options)
+        super(MegatronModule, self).__init__(  # our stage, which comes after MegatronModule among the bases
+            model_config,
+            vocab_size=vocab_size,
             positions=max_sequence_length,
-            context=context_of(ours, config),
+            context=context_of(model_config, config),
             **self._layers(spec, config),
-            pre_process=ends[0],
-            post_process=ends[1],
+            pre_process=pre_process,
+            post_process=post_process,
             **heads,
         )
-        self.config, self.max_sequence_length = config, max_sequence_length
+        self.config = config
+        self.max_sequence_length = max_sequence_length
         self.parallel_output = parallel_output
 
     def _layers(self, spec: Any, config: Any) -> dict[str, Any]:
-        return {"layers": layers_of_stage(config), "make_layer": make_layer_of(spec, config)}
+        """Return the arguments of our stage that describe its layers."""
+        return {"layers": layers_of_stage(config), "make_layer": make_layer_from_spec(spec, config)}
 
     @property
     def decoder(self) -> nn.Module:
@@ -64,7 +70,7 @@ class ModelOfMegatron(MegatronModule):
     encoder = decoder
 
     def set_input_tensor(self, input_tensor: Any) -> None:
-        """The hidden states that the next forward starts from, or a list of them."""
+        """Set the hidden states [s, b, h] from which the next forward starts, or a list of them."""
         x = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
         self.language_model.set_input_tensor(x)
         self.decoder.input_tensor = x

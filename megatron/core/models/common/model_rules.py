@@ -1,4 +1,4 @@
-"""A model's rules about the settings of a run and its data, beside the rules of every run. A model declares its own:
+"""A model's rules about the settings of a run and its data, in addition to those of every run. A model declares its own:
 
     class GPTModel(nn.Module):
         rules = GPT_RULES
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.core.base.dataclass_flags import knobs
+from megatron.core.base.dataclass_flags import option_fields
 from megatron.core.datasets.bert_dataset_builder import bert_problems
 from megatron.core.datasets.gpt_samples import end_problems
 from megatron.core.datasets.mask_selection import MaskedDataConfig
@@ -21,9 +21,10 @@ from megatron.core.tokenizers.tokenizer_registry import Tokenizer
 
 @dataclass(frozen=True)
 class ModelRules:
-    """model: the name of the class, which --hf-config must describe; "": a script's own, which is not compared.
-    unread: field -> reason why the model ignores it.
+    """The rules of one model.
 
+    model: the name of the class, which --hf-config must describe; "": a script's own, which is not compared.
+    unread: field -> reason why the model ignores it.
     problems: (all settings, the tokenizer or None) -> messages about settings that cannot work.
     reads_text: --data-path names token files; the run checks for them before ranks communicate.
     is_bert: a token sees both sides, and a dense layer precedes the output layer, which counts among its FLOPs.
@@ -37,46 +38,49 @@ class ModelRules:
 
 
 def text_problems(config: Any) -> list[str]:
-    """Missing settings of a run on text data, real or mock."""
-    problems = [] if config.data.source_problems(needed=False) else config.data.source_problems()
-    return problems + ([NO_TOKENIZER] if config.tokenizer.tokenizer_type is None else [])
+    """Return which settings of a run on text data, real or mock, are missing."""
+    problems = []
+    if not config.data.source_problems(needed=False):  # those are reported for every model
+        problems += config.data.source_problems()
+    if config.tokenizer.tokenizer_type is None:
+        problems.append(NO_TOKENIZER)
+    return problems
 
 
 def _problems_of_one_stack(config: Any) -> list[str]:
-    """Settings of an encoder and a decoder, for a model that has one stack of layers."""
-    given = {
+    """Return which settings are about an encoder and a decoder, for a model that has one stack of layers."""
+    is_set = {
         "--decoder-num-layers": config.transformer.decoder_num_layers is not None,
         "--decoder-seq-length": config.data.decoder_seq_length is not None,
         "--pipeline-model-parallel-split-rank": config.parallel.pipeline_model_parallel_split_rank is not None,
         "--position-embedding-type relative": config.transformer.position_embedding_type == "relative",
         "--no-scale-decoder-outputs": not config.transformer.scale_decoder_outputs,
     }
-    return [
-        f"{flag} is about an encoder and a decoder, as pretrain_t5.py has them; leave it out"
-        for flag, is_given in given.items()
-        if is_given
-    ]
+    flags = [flag for flag, value in is_set.items() if value]
+    return [f"{flag} is about an encoder and a decoder, as pretrain_t5.py has them; leave it out" for flag in flags]
 
 
 def _problems_of_gpt(config: Any, tokenizer: Tokenizer | None) -> list[str]:
     problems = text_problems(config) + _problems_of_one_stack(config)
-    return problems if tokenizer is None else problems + end_problems(config.data, tokenizer)
+    if tokenizer is not None:
+        problems += end_problems(config.data, tokenizer)
+    return problems
 
 
 def _problems_of_bert(config: Any, tokenizer: Tokenizer | None) -> list[str]:
     problems = text_problems(config) + bert_problems(config.data, config.masked_data, tokenizer)
     problems += _problems_of_one_stack(config)
     if config.fim.fim_data:
-        problems.append("--fim-data rearranges documents for a GPT; a BERT has masked words instead: leave it out")
+        problems.append("--fim-data rearranges documents for a GPT; a BERT has masked tokens instead: leave it out")
     model = config.transformer
     if model.logit_multiplier != 1 or model.final_logit_softcapping is not None:
         problems.append("--logit-multiplier and --final-logit-softcapping are not built for a BERT; leave them out")
     if model.tiled_loss > 1:
         problems.append("--tiled-loss is not built yet for a BERT; leave it out")
-    if config.transformer.add_output_bias:
-        problems.append("--add-output-bias: the scores of a BERT have a bias in any case; leave it out")
-    if config.transformer.window_size is not None:
-        problems.append("--window-size looks back alone, and a word of a BERT sees both sides; leave it out")
+    if model.add_output_bias:
+        problems.append("--add-output-bias: the logits of a BERT always have a bias; leave it out")
+    if model.window_size is not None:
+        problems.append("--window-size looks back alone, and a token of a BERT attends to both sides; leave it out")
     return problems
 
 
@@ -84,21 +88,22 @@ def _problems_of_t5(config: Any, tokenizer: Tokenizer | None) -> list[str]:
     problems = text_problems(config) + t5_problems(config.data, config.masked_data, tokenizer)
     if config.fim.fim_data:
         problems.append("--fim-data rearranges documents for a GPT; a T5 has spans to fill in any case: leave it out")
-    model, parallel = config.transformer, config.parallel
-    tensor, length = parallel.tensor_model_parallel_size, config.data.decoder_seq_length
+    model = config.transformer
+    tensor = config.parallel.tensor_model_parallel_size
+    length = config.data.decoder_seq_length
     if model.decoder_num_layers is None:
         problems.append("a T5 has a decoder: give --decoder-num-layers N, or pretrain(ModelType.encoder_and_decoder)")
-    if parallel.sequence_parallel_on and (length or 0) % tensor:
+    if config.parallel.sequence_parallel_on and (length or 0) % tensor:
         problems.append(
             f"--sequence-parallel needs a --decoder-seq-length ({length}) that is a multiple of --tensor-model-parallel-size "
             f"({tensor}); change one"
         )
-    unbuilt = {
+    has_groups = model.query_groups != model.num_attention_heads
+    not_built = {
         "--position-embedding-type rope": model.position_embedding_type == "rope",
         f"--norm-placement {model.norm_placement}": model.norm_placement != "pre",
         "--apply-residual-connection-post-layernorm": model.apply_residual_connection_post_layernorm,
-        "--group-query-attention, which attention to the encoder does not have": model.query_groups
-        != model.num_attention_heads,
+        "--group-query-attention, which attention to the encoder does not have": has_groups,
         "--qk-layernorm, which attention to the encoder does not have": model.qk_layernorm,
         "--window-size, which looks back alone": model.window_size is not None,
         "--attn-logit-softcapping": model.attn_logit_softcapping is not None,
@@ -106,14 +111,15 @@ def _problems_of_t5(config: Any, tokenizer: Tokenizer | None) -> list[str]:
         "--scale-attn-by-inverse-layer-idx": model.scale_attn_by_inverse_layer_idx,
         f"--compile {model.compile}, which has no programs for a decoder's layer": model.compile != "off",
     }
-    return problems + [f"{what} is not built for a T5; leave it out" for what, given in unbuilt.items() if given]
+    problems += [f"{flag} is not built for a T5; leave it out" for flag, is_set in not_built.items() if is_set]
+    return problems
 
 
 NO_RULES = ModelRules()  # for a script with data of its own
 GPT_RULES = ModelRules(
     model="GPTModel",
     unread=dict.fromkeys(
-        (f.name for f in knobs(MaskedDataConfig)), "only masked words need it, as pretrain_bert.py has them"
+        (f.name for f in option_fields(MaskedDataConfig)), "only masked words need it, as pretrain_bert.py has them"
     ),
     problems=_problems_of_gpt,
     reads_text=True,

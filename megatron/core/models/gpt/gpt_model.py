@@ -4,31 +4,34 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.core.models.common.megatron_model import ModelOfMegatron
+from megatron.core.models.common.megatron_model import MegatronCoreModel
 from megatron.core.models.gpt import gpt_stage
 
-_NOT_BUILT = {  # Megatron's other arguments of a GPT -> the value that changes nothing here
+_NOT_BUILT = {  # further arguments of Megatron's GPTModel -> the only value that is accepted
     "seq_len_interpolation_factor": None,
     "rope_scaling": False,
     "scatter_embedding_sequence_parallel": True,
     "mtp_block_spec": None,
 }
 
-
 _WITHOUT_EFFECT = ("rope_scaling_factor", "pg_collection", "model_comm_pgs")
 
 
 def _refuse(others: dict[str, Any]) -> None:
-    """Raises for arguments that are not Megatron's, and for values that are not built."""
+    """Raise TypeError for arguments that are not Megatron's, and for values that are not built."""
     for name, value in others.items():
-        if name not in _WITHOUT_EFFECT and (name not in _NOT_BUILT or value != _NOT_BUILT[name]):
+        if name in _WITHOUT_EFFECT:
+            continue
+        if name not in _NOT_BUILT or value != _NOT_BUILT[name]:
             raise TypeError(f"GPTModel: {name}={value!r} is not built; leave it out")
 
 
-class GPTModel(ModelOfMegatron, gpt_stage.GPTModel):
-    """One stage of a GPT; `pre_process` and `post_process` say whether it is the first and the last.
+class GPTModel(MegatronCoreModel, gpt_stage.GPTModel):
+    """One pipeline stage of a GPT with Megatron's arguments; pre_process, post_process: whether it is the first, the last.
 
-    forward(input_ids, position_ids, attention_mask, labels=None) as `megatron.model.GPTModel`'s.
+    forward(input_ids [b, s], position_ids [b, s], attention_mask [b or 1, 1, s, s], True where masked, labels [b, s]) ->
+    hidden states [s, b, h]; on the last stage the loss of each token [b, s], or without labels the logits
+    [b, s, padded vocabulary / t]. Raises TypeError for arguments that are not built.
     """
 
     def __init__(
@@ -51,10 +54,22 @@ class GPTModel(ModelOfMegatron, gpt_stage.GPTModel):
     ):
         del fp16_lm_cross_entropy  # the loss is taken in float32
         _refuse(others)
-        options = {"position_embedding_type": position_embedding_type, "rotary_percent": rotary_percent}
-        options |= {"tied": share_embeddings_and_output_weights, "rotary_base": float(rotary_base)}
-        sizes, ends = (vocab_size, max_sequence_length), (pre_process, post_process)
-        super().__init__(config, transformer_layer_spec, *sizes, ends, parallel_output, vp_stage, options)
+        super().__init__(
+            config,
+            transformer_layer_spec,
+            vocab_size,
+            max_sequence_length,
+            pre_process=pre_process,
+            post_process=post_process,
+            parallel_output=parallel_output,
+            vp_stage=vp_stage,
+            options={
+                "position_embedding_type": position_embedding_type,
+                "rotary_percent": rotary_percent,
+                "rotary_base": float(rotary_base),
+                "untie_embeddings_and_output_weights": not share_embeddings_and_output_weights,
+            },
+        )
 
     def forward(
         self,

@@ -10,13 +10,13 @@ from megatron.core.ops.attention.kv_cache import KeyValueCache
 class GPTModel(LanguageModelStage):
     """One pipeline stage of a GPT. The keyword arguments are those of `TransformerLanguageModel`.
 
-    forward(input_ids [b, s], position_ids [b, s], attention_mask, labels [b, s]): hidden states [s, b, h]; on the last
-    stage
-        the loss of each token [b, s] (`LanguageModelStage.losses`), or without labels the scores [b, s, padded
-        vocabulary / t].
+    forward(input_ids [b, s], position_ids [b, s], attention_mask, labels [b, s], cache) -> hidden states [s, b, h]; on the
+    last stage the loss of each token [b, s] (`LanguageModelStage.losses`), or without labels the logits
+    [b, s, padded vocabulary / t]. All ranks of this stage in one replica must call.
+
     attention_mask: [b or 1, 1, s, s], True where attention is masked; None (causal) and `Documents` are faster.
-    cache: keys and values of earlier tokens, for generation; the last stage then gives the scores of the last token,
-    [b, 1, ..].
+    cache: keys and values of earlier tokens, for generation; the last stage then returns the logits of the last token,
+    [b, 1, padded vocabulary / t].
     """
 
     rules = GPT_RULES
@@ -33,5 +33,8 @@ class GPTModel(LanguageModelStage):
         if not self.post_process:
             return x
         if labels is not None:
-            return self.batch_first(self.language_model.scores(x, labels.t(), self.losses))
-        return self.returned(self.language_model.scores(x if cache is None else x[-1:]))  # of [s, b, v/t]
+            losses = self.language_model.logits(x, labels.t(), self.losses)  # [s, b]
+            return self.batch_first(losses)  # [b, s]
+        if cache is not None:
+            x = x[-1:]  # [1, b, h]
+        return self.batch_first_logits(self.language_model.logits(x))  # [b, s or 1, v/t]

@@ -1,4 +1,4 @@
-"""Attention kernels, and what hides keys from queries.
+"""Attention kernels, masks and the key/value cache.
 
 kernels            KERNELS, the table behind --attention-backend, and which kernel a case gets
 masks              documents, windows, biases: a kernel that computes by them holds no s x s tensor

@@ -27,52 +27,56 @@ class KeyValueCache:
     """
 
     def __init__(self, starts: Sequence[int], capacity: int, device: torch.device | str = "cpu"):
-        self.length, self.capacity = 0, capacity  # columns filled, columns in all
+        self.length = 0  # columns filled
+        self.capacity = capacity
         self._starts = torch.tensor(starts, device=device)  # [b]
         self._is_padded = any(starts)
-        self._held: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> keys, values [capacity, b, groups/t, d]
+        self._keys_values: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> keys, values [capacity, b, groups/t, d]
 
-    sharing: Axis = ALONE  # ranks of which each has a part of the prompts' columns
-    shares = False  # whether the next forward is of such a part
+    sharing: Axis = ALONE  # the ranks over which the prompts' columns are sharded
+    shares = False  # whether the next forward has such a shard of the columns
 
     def take(self, tokens: Tensor) -> Tensor:
-        """The columns of the next tokens [b, new] that this rank computes, [b, new]."""
+        """Return the columns of the next tokens [b, new] that this rank computes: here all of them."""
         return tokens
 
-    def of_last_column(self, x: Tensor) -> Tensor:
-        """What the rank computed that had the prompts' last column, on every rank."""
+    def broadcast_last_column(self, x: Tensor) -> Tensor:
+        """Return x of the rank that had the prompts' last column, on every rank."""
         return x
 
     def positions(self, new: int) -> Tensor:
-        """Positions of the next `new` columns within their texts, 0 for padding. -> [b, new]"""
+        """Return the positions of the next `new` columns within their texts, 0 for padding: [b, new]."""
         return (self._columns(new) - self._starts[:, None]).clamp(min=0)
 
     def mask(self, new: int) -> Tensor | None:
-        """True where a token of the next `new` columns is masked; None for causal. -> [b, 1, new, length + new]"""
+        """Return the mask of the next `new` columns, [b, 1, new, length + new], True where attention is masked; None for
+        causal."""
         if not self._is_padded and (new == 1 or self.length == 0):
             return None  # the kernels' causal case, which is faster than a mask
-        seen = torch.arange(self.length + new, device=self._starts.device)
-        asking = self._columns(new)[:, None]  # [new, 1]
-        padding = seen < self._starts[:, None, None]  # [b, 1, length + new]
-        return ((seen > asking) | (padding & (seen != asking)))[:, None]
+        keys = torch.arange(self.length + new, device=self._starts.device)  # columns
+        queries = self._columns(new)[:, None]  # [new, 1]
+        is_padding = keys < self._starts[:, None, None]  # [b, 1, length + new]
+        return ((keys > queries) | (is_padding & (keys != queries)))[:, None]
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values [new, b, groups/t, d] of a layer -> all of the layer's so far [length + new, b,
+        """Append keys and values [new, b, groups/t, d] of a layer; return all of the layer's so far, [length + new, b,
         groups/t, d].
 
         `length` grows with `advance`, when every layer has appended.
         """
         stop = self.length + k.shape[0]
         assert stop <= self.capacity, f"{stop} columns in a cache of {self.capacity}"
-        if layer not in self._held:
-            self._held[layer] = tuple(x.new_empty((self.capacity, *x.shape[1:])) for x in (k, v))
-        for held, new in zip(self._held[layer], (k, v)):
-            held[self.length : stop] = new
-        keys, values = self._held[layer]
+        if layer not in self._keys_values:
+            keys = k.new_empty((self.capacity, *k.shape[1:]))
+            values = v.new_empty((self.capacity, *v.shape[1:]))
+            self._keys_values[layer] = keys, values
+        keys, values = self._keys_values[layer]
+        keys[self.length : stop] = k
+        values[self.length : stop] = v
         return keys[:stop], values[:stop]
 
     def advance(self, new: int) -> None:
-        """Every layer has appended `new` columns."""
+        """Count `new` columns, which every layer has appended."""
         self.length += new
 
     def _columns(self, new: int) -> Tensor:
@@ -80,10 +84,11 @@ class KeyValueCache:
 
 
 class DecoderCache(KeyValueCache):
-    """Of the layers of a decoder beside an encoder: also what they have made of the encoder's result, once for a batch.
+    """The cache of a decoder with cross attention: also the keys and values of the encoder's output, computed once for a
+    batch.
 
-    All texts begin in the first column. memory: layer -> keys and values of the encoder's result. tables: of relative
-    positions.
+    All texts begin in the first column. memory: layer -> keys and values of the encoder's output. tables: biases of
+    relative positions.
     """
 
     def __init__(self, texts: int, capacity: int, device: torch.device | str = "cpu"):

@@ -1,12 +1,12 @@
-"""Functions of tensors run compiled by torch.compile: what `--compile` chooses, what it needs, what it has cost.
+"""Functions of tensors that torch.compile compiles (`--compile`): regions, requirements, and the cost of compiling.
 
     half = Compiled(lambda x: (x / 2,))      a formula: no side effects, a tuple of tensors
     y, = half(x)                             compiled at the first call of each dtype; a second length makes lengths symbols
 
-A `Region` is a differentiable function of two formulas, forward and backward, which says what it saves. torch.compile
-could derive the backward; it would choose what to save while it compiles, and a prediction of memory could not know it.
+A `CompiledRegion` is a differentiable function of two formulas, forward and backward, with a declaration of what it saves.
+torch.compile could derive the backward; but it would choose what to save while it compiles, unknown before the first step.
 
-torch.compile belongs to the process: ranks that run as threads share what it has compiled.
+torch.compile belongs to the process: ranks that run as threads share the compiled programs.
 """
 
 import inspect
@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 from torch.utils._triton import has_triton
 
-from megatron.core.base.dataclass_flags import FlagConfig, knob
+from megatron.core.base.dataclass_flags import FlagConfig, option
 from megatron.core.ops.compile.skip_guards import Replay, call_kind, programs_called, replay_of, watched_backend
-from megatron.core.ops.rematerialize import mark_made
+from megatron.core.ops.rematerialize import mark_recomputable
 from megatron.core.parallel import collectives
 from megatron.core.parallel.accelerator import is_accelerator
 from megatron.core.parallel.grid import Axis
@@ -38,28 +38,27 @@ Formula = Callable[..., tuple[Tensor | None, ...]]
 
 @dataclass(frozen=True)
 class CompileConfig(FlagConfig):
-    """What torch.compile compiles."""
+    """Compilation by torch.compile."""
 
-    compile: Literal["off", "regions", "layers"] = knob(
+    compile: Literal["off", "regions", "layers"] = option(
         "off",
         "torch.compile: regions: the work between matrix products (norms, activations, rotary positions, cross "
-        "entropy); layers: "
-        "a layer's products with it, where nothing stands in the way, which the log names; "
-        "needs a C++ compiler for a CPU, Triton elsewhere, and is off without",
+        "entropy); layers: matrix products too; a layer that cannot be compiled so runs as with regions, and the log gives "
+        "the reason; needs a C++ compiler for a CPU, Triton elsewhere, and is off without",
     )
 
 
-# ---------------------------------------------------------------- whether it can
+# ---------------------------------------------------------------- requirements
 
 
 @cache
 def why_not(device: str) -> str | None:
-    """The reason why this process cannot compile for a kind of device, None if it can."""
+    """Return the reason why this process cannot compile for a kind of device, None if it can."""
     if device == "cpu":
-        found = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++")), "g++ or clang++")
-        if shutil.which(found) is None:
-            return f"there is no C++ compiler {found}; CXX may name another"
-        os.environ["CXX"] = found  # torch itself looks for one name only
+        compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++")), "g++ or clang++")
+        if shutil.which(compiler) is None:
+            return f"there is no C++ compiler {compiler}; CXX may name another"
+        os.environ["CXX"] = compiler  # torch itself looks for one name only
         if not Path(sysconfig.get_path("include"), "Python.h").is_file():
             return "Python's headers are not installed (python3-dev)"
     elif is_accelerator(torch.device(device)) and not has_triton():
@@ -71,120 +70,129 @@ _lacking: set[str] = set()  # kinds of device for which some rank of the job can
 
 
 def compiles(config: CompileConfig, device: torch.device | str) -> bool:
-    """Whether regions on this device run compiled."""
+    """Return whether regions on this device run compiled."""
     kind = torch.device(device).type
     return config.compile != "off" and kind not in _lacking and why_not(kind) is None
 
 
-def settle_compiling(config: CompileConfig, device: torch.device | str, world: Axis) -> list[str]:
-    """One decision for all ranks of `world`; the log lines about it. Every rank must call."""
+def agree_on_compiling(config: CompileConfig, device: torch.device | str, world: Axis) -> list[str]:
+    """Take one decision for all ranks of `world`: compile if all can. Returns its log lines. Every rank must call."""
     if config.compile == "off":
         return []
     kind = torch.device(device).type
     reason = why_not(kind)
-    lacks = torch.tensor(float(reason is not None), device=device)
-    if not collectives.all_reduce(lacks, world, "max").item():
+    cannot = torch.tensor(float(reason is not None), device=device)
+    if not collectives.all_reduce(cannot, world, "max").item():
         return [f"--compile {config.compile}: compiled code is kept in {cache_folder()}"]
     _lacking.add(kind)
     return [f"--compile {config.compile} is off: {reason or 'another rank lacks what it needs'}"]
 
 
-def news_of_layers(models: Iterable[nn.Module]) -> list[str]:
-    """Log lines about layers that --compile layers leaves in parts, with the reason: their `compiled_whole.why_in_parts`."""
-    asked = [held for model in models for layer in model.modules() if (held := _whole_of(layer))]
-    reasons = Counter(held.why_in_parts for held in asked)
-    return [
-        f"--compile layers: {count} of {len(asked)} layers run as with regions, since {why}"
-        for why, count in reasons.items()
-        if why is not None
-    ]
+def compile_fallback_lines(models: Iterable[nn.Module]) -> list[str]:
+    """Return log lines about layers that --compile layers cannot compile whole, with the reason."""
+    compiled_layers = []
+    for model in models:
+        for module in model.modules():
+            compiled_layer = _whole_of(module)
+            if compiled_layer:
+                compiled_layers.append(compiled_layer)
+    reasons = Counter(layer.fallback_reason for layer in compiled_layers)
+    lines = []
+    for reason, count in reasons.items():
+        if reason is not None:
+            lines.append(
+                f"--compile layers: {count} of {len(compiled_layers)} layers run as with regions, since {reason}"
+            )
+    return lines
 
 
 class _Whole(Protocol):
-    why_in_parts: str | None
+    fallback_reason: str | None
 
 
 def _whole_of(layer: nn.Module) -> _Whole | None:
-    """What runs a transformer layer as a whole (`transformer/compiled_layer.py`)."""
-    return getattr(layer, "compiled_whole", None)
+    """Return the object that runs a transformer layer as a whole (`transformer/compiled_layer.py`)."""
+    return getattr(layer, "compiled_layer", None)
 
 
 def cache_folder() -> Path:
-    """Where compiled code outlives the process: TORCHINDUCTOR_CACHE_DIR, else in the user's cache folder."""
+    """Return the folder in which compiled code outlives the process: TORCHINDUCTOR_CACHE_DIR, else in the user's cache
+    folder."""
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
-        users = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(users / "megatron-anywhere" / "compiled")
+        user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(user_cache / "megatron-anywhere" / "compiled")
     return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
 
 
-# ---------------------------------------------------------------- what it has cost
+# ---------------------------------------------------------------- the cost
 
 
 @dataclass
-class Spent:
-    """Compilation in this process so far."""
+class CompileCost:
+    """The compilation of this process so far."""
 
     programs: int = 0
-    seconds: float = 0.0  # by the clock, including the import of the compiler
+    seconds: float = 0.0  # wall-clock time, including the import of the compiler
 
 
-_imported_in = 0.0
+_import_seconds = 0.0  # of the compiler; 0: not imported yet
 
 
-def spent() -> Spent:
-    if not _imported_in:
-        return Spent()
-    of_phases = torch._dynamo.utils.calculate_time_spent()
-    return Spent(
-        torch._dynamo.utils.counters["stats"]["unique_graphs"], _imported_in + of_phases.get("total_wall_time", 0.0)
+def compile_cost() -> CompileCost:
+    """Return the compilation of this process so far."""
+    if not _import_seconds:
+        return CompileCost()
+    programs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    seconds_by_phase = torch._dynamo.utils.calculate_time_spent()
+    return CompileCost(programs, _import_seconds + seconds_by_phase.get("total_wall_time", 0.0))
+
+
+_logged_programs = 0
+
+
+def compile_log_line() -> str | None:
+    """Return a log line if something was compiled, or read from the cache folder, since the last call."""
+    global _logged_programs
+    cost = compile_cost()
+    if cost.programs == _logged_programs:
+        return None
+    _logged_programs = cost.programs
+    return (
+        f"compiled: {cost.programs} programs so far, in {cost.seconds:.1f} s; a later start reads them from "
+        f"{cache_folder()}"
     )
 
 
-_told = 0  # programs
-
-
-def news_of_compiling() -> str | None:
-    """A log line if something was compiled, or read from the cache folder, since the last call."""
-    global _told
-    now = spent()
-    if now.programs == _told:
-        return None
-    _told = now.programs
-    took = f"{now.programs} programs so far, in {now.seconds:.1f} s"
-    return f"compiled: {took}; a later start reads them from {cache_folder()}"
-
-
 def _compile(formula: Formula) -> Formula:
-    """torch.compile, prepared: small programs one after the other do not repay a pool of compiling processes, and one
-    formula
-    serves many dtypes and kinds of argument."""
-    global _imported_in
+    """Run torch.compile without a pool of compiling processes, which small programs one after the other do not repay; one
+    formula serves many dtypes and kinds of argument."""
+    global _import_seconds
     began = time.perf_counter()
     cache_folder()
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     # As an argument: a setting of torch's is one of the thread that made it, and ranks and backwards have threads of
     # their own.
-    known = "recompile_limit" in inspect.signature(torch.compile).parameters  # torch 2.11 knows the setting alone
-    limit = {"recompile_limit": _MOST_PROGRAMS} if known else {}
+    takes_limit = "recompile_limit" in inspect.signature(torch.compile).parameters  # torch 2.11 has the setting alone
+    limit = {"recompile_limit": _MOST_PROGRAMS} if takes_limit else {}
     torch._dynamo.config.recompile_limit = _MOST_PROGRAMS
     run = torch.compile(formula, fullgraph=True, backend=watched_backend(BACKEND), **limit)
-    if not _imported_in:
-        _imported_in = time.perf_counter() - began
+    if not _import_seconds:
+        _import_seconds = time.perf_counter() - began
     return run
 
 
 BACKEND = "inductor"  # of torch.compile; tests of many layouts trace with one that needs no C++
 _MOST_PROGRAMS = 64  # of one formula; beyond it torch raises an error
-_MOST_REPLAYS = 256  # of one formula: lengths of a generation's sequence would fill memory
+_MOST_REPLAYS = 256  # of one formula: the many lengths of a generated sequence would fill memory
 
 
-# ---------------------------------------------------------------- what is compiled
+# ---------------------------------------------------------------- formulas and regions
 
 
 class Compiled:
     """A formula that is compiled where it is called with tensors that have values.
 
-    On the meta device it makes its results and, as the compiled program, nothing in between.
+    On the meta device it allocates its results and, as the compiled program, no intermediate tensor.
     """
 
     def __init__(self, formula: Formula):
@@ -193,100 +201,122 @@ class Compiled:
         self._replays: dict[Hashable, Replay | None] = {}  # by backend and kind of call
 
     def __call__(self, *inputs: Any) -> tuple[Tensor | None, ...]:
-        # Plain tensors of one kind: parameters, and what requires a gradient, would each be compiled anew.
+        # Plain tensors of one kind: parameters, and tensors that require a gradient, would each be compiled anew.
         plain = [x.detach() if isinstance(x, Tensor) else x for x in inputs]
+
+        # Modes, such as one that counts memory, see the results alone: as copies, which a mode sees allocated.
         if any(isinstance(x, Tensor) and x.is_meta for x in plain):
             with _disable_current_modes():
-                made = self.formula(*plain)
-            return tuple(None if x is None else torch.empty_like(x) for x in made)
-        if not is_in_torch_dispatch_mode():
-            return self._run(plain)
-        with (
-            _disable_current_modes()
-        ):  # a mode that counts memory sees results alone, as copies of what it saw nothing make
-            made = self._run(plain)
-        return tuple(None if x is None else x.clone() for x in made)
+                outputs = self.formula(*plain)
+            return tuple(None if x is None else torch.empty_like(x) for x in outputs)
+        if is_in_torch_dispatch_mode():
+            with _disable_current_modes():
+                outputs = self._run(plain)
+            return tuple(None if x is None else x.clone() for x in outputs)
+        return self._run(plain)
 
     def _run(self, inputs: list[Any]) -> tuple[Tensor | None, ...]:
-        kind = BACKEND, call_kind(inputs)
-        if (replay := self._replays.get(kind)) is not None:
+        # a kind of call that was seen before goes straight to its program
+        kind_of_inputs = call_kind(inputs)
+        kind = BACKEND, kind_of_inputs
+        replay = self._replays.get(kind)
+        if replay is not None:
             return replay(inputs)
+
         if BACKEND not in self._runs:
             self._runs[BACKEND] = _compile(self.formula)
         run = self._runs[BACKEND]
-        if kind[1] is None or kind in self._replays or len(self._replays) >= _MOST_REPLAYS:
+        has_no_replay = kind in self._replays  # it was watched, and cannot be replayed
+        if kind_of_inputs is None or has_no_replay or len(self._replays) >= _MOST_REPLAYS:
             return run(*inputs)
+
+        # watch the first call of this kind
         with programs_called() as calls:
-            made = run(*inputs)
-        self._replays[kind] = replay_of(calls, inputs, made)
-        return made
+            outputs = run(*inputs)
+        self._replays[kind] = replay_of(calls, inputs, outputs)
+        return outputs
 
 
 @dataclass(frozen=True)
-class Region:
-    """A differentiable function between two products: its eager form, and the same as two formulas.
+class CompiledRegion:
+    """A differentiable function between two matrix products: its eager form, and the same as two formulas.
 
-    eager(*inputs): by torch's operations, the reference. forward(*inputs) -> its results, then what the backward needs
-    beside
-    the inputs in `reads` (their positions). backward(*gradients of the results, *read inputs, *kept) -> the gradient of each
-    input, None for numbers. carries: the first input is the first result too, as the residual stream is; backward then gets
-    the gradient of both and adds them in the same pass. again(*read inputs, *kept) -> the last result, which the
-    backward makes
-    in the same pass for a reader that does not keep it; None: as forward(*read inputs) makes it.
+    eager(*inputs): by torch's operations, the reference.
+    forward(*inputs) -> the results, then what the backward needs besides inputs ("extras").
+    saved_inputs: the positions of the inputs that the backward needs.
+    backward(*gradients of the results, *saved inputs, *extras) -> the gradient of each input, None for numbers.
+    returns_residual: the first input is the first result too, as the residual stream is; backward then gets the gradient of
+    both and adds them in the same pass.
+    recompute_output(*saved inputs, *extras) -> the last result, which the backward recomputes in the same pass for a consumer
+    that did not save it; None: as forward(*saved inputs) computes it.
     """
 
     eager: Callable[..., Any]
     forward: Formula
     backward: Formula
-    reads: tuple[int, ...]
-    results: int = 1
-    carries: bool = False
-    again: Callable[..., Tensor] | None = None
-    backward_and_again: Formula = field(init=False)
+    saved_inputs: tuple[int, ...]
+    num_results: int = 1  # of `forward`
+    returns_residual: bool = False
+    recompute_output: Callable[..., Tensor] | None = None
+    backward_and_recompute: Formula = field(init=False)
 
     def __post_init__(self) -> None:
-        forward, backward = self.forward, self.backward
-        again, grads = self.again or (lambda *read: forward(*read)[0]), self.results + self.carries
-        formulas = {
-            "forward": forward,
-            "backward": backward,
-            "backward_and_again": lambda *inputs: (*backward(*inputs), again(*inputs[grads:])),
-        }
+        forward = self.forward
+        backward = self.backward
+        recompute_output = self.recompute_output or (lambda *saved: forward(*saved)[0])
+        num_grads = self.num_results + self.returns_residual
+
+        def backward_and_recompute(*inputs: Any) -> tuple[Tensor | None, ...]:
+            return *backward(*inputs), recompute_output(*inputs[num_grads:])
+
+        # The instance is frozen; its formulas are replaced by compiled ones.
+        formulas = {"forward": forward, "backward": backward, "backward_and_recompute": backward_and_recompute}
         for name, formula in formulas.items():
             object.__setattr__(self, name, Compiled(formula))
 
     def compiled(self, *inputs: Any) -> Any:
-        """What `eager` gives, by the compiled formulas. The result is marked if the backward keeps all that it is
-        made from."""
-        made = _Differentiable.apply(self, *inputs)
-        if self.results == 1 and all(i in self.reads for i, x in enumerate(inputs) if isinstance(x, Tensor)):
-            result = made[-1] if self.carries else made
+        """Return what `eager` returns, by the compiled formulas. The result is marked as recomputable if the backward saves
+        everything that it is computed from."""
+        outputs = _RegionFunction.apply(self, *inputs)
+        saves_all = all(i in self.saved_inputs for i, x in enumerate(inputs) if isinstance(x, Tensor))
+        if self.num_results == 1 and saves_all:
+            result = outputs[-1] if self.returns_residual else outputs
             if result.requires_grad:
-                mark_made(result, self.forward, inputs)
-        return made
+                mark_recomputable(result, self.forward, inputs)
+        return outputs
 
-    def chosen(self, config: CompileConfig, device: torch.device | str) -> Callable[..., Any]:
+    def select(self, config: CompileConfig, device: torch.device | str) -> Callable[..., Any]:
+        """Return the form of the region that runs on this device under this config."""
         return self.compiled if compiles(config, device) else self.eager
 
 
-class _Differentiable(torch.autograd.Function):
+class _RegionFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, region: Region, *inputs: Any) -> Any:
-        made, read = region.forward(*inputs), [inputs[i] for i in region.reads]
-        ctx.region, ctx.numbers = region, [None if isinstance(x, Tensor) else x for x in read]
-        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in read), *made[region.results :])
-        ctx.asked = []
-        results = (*inputs[: region.carries], *made[: region.results])
+    def forward(ctx: Any, region: CompiledRegion, *inputs: Any) -> Any:
+        outputs = region.forward(*inputs)
+        residual = inputs[:1] if region.returns_residual else ()
+        results = (*residual, *outputs[: region.num_results])
+        extras = outputs[region.num_results :]
+
+        # Tensors are saved by autograd, numbers beside it.
+        saved = [inputs[i] for i in region.saved_inputs]
+        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in saved), *extras)
+        ctx.numbers = [None if isinstance(x, Tensor) else x for x in saved]
+        ctx.region = region
+        ctx.requests = []  # consumers that want the recomputed output (`request_from_producer`)
         return results if len(results) > 1 else results[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        saved, numbers = ctx.saved_tensors, ctx.numbers
-        read = [number if x is None else x for x, number in zip(saved, numbers)]
-        given, uses = (*grads, *read, *saved[len(numbers) :]), ctx.asked
-        if not uses:
-            return None, *ctx.region.backward(*given)
-        *of_inputs, again = ctx.region.backward_and_again(*given)
-        while uses:
-            uses.pop()(again)
-        return None, *of_inputs
+        """Saved: the region's `saved_inputs` and the extras of its forward."""
+        saved_tensors = ctx.saved_tensors  # read once: under recomputation, reading recomputes them
+        numbers = ctx.numbers
+        inputs = [number if x is None else x for x, number in zip(saved_tensors, numbers)]
+        extras = saved_tensors[len(numbers) :]
+        if not ctx.requests:
+            return None, *ctx.region.backward(*grads, *inputs, *extras)
+        *input_grads, output = ctx.region.backward_and_recompute(*grads, *inputs, *extras)
+        while ctx.requests:
+            use = ctx.requests.pop()
+            use(output)
+        return None, *input_grads

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.base.async_handle import Pending, all_of, done
+from megatron.core.base.async_handle import AsyncHandle, all_of, done
 from megatron.core.base.memory_category import ACTIVATIONS, memory_kind
 from megatron.core.distributed.buffer_plan import ALIGN
 from megatron.core.offload.offload_fraction import SLICE, cut_in_slices
 from megatron.core.offload.stored_tensor import Stored, start_reading, start_writing
 from megatron.core.optimizer.adam_and_sgd import Update, UpdateStep
-from megatron.core.optimizer.full_matrix import WholeTensor
+from megatron.core.optimizer.full_matrix import FullMatrix
 from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.optimizer.split_master import SplitMaster
 from megatron.core.parallel.accelerator import start_to_host
@@ -31,8 +31,8 @@ from megatron.core.parallel.accelerator import start_to_host
 class Segment:
     """Neighbouring elements of one group, in tensors of equal layout.
 
-    parameters: the rounded copy of the masters that the model reads; None if the masters are what it reads.
-    is_away: kept in a tier and updated on the host; otherwise updated on the gradients' device.
+    parameters: the rounded copy of the masters that the model reads; None if it reads the masters themselves.
+    is_offloaded: stored in a tier and updated on the host; otherwise updated on the gradients' device.
     """
 
     group: ParamGroup
@@ -40,15 +40,16 @@ class Segment:
     moments: dict[str, Stored]
     gradients: Tensor
     parameters: Stored | None
-    is_away: bool = False
-    whole: WholeTensor | None = None  # for a whole-tensor update: the tensors have the parameter's shape
+    is_offloaded: bool = False
+    full_matrix: FullMatrix | None = None  # for an update that needs it: the tensors have the parameter's shape
 
     @property
-    def is_tensors(self) -> bool:
+    def is_resident(self) -> bool:
         """Whether the update can run in place."""
-        return not self.is_away and isinstance(self.master, Tensor)
+        return not self.is_offloaded and isinstance(self.master, Tensor)
 
     def part(self, start: int, stop: int) -> "Segment":
+        """Return elements start .. stop of the segment, as views."""
         return replace(
             self,
             master=self.master[start:stop],
@@ -59,8 +60,10 @@ class Segment:
 
 
 class SlicedUpdater:
-    """Updates all segments and publishes them to the model. update_of: a group's update. length: elements per slice, a
-    multiple of ALIGN."""
+    """Updates all segments and rounds them into the model's parameters.
+
+    update_of: a group's update. length: elements per slice, a multiple of ALIGN.
+    """
 
     def __init__(self, segments: Sequence[Segment], update_of: Callable[[ParamGroup], Update], length: int = SLICE):
         if length < 1 or length % ALIGN:
@@ -68,17 +71,20 @@ class SlicedUpdater:
         self._update_of = update_of
         self._slices: list[Segment] = []
         for segment in segments:
-            on_host = segment.is_away or segment.gradients.device.type == "cpu"
+            on_host = segment.is_offloaded or segment.gradients.device.type == "cpu"
             cuts = cut_in_slices(0, segment.gradients.numel(), length if on_host else length * _LONGER_ON_DEVICE)
             self._slices += [segment.part(*cut) for cut in cuts]
 
     @torch.no_grad()
     def step(self, step_of: Callable[[ParamGroup], UpdateStep]) -> None:
-        """Update and write all segments. step_of: the numbers of each group's update."""
+        """Update and write all segments. step_of: the numbers of each group's update.
+
+        While one slice is updated, the next is read and the last is written.
+        """
         reading = _start_reading(self._slices[0]) if self._slices else None
-        writing: Pending[Any] = done()
+        writing: AsyncHandle[Any] = done()
         for current, following in zip(self._slices, [*self._slices[1:], None]):
-            here = reading.wait()
+            here = reading.wait()  # the slice as tensors on the device of its update
             reading = _start_reading(following) if following is not None else None
             states = {kind: [values] for kind, values in here.moments.items()}
             step = step_of(current.group)
@@ -93,29 +99,34 @@ class SlicedUpdater:
 _LONGER_ON_DEVICE = 8  # slices of 8 M elements on an accelerator: with fewer, kernel launches take longer than kernels
 
 
-def _start_reading(part: Segment) -> Pending[Segment]:
+def _start_reading(part: Segment) -> AsyncHandle[Segment]:
     """Start to bring a slice, as tensors, to the device of its update."""
-    start = _start_fetching if part.is_away else start_reading
-    master, gradients = start(part.master), start(part.gradients)
+    start = _start_fetching if part.is_offloaded else start_reading
+    master = start(part.master)
+    gradients = start(part.gradients)
     moments = {kind: start(stored) for kind, stored in part.moments.items()}
 
     def wait() -> Segment:
         here = {kind: moment.wait() for kind, moment in moments.items()}
         return replace(part, master=master.wait(), moments=here, gradients=gradients.wait())
 
-    return Pending(wait)
+    return AsyncHandle(wait)
 
 
-def _start_fetching(stored: Stored) -> Pending[Tensor]:
+def _start_fetching(stored: Stored) -> AsyncHandle[Tensor]:
     """Start to copy a tensor to the host, unless it is there."""
     if isinstance(stored, SplitMaster):
         return stored.start_reading(_start_fetching)
-    return start_to_host(stored) if isinstance(stored, Tensor) else start_reading(stored)
+    if isinstance(stored, Tensor):
+        return start_to_host(stored)
+    return start_reading(stored)
 
 
 @memory_kind(ACTIVATIONS)  # counted, unlike other memory of an update; the step's activations are gone by then
-def _start_writing(part: Segment, values: Segment) -> Pending[Any]:
+def _start_writing(part: Segment, values: Segment) -> AsyncHandle[Any]:
+    """Start to write an updated slice to where it is stored, and its masters into the parameters."""
     writing = [start_writing(part.moments[kind], moment) for kind, moment in values.moments.items()]
-    for stored in (part.master, part.parameters) if part.parameters is not None else (part.master,):
-        writing.append(start_writing(stored, values.master))
+    writing.append(start_writing(part.master, values.master))
+    if part.parameters is not None:
+        writing.append(start_writing(part.parameters, values.master))
     return all_of(writing)

@@ -9,8 +9,8 @@
     rank 2 |    F0B0--F1B1--F2B2--F3B3--        |
 
 A schedule is the order of compute on each rank, and the stage map: a stage is on the rank whose list has its actions.
-`simulate` computes its times, `lower` adds communication, the executor runs one rank's list. A new schedule is a function,
-in a file here or in a script, and a line in `table.SCHEDULES`.
+`simulate` computes its times, `lower` adds communication, the executor runs one rank's list. A new schedule is a
+function, in a file here or in a script, and a line in `registry.SCHEDULES`.
 """
 
 from collections import defaultdict, deque
@@ -43,42 +43,46 @@ COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})  # the ops of a schedule before `l
 
 
 class Action(NamedTuple):
+    """One entry of a rank's list: F3.1 is the forward of microbatch 1 through stage 3."""
+
     op: Op
     stage: int
     microbatch: int | None = None
 
     def with_op(self, op: Op) -> "Action":
-        """Another action of the same stage and microbatch."""
+        """Return another action of the same stage and microbatch."""
         return Action(op, self.stage, self.microbatch)
 
     def __repr__(self):
-        return f"{self.op.name}{self.stage}" + ("" if self.microbatch is None else f".{self.microbatch}")
+        microbatch = "" if self.microbatch is None else f".{self.microbatch}"
+        return f"{self.op.name}{self.stage}{microbatch}"
 
 
 Schedule = list[list[Action]]  # [rank][position]
 
 
 def gpipe(p: int, m: int, v: int = 1) -> Schedule:
-    """All forwards, then all backwards: m microbatches in flight on every rank (arXiv:1811.06965)."""
+    """GPipe: all forwards, then all backwards; m microbatches in flight on every rank (arXiv:1811.06965)."""
     check_sizes("gpipe", p, m, v, chunks=1)
     return _alternate(p, m, 1, warmup=lambda rank: m)
 
 
 def one_f_one_b(p: int, m: int, v: int = 1) -> Schedule:
-    """One forward, one backward, after a warm-up (PipeDream-Flush, arXiv:2104.04473, section 2.2.1): the bubble of
-    GPipe, but min(p - rank, m) microbatches in flight. The default."""
+    """1F1B: one forward, one backward in turn, after a warm-up (PipeDream-Flush, arXiv:2104.04473, section 2.2.1).
+
+    The bubble of GPipe, but min(p - rank, m) microbatches in flight. The default.
+    """
     check_sizes("1f1b", p, m, v, chunks=1)
     return _alternate(p, m, 1, warmup=lambda rank: p - rank - 1)
 
 
 def interleaved(p: int, m: int, v: int) -> Schedule:
-    """1F1B over v chunks per rank: 1/v of the bubble for v times the transfers (arXiv:2104.04473, section 2.2.2).
-    m must be a multiple of p.
+    """Interleaved 1F1B over v chunks per rank (arXiv:2104.04473, section 2.2.2).
 
-    The first backward reaches `rank` after microbatch 0 has passed all chunks, (v - 1) * p forwards, and has gone to the
-    last
-    rank and back, 2 * (p - rank - 1) steps. The warm-up fills that time with forwards, where 1F1B waits: so v = 1 has more
-    microbatches in flight than `one_f_one_b` for the same bubble.
+    1/v of the bubble for v times the transfers. m must be a multiple of p. The first backward reaches `rank` after
+    microbatch 0 has passed all chunks, (v - 1) * p forwards, and has gone to the last rank and back, 2 * (p - rank - 1)
+    steps. The warm-up fills that time with forwards, where 1F1B waits: so v = 1 has more microbatches in flight than
+    `one_f_one_b` for the same bubble.
     """
     _check_groups("interleaved", p, m, v, instead="1f1b")
     return _alternate(p, m, v, warmup=lambda rank: 2 * (p - rank - 1) + (v - 1) * p)
@@ -87,10 +91,9 @@ def interleaved(p: int, m: int, v: int) -> Schedule:
 def zb_h1(p: int, m: int, v: int = 1) -> Schedule:
     """ZB-H1: 1F1B whose weight gradients fill the bubble, with the memory of 1F1B (arXiv:2401.10241, section 2.2).
 
-    In 1F1B rank r has p - r microbatches in flight; a low rank idles most at the end of the step, a high rank at its start.
-    With memory for p microbatches, as rank 0 has, rank r can defer r of its W: the I come r * tW earlier, and W fill the
-    end.
-    With p = 3, m = 4 and F, I, W of equal time:
+    In 1F1B rank r has p - r microbatches in flight; a low rank idles most at the end of the step, a high rank at its
+    start. With memory for p microbatches, as rank 0 has, rank r can defer r of its W: the I come r * tW earlier, and W
+    fill the end. With p = 3, m = 4 and F, I, W of equal time:
 
         rank 0 |F0F1F2    I0W0F3I1W1I2W2I3W3|
         rank 1 |  F0F1  I0F2I1W0F3I2W1I3W2W3|
@@ -101,23 +104,26 @@ def zb_h1(p: int, m: int, v: int = 1) -> Schedule:
 
 
 def zb_interleaved(p: int, m: int, v: int) -> Schedule:
-    """Interleaved 1F1B whose weight gradients fill the bubble as in ZB-H1: 1/v of ZB-H1's bubble, with the memory of the
-    interleaved schedule. m must be a multiple of p.
+    """Interleaved 1F1B whose weight gradients fill the bubble as in ZB-H1: 1/v of ZB-H1's bubble.
 
-    Rank r has 2r microbatches less in flight than rank 0, so it can defer r of its W.
+    It takes the memory of the interleaved schedule. m must be a multiple of p. Rank r has 2r microbatches less in
+    flight than rank 0, so it can defer r of its W.
     """
     _check_groups("zb-interleaved", p, m, v, instead="zb-v or zb-h1")
     return defer_weight_grads(interleaved(p, m, v), delay=lambda rank: rank)
 
 
 def defer_weight_grads(schedule: Schedule, delay: Callable[[int], int]) -> Schedule:
-    """The schedule with each B split into I and W; W follows the I of `delay(rank)` backwards later, or the last action.
+    """Return the schedule with each B split into I and W: a W follows the I of `delay(rank)` backwards later.
+
+    With delay 1 on this rank:   F0 B0 F1 B1 B2   ->   F0 I0 F1 I1 W0 I2 W1 W2
 
     W run in the order of their I, so a stage's gradients are summed in the order of its microbatches, as by B.
     """
     split = []
     for rank, actions in enumerate(schedule):
-        row, waiting = [], deque()
+        row: list[Action] = []
+        waiting: deque[Action] = deque()  # W whose I has run
         for action in actions:
             if action.op is not Op.B:
                 row.append(action)
@@ -131,19 +137,19 @@ def defer_weight_grads(schedule: Schedule, delay: Callable[[int], int]) -> Sched
 
 
 def forward_only(p: int, m: int, v: int = 1) -> Schedule:
-    """The forwards of `interleaved`, or of 1F1B with v = 1, for evaluation; m need not be a multiple of p."""
+    """Return the forwards of `interleaved`, or of 1F1B with v = 1, for evaluation; m need not be a multiple of p."""
     check_sizes("forward_only", p, m, v)
     return forwards_over(loop(p, v), m)
 
 
 def forwards_over(stages: StageMap, m: int) -> Schedule:
-    """The forwards of m microbatches, for any stage map."""
+    """Return the forwards of m microbatches, for any stage map."""
     ranks = range(len(set(stages.ranks)))
     return [_in_groups(Op.F, stages.of_rank(rank), group=len(ranks), m=m) for rank in ranks]
 
 
 def dependencies(action: Action, num_stages: int) -> list[Action]:
-    """The compute actions, on any rank, whose results a compute action needs.
+    """Return the compute actions, on any rank, whose results a compute action needs.
 
     B needs the B of the next stage, I needs its I: the backward of a microbatch is split on every stage or on none.
     """
@@ -152,8 +158,10 @@ def dependencies(action: Action, num_stages: int) -> list[Action]:
         return [action._replace(stage=action.stage - 1)] if action.stage > 0 else []
     if action.op is Op.W:
         return [action.with_op(Op.I)]
-    own = action.with_op(Op.F)
-    return [own, action._replace(stage=action.stage + 1)] if action.stage < num_stages - 1 else [own]
+    forward = action.with_op(Op.F)
+    if action.stage == num_stages - 1:
+        return [forward]  # the loss starts the backward
+    return [forward, action._replace(stage=action.stage + 1)]
 
 
 def count_stages(schedule: Schedule) -> int:
@@ -161,23 +169,22 @@ def count_stages(schedule: Schedule) -> int:
 
 
 def stages_in(schedule: Schedule) -> StageMap:
-    """The stage map of a schedule. ValueError if a stage is on no rank or on several."""
-    homes = defaultdict(set)
+    """Return the stage map of a schedule. ValueError if a stage is on no rank or on several."""
+    ranks_of_stage: dict[int, set[int]] = defaultdict(set)
     for rank, actions in enumerate(schedule):
-        for stage in {action.stage for action in actions}:
-            homes[stage].add(rank)
-    wrong = [
-        f"stage {stage} is on ranks {sorted(homes[stage])}"
-        for stage in range(count_stages(schedule))
-        if len(homes[stage]) != 1
-    ]
-    if wrong:
-        raise ValueError(f"schedule: {'; '.join(wrong)}; a stage must be on one rank")
-    return StageMap(tuple(homes[stage].pop() for stage in range(len(homes))))
+        for action in actions:
+            ranks_of_stage[action.stage].add(rank)
+    problems = []
+    for stage in range(count_stages(schedule)):
+        if len(ranks_of_stage[stage]) != 1:
+            problems.append(f"stage {stage} is on ranks {sorted(ranks_of_stage[stage])}")
+    if problems:
+        raise ValueError(f"schedule: {'; '.join(problems)}; a stage must be on one rank")
+    return StageMap(tuple(ranks_of_stage[stage].pop() for stage in range(len(ranks_of_stage))))
 
 
 def _alternate(p: int, m: int, v: int, warmup: Callable[[int], int]) -> Schedule:
-    """On each rank `warmup(rank)` forwards, then one forward and one backward in turn, then the remaining backwards."""
+    """Return, for each rank, `warmup(rank)` forwards, then one forward and one backward in turn, then the rest."""
     schedule = []
     for rank in range(p):
         stages = loop(p, v).of_rank(rank)
@@ -192,7 +199,10 @@ def _alternate(p: int, m: int, v: int, warmup: Callable[[int], int]) -> Schedule
 
 
 def _in_groups(op: Op, stages: Iterable[int], *, group: int, m: int) -> list[Action]:
-    """`group` microbatches through each of `stages` in turn, then the next group."""
+    """Return the actions of `group` microbatches through each of `stages` in turn, then those of the next group.
+
+    With stages 0 and 2, groups of 2 and m = 4:   F0.0 F0.1 F2.0 F2.1   F0.2 F0.3 F2.2 F2.3
+    """
     stages = list(stages)
     return [
         Action(op, stage, microbatch)
@@ -203,7 +213,7 @@ def _in_groups(op: Op, stages: Iterable[int], *, group: int, m: int) -> list[Act
 
 
 def check_sizes(name: str, p: int, m: int, v: int, *, chunks: int | None = None) -> None:
-    """Raises ValueError for sizes below 1, and for other than `chunks` chunks per rank."""
+    """Raise ValueError for sizes below 1, and for other than `chunks` chunks per rank."""
     problems = []
     if p < 1:
         problems.append(f"the pipeline size ({p}) must be at least 1; change --pipeline-model-parallel-size")
@@ -215,9 +225,9 @@ def check_sizes(name: str, p: int, m: int, v: int, *, chunks: int | None = None)
             "num_layers / pipeline size"
         )
     if not problems and chunks not in (None, v):
-        own = "one chunk" if chunks == 1 else f"{chunks} chunks"
+        required = "one chunk" if chunks == 1 else f"{chunks} chunks"
         problems.append(
-            f"it has {own} per rank, not {v}; use interleaved, or leave out --num-layers-per-virtual-pipeline-stage and "
+            f"it has {required} per rank, not {v}; use interleaved, or leave out --num-layers-per-virtual-pipeline-stage and "
             "--num-virtual-stages-per-pipeline-rank"
         )
     if problems:
@@ -225,7 +235,7 @@ def check_sizes(name: str, p: int, m: int, v: int, *, chunks: int | None = None)
 
 
 def _check_groups(name: str, p: int, m: int, v: int, *, instead: str) -> None:
-    """Raises ValueError unless the microbatches can pass a rank's chunks in groups of p."""
+    """Raise ValueError unless the microbatches can pass a rank's chunks in groups of p."""
     check_sizes(name, p, m, v)
     if m % p:
         raise ValueError(

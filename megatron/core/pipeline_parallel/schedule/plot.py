@@ -1,4 +1,4 @@
-"""Plots of a schedule's timeline: text for a terminal, SVG for a page, a Chrome trace to zoom into."""
+"""A schedule's timeline is plotted as text for a terminal, as SVG for a page, and as a Chrome trace to zoom into."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -10,17 +10,20 @@ from megatron.core.pipeline_parallel.schedule.simulate import DEFAULT_COST, bubb
 _FILL = {Op.F: "#86aed6", Op.B: "#7fbf7b", Op.I: "#76b7b2", Op.W: "#edc948"}
 _LABEL = {Op.F: "forward", Op.B: "backward", Op.I: "backward, input", Op.W: "backward, weights"}
 # SVG units, shown as pixels. Letter widths are upper bounds for a sans-serif face of size 12, for titles 15.
-_ROW, _MARGIN = 26, 60
-_SQUARE, _MAX_WIDTH = 36, 6000
-_DIGIT = _LETTER = 7
+_ROW = 26
+_MARGIN = 60
+_SQUARE = 36
+_MAX_WIDTH = 6000
+_DIGIT = 7
+_LETTER = 7
 _TITLE_LETTER = 9
 
 
 def plot_text(schedule: Schedule, cost: Mapping[Op, float] = DEFAULT_COST, transfer: float = 0.0) -> str:
-    """The timeline as text, one row per rank, one cell per unit of time: the duration of the cheapest action.
+    """Return the timeline as text, one row per rank, one cell per unit of time: the duration of the cheapest action.
 
-    F0 is the forward of microbatch 0, B0 its backward; lower case for all chunks of a rank but the first; -- continues the
-    action to its left; blank is idle. `schedule.py` begins with an example.
+    F0 is the forward of microbatch 0, B0 its backward; lower case for all chunks of a rank but the first; -- continues
+    the action to its left; blank is idle. `actions.py` begins with an example.
     """
     start, end = simulate(schedule, cost, transfer)
     stages = stages_in(schedule)
@@ -31,7 +34,8 @@ def plot_text(schedule: Schedule, cost: Mapping[Op, float] = DEFAULT_COST, trans
     for rank, actions in enumerate(schedule):
         cells = [" " * width] * num_cells
         for action in actions:
-            begin, stop = _round_half_up(start[action] / unit), _round_half_up(end[action] / unit)
+            begin = _round_half_up(start[action] / unit)
+            stop = _round_half_up(end[action] / unit)
             name = action.op.name.lower() if stages.chunk_of(action.stage) else action.op.name
             cells[begin:stop] = [f"{name}{action.microbatch}".ljust(width, "-")] + ["-" * width] * (stop - begin - 1)
         rows.append(f"rank {rank:<{len(str(len(schedule) - 1))}} |{''.join(cells)}|")
@@ -41,20 +45,23 @@ def plot_text(schedule: Schedule, cost: Mapping[Op, float] = DEFAULT_COST, trans
 def plot_svg(
     schedule: Schedule, cost: Mapping[Op, float] = DEFAULT_COST, transfer: float = 0.0, title: str = "pipeline schedule"
 ) -> str:
-    """The timeline as a standalone SVG: one row per rank, one box per action with its microbatch.
+    """Return the timeline as a standalone SVG: one row per rank, one box per action with its microbatch.
 
     Chunks after a rank's first are lighter. A tooltip shows an action and its times.
     """
     start, end = simulate(schedule, cost, transfer)
-    total, stages = max(end.values()), stages_in(schedule)
+    stages = stages_in(schedule)
+    total = max(end.values())
     digits = max(len(str(action.microbatch)) for action in end)
     scale = min(_DIGIT * (digits + 1) / min(cost[action.op] for action in end), _MAX_WIDTH / total)
     num_chunks = stages.chunks
     ops = sorted({action.op for action in end}, key=list(Op).index)
-    notes = [f"{op.name}: {_LABEL[op]}" for op in ops] + (["lighter: later chunks of a rank"] if num_chunks > 1 else [])
+    notes = [f"{op.name}: {_LABEL[op]}" for op in ops]
+    if num_chunks > 1:
+        notes.append("lighter: later chunks of a rank")
     title = f"{title}, bubble {bubble(schedule, cost, transfer):.1%}"
-    inside = max(total * scale, _width_of(notes), _TITLE_LETTER * len(title))
-    width, height = inside + 2 * _MARGIN, _ROW * (len(schedule) + 2) + _MARGIN
+    width = max(total * scale, _width_of(notes), _TITLE_LETTER * len(title)) + 2 * _MARGIN
+    height = _ROW * (len(schedule) + 2) + _MARGIN
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
         f'viewBox="0 0 {width:.0f} {height:.0f}" font-family="sans-serif" font-size="12">',
@@ -67,14 +74,17 @@ def plot_svg(
         lines.append(f'<rect x="{_MARGIN}" y="{y}" width="{total * scale:.2f}" height="{_ROW - 4}" fill="#eee"/>')
         for action in actions:
             chunk = stages.chunk_of(action.stage)
-            x, box = _MARGIN + start[action] * scale, (end[action] - start[action]) * scale
-            lines += _box(action, x, y, box, 1 - 0.6 * chunk / num_chunks, f"{start[action]:g} to {end[action]:g}")
+            x = _MARGIN + start[action] * scale
+            box_width = (end[action] - start[action]) * scale
+            lines += _box(
+                action, x, y, box_width, 1 - 0.6 * chunk / num_chunks, f"{start[action]:g} to {end[action]:g}"
+            )
     lines += _legend(ops, notes, 40 + _ROW * len(schedule) + 10)
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
-def _box(action: Action, x: float, y: float, width: float, opacity: float, when: str) -> Iterator[str]:
-    yield f"<g><title>{action}: {when}</title>"
+def _box(action: Action, x: float, y: float, width: float, opacity: float, times: str) -> Iterator[str]:
+    yield f"<g><title>{action}: {times}</title>"
     yield (
         f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_ROW - 4}" fill="{_FILL[action.op]}" '
         f'fill-opacity="{opacity:.2f}" stroke="white"/>'
@@ -85,12 +95,12 @@ def _box(action: Action, x: float, y: float, width: float, opacity: float, when:
 
 
 def _width_of(notes: list[str]) -> float:
-    """The width of the legend: each note has a square before it and a gap behind."""
+    """Return the width of the legend: each note has a square before it and a gap behind."""
     return sum(_SQUARE + _LETTER * len(note) for note in notes)
 
 
 def _legend(ops: list[Op], notes: list[str], y: float) -> Iterator[str]:
-    """A coloured square and a note for each op; further notes have no square."""
+    """Yield a coloured square and a note for each op; further notes have no square."""
     for index, note in enumerate(notes):
         x = _MARGIN + _width_of(notes[:index])
         if index < len(ops):
@@ -105,26 +115,27 @@ def chrome_trace(
     *,
     microseconds_per_unit: float = 1000.0,
 ) -> dict:
-    """The timeline in the Trace Event Format: `json.dump` it to a file for chrome://tracing or ui.perfetto.dev.
+    """Return the timeline in the Trace Event Format: `json.dump` it to a file for chrome://tracing or ui.perfetto.dev.
 
     One thread per rank; an arrow leads from each result to the action on another rank that needs it.
     """
     start, end = simulate(schedule, cost, transfer)
-    home, num_stages = locate(schedule), len(stages_in(schedule).ranks)
+    position = locate(schedule)  # action -> (rank, index)
+    num_stages = len(stages_in(schedule).ranks)
     events = [
         {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"pipeline rank {rank}"}}
         for rank in range(len(schedule))
     ]
 
     def event(phase: str, action: Action, time: float, **more) -> None:
-        events.append({"ph": phase, "pid": 0, "tid": home[action][0], "ts": time * microseconds_per_unit, **more})
+        events.append({"ph": phase, "pid": 0, "tid": position[action][0], "ts": time * microseconds_per_unit, **more})
 
     for action in start:
         duration = (end[action] - start[action]) * microseconds_per_unit
         details = {"stage": action.stage, "microbatch": action.microbatch}
         event("X", action, start[action], name=str(action), cat=_LABEL[action.op], dur=duration, args=details)
         for need in dependencies(action, num_stages):
-            if home[need][0] != home[action][0]:
+            if position[need][0] != position[action][0]:
                 arrow = {"name": "transfer", "cat": "transfer", "id": f"{need}-{action}"}
                 event("s", need, end[need], **arrow)
                 event("f", action, start[action], bp="e", **arrow)

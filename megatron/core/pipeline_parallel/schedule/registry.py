@@ -1,14 +1,19 @@
-"""Training schedules by name, each checked when it is made, and what follows from a name alone: stage map, chunks per
-rank."""
+"""Training schedules are registered by name, and checked when they are made.
+
+A name alone gives the stage map and the number of chunks per rank. `SCHEDULES` maps a name to a function (p, m, v) ->
+Schedule, which raises ValueError if the sizes do not fit. Scripts may add entries. The stage map is read from the lists
+for m = 2 p, before the number of microbatches is known, so it must be equal for all m. A schedule for one number of
+chunks per rank only has that number as the default of its v.
+"""
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import product
 from typing import Any
 
-from megatron.core.base.registry import Table
+from megatron.core.base.registry import Registry
 from megatron.core.parallel.stage_map import StageMap
 from megatron.core.pipeline_parallel.schedule.actions import (
     Action,
@@ -23,9 +28,6 @@ from megatron.core.pipeline_parallel.schedule.actions import (
 )
 from megatron.core.pipeline_parallel.schedule.zb_v import zb_v
 
-# Name -> (p, m, v) -> Schedule, ValueError if the sizes do not fit. Scripts may add entries. The stage map is read from the
-# lists for m = 2 p, before the number of microbatches is known, so it must be equal for all m. A schedule for one number of
-# chunks per rank only has it as the default of its v.
 _OURS = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
@@ -34,11 +36,11 @@ _OURS = {
     "zb-interleaved": zb_interleaved,
     "zb-v": zb_v,
 }
-SCHEDULES: Table[Callable[[int, int, int], Schedule]] = Table("SCHEDULES", ("p", "m", "v"), _OURS)
+SCHEDULES: Registry[Callable[[int, int, int], Schedule]] = Registry("SCHEDULES", ("p", "m", "v"), _OURS)
 
 
 def stage_map(name: str, p: int, v: int = 1) -> StageMap:
-    """The stage map of SCHEDULES[name] for p * v stages. ValueError for an unknown name or sizes that do not fit."""
+    """Return the stage map of SCHEDULES[name] for p * v stages. ValueError for an unknown name or sizes that do not fit."""
     if name not in SCHEDULES:
         raise ValueError(f"--pipeline-schedule is {name}; it must be one of {', '.join(SCHEDULES)}")
     return _stages_of(name, SCHEDULES[name], p, v)
@@ -50,15 +52,21 @@ def _stages_of(name: str, make: Callable[[int, int, int], Schedule], p: int, v: 
 
 
 def make_step(name: str, p: int, m: int, v: int = 1) -> Schedule:
-    """SCHEDULES[name] for these sizes, checked: each action once, stages where they are for all m. Raises ValueError.
+    """Return SCHEDULES[name] for these sizes, checked: each action once, each stage on one rank for all m.
 
-    A script may add schedules. Without the check, a missing backward would silently drop gradients.
+    Raises ValueError. A script may add schedules. Without the check, a missing backward would silently drop gradients.
     """
-    schedule, longer = SCHEDULES[name](p, m, v), SCHEDULES[name](p, 2 * p, v)
-    problems = [*_problems_of_type(schedule), *_problems_of_type(longer)][:1] or problems_of(schedule, p, m, v)
-    if not problems and (found := stages_in(schedule)) != (stages := stages_in(longer)):
-        places = f"{[*found.ranks]} with {m} microbatches, on {[*stages.ranks]} with {2 * p}"
-        problems = [f"its stages are on ranks {places}; they must not move"]
+    schedule = SCHEDULES[name](p, m, v)
+    reference = SCHEDULES[name](p, 2 * p, v)  # from which `stage_map` is read
+    problems = [*_problems_of_type(schedule), *_problems_of_type(reference)][:1]
+    if not problems:
+        problems = problems_of(schedule, p, m, v)
+    if not problems:
+        stages = stages_in(schedule)
+        expected = stages_in(reference)
+        if stages != expected:
+            ranks = f"{[*stages.ranks]} with {m} microbatches, on {[*expected.ranks]} with {2 * p}"
+            problems = [f"its stages are on ranks {ranks}; they must not move"]
     if problems:
         more = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise ValueError(f"{name}: {'; '.join(problems[:3])}{more}; fix SCHEDULES[{name!r}]")
@@ -66,22 +74,24 @@ def make_step(name: str, p: int, m: int, v: int = 1) -> Schedule:
 
 
 def _problems_of_type(schedule: Any) -> Iterator[str]:
-    """What a function of SCHEDULES returned in place of a list of Actions for each rank."""
-    wanted = "it must return a list of Actions for each rank"
+    """Yield a problem if a function of SCHEDULES did not return a list of Actions for each rank."""
+    expected = "it must return a list of Actions for each rank"
     if not isinstance(schedule, Sequence):
-        yield f"it returned a {type(schedule).__name__}; {wanted}"
+        yield f"it returned a {type(schedule).__name__}; {expected}"
         return
     for rank, actions in enumerate(schedule):
         if not isinstance(actions, Sequence):
-            yield f"for rank {rank} it returned a {type(actions).__name__}; {wanted}"
+            yield f"for rank {rank} it returned a {type(actions).__name__}; {expected}"
             return
-        if (strange := next((x for x in actions if not isinstance(x, Action)), None)) is not None:
-            yield f"for rank {rank} it returned {strange!r:.40}, a {type(strange).__name__}, among the actions; {wanted}"
+        others = [entry for entry in actions if not isinstance(entry, Action)]
+        if others:
+            kind = type(others[0]).__name__
+            yield f"for rank {rank} it returned {others[0]!r:.40}, a {kind}, among the actions; {expected}"
             return
 
 
 def default_chunks(name: str | None) -> int:
-    """Chunks per rank where none are asked for: the default of v in SCHEDULES[name], else 1, also for an unknown name."""
+    """Return the default number of chunks per rank: the default of v in SCHEDULES[name], else 1; 1 for an unknown name."""
     if name not in SCHEDULES:
         return 1
     v = inspect.signature(SCHEDULES[name]).parameters.get("v")
@@ -89,39 +99,42 @@ def default_chunks(name: str | None) -> int:
 
 
 def problems_of(schedule: Schedule, p: int, m: int, v: int = 1) -> list[str]:
-    """Missing and surplus actions of a schedule for m microbatches through p * v stages.
+    """Return the missing and surplus actions of a schedule for m microbatches through p * v stages.
 
     Each stage computes, on one rank, F and B, or F, I and W, once for each microbatch.
     """
     if len(schedule) != p:
         return [f"it has lists for {len(schedule)} ranks, but the pipeline has {p}"]
-    found = Counter((action.stage, rank) for rank, actions in enumerate(schedule) for action in actions)
-    home = {stage: max(range(p), key=lambda rank: found[stage, rank]) for stage in range(p * v)}
-    uneven = [rank for rank in range(p) if list(home.values()).count(rank) != v]
-    if uneven:
-        return [f"rank {rank} has stages {[s for s in home if home[s] == rank]}, not {v} of {p * v}" for rank in uneven]
+
+    # the rank of each stage: the one with most of its actions
+    counts = Counter((action.stage, rank) for rank, actions in enumerate(schedule) for action in actions)
+    rank_of = {stage: max(range(p), key=lambda rank: counts[stage, rank]) for stage in range(p * v)}
+    problems = []
+    for rank in range(p):
+        stages = [stage for stage in rank_of if rank_of[stage] == rank]
+        if len(stages) != v:
+            problems.append(f"rank {rank} has stages {stages}, not {v} of {p * v}")
+    if problems:
+        return problems
+
+    # the actions of a step, against those in the lists
     times = Counter(action for actions in schedule for action in actions)
-    wanted = [
-        Action(op, stage, microbatch)
-        for stage, microbatch in product(range(p * v), range(m))
-        for op in (Op.F, *((Op.I, Op.W) if _is_split(times, stage, microbatch) else (Op.B,)))
-    ]
-    needless = times.keys() - set(wanted)
-    return [
-        *(f"rank {home[a.stage]} lacks {a}, {_MEANING[a.op]}" for a in wanted if a not in times),
-        *(f"{action} occurs {count} times" for action, count in times.items() if count > 1),
-        *(f"{action} does not belong to the step" for action in sorted(needless, key=str)),
-        *(
-            f"rank {rank} has {action}, but its stage is on rank {home[action.stage]}"
-            for rank, actions in enumerate(schedule)
-            for action in actions
-            if action not in needless and home[action.stage] != rank
-        ),
-    ]
-
-
-def _is_split(times: Mapping[Action, int], stage: int, microbatch: int) -> bool:
-    return any(Action(op, stage, microbatch) in times for op in (Op.I, Op.W))
+    expected = []
+    for stage, microbatch in product(range(p * v), range(m)):
+        is_split = any(Action(op, stage, microbatch) in times for op in (Op.I, Op.W))
+        for op in (Op.F, Op.I, Op.W) if is_split else (Op.F, Op.B):
+            expected.append(Action(op, stage, microbatch))
+    surplus = times.keys() - set(expected)
+    for action in expected:
+        if action not in times:
+            problems.append(f"rank {rank_of[action.stage]} lacks {action}, {_MEANING[action.op]}")
+    problems += [f"{action} occurs {count} times" for action, count in times.items() if count > 1]
+    problems += [f"{action} does not belong to the step" for action in sorted(surplus, key=str)]
+    for rank, actions in enumerate(schedule):
+        for action in actions:
+            if action not in surplus and rank_of[action.stage] != rank:
+                problems.append(f"rank {rank} has {action}, but its stage is on rank {rank_of[action.stage]}")
+    return problems
 
 
 _MEANING = {

@@ -1,8 +1,8 @@
-"""ZB-V: a zero-bubble schedule whose stages lie on the ranks in a V, with the memory of 1F1B."""
+"""ZB-V is a zero-bubble schedule whose stages are placed on the ranks in a V, with the memory of 1F1B."""
 
 from collections import deque
 
-from megatron.core.parallel.stage_map import fold
+from megatron.core.parallel.stage_map import v_shape
 from megatron.core.pipeline_parallel.schedule.actions import (
     Action,
     Op,
@@ -14,10 +14,10 @@ from megatron.core.pipeline_parallel.schedule.actions import (
 
 
 def zb_v(p: int, m: int, v: int = 2) -> Schedule:
-    """ZB-V: two chunks per rank in a V, so that rank 0 has the first stage and the loss; half the bubble of ZB-H1, with
-    at most the memory of 1F1B (arXiv:2401.10241, section 6). Any m.
+    """ZB-V: two chunks per rank in a V, so that rank 0 has the first stage and the loss. Any m.
 
-    With p = 3, m = 4 and F, I, W of equal time, lower case for the second chunk:
+    Half the bubble of ZB-H1, with at most the memory of 1F1B (arXiv:2401.10241, section 6). With p = 3, m = 4 and F, I,
+    W of equal time, lower case for the second chunk:
 
         rank 0 |F0F1F2F3  f0i0w0f1i1w1f2i2w2I0W0f3i3I1w3I2W1I3W2W3  |
         rank 1 |  F0F1F2f0F3f1i0w0f2i1w1I0W0f3i2I1w2i3I2W1I3w3W2W3  |
@@ -28,13 +28,14 @@ def zb_v(p: int, m: int, v: int = 2) -> Schedule:
 
 
 def _forwards_and_input_grads(rank: int, p: int, m: int) -> list[Action]:
-    """The F and I of `rank` in order: those of many microbatches, without those from m on.
+    """Return the F and I of `rank` in order: made for any number of microbatches, then those from m on are dropped.
 
-    I of microbatch 0 arrives after 2p forwards (of both chunks), which is the memory of 1F1B's rank 0, on every rank. From
-    then on the rank repeats F I of its second chunk, and once the I of its first chunk arrive, F I F I over both: each F has
-    the memory of an I before it, and no rank waits for another longer than its own work takes, whatever F, I and W cost.
+    I of microbatch 0 arrives after 2p forwards (of both chunks), which is the memory of 1F1B's rank 0, on every rank.
+    From then on the rank repeats F I of its second chunk, and once the I of its first chunk arrive, F I F I over both:
+    each F has the memory of an I before it, and no rank waits for another longer than its own work takes, whatever F, I
+    and W cost.
     """
-    down, up = fold(p).of_rank(rank)
+    down, up = v_shape(p).of_rank(rank)  # the rank's stage on the way to the last rank, and on the way back
     ahead = 2 * (p - rank) - 1  # F of `down` before microbatch 0 comes back
     order = [(Op.F, down, i) for i in range(ahead)]
     for i in range(rank):
@@ -47,31 +48,36 @@ def _forwards_and_input_grads(rank: int, p: int, m: int) -> list[Action]:
 
 
 def _fill_with_weight_grads(schedule: Schedule) -> Schedule:
-    """The lists of F and I with the W of each I: at once while the rank has forwards to come, which need the memory;
-    after its
-    last forward only where it would wait, if F, I and W take one unit of time each.
+    """Return the lists of F and I with the W of each I.
+
+    A W runs at once while the rank has forwards left, which need the memory; after its last forward only where the rank
+    would wait, if F, I and W take one unit of time each.
 
     W run in the order of their I, so a stage's gradients are summed in the order of its microbatches, as by B.
     """
     num_stages = count_stages(schedule)
-    coming = [deque(actions) for actions in schedule]
-    forwards = [sum(action.op is Op.F for action in actions) for actions in schedule]
-    waiting: list[deque[Action]] = [deque() for _ in schedule]
+    queue = [deque(actions) for actions in schedule]  # by rank: the F and I that have not run
+    forwards_left = [sum(action.op is Op.F for action in actions) for actions in schedule]
+    weight_grads: list[deque[Action]] = [deque() for _ in schedule]  # by rank: the W whose I has run
     filled: Schedule = [[] for _ in schedule]
     done: set[Action] = set()
 
     def choose(rank: int) -> Action | None:
-        ready = coming[rank] and done.issuperset(dependencies(coming[rank][0], num_stages))
-        if waiting[rank] and (forwards[rank] or not ready):
-            return waiting[rank].popleft()
-        return coming[rank].popleft() if ready else None
+        is_ready = queue[rank] and done.issuperset(dependencies(queue[rank][0], num_stages))
+        if weight_grads[rank] and (forwards_left[rank] or not is_ready):
+            return weight_grads[rank].popleft()
+        return queue[rank].popleft() if is_ready else None
 
-    while any(coming) or any(waiting):
-        for rank, action in enumerate([choose(rank) for rank in range(len(schedule))]):  # of one unit of time
-            if action is not None:
-                filled[rank].append(action)
-                done.add(action)
-                forwards[rank] -= action.op is Op.F
-                if action.op is Op.I:
-                    waiting[rank].append(action.with_op(Op.W))
+    while any(queue) or any(weight_grads):
+        # One unit of time: all ranks choose before any of the chosen actions counts as done.
+        chosen = [choose(rank) for rank in range(len(schedule))]
+        for rank, action in enumerate(chosen):
+            if action is None:
+                continue
+            filled[rank].append(action)
+            done.add(action)
+            if action.op is Op.F:
+                forwards_left[rank] -= 1
+            if action.op is Op.I:
+                weight_grads[rank].append(action.with_op(Op.W))
     return filled

@@ -1,4 +1,4 @@
-"""The package grouped_gemm, which nothing here uses, as Megatron's scripts ask for it."""
+"""Megatron's access to the package grouped_gemm, for scripts; nothing here uses it."""
 
 from importlib import import_module
 from importlib.util import find_spec
@@ -6,10 +6,12 @@ from typing import Any
 
 
 def grouped_gemm_is_available() -> bool:
+    """Return whether the package is installed."""
     return find_spec("grouped_gemm") is not None
 
 
 def assert_grouped_gemm_is_available() -> None:
+    """Raise AssertionError if the package is not installed."""
     assert grouped_gemm_is_available(), (
         "the package grouped_gemm is not installed; experts are multiplied one by one without"
     )

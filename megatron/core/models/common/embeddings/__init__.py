@@ -1,4 +1,4 @@
-"""Embeddings: ours, and Megatron's `LanguageModelEmbedding` and `RotaryEmbedding` over it."""
+"""Embeddings: ours, and Megatron's `LanguageModelEmbedding` and `RotaryEmbedding` over them."""
 
 from typing import TYPE_CHECKING
 

@@ -1,18 +1,18 @@
-"""The embedding: words and positions to the first hidden states."""
+"""The embedding: from tokens and positions to the first hidden states."""
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core.ops.dropout import HiddenDropout
 from megatron.core.tensor_parallel.embedding_grad_accumulation import lookup
-from megatron.core.tensor_parallel.linear_layers import VocabParallelEmbedding, my_sequence_part
+from megatron.core.tensor_parallel.linear_layers import VocabParallelEmbedding, local_sequence_slice
 from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.norm import make_norm
 
 
-class WholeEmbedding(nn.Module):
-    """A learned vector per id (a position, a token type), whole on every rank. forward(ids [s, b]) -> [s, b, h]"""
+class ReplicatedEmbedding(nn.Module):
+    """A learned vector for each id (a position, a token type), equal on every rank. forward(ids [s, b]) -> [s, b, h]"""
 
     def __init__(self, size: int, config: ModelConfig, context: LayerContext):
         super().__init__()
@@ -23,13 +23,11 @@ class WholeEmbedding(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Word table + position table + token type table in the dtype of the residual stream, a norm with `--norm-placement
-    post`,
-    then dropout.
+    """Add token, position and token type embeddings in the dtype of the residual stream, then apply norm and dropout.
 
-    forward(input_ids, position_ids, tokentype_ids, all [b, s]) -> [s, b, h], or [s/t, b, h] under sequence parallelism.
-    words_only: no other tables, for the last stage of a model with tied weights, whose output layer uses the word
-    table.
+    The norm is there with `--norm-placement post`. forward(input_ids, position_ids, tokentype_ids, all [b, s]) -> [s, b, h],
+    or [s/t, b, h] under sequence parallelism. Every rank of tp must call. tokens_only: no position and token type
+    embeddings, for the last stage of a model with tied weights, whose output layer uses the embedding weight.
     """
 
     gives_hidden_states = True
@@ -42,11 +40,13 @@ class Embedding(nn.Module):
         context: LayerContext,
         *,
         num_tokentypes: int = 0,
-        words_only: bool = False,
+        tokens_only: bool = False,
     ):
         super().__init__()
-        tp, tied = context.tp, not config.untie_embeddings_and_output_weights
-        self.tp, self.dtype = tp, config.residual_dtype
+        tp = context.tp
+        tied = not config.untie_embeddings_and_output_weights
+        self.tp = tp
+        self.dtype = config.residual_dtype
         self.word_embeddings = VocabParallelEmbedding(
             vocab_size,
             config.hidden_size,
@@ -55,12 +55,16 @@ class Embedding(nn.Module):
             ends=context.ends if tied else None,
             padded_size=config.padded_vocab_size(vocab_size, tp.axis.size),
         )
-        rows = 0 if words_only or config.position_embedding_type != "learned_absolute" else positions
-        types = 0 if words_only else num_tokentypes
-        self.position_embeddings = WholeEmbedding(rows, config, context) if rows else None
-        self.tokentype_embeddings = WholeEmbedding(types, config, context) if types else None
-        has_norm = config.norm_placement == "post" and not words_only
-        self.norm = make_norm(config, context) if has_norm else None
+        self.position_embeddings = None
+        self.tokentype_embeddings = None
+        self.norm = None
+        if not tokens_only:
+            if config.position_embedding_type == "learned_absolute" and positions:
+                self.position_embeddings = ReplicatedEmbedding(positions, config, context)
+            if num_tokentypes:
+                self.tokentype_embeddings = ReplicatedEmbedding(num_tokentypes, config, context)
+            if config.norm_placement == "post":
+                self.norm = make_norm(config, context)
         self.multiplier = torch.tensor(config.embedding_multiplier, dtype=tp.dtype).item()  # as Gemma rounds it
         self.dropout = context.hidden_dropout(config.hidden_dropout, "embedding", 0)
 
@@ -71,12 +75,15 @@ class Embedding(nn.Module):
         tokentype_ids: Tensor | None = None,
         dropout: HiddenDropout | None = None,
     ) -> Tensor:
-        """dropout: in place of the embedding's own, for another sequence."""
-        x = self.word_embeddings(input_ids.t()).to(self.dtype)
-        x = x if self.multiplier == 1 else x * self.multiplier
-        mine = my_sequence_part(input_ids.shape[1], self.tp)
+        """dropout: instead of the embedding's own, for another sequence."""
+        x = self.word_embeddings(input_ids.t()).to(self.dtype)  # [s, b, h] ([s/t, b, h] under sequence parallelism)
+        if self.multiplier != 1:
+            x = x * self.multiplier
+        local_rows = local_sequence_slice(input_ids.shape[1], self.tp)  # of the sequence, under sequence parallelism
         if self.position_embeddings is not None:
-            x = x + self.position_embeddings(position_ids.t()[mine])
+            x = x + self.position_embeddings(position_ids.t()[local_rows])
         if self.tokentype_embeddings is not None:
-            x = x + self.tokentype_embeddings(tokentype_ids.t()[mine])
-        return (dropout or self.dropout)(x if self.norm is None else self.norm(x))
+            x = x + self.tokentype_embeddings(tokentype_ids.t()[local_rows])
+        if self.norm is not None:
+            x = self.norm(x)
+        return (dropout or self.dropout)(x)

@@ -4,15 +4,18 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.base.lazy_imports import names_of_megatron
-from megatron.core.base.unsupported_arguments import takes
-from megatron.core.parallel.global_state import current
+from megatron.core.base.unsupported_arguments import accepts_defaults_only
+from megatron.core.parallel.global_state import get_global_state
 from megatron.core.transformer.rotary_angles import rotary_angles
 
 
 class RotaryEmbedding(nn.Module):
-    """The rotary angles. forward(max_seq_len, offset=0) -> [s, 1, 1, width], each angle for both features of its pair."""
+    """Compute rotary angles. forward(max_seq_len, offset=0) -> [s, 1, 1, width], each angle for both features of its pair.
 
-    @takes(rope_scaling=False, rope_scaling_factor=8.0, use_cpu_initialization=False, cp_group=None)
+    Angles are repeated for both halves of a head, as Megatron's are. offset: the first position.
+    """
+
+    @accepts_defaults_only(rope_scaling=False, rope_scaling_factor=8.0, use_cpu_initialization=False, cp_group=None)
     def __init__(
         self,
         kv_channels: int,
@@ -24,13 +27,14 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         if rotary_interleaved:
             raise NotImplementedError("rotary_interleaved is not built yet; leave it out")
-        self.width, self.base = int(kv_channels * rotary_percent), rotary_base
-        self.factor = seq_len_interpolation_factor or 1.0
+        self.width = int(kv_channels * rotary_percent)
+        self.base = rotary_base
+        self.factor = seq_len_interpolation_factor or 1.0  # positions are divided by it
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
         positions = (torch.arange(max_seq_len)[:, None] + offset) / self.factor
-        angles = rotary_angles(positions, self.width, self.base, like=torch.empty(0, device=current().device))
-        return torch.cat((angles, angles), dim=-1)[:, :, None]
+        angles = rotary_angles(positions, self.width, self.base, like=torch.empty(0, device=get_global_state().device))
+        return torch.cat((angles, angles), dim=-1)[:, :, None]  # [s, 1, 1, width]
 
 
 __getattr__ = names_of_megatron(__name__)
