@@ -5,7 +5,7 @@
 
     save     `save_checkpoint`                     against   writing the same bytes to a file, hashed as they pass, with fsync
     load     `open_checkpoint`, `read_into`        against   reading a file of as many bytes and hashing them
-    stall    what `BackgroundSaves.start` takes    against   copying the tensors within memory
+    stall    what `AsyncSaver.start` takes    against   copying the tensors within memory
 
 As many processes do each side, each its own part; they take turns, `--rounds` turns, and a turn lasts until the last process is done.
 Prints the median of both sides in seconds, and ours relative to the other: speeds for save and load (1 is as fast), times for the stall.
@@ -28,7 +28,7 @@ import torch
 
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import LocalTensor, open_checkpoint, save_checkpoint
-from megatron.core.dist_checkpointing.async_save import BackgroundSaves
+from megatron.core.dist_checkpointing.async_save import AsyncSaver
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
 from megatron.core.sharding.boxes import whole
@@ -97,7 +97,7 @@ def measure(options: argparse.Namespace, world: Axis) -> dict[str, list[tuple[fl
     plain, root = folder / f"plain_{world.rank}", folder / "ours"
     copies = [torch.empty_like(local.tensor) for local in tensors.values()]
     room = memoryview(bytearray(CHUNK))
-    background = BackgroundSaves(world)
+    background = AsyncSaver(world)
     background.reserve(tensors)
     results: dict[str, list[tuple[float, float]]] = {"save": [], "load": [], "stall": []}
 

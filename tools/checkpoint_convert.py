@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing import Checkpoint
 from megatron.core.dist_checkpointing.local_tensor import LocalTensor
 from megatron.core.dist_checkpointing.lost_buffers import note_of_lost_buffers
 from megatron.core.sharding.boxes import whole
-from megatron.core.storage.file_layer import at, exists, remove_tree
+from megatron.core.storage.file_layer import backend_of, exists, remove_tree
 from megatron.core.storage.paths import is_url, path_of
 from megatron.training.arguments.hf_export_config import DEFAULT_SHARD_SIZE, bytes_of, read_size
 from tools.errors import missing, run_tool
@@ -136,8 +136,8 @@ def write_dcp_folder(checkpoint: Checkpoint, out: Path, dtype: str | None = None
             dcp.save(tensors, checkpoint_id=partial, no_dist=True)
         except dcp.CheckpointException as error:  # it is no Exception
             raise ValueError(f"{partial}: torch's writer failed: {error}") from error
-    at(partial).rename(partial, out)
-    at(out).sync_folder(out.parent)
+    backend_of(partial).rename(partial, out)
+    backend_of(out).sync_folder(out.parent)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -26,7 +26,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.convert import open_any
-from megatron.convert.hf_origin import Origin
+from megatron.convert.hf_origin import Provenance
 from megatron.convert.hf_tokenizer_vocab import vocabulary_in
 from megatron.core import parallel_state
 from megatron.core.base.dataclass_flags import (
@@ -244,7 +244,7 @@ class Prompts:
 
 def check_tokens_of_folder(state: dict[str, Any], source: str, tokenizer: Tokenizer) -> None:
     """Refuse another tokenizer than that of the folder that a model lies in. Raises ConfigError."""
-    origin, mine = Origin.in_state(state, source), vocabulary_of(tokenizer)
+    origin, mine = Provenance.in_state(state, source), vocabulary_of(tokenizer)
     if origin is None or mine is None or state.get("tokenizer_sha256") is not None:
         return
     try:

@@ -39,7 +39,7 @@ from megatron.core.dist_checkpointing.local_tensor import LocalTensor
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import ALONE, Axis
 from megatron.core.sharding.boxes import whole
-from megatron.core.storage.file_layer import at, exists, make_folders, remove_tree, write_all
+from megatron.core.storage.file_layer import backend_of, exists, make_folders, remove_tree, write_all
 
 _PART = 16 << 20  # bytes read, hashed and written at a time
 _T = TypeVar("_T")
@@ -95,8 +95,8 @@ def write_hf_folder(
     with collectives.raise_together(world, device):
         if world.is_first:
             finish_folder(plan, partial, along, note)
-            at(partial).rename(partial, out)
-            at(out).sync_folder(out.parent)
+            backend_of(partial).rename(partial, out)
+            backend_of(out).sync_folder(out.parent)
     return plan.kind
 
 
@@ -111,7 +111,7 @@ def write_files(checkpoint: Checkpoint, plan: FolderPlan, folder: Path, names: l
     with ExitStack() as opened, ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as syncer:
         for name in names:
             planned, path = plan.files[name], folder / name
-            file = opened.enter_context(at(path).open(path, "xb"))
+            file = opened.enter_context(backend_of(path).open(path, "xb"))
             parts = _ahead(_parts(checkpoint, plan, planned, rooms), reader)
             _write(file, path, checkpoint, plan, planned, parts)
             if syncing is not None:
@@ -123,7 +123,7 @@ def write_files(checkpoint: Checkpoint, plan: FolderPlan, folder: Path, names: l
 
 def _sync(file: BinaryIO, path: Path) -> None:
     with file:
-        at(path).sync(file)
+        backend_of(path).sync(file)
 
 
 def _ahead(items: Iterator[_T], reader: Executor) -> Iterator[_T]:

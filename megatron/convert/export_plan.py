@@ -25,7 +25,7 @@ from megatron.convert.families.registry import FAMILIES
 from megatron.convert.families.weight_layout import OPERATIONS, HeadCounts, View
 from megatron.convert.formats.read_hf_folder import CONFIG, INDEX, WEIGHTS
 from megatron.convert.formats.safetensors_header import header_of
-from megatron.convert.hf_origin import GENERATION, Origin, carry
+from megatron.convert.hf_origin import GENERATION, Provenance, carry
 from megatron.convert.hf_reader import heads_of, rows_of
 from megatron.convert.hf_tokenizer_vocab import end_ids_in
 from megatron.core.base.dataclass_flags import ConfigError, build
@@ -33,7 +33,7 @@ from megatron.core.base.registry import FUNCTIONS
 from megatron.core.dist_checkpointing.format import ITEM_BYTES, CheckpointError, TensorRecord
 from megatron.core.ops.attention.kernels import SOFTMAX
 from megatron.core.sharding.boxes import slices
-from megatron.core.storage.file_layer import at, write_all, write_synced
+from megatron.core.storage.file_layer import backend_of, write_all, write_synced
 from megatron.core.transformer.model_config import ModelConfig
 
 _PREFIX = "model/"
@@ -83,7 +83,7 @@ class FolderPlan:
     heads: HeadCounts
     records: dict[str, TensorRecord]  # of ours, by the name in a checkpoint
     dtype: str | None  # of all tensors; None: as they are
-    origin: Origin | None
+    origin: Provenance | None
 
     def name_of(self, row: Row) -> str:
         """The name in a checkpoint of the tensor of ours that a row is about."""
@@ -131,7 +131,7 @@ def plan_folder(
     """
     state = _with_our_attention(state, source)
     model, words = _model_in(state, source)
-    origin = Origin.in_state(state, source)
+    origin = Provenance.in_state(state, source)
     kind = kind_of(state.get("model", "GPTModel"), model, words, kind or (origin.model_type if origin else None))
     records = {name: x for name, x in tensors.items() if name.startswith(_PREFIX)}
     check_complete(state, records, source, allow=allow_missing, note=note)
@@ -150,7 +150,7 @@ def finish_folder(plan: FolderPlan, partial: Path, along: Path | None, note: Cal
     if len(plan.files) > 1:
         _write_index(partial, plan.files)
     write_synced(partial / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")  # without it a folder is none
-    at(partial).sync_folder(partial)
+    backend_of(partial).sync_folder(partial)
 
 
 def _architecture(family: Family, model: ModelConfig, records: Collection[str]) -> str:
@@ -236,16 +236,16 @@ def write_rows(path: Path, plan: FolderPlan, planned: PlannedFile, rows: Iterabl
 
     Raises CheckpointError for numbers that the dtype cannot hold.
     """
-    with at(path).open(path, "xb") as file:
+    with backend_of(path).open(path, "xb") as file:
         write_all(file, header_of(planned.tensors), path)
         for row, ours in rows:
             plan.check_held(row, ours)
             for theirs in their_tensors(row.operation, plan.heads, ours):
                 write_all(file, bytes_of_tensor(theirs), path)
-        at(path).sync(file)
+        backend_of(path).sync(file)
 
 
-def _kept(origin: Origin | None) -> dict[str, Any]:
+def _kept(origin: Provenance | None) -> dict[str, Any]:
     """Keys that the folder had. Unknown ids of a text's ends and padding are null, or the class's own would be taken."""
     return dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")) | dict(origin.kept if origin else {})
 
@@ -267,7 +267,7 @@ def _ends_by(along: Path, plan: FolderPlan, note: Callable[[str], object]) -> di
     return {name: i for name, i in found.items() if i < plan.config["vocab_size"]}
 
 
-def _ends_of_generation(origin: Origin, config: dict[str, Any]) -> dict[str, Any]:
+def _ends_of_generation(origin: Provenance, config: dict[str, Any]) -> dict[str, Any]:
     """The ids that ended the folder's texts by a file that is not carried, for config.json to say."""
     try:
         ends = origin.end_ids()

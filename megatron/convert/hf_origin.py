@@ -26,7 +26,7 @@ from megatron.convert.formats.read_hf_folder import json_of, path_inside
 from megatron.convert.hf_tokenizer_config import TOKENIZER_CONFIG, for_both_versions
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing.format import CheckpointError
-from megatron.core.storage.file_layer import at, exists, is_file, is_folder, read_start, write_all
+from megatron.core.storage.file_layer import backend_of, exists, is_file, is_folder, read_start, write_all
 from megatron.core.storage.paths import is_url, path_of
 
 _TEMPLATES, GENERATION = "additional_chat_templates", "generation_config.json"
@@ -65,7 +65,7 @@ def _is_carried(name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Origin:
+class Provenance:
     """Where a model began. files: name -> sha256; None where the folder was opened just now, and is taken as it is.
     ends: None
     where the files are still to be asked."""
@@ -77,13 +77,13 @@ class Origin:
     ends: list[int] | None = None
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], root: Path) -> "Origin":
+    def of(cls, config: Mapping[str, Any], root: Path) -> "Provenance":
         """That of the folder `root` with this config.json."""
         place = str(root) if is_url(root) else os.path.abspath(root)
         return cls(config["model_type"], place, {name: x for name, x in config.items() if _is_kept(name, x)})
 
     @classmethod
-    def in_state(cls, state: Mapping[str, Any], source: str) -> "Origin | None":
+    def in_state(cls, state: Mapping[str, Any], source: str) -> "Provenance | None":
         """That in the state of a checkpoint; None if it has none. Raises ConfigError."""
         raw = state.get("origin")
         if problems := origin_problems(raw):
@@ -93,7 +93,7 @@ class Origin:
     def as_json(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
-    def with_files(self, note: Callable[[str], object]) -> "Origin":
+    def with_files(self, note: Callable[[str], object]) -> "Provenance":
         """With the hashes of the files that are in the folder now, and the ids that end a text by them. note: told of a
         file that
         cannot be carried or understood."""
@@ -126,7 +126,7 @@ class Origin:
             said = said if found is None else found
         return _ids_in(said)
 
-    def without_tokenizer(self) -> "Origin":
+    def without_tokenizer(self) -> "Provenance":
         """For a run that goes on with another tokenizer: ids and files are those of the first."""
         kept = {name: x for name, x in self.kept.items() if name == "initializer_range"}
         return replace(self, kept=kept, files={}, ends=[])
@@ -141,7 +141,7 @@ def origin_problems(raw: Any) -> list[str]:
     """What is wrong with the origin in a checkpoint's state, which may come from anywhere."""
     if raw is None:
         return []
-    if not isinstance(raw, dict) or not {"model_type", "folder"} <= raw.keys() <= {f.name for f in fields(Origin)}:
+    if not isinstance(raw, dict) or not {"model_type", "folder"} <= raw.keys() <= {f.name for f in fields(Provenance)}:
         return [f"origin is {raw!r:.80}, not an object of model_type, folder, kept, files and ends"]
     kept, files = raw.get("kept", {}), raw.get("files", {})
     ends = raw.get("ends", [])
@@ -163,7 +163,9 @@ def carried_in(root: Path) -> list[str]:
     """The names of the files of a folder that are carried."""
     names = [name for name in _CARRIED if is_file(root / name)]
     if exists(root / _TEMPLATES):
-        names += [name for file in at(root).names(root / _TEMPLATES) if _is_carried(name := f"{_TEMPLATES}/{file}")]
+        names += [
+            name for file in backend_of(root).names(root / _TEMPLATES) if _is_carried(name := f"{_TEMPLATES}/{file}")
+        ]
     return names
 
 
@@ -176,7 +178,7 @@ def check_chosen(chosen: Path) -> None:
         )
 
 
-def carry(origin: Origin | None, chosen: Path | None, target: Path, note: Callable[[str], object]) -> list[str]:
+def carry(origin: Provenance | None, chosen: Path | None, target: Path, note: Callable[[str], object]) -> list[str]:
     """Copy the files of the folder `chosen`, or else of the origin, as they are; returns their names.
     tokenizer_config.json may
     change its spelling, for transformers 4.
@@ -228,8 +230,8 @@ def read_carried(root: Path, name: str) -> bytes:
 def _write(name: str, data: bytes, target: Path) -> str:
     path = target / name
     if not exists(path.parent):
-        at(path).make_folder(path.parent)
-    with at(path).open(path, "wb") as file:
+        backend_of(path).make_folder(path.parent)
+    with backend_of(path).open(path, "wb") as file:
         write_all(file, for_both_versions(data) if name == TOKENIZER_CONFIG else data, path)
-        at(path).sync(file)
+        backend_of(path).sync(file)
     return name

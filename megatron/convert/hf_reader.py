@@ -19,7 +19,7 @@ from megatron.convert.families.family import OUTPUT, Family, Row
 from megatron.convert.families.weight_layout import HeadCounts
 from megatron.convert.formats.read_hf_folder import CONFIG, HFFolder, are_equal, read_hf_folder, read_json
 from megatron.convert.formats.safetensors_header import FETCH_AGAIN, TensorInFile
-from megatron.convert.hf_origin import Origin
+from megatron.convert.hf_origin import Provenance
 from megatron.convert.hf_tokenizer_config import TOKENIZER_CONFIG
 from megatron.convert.strided_checkpoint import StridedCheckpoint, record_of
 from megatron.core.dist_checkpointing.format import CheckpointError, Manifest, TensorRecord
@@ -143,7 +143,7 @@ def manifest_with(records: Mapping[str, TensorRecord], folder: HFFolder, root: P
         "log": None,
         "optimizer_steps": 0,
         "model": family.model,
-        "origin": Origin.of(folder.config, root).as_json(),
+        "origin": Provenance.of(folder.config, root).as_json(),
         ABSENT_HEADS: absent_heads,
         "vocab_size": words,
         "config": {

@@ -10,7 +10,7 @@ import torch
 from megatron.convert.families.config_json import family_of
 from megatron.convert.formats.find_megatron_folder import check_readable, is_megatron_folder
 from megatron.convert.formats.read_hf_folder import CONFIG, is_hf_folder, read_json
-from megatron.convert.hf_origin import Origin
+from megatron.convert.hf_origin import Provenance
 from megatron.convert.hf_reader import components_of, config_in, open_hf_folder
 from megatron.convert.megatron_reader import open_megatron, settings_of_megatron
 from megatron.convert.strided_checkpoint import StridedCheckpoint
@@ -41,7 +41,7 @@ class DescribedModel(NamedTuple):
 
     model: str  # the name of our class
     settings: dict[str, dict[str, Any]]  # by component
-    origin: Origin  # where a run that starts from it begins
+    origin: Provenance  # where a run that starts from it begins
 
 
 def described_by(path: Path) -> DescribedModel:
@@ -58,7 +58,7 @@ def described_by(path: Path) -> DescribedModel:
     except CheckpointError as error:
         raise ConfigError(f"{source}: {error.wrong}") from error
     model, settings = family_of(config, str(source)).model, components_of(config, source, folder)
-    origin = Origin.of(config, source.parent)
+    origin = Provenance.of(config, source.parent)
     return DescribedModel(model, settings, origin if folder else replace(origin, files={}))
 
 

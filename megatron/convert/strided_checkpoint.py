@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.load_sharded import Checkpoint
 from megatron.core.dist_checkpointing.local_tensor import LocalTensor
 from megatron.core.offload.stored_tensor import StoredTensor
 from megatron.core.sharding.boxes import Box, contiguous_flat_range, intersect, relative_to, size_of, slices, whole
-from megatron.core.storage.file_layer import at, read_all
+from megatron.core.storage.file_layer import backend_of, read_all
 
 _MOST_AT_ONCE = 16 << 20  # bytes of a file in memory at a time
 
@@ -94,7 +94,7 @@ def read_box(folder: Path, piece: StridedPiece, box: Box, what: str) -> Iterator
     path, item = folder / piece.file, ITEM_BYTES[piece.dtype]
     room = torch.empty(0, dtype=torch.uint8)
     try:
-        with at(path).open(path, "rb") as file:
+        with backend_of(path).open(path, "rb") as file:
             for part in _parts(size_of(box), piece.strides, _MOST_AT_ONCE // item):
                 starts = (start + inside for (start, _), (inside, _) in zip(box, part))
                 first = sum(start * stride for start, stride in zip(starts, piece.strides))

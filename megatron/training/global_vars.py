@@ -12,7 +12,7 @@ from megatron.core.base import output_streams
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.datasets.vocab_check import within_table
-from megatron.core.offload.offload_tiers import Tier
+from megatron.core.offload.offload_tiers import OffloadStore
 from megatron.core.ops.cpu_half_precision_matmul import NATIVE, MatmulModes
 from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.dropout import DropoutKeys
@@ -46,7 +46,7 @@ class Runtime:
     dropout_keys: DropoutKeys
     weight_grads: WeightGradStore
     timers: Timers = field(default_factory=Timers)
-    tier: Tier | None = None  # of offloaded state
+    offload_store: OffloadStore | None = None  # of offloaded state
     matmul_modes: MatmulModes = NATIVE  # how a CPU computes half-precision products
     held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # resources released at the end of the run
     tokenizer_sha256: str | None = None  # of its files' content
@@ -94,7 +94,9 @@ class Runtime:
             self.mesh,
             self.config.transformer.params_dtype,
             self.dropout_keys,
-            tier=self.tier if self.tier is not None and self.tier.name == "file" else None,
+            offload_store=self.offload_store
+            if self.offload_store is not None and self.offload_store.name == "file"
+            else None,
             cp_types=tuple(self.config.parallel.cp_comm_type),
             longest=max(self.config.data.seq_length, self.config.data.decoder_seq_length or 0),
             restarts_positions=self.config.restarts_angles,

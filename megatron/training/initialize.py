@@ -23,7 +23,7 @@ from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle
 from megatron.core.datasets.vocab_check import table_note, table_problem, within_table
 from megatron.core.models.common.model_rules import NO_RULES, ModelRules
 from megatron.core.offload.offload_folder import folder_problems, remove_left_behind
-from megatron.core.offload.state_offload_config import make_tier
+from megatron.core.offload.state_offload_config import make_offload_store
 from megatron.core.ops import cpu_half_precision_matmul as matmul
 from megatron.core.ops.compile.compiled_region import agree_on_compiling
 from megatron.core.ops.deferred_wgrad import WeightGradStore
@@ -45,7 +45,7 @@ from megatron.training.arguments.config import Config
 from megatron.training.arguments.hf_config import hf_config_problems
 from megatron.training.arguments.monitor_config import watch_notes
 from megatron.training.arguments.validation import apart_from, check, filled_in
-from megatron.training.checkpointing.save_and_load import saved_products
+from megatron.training.checkpointing.save_and_load import saved_matmul_modes
 from megatron.training.fault_tolerance import hang_watch
 from megatron.training.fault_tolerance.exit_conditions import listen_for_requests
 from megatron.training.global_vars import Runtime, print_rank_0, print_rank_last, set_runtime, vocab_size_of
@@ -138,7 +138,7 @@ def build_runtime(settings: Settings, mesh: Mesh) -> Runtime:
     barrier = log.barrier_with_L1_time
     timers = Timers(level, option, device=device, world=world, barrier=barrier, say=print_rank_last)
     with collectives.raise_together(world, device.torch_device):
-        tier = make_tier(config.offload, world.rank, device.torch_device)
+        offload_store = make_offload_store(config.offload, world.rank, device.torch_device)
         settings.notes.extend(_remove_left_behind(config, world.size))
     get_global_state().matmul_modes = ways = settle_products(config, world, device, settings.notes)
     settings.notes.extend(agree_on_compiling(config.transformer, device.torch_device, world))
@@ -152,14 +152,14 @@ def build_runtime(settings: Settings, mesh: Mesh) -> Runtime:
         DropoutKeys(config.training.seed),
         WeightGradStore(),
         timers,
-        tier,
+        offload_store,
         matmul_modes=ways,
         tokenizer_sha256=settings.tokenizer_sha256,
         data_sha256=data_sha256(config.data) if names_data else None,
     )
     runtime.held.callback(device.restore)
-    if tier is not None:
-        runtime.held.callback(tier.close)
+    if offload_store is not None:
+        runtime.held.callback(offload_store.close)
     return runtime
 
 
@@ -167,7 +167,7 @@ def settle_products(config: Config, world: Axis, device: Device, notes: list[str
     """How to compute half-precision products: as in the checkpoint, or as measured, with a note. Every rank must call."""
     dtype, asked = config.transformer.params_dtype, config.transformer.cpu_half_products
     measures = asked == "auto" and matmul.is_half_precision_on_cpu(dtype, device.torch_device)
-    kept = saved_products(config.checkpoint, world, device.torch_device) if measures else None
+    kept = saved_matmul_modes(config.checkpoint, world, device.torch_device) if measures else None
     found, note = matmul.select_matmul_modes(dtype, device.torch_device, world, requested=asked, saved=kept)
     notes += [note] if note else []
     return found

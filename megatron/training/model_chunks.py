@@ -99,13 +99,13 @@ def refuse_shared_tables(names: list[str], config: DataParallelConfig) -> None:
 def in_buffers(made: dict[int, nn.Module], runtime: Runtime, group_of: GroupRule = default_group) -> ChunksByStage:
     """Lay the chunks' parameters out in contiguous buffers."""
     config, chunks = runtime.config, {}
-    tier = runtime.tier if config.offload.offload_params else None
+    offload_store = runtime.offload_store if config.offload.offload_params else None
     common = runtime.mesh, config.data_parallel, runtime.weight_grads
     for stage, chunk in made.items():
         whole = config.optimizer.full_matrix_params(
             {name: p.placement for name, p in chunk.named_parameters()}, group_of
         )
-        chunks[stage] = DistributedDataParallel(chunk, *common, tier=tier, unsplit=whole)
+        chunks[stage] = DistributedDataParallel(chunk, *common, offload_store=offload_store, unsplit=whole)
     return chunks
 
 
@@ -188,7 +188,7 @@ def build_optimizer(chunks: ChunksByStage, runtime: Runtime, group_of: GroupRule
         scaler=make_grad_scaler(runtime.config.loss_scaling, fp16=runtime.config.transformer.fp16),
         fixed_order=runtime.config.data_parallel.fixed_order_grad_reduce,
         device=runtime.device.torch_device,
-        tier=runtime.tier,
+        offload_store=runtime.offload_store,
         offload_fraction=runtime.config.offload.optimizer_offload_fraction,
     )
 

@@ -35,7 +35,7 @@ from megatron.training.arguments.checkpoint_to_load import where_to_go_on
 from megatron.training.build import DatasetsProvider, built_chunks, refused_alike
 from megatron.training.checkpointing import save_and_load
 from megatron.training.checkpointing.save_folder import prepare_folder, prepare_hf_folder, warn_of_other_checkpoints
-from megatron.training.checkpointing.save_manager import Saves
+from megatron.training.checkpointing.save_manager import CheckpointManager
 from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.evaluate import evaluate, where_to_read
 from megatron.training.fault_tolerance import hang_watch
@@ -118,7 +118,7 @@ class Trainer:
         with collectives.raise_together(self.mesh["world"], self.device), as_settings_problem():
             self.watch = Watch(runtime, self.pipeline, self.model, self.state)
         rank_status.enter("getting ready")
-        self.saves = Saves(runtime, self.model, self.optimizer, self.state, self.watch.note_progress)
+        self.saves = CheckpointManager(runtime, self.model, self.optimizer, self.state, self.watch.note_progress)
 
     def _check_folders(self) -> None:
         """Refuse an unusable --save or --load before the model is built, which may take minutes."""
@@ -410,7 +410,7 @@ class Trainer:
 
     def _save_if_due(self, *, last: bool) -> None:
         self.saves.poll()
-        if due := self.saves.are_due(last=last):
+        if due := self.saves.due_actions(last=last):
             with self.log.paused(), rank_status.during("saving", then="training"):
                 self.guard.before_save()
                 for save in due:

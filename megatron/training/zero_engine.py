@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.format import CheckpointError
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.distributed.gathered_parameters import full_state_dict, sync_module_states
-from megatron.core.offload.state_offload_config import OffloadConfig, make_tier
+from megatron.core.offload.state_offload_config import OffloadConfig, make_offload_store
 from megatron.core.ops.main_grad_interface import slot_of
 from megatron.core.optimizer import FlatOptimizer, torch_optimizer_wrapper
 from megatron.core.optimizer.loss_scaler import LossScaleConfig, make_grad_scaler
@@ -96,10 +96,12 @@ class Engine(nn.Module):
         number_of = torch_optimizer_wrapper.group_numbers(module, groups)
         sync_module_states(module, mesh, self.device, getattr(torch, config.precision) if config.precision else None)
         of_params, of_state = config.offload_param, config.offload_optimizer
-        state_tier = make_tier(of_state, self.global_rank, self.device)
+        state_tier = make_offload_store(of_state, self.global_rank, self.device)
         same = (of_params.tier, of_params.offload_dir) == (of_state.tier, of_state.offload_dir)
-        tier = state_tier if same else make_tier(of_params, self.global_rank, self.device)
-        self._chunk = (DistributedDataParallel(module, mesh, config.data_parallel, tier=tier),)  # no submodule
+        offload_store = state_tier if same else make_offload_store(of_params, self.global_rank, self.device)
+        self._chunk = (
+            DistributedDataParallel(module, mesh, config.data_parallel, offload_store=offload_store),
+        )  # no submodule
         scaler = make_grad_scaler(config.loss_scale, fp16=True) if config.precision == "float16" else None
         if scaler is not None:
             scaler.restores = config.restores_hysteresis
@@ -110,7 +112,7 @@ class Engine(nn.Module):
             group_of=torch_optimizer_wrapper.by_number(number_of),
             scaler=scaler,
             device=self.device,
-            tier=state_tier,
+            offload_store=state_tier,
             offload_fraction=of_state.optimizer_offload_fraction,
         )
         self.optimizer = self.make_optimizer(flat, groups)
@@ -227,7 +229,7 @@ class Engine(nn.Module):
         groups = state.get("groups") or [{"lr": rate} for rate in state["rates"]]
         if optimizer or schedule:
             self._check_groups(checkpoint.folder, groups, numbers_too=optimizer)
-        read_tensors(checkpoint, self._weights(), tensors, world, self.device, goes_on=optimizer)
+        read_tensors(checkpoint, self._weights(), tensors, world, self.device, load_optimizer=optimizer)
         if counters:
             for name in _COUNTERS:
                 setattr(self, name, state[name])

@@ -37,7 +37,7 @@ from tiny_run import TINY_GPT2, TINY_LLAMA, Layout, Texts, TinyTrainer
 from torch import Tensor
 from zero_matrix import several_slices
 
-from megatron.core.dist_checkpointing.async_save import BackgroundSaves
+from megatron.core.dist_checkpointing.async_save import AsyncSaver
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.offload.state_offload_config import OffloadConfig
 from megatron.core.offload.stored_tensor import start_reading
@@ -282,22 +282,22 @@ def save(trainer: TinyTrainer, folder: Path, iteration: int) -> None:
     """A checkpoint below sync and, saved beside training, one below async."""
     trainer.save(folder / "sync", iteration)
     runtime = trainer.runtime(folder / "async")
-    background = BackgroundSaves(trainer.mesh["world"], runtime.device.torch_device)
+    background = AsyncSaver(trainer.mesh["world"], runtime.device.torch_device)
     background.start(folder / "async", iteration, *saving(trainer, runtime))
     background.finish()
     background.close()
 
 
-def save_copy(case: SaveCase, trainer: TinyTrainer, folder: Path, iteration: int) -> None:
+def save_local_checkpoint(case: SaveCase, trainer: TinyTrainer, folder: Path, iteration: int) -> None:
     (folder / "copied").mkdir(exist_ok=True)  # as a run makes its --save
     runtime = trainer.runtime(folder / "copied", **copied_to(case, folder))
     tensors, state = saving(trainer, runtime)
     config, device = runtime.config.checkpoint, runtime.device.torch_device
-    non_persistent_checkpoint.save_copy(config, iteration, tensors, state, trainer.mesh["world"], device)
+    non_persistent_checkpoint.save_local_checkpoint(config, iteration, tensors, state, trainer.mesh["world"], device)
 
 
 def saving(trainer: TinyTrainer, runtime: Any) -> tuple[Any, Any]:
-    return save_and_load.to_save(runtime, trainer.model, trainer.adam, trainer.state, {})
+    return save_and_load.checkpoint_contents(runtime, trainer.model, trainer.adam, trainer.state, {})
 
 
 def held(trainer: TinyTrainer) -> dict[str, Tensor]:
@@ -315,7 +315,7 @@ def trained(case: SaveCase, folder: Path, steps: int) -> list[dict[str, Tensor]]
         for number in range(steps):
             trainer.step(number)
         save(trainer, folder, steps)
-        save_copy(case, trainer, folder, steps)
+        save_local_checkpoint(case, trainer, folder, steps)
         trainer.step(steps)
         found = held(trainer)
         trainer.close()

@@ -60,7 +60,7 @@ if __name__ == "__main__":
     marked(trainer, "train_step", "training")
     marked(trainer, "evaluate", "evaluating", after="going on")
     marked(save_and_load, "save", "saving", after="going on")
-    marked(non_persistent_checkpoint, "save_copy", "copying", after="going on")
+    marked(non_persistent_checkpoint, "save_local_checkpoint", "copying", after="going on")
     marked(training.parallel_state, "stop_distributed", "leaving", after="left")
     pretrain(
         pretrain_gpt.train_valid_test_datasets_provider,

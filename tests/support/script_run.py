@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 
-from megatron.core.offload.state_offload_config import make_tier
+from megatron.core.offload.state_offload_config import make_offload_store
 from megatron.core.ops.attention.kernels import KERNELS
 from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.dropout import DropoutKeys
@@ -83,10 +83,12 @@ def trainer_of(
     get_global_state().sequence_parallel = config.parallel.sequence_parallel_on
     keys = DropoutKeys(config.training.seed)
     tokenizer = build_tokenizer(config.tokenizer) if config.tokenizer.tokenizer_type else None
-    tier = make_tier(config.offload, mesh["world"].rank, torch.device("cpu"), block=4096)
-    runtime = Runtime(config, args, mesh, Device("cpu"), tokenizer, keys, WeightGradStore(), tier=tier)
-    if tier is not None:
-        runtime.held.callback(tier.close)
+    offload_store = make_offload_store(config.offload, mesh["world"].rank, torch.device("cpu"), block=4096)
+    runtime = Runtime(
+        config, args, mesh, Device("cpu"), tokenizer, keys, WeightGradStore(), offload_store=offload_store
+    )
+    if offload_store is not None:
+        runtime.held.callback(offload_store.close)
     set_runtime(runtime, this_thread_only=True)
     _WhereAsked.this_thread.predicts = predicts
     try:

@@ -1,6 +1,6 @@
 """The processes that write checkpoints, as threads of this one: a double of the file layer then sees their calls.
 
-with thread_writers(): BackgroundSaves(world)        the writer of rank 3 is a thread of the name that rank 3 has, as
+with thread_writers(): AsyncSaver(world)        the writer of rank 3 is a thread of the name that rank 3 has, as
                                                      `local_ranks.rank_of_thread` tells
 """
 
@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from local_ranks import rank_of_thread
 
 from megatron.core.dist_checkpointing import writer_process
-from megatron.core.dist_checkpointing.async_save import BackgroundSaves, SavedInBackground
-from megatron.core.dist_checkpointing.writer_sockets import Messages
+from megatron.core.dist_checkpointing.async_save import AsyncSaver, AsyncSaveResult
+from megatron.core.dist_checkpointing.writer_sockets import MessageSocket
 from megatron.core.parallel import collectives
 
 
@@ -28,7 +28,7 @@ class _Thread(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        messages = Messages(self._line)
+        messages = MessageSocket(self._line)
         try:
             writer_process.serve(messages)
         except BaseException:  # the rank has hung up, or a double has killed the writer
@@ -41,18 +41,18 @@ class _Thread(threading.Thread):
 
 @contextlib.contextmanager
 def thread_writers() -> Iterator[None]:
-    before = writer_process.start_process, BackgroundSaves.finish
-    writer_process.start_process, BackgroundSaves.finish = _Thread, _finish
+    before = writer_process.start_process, AsyncSaver.finish
+    writer_process.start_process, AsyncSaver.finish = _Thread, _finish
     try:
         yield
     finally:
-        writer_process.start_process, BackgroundSaves.finish = before
+        writer_process.start_process, AsyncSaver.finish = before
 
 
-_usual = BackgroundSaves.finish
+_usual = AsyncSaver.finish
 
 
-def _finish(saves: BackgroundSaves) -> SavedInBackground | None:
+def _finish(saves: AsyncSaver) -> AsyncSaveResult | None:
     """A rank that waits for its writer lets no other rank run: all must have told theirs what to write."""
     collectives.barrier(saves._world)
     return _usual(saves)

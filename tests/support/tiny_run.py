@@ -17,8 +17,8 @@ from megatron.core.distributed.buffer_plan import overlaps
 from megatron.core.distributed.contiguous_buffers import ParamAndGradBuffer
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.models.gpt.gpt_stage import GPTModel
-from megatron.core.offload.offload_tiers import Tier
-from megatron.core.offload.state_offload_config import make_tier
+from megatron.core.offload.offload_tiers import OffloadStore
+from megatron.core.offload.state_offload_config import make_offload_store
 from megatron.core.offload.stored_tensor import start_reading
 from megatron.core.ops.attention.masks import Documents
 from megatron.core.ops.cpu_half_precision_matmul import NATIVE
@@ -155,7 +155,7 @@ def build_chunks(
     layout: Layout,
     vocab: int = VOCAB,
     subject: Subject = GPT,
-    tier: Tier | None = None,
+    offload_store: OffloadStore | None = None,
     frozen: str = "",
     full_matrix_params: Callable[[dict[str, Placement]], Collection[str]] = lambda placements: (),
 ) -> tuple[dict[int, DistributedDataParallel], DropoutKeys, WeightGradStore]:
@@ -173,7 +173,7 @@ def build_chunks(
             config,
             vocab_size=vocab,
             layers=split[stage],
-            context=LayerContext.from_mesh(mesh, config.params_dtype, keys, tier=tier, **options),
+            context=LayerContext.from_mesh(mesh, config.params_dtype, keys, offload_store=offload_store, **options),
             pre_process=stage == 0,
             post_process=stage == stages.last,
         )
@@ -186,9 +186,9 @@ def build_chunks(
         named = dict(model.named_parameters())
         for name, parameter in named.items() if frozen else ():
             parameter.requires_grad_(frozen not in name)
-        params_tier = tier if layout.offload.offload_params else None
+        params_tier = offload_store if layout.offload.offload_params else None
         whole = full_matrix_params({name: p.placement for name, p in named.items()})
-        chunks[stage] = DistributedDataParallel(model, mesh, poisoned, store, tier=params_tier, unsplit=whole)
+        chunks[stage] = DistributedDataParallel(model, mesh, poisoned, store, offload_store=params_tier, unsplit=whole)
     return chunks, keys, store
 
 
@@ -248,10 +248,10 @@ class TinyTrainer:
         """kind: of the optimizer, in place of FlatOptimizer. frozen: as `build_chunks` is given."""
         self.mesh, self.config, self.global_batch, self.texts, self.subject = mesh, config, global_batch, texts, subject
         self.batch, self.state = BatchShape(global_batch // layout.dp // layout.m, layout.m), TrainState()
-        self.tier = make_tier(layout.offload, mesh["world"].rank, torch.device("cpu"), block=4096)
+        self.offload_store = make_offload_store(layout.offload, mesh["world"].rank, torch.device("cpu"), block=4096)
         optimizer = optimizer or OptimizerConfig()
         full_matrix_params = partial(optimizer.full_matrix_params, group_of=group_of)
-        parts = build_chunks(mesh, config, layout, texts.vocab, subject, self.tier, frozen, full_matrix_params)
+        parts = build_chunks(mesh, config, layout, texts.vocab, subject, self.offload_store, frozen, full_matrix_params)
         self.chunks = parts[0]
         self.model = list(self.chunks.values())
         self.buffers = [buffer for chunk in self.model for buffer in chunk.buffers]
@@ -261,7 +261,7 @@ class TinyTrainer:
             mesh,
             group_of=group_of,
             fixed_order=layout.data_parallel.fixed_order_grad_reduce,
-            tier=self.tier,
+            offload_store=self.offload_store,
             offload_fraction=layout.offload.optimizer_offload_fraction,
             scaler=scaler,
         )
@@ -284,7 +284,7 @@ class TinyTrainer:
         runtime = self.runtime(folder)
         self.state.iteration = iteration
         save_and_load.save(runtime, self.model, self.adam, self.state, {})
-        save_and_load.note_saved(runtime, self.state, iteration)
+        save_and_load.record_save(runtime, self.state, iteration)
 
     def load(self, folder: Path, **more: Any) -> None:
         """more: of `runtime_for`."""
@@ -294,8 +294,8 @@ class TinyTrainer:
         return runtime_for(self.mesh, self.config, folder, self.global_batch, self.adam.config, **more)
 
     def close(self) -> None:
-        if self.tier is not None:
-            self.tier.close()
+        if self.offload_store is not None:
+            self.offload_store.close()
 
 
 def runtime_for(

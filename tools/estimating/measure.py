@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.core.offload.state_offload_config import make_tier
+from megatron.core.offload.state_offload_config import make_offload_store
 from megatron.training.global_vars import Runtime
 from megatron.training.memory.dry_run import alone, dry_run, mesh_of, parts_of
 from megatron.training.memory.memory_tracker import MemoryTracker
@@ -43,9 +43,9 @@ def measure(words: Sequence[str], steps: int = 2) -> Measured:
     job, args = read([*words, "--measure", "--device", "cpu"])
     rank = args.rank or 0
     mesh, profile = mesh_of(job.runtime.config, args.world_size, rank), dry_run(job, rank)
-    tier = make_tier(job.runtime.config.offload, rank, torch.device("cpu"))
+    offload_store = make_offload_store(job.runtime.config.offload, rank, torch.device("cpu"))
     try:
-        with alone(job.runtime, mesh, tier=tier) as runtime, MemoryTracker() as tracker:
+        with alone(job.runtime, mesh, offload_store=offload_store) as runtime, MemoryTracker() as tracker:
             parts = parts_of(runtime, job)
             tracker.assign_state(parts.chunks.values(), parts.optimizer)
             ever, data = tracker.peak["total"], _batches_of(runtime)
@@ -55,8 +55,8 @@ def measure(words: Sequence[str], steps: int = 2) -> Measured:
                 train_step(parts.pipeline, parts.optimizer, iterators, first_sample=0, lr=0.0, check_finite=False)
             in_file = sum(tracker.in_file.values()) + parts.bytes_in_file
     finally:
-        if tier is not None:
-            tier.close()
+        if offload_store is not None:
+            offload_store.close()
     kinds, total = {kind: tracker.peak[kind] for kind in KINDS}, tracker.peak["total"]
     return Measured(kinds, total, max(ever, total), in_file, predicted_of(profile, mesh["pp"].rank))
 

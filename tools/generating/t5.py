@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.convert.families.family import START_ID
-from megatron.convert.hf_origin import Origin
+from megatron.convert.hf_origin import Provenance
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.inference import SavedSettings
 from megatron.core.models.T5.t5_stage import T5Model
@@ -82,7 +82,7 @@ def reading_of(state: dict[str, Any], saved: SavedSettings, tokenizer: Tokenizer
 
 def _their_end_ids(state: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
     """The ids that end a text by the folder that the model began as; with training since, also that which ended documents."""
-    origin = Origin.in_state(state, "the checkpoint")
+    origin = Provenance.in_state(state, "the checkpoint")
     theirs = origin.end_ids() if origin is not None else []
     if not theirs or is_folder_of_others(state) or tokenizer.eod is None or tokenizer.eod in theirs:
         return theirs

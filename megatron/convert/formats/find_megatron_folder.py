@@ -16,7 +16,7 @@ from megatron.convert.formats.read_hf_folder import path_inside
 from megatron.convert.formats.safetensors_header import FETCH_AGAIN
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing.format import LATEST, MANIFEST, CheckpointError, folder_name
-from megatron.core.storage.file_layer import at, is_file, is_folder, read_start
+from megatron.core.storage.file_layer import backend_of, is_file, is_folder, read_start
 
 _RELEASE = "release"
 _RANK = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?")
@@ -65,7 +65,7 @@ def _chosen(root: Path, iteration: int | None) -> tuple[Path, int]:
 def _kind_of(path: Path) -> Literal["classic", "torch_dist"] | None:
     if not is_folder(path) or is_file(path / MANIFEST):  # which is ours
         return None
-    if any(_RANK.fullmatch(name) and _file_of(path / name) for name in at(path).names(path)):
+    if any(_RANK.fullmatch(name) and _file_of(path / name) for name in backend_of(path).names(path)):
         return "classic"
     is_dist = is_file(path / METADATA) and (is_file(path / COMMON) or is_file(path / _BACKEND))
     return "torch_dist" if is_dist else None
@@ -78,7 +78,7 @@ def _file_of(folder: Path) -> str | None:
 def rank_files(path: Path) -> dict[tuple[int, int], str]:
     """(tensor-parallel rank, stage) -> the rank's file, relative to `path`. Raises CheckpointError if a rank is missing."""
     found: dict[tuple[int, int], str] = {}
-    for name in at(path).names(path):
+    for name in backend_of(path).names(path):
         if (rank := _RANK.fullmatch(name)) is None:
             continue
         if rank[3] is not None:
@@ -109,12 +109,12 @@ _DEEPSPEED = re.compile(r"(bf16_)?(zero_pp_rank_\d+_)?mp_rank_\d+.*_(optim|model
 
 def unreadable(root: Path) -> str | None:
     """What is in a folder that no reader here takes, and the command that turns it into one; None for other folders."""
-    names = at(root).names(root)
+    names = backend_of(root).names(root)
     inner = root
     if (tag := next((name for name in ("latest", "latest_universal") if is_file(root / name)), None)) is not None:
         text = read_start(root / tag, 200).decode("utf-8", "replace").strip()
         inner = root / text if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]*", text) and is_folder(root / text) else root
-        names = at(inner).names(inner)
+        names = backend_of(inner).names(inner)
     if "zero" in names and is_folder(inner / "zero") and not any(name.endswith("_optim_states.pt") for name in names):
         return (
             "holds a universal checkpoint of DeepSpeed; what is read is the weights of the checkpoint that it was "

@@ -14,7 +14,7 @@ from typing import Any
 from megatron.convert.formats.safetensors_header import FETCH_AGAIN, TensorInFile, read_header, without_repeats
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing.format import LATEST, CheckpointError
-from megatron.core.storage.file_layer import at, exists, is_file, read_all, read_start
+from megatron.core.storage.file_layer import backend_of, exists, is_file, read_all, read_start
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
@@ -43,7 +43,7 @@ def read_hf_folder(root: Path) -> HFFolder:
     """The config and the headers of all files. Raises ConfigError or CheckpointError."""
     config = read_json(root / CONFIG)
     notes = []
-    if "auto_map" in config or any(name.endswith(".py") for name in at(root).names(root)):
+    if "auto_map" in config or any(name.endswith(".py") for name in backend_of(root).names(root)):
         notes.append(f"{root} holds code of its own (auto_map, *.py), which is never run; its weights alone are read")
     if "quantization_config" in config:
         raise ConfigError(
@@ -131,7 +131,7 @@ def are_equal(root: Path, one: TensorInFile, other: TensorInFile) -> bool:
 
 def _chunks_of(root: Path, x: TensorInFile) -> Iterator[bytearray]:
     path, done = root / x.file, 0
-    with at(path).open(path, "rb") as file:
+    with backend_of(path).open(path, "rb") as file:
         file.seek(x.start)
         while done < x.nbytes:
             chunk = bytearray(min(_CHUNK, x.nbytes - done))

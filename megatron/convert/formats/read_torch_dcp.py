@@ -21,7 +21,7 @@ from megatron.convert.formats.read_torch_file import Span, TorchFile, read_torch
 from megatron.convert.formats.safetensors_header import FETCH_AGAIN, TensorInFile
 from megatron.core.dist_checkpointing.format import ITEM_BYTES, CheckpointError, Piece, TensorRecord, is_filled
 from megatron.core.sharding.boxes import Box, is_within, size_of
-from megatron.core.storage.file_layer import at, read_start
+from megatron.core.storage.file_layer import backend_of, read_start
 
 _FILE = re.compile(r"__\d{1,9}_\d{1,9}\.distcp")
 _CLASSES = "torch.distributed.checkpoint.metadata"
@@ -87,7 +87,7 @@ def read_dcp(path: Path) -> DcpFolder:
     """What lies in a folder; opens the metadata alone. Raises CheckpointError."""
     path_inside(path, METADATA)
     try:
-        found = at(path).stat(path / METADATA)
+        found = backend_of(path).stat(path / METADATA)
         if found is None or not found.is_file or found.size > MOST_BYTES:
             raise PickleError(f"is no file of at most {MOST_BYTES} bytes")
         value, length = read_pickle(data := read_start(path / METADATA, found.size))

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, NamedTuple
 from megatron.convert.formats.pickle_as_data import MOST_BYTES, Beside, Made, Named, PickleError, read_pickle
 from megatron.convert.formats.safetensors_header import FETCH_AGAIN, TensorInFile
 from megatron.core.dist_checkpointing.format import ITEM_BYTES, CheckpointError
-from megatron.core.storage.file_layer import at, read_all
+from megatron.core.storage.file_layer import backend_of, read_all
 
 _HAS_AFTER = 8  # flag of a record whose checksum and sizes follow its content
 _STORAGES = {"Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64"}
@@ -116,11 +116,11 @@ def read_torch_file(path: Path, name: str, span: Span | None = None) -> TorchFil
     Raises CheckpointError.
     """
     try:
-        size = found.size if (found := at(path).stat(path)) is not None and found.is_file else 0
+        size = found.size if (found := backend_of(path).stat(path)) is not None and found.is_file else 0
         span = span or Span(0, size)
         if not 0 <= span.start < span.stop <= size:
             raise PickleError(f"has {size} bytes, and would be read from {span.start} to {span.stop}")
-        with at(path).open(path, "rb") as file:
+        with backend_of(path).open(path, "rb") as file:
             window = _Window(file, path, span)
             return _read_zip(window, name) if window.read(0, 4) == _RECORD else _read_old(window, name)
     except OSError as error:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing.format import ITEM_BYTES, CheckpointError
-from megatron.core.storage.file_layer import at, read_start
+from megatron.core.storage.file_layer import backend_of, read_start
 
 _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _DTYPES |= {"I64": "int64", "I32": "int32", "U8": "uint8", "BOOL": "bool"}
@@ -44,7 +44,7 @@ class TensorInFile(NamedTuple):
 def read_header(path: Path) -> dict[str, TensorInFile]:
     """The tensors of a file, by name. Raises CheckpointError unless they fill the file exactly."""
     try:
-        found = at(path).stat(path)
+        found = backend_of(path).stat(path)
         if found is None or not found.is_file:
             raise CheckpointError(path, "is no file", FETCH_AGAIN)
         (length,) = struct.unpack("<Q", read_start(path, 8).ljust(8, b"\0"))

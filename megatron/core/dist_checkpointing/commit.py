@@ -3,10 +3,10 @@
     iter_N.partial/     being written: never read; the next save removes it
     iter_N/             complete: a folder gets this name only then
     iter_N.replaced/    complete: the previous save of iteration N; removed once iter_N/ is complete, else renamed back
-    iter_N.damaged/     found damaged by a run that then went back to an older one; never read or removed
+    iter_N.damaged/     found damaged by a run that then resumed from an older one; never read or removed
     iter_N.1.partial/   the rest of a folder that could not be removed; the next save removes it
 
-An object store renames nothing: there `object_store_commit.py` does what these functions say. Paths only, no torch.
+An object store cannot rename; there `object_store_commit.py` does the work of each function. Paths only, no torch.
 """
 
 import errno
@@ -15,121 +15,128 @@ import re
 from pathlib import Path
 
 from megatron.core.dist_checkpointing import format, object_store_commit
-from megatron.core.dist_checkpointing.checkpoint_folder import aside_of, is_whole, iterations_in, pointer_text, remove
+from megatron.core.dist_checkpointing.checkpoint_folder import (
+    damaged_folder,
+    is_complete,
+    iterations_in,
+    pointer_text,
+    remove,
+    replaced_folder,
+)
 from megatron.core.storage import file_layer
 
 
 def begin(partial: Path) -> None:
-    """Makes the empty folder in which the ranks of a save meet."""
+    """Make the empty folder into which all ranks of a save write."""
     if file_layer.is_object(partial):
-        object_store_commit.begin_in_place(partial)
+        object_store_commit.begin_objects(partial)
         return
-    make_way(partial)
-    file_layer.at(partial).make_folder(partial)
+    remove_or_rename(partial)
+    file_layer.backend_of(partial).make_folder(partial)
 
 
-def file_for(partial: Path, rank: int) -> Path:
-    """Where a rank writes its pieces. Raises OSError where it does not see what `begin` has made."""
+def pieces_file(partial: Path, rank: int) -> Path:
+    """Return the path to which a rank writes its pieces. Raises OSError if the rank does not see what `begin` has made."""
     if file_layer.is_object(partial):
-        return object_store_commit.object_for(partial, rank)
+        return object_store_commit.object_path(partial, rank)
     if not file_layer.is_folder(partial):
         raise FileNotFoundError(errno.ENOENT, "no such folder", str(partial))
     return partial / format.file_name(rank, ".bin")
 
 
-def folder_of_pieces(partial: Path) -> Path:
-    """The folder of all that `file_for` says."""
+def pieces_folder(partial: Path) -> Path:
+    """Return the folder of all ranks' `pieces_file`."""
     return partial.with_suffix("") if file_layer.is_object(partial) else partial
 
 
 def is_ours(final: Path) -> bool:
-    """Whether the folder of an iteration may be replaced: it holds a checkpoint, or objects of saves that have not ended."""
+    """Return whether an iteration's folder holds a checkpoint, or objects of unfinished saves: a save may replace it."""
     if file_layer.is_file(final / format.MANIFEST):
         return True
-    return file_layer.is_object(final) and object_store_commit.are_objects_of_saves(final)
+    return file_layer.is_object(final) and object_store_commit.holds_saved_objects(final)
 
 
 def publish(partial: Path, iteration: int) -> None:
-    """Makes the complete folder `partial` the latest checkpoint. If it is killed at any point, a complete checkpoint is
-    found.
+    """Make the complete folder `partial` the latest checkpoint. A kill at any point leaves a complete checkpoint.
 
     A previous folder of the same iteration is renamed; `clear_leftovers` removes it.
     """
     if file_layer.is_object(partial):
-        object_store_commit.publish_in_place(partial, iteration)
+        object_store_commit.publish_objects(partial, iteration)
         return
-    root, final = partial.parent, partial.parent / format.folder_name(iteration)
+    root = partial.parent
+    final = root / format.folder_name(iteration)
+    backend = file_layer.backend_of(root)
+
+    # write the new pointer under a temporary name: a full disk must fail before anything is renamed
     pointer = root / (format.LATEST + format.PARTIAL)
-    file_layer.write_synced(pointer, pointer_text(iteration))  # first: a full disk must fail before anything is renamed
-    on = file_layer.at(root)
+    file_layer.write_synced(pointer, pointer_text(iteration))
+
+    # free the final name
     if file_layer.exists(final):
-        if file_layer.is_file(
-            aside_of(final) / format.MANIFEST
-        ):  # whole, and `final` damaged, or it would have been cleared
-            make_way(final)
+        replaced = replaced_folder(final)
+        if file_layer.is_file(replaced / format.MANIFEST):
+            # `replaced` is complete and `final` is damaged; otherwise `clear_leftovers` had removed `replaced`.
+            remove_or_rename(final)
         else:
-            make_way(aside_of(final))
-            on.rename(final, aside_of(final))  # a load between this line and the next finds it there
-    on.rename(partial, final)
-    on.sync_folder(root)
-    on.rename(pointer, root / format.LATEST)
-    on.sync_folder(root)
+            remove_or_rename(replaced)
+            backend.rename(final, replaced)  # a load between this line and the next finds it under this name
+
+    # publish: the folder, then the pointer to it
+    backend.rename(partial, final)
+    backend.sync_folder(root)
+    backend.rename(pointer, root / format.LATEST)
+    backend.sync_folder(root)
 
 
-def make_way(path: Path) -> None:
-    """Removes a folder that is not read any more; renames it if it cannot be removed, for example another user's."""
+def remove_or_rename(path: Path) -> None:
+    """Remove a folder that is not read any more; rename it if it cannot be removed, for example another user's."""
     if not file_layer.exists(path):
         return
     try:
         remove(path)
     except OSError:
-        take_name_away(path)
+        rename_to_leftover(path)
 
 
-def take_name_away(path: Path) -> Path:
-    """Renames a folder to one that is never read and goes with the next save; returns its new path."""
+def rename_to_leftover(path: Path) -> Path:
+    """Rename a folder so that it is never read and the next save removes it; return its new path."""
     final = path.parent / path.name.partition(".")[0]
-    names = (final.with_name(f"{final.name}.{number}{format.PARTIAL}") for number in itertools.count(1))
-    free = next(name for name in names if not file_layer.exists(name))
-    file_layer.at(path).rename(path, free)
+    candidates = (final.with_name(f"{final.name}.{number}{format.PARTIAL}") for number in itertools.count(1))
+    free = next(path for path in candidates if not file_layer.exists(path))
+    file_layer.backend_of(path).rename(path, free)
     return free
 
 
 def delete(folder: Path) -> None:
-    """Removes a checkpoint that is not wanted any more. If it is killed at any point, nothing looks complete, and the
-    next save
-    removes the rest."""
+    """Delete a checkpoint. After a kill at any point nothing looks complete, and the next save removes the rest."""
     if file_layer.is_object(folder):
-        object_store_commit.delete_in_place(folder)
+        object_store_commit.delete_objects(folder)
     else:
-        remove(take_name_away(folder))
+        remove(rename_to_leftover(folder))
 
 
 def set_aside(folder: Path) -> Path:
-    """Renames a damaged folder, so that nothing takes it for a checkpoint and its iteration can be saved again; its
-    new path."""
+    """Rename a damaged checkpoint, so that it is never read and its iteration can be saved again; return its new path."""
     if file_layer.is_object(folder):
-        return object_store_commit.set_aside_in_place(folder)
-    names = (
-        f"{folder.name}{number}{format.SPOILED}"
-        for number in itertools.chain([""], (f".{i}" for i in itertools.count(1)))
-    )
-    free = next(path for path in map(folder.with_name, names) if not file_layer.exists(path))
-    file_layer.at(folder).rename(folder, free)
+        return object_store_commit.set_aside_objects(folder)
+    free = damaged_folder(folder)
+    file_layer.backend_of(folder).rename(folder, free)
     return free
 
 
 def clear_leftovers(root: Path) -> list[str]:
-    """Removes the leftovers of killed saves; returns problems for a warning. Keeps the only complete folder of an iteration.
+    """Remove the leftovers of killed saves; return problems for a warning. The only complete folder of an iteration stays.
 
     Only one process may save below `root`.
     """
     if file_layer.is_object(root):
-        return object_store_commit.clear_in_place(root)
-    problems, folders = [], _named(root, format.PARTIAL) + _named(root, format.REPLACED)
-    for path in [root / (format.LATEST + format.PARTIAL), *folders]:
+        return object_store_commit.clear_objects(root)
+    pointer = root / (format.LATEST + format.PARTIAL)
+    problems = []
+    for path in [pointer, *_folders_with(root, format.PARTIAL), *_folders_with(root, format.REPLACED)]:
         try:
-            if not _bring_back(path):
+            if not _restore(path):
                 remove(path)
         except OSError as error:
             problems.append(
@@ -138,17 +145,22 @@ def clear_leftovers(root: Path) -> list[str]:
     return problems
 
 
-def _bring_back(left: Path) -> bool:
-    """Whether `left` is the only complete folder of its iteration; renames it back unless a damaged folder has the name."""
-    final = left.with_suffix("")
-    if left.suffix != format.REPLACED or not file_layer.is_file(left / format.MANIFEST) or is_whole(final):
+def _restore(leftover: Path) -> bool:
+    """Return whether `leftover` is the only complete folder of its iteration and must stay.
+
+    It gets the iteration's name back, unless a damaged folder has that name.
+    """
+    final = leftover.with_suffix("")
+    if leftover.suffix != format.REPLACED or not file_layer.is_file(leftover / format.MANIFEST):
+        return False
+    if is_complete(final):
         return False
     if not file_layer.exists(final):
-        file_layer.at(left).rename(left, final)
+        file_layer.backend_of(leftover).rename(leftover, final)
     return True
 
 
-def _named(root: Path, suffix: str) -> list[Path]:
-    """The folders `iter_N` with this suffix, including the numbered ones of `make_way`."""
+def _folders_with(root: Path, suffix: str) -> list[Path]:
+    """Return the folders `iter_N` with this suffix, and the numbered ones of `rename_to_leftover`."""
     name = re.compile(rf"iter_[0-9]{{7,}}(\.[0-9]+)?{re.escape(suffix)}")
     return [path for path in iterations_in(root) if name.fullmatch(path.name)]

@@ -4,7 +4,7 @@
     checkpoint.state, checkpoint.names
     checkpoint.read_into(tensors, world)                  fills this rank's tensors
 
-A rank reads only pieces that overlap its tensors, each once and whole, and checks the hash before it uses the values.
+A rank reads only pieces that overlap its tensors, each once and completely, and checks the hash before it uses the values.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing import checkpoint_folder as folder, format
+from megatron.core.dist_checkpointing import checkpoint_folder, format
 from megatron.core.dist_checkpointing.format import CheckpointError, Manifest, Piece
 from megatron.core.dist_checkpointing.local_tensor import LocalTensor, problems_of_tensors
 from megatron.core.offload.stored_tensor import Stored, StoredTensor
@@ -34,7 +34,7 @@ _CHUNK = 16 << 20  # bytes read and hashed at a time, while they are in the cach
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One saved iteration, its manifest read and checked."""
+    """One saved iteration, whose manifest has been read and checked."""
 
     folder: Path
     manifest: Manifest
@@ -46,6 +46,7 @@ class Checkpoint:
 
     @property
     def state(self) -> dict[str, Any]:
+        """The JSON state that was saved beside the tensors."""
         return self.manifest.state
 
     @property
@@ -62,14 +63,13 @@ class Checkpoint:
         device: torch.device | str = "cpu",
         in_place: bool = False,
     ) -> None:
-        """Reads the pieces and copies of `tensors`; padding keeps its values, and `is_writer` is ignored.
+        """Read the pieces and copies of `tensors`; padding keeps its values, and `is_writer` is ignored.
 
-        Every rank of `world` must call; all raise if one fails, and tensors may then be partly filled. Default: this rank
-        alone. convert: allows conversion between floating dtypes. Saved tensors that are not in `tensors` are ignored:
-        compare
-        `names`. Takes host memory for the largest piece. in_place: reads a piece that lies in a tensor as in its file
-        into the
-        tensor, without this memory; what is damaged is then in the tensor when this raises.
+        Every rank of `world` (default: this rank alone) must call. If one fails, all raise CheckpointError or PeerError, and
+        tensors may be partly filled. convert: allow conversion between floating dtypes. Saved tensors that are not in
+        `tensors` are ignored; compare `names`. The largest piece is buffered in host memory. in_place: read a piece without
+        this buffer where the tensor has it in the same order as the file; damaged values are then in the tensor when this
+        raises.
         """
         with collectives.raise_together(world, device):
             self._check(tensors, convert)
@@ -77,27 +77,27 @@ class Checkpoint:
                 self._fill(tensors, in_place)
 
     def has_runs(self, name: str) -> bool:
-        """Whether `runs` can give this tensor: its pieces have whole rows, or elements of one."""
+        """Return whether `runs` can give this tensor: each of its pieces is one run of elements in row-major order."""
         record = self.manifest.tensors[name]
         return all(contiguous_flat_range(piece.box, record.shape) is not None for piece in record.pieces)
 
-    def runs(self, name: str, rooms: Iterator[Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """The elements of a tensor in flat parts: (the number of the first in row-major order, values), piece by piece.
+    def runs(self, name: str, buffers: Iterator[Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """Yield the elements of a tensor in flat parts, piece by piece: (index of the first in row-major order, values).
 
-        rooms: memory for one part each, in bytes, a multiple of 8. A part is read before the hash of its piece has been
-        checked:
-        what was made of it must be thrown away when this raises.
+        buffers: uint8 tensors, each for one part, of a multiple of 8 bytes. A part is read before the hash of its piece has
+        been checked: its values must be thrown away when this raises.
         """
         record = self.manifest.tensors[name]
         dtype = getattr(torch, record.dtype)
-        with file_layer.reading_ahead([self._span(piece) for piece in record.pieces]) as opened:
+        with file_layer.reading_ahead([self._span(piece) for piece in record.pieces]) as open_file:
             for piece in record.pieces:
-                start, _ = contiguous_flat_range(piece.box, record.shape)
-                for at, data in self._read(piece, name, lambda at, left: next(rooms)[:left], opened):
-                    yield start + at // dtype.itemsize, data.view(dtype)
+                first_element, _ = contiguous_flat_range(piece.box, record.shape)
+                next_buffer = lambda position, bytes_left: next(buffers)[:bytes_left]  # noqa: E731
+                for position, data in self._read(piece, name, next_buffer, open_file):
+                    yield first_element + position // dtype.itemsize, data.view(dtype)  # [elements of this part]
 
     def _check(self, tensors: dict[str, LocalTensor], convert: bool) -> None:
-        """Raises one error with all missing tensors and mismatches, before anything is read."""
+        """Raise one error with all missing tensors and mismatches, before anything is read."""
         problems = problems_of_tensors(tensors)
         for name, local in tensors.items():
             record = self.manifest.tensors.get(name)
@@ -105,69 +105,88 @@ class Checkpoint:
                 problems.append(f"has no tensor {name!r}")
             elif record.shape != tuple(local.shape):
                 problems.append(f"has tensor {name!r} of shape {record.shape}, the model's is {tuple(local.shape)}")
-            elif record.dtype != local.dtype and not (convert and _are_floating(record.dtype, local.dtype)):
-                allowed = "; convert=True allows it" if _are_floating(record.dtype, local.dtype) else ""
-                problems.append(f"has tensor {name!r} in {record.dtype}, the model's is {local.dtype}{allowed}")
+            elif record.dtype != local.dtype:
+                is_convertible = _are_floating(record.dtype, local.dtype)
+                if not (convert and is_convertible):
+                    hint = "; convert=True allows it" if is_convertible else ""
+                    problems.append(f"has tensor {name!r} in {record.dtype}, the model's is {local.dtype}{hint}")
         if problems:
             raise CheckpointError(self.folder, problems, "load it with the settings of the model that was saved")
 
     def _fill(self, tensors: dict[str, LocalTensor], in_place: bool) -> None:
-        wanted = [
-            (piece, name, parts)
-            for name, local in tensors.items()
-            for piece in self.manifest.tensors[name].pieces
-            if (parts := _parts(piece.box, local))
-        ]
-        wanted.sort(key=lambda want: (want[0].file, want[0].offset))  # sequential reads of each file
-        direct = [
-            _place_of_whole(piece, self.manifest.tensors[name].dtype, *parts[0])
-            if in_place and len(parts) == 1
-            else None
-            for piece, name, parts in wanted
-        ]
-        largest = max((piece.nbytes for (piece, _, _), place in zip(wanted, direct) if place is None), default=0)
-        room = torch.empty(largest, dtype=torch.uint8)
-        with file_layer.reading_ahead([self._span(piece) for piece, _, _ in wanted]) as opened:
-            for (piece, name, parts), place in zip(wanted, direct):
-                data = room[: piece.nbytes] if place is None else place
-                for _ in self._read(piece, name, lambda at, left, data=data: data[at : at + _CHUNK], opened):
+        # find the saved pieces that overlap this rank's tensors, in file order: each file is read sequentially
+        reads = []
+        for name, local in tensors.items():
+            for piece in self.manifest.tensors[name].pieces:
+                overlaps = _overlaps(piece.box, local)
+                if overlaps:
+                    reads.append((piece, name, overlaps))
+        reads.sort(key=lambda read: (read[0].file, read[0].offset))
+
+        # choose where each piece is read to: into the tensor itself, or into one buffer for the largest of the others
+        targets: list[Tensor | None] = []
+        largest = 0
+        for piece, name, overlaps in reads:
+            target = None
+            if in_place and len(overlaps) == 1:
+                target = _direct_target(piece, self.manifest.tensors[name].dtype, *overlaps[0])
+            if target is None:
+                largest = max(largest, piece.nbytes)
+            targets.append(target)
+        buffer = torch.empty(largest, dtype=torch.uint8)
+
+        # read each piece, check it, and copy the overlaps from the buffer
+        with file_layer.reading_ahead([self._span(piece) for piece, _, _ in reads]) as open_file:
+            for (piece, name, overlaps), target in zip(reads, targets):
+                data = buffer[: piece.nbytes] if target is None else target  # [bytes of the piece]
+                next_chunk = lambda position, bytes_left, data=data: data[position : position + _CHUNK]  # noqa: E731
+                for _ in self._read(piece, name, next_chunk, open_file):
                     pass
-                if place is None:
-                    saved = data.view(getattr(torch, self.manifest.tensors[name].dtype)).view(size_of(piece.box))
-                    _put(saved, parts)
+                if target is None:
+                    saved = data.view(getattr(torch, self.manifest.tensors[name].dtype))  # [elements]
+                    saved = saved.view(size_of(piece.box))  # [shape of the piece's box]
+                    _copy_overlaps(saved, overlaps)
 
     @cached_property
     def _gaps(self) -> dict[tuple[str, int], int]:
         return format.gaps_of(self.manifest)
 
     def _span(self, piece: Piece) -> FileSpan:
-        """The bytes of a piece, and those before it that align it."""
+        """Return the bytes of a piece, with the zeros before it that align it."""
         start = piece.offset - self._gaps[piece.file, piece.offset]
         return FileSpan(self.folder / piece.file, start, piece.offset + piece.nbytes)
 
     def _read(
-        self, piece: Piece, name: str, room: Callable[[int, int], Tensor], opened: Callable[[Path, int], BinaryIO]
+        self,
+        piece: Piece,
+        name: str,
+        buffer_for: Callable[[int, int], Tensor],
+        open_file: Callable[[Path, int], BinaryIO],
     ) -> Iterator[tuple[int, Tensor]]:
-        """Reads a piece into `room(first byte, bytes left)`, part by part: (first byte, bytes read).
+        """Read a piece into `buffer_for(position, bytes left)`, part by part; yield (position, the bytes read).
 
-        CheckpointError at the end if its hash differs, or the zeros that align it.
+        Raises CheckpointError at the end if its hash differs, or if the bytes that align it are not zeros.
         """
-        path, gap = self.folder / piece.file, self._gaps[piece.file, piece.offset]
+        path = self.folder / piece.file
+        gap = self._gaps[piece.file, piece.offset]
         what = f"tensor {name!r}, box {format.show_box(piece.box)}"
-        digest, at = hashlib.sha256(), 0
+        digest = hashlib.sha256()
+        position = 0
         try:
-            with opened(path, piece.offset - gap) as file:
+            with open_file(path, piece.offset - gap) as file:
                 zeros = bytearray(max(gap, 0))
-                is_padded = file_layer.read_all(file, memoryview(zeros), path) == len(zeros) and not any(zeros)
-                while at < piece.nbytes:
-                    data = room(at, piece.nbytes - at)
+                count = file_layer.read_all(file, memoryview(zeros), path)
+                is_padded = count == len(zeros) and not any(zeros)
+                while position < piece.nbytes:
+                    data = buffer_for(position, piece.nbytes - position)
                     buffer = memoryview(data.numpy())
-                    if (count := file_layer.read_all(file, buffer, path)) < len(buffer):
-                        wrong = f"ends before the last {piece.nbytes - at - count} bytes of {what}"
+                    count = file_layer.read_all(file, buffer, path)
+                    if count < len(buffer):
+                        wrong = f"ends before the last {piece.nbytes - position - count} bytes of {what}"
                         raise CheckpointError(path, wrong, format.DAMAGED)
                     digest.update(buffer)
-                    yield at, data
-                    at += count
+                    yield position, data
+                    position += count
         except OSError as error:
             raise CheckpointError(path, f"cannot be read ({error}) for {what}", format.advice_after(error)) from error
         if not is_padded:
@@ -177,33 +196,38 @@ class Checkpoint:
             raise CheckpointError(path, f"does not match the sha256 of {what}", format.DAMAGED)
 
 
-def _parts(saved: Box, local: LocalTensor) -> list[tuple[Box, Stored, Box]]:
-    """The overlap of `local` with a saved piece: (box in the piece, target region, box in the region)."""
-    parts = []
+# (box in the saved piece, region of this rank's tensor, box in the region)
+_Overlap = tuple[Box, Stored, Box]
+
+
+def _overlaps(saved: Box, local: LocalTensor) -> list[_Overlap]:
+    """Return the overlaps of this rank's pieces and copies with a saved piece."""
+    overlaps = []
     for piece in (*local.pieces, *local.copies):
-        if (box := intersect(saved, piece[0])) is not None:
-            parts.append((relative_to(box, saved), local.region(piece), relative_to(box, piece[0])))
-    return parts
+        global_box = piece[0]
+        common = intersect(saved, global_box)
+        if common is not None:
+            overlaps.append((relative_to(common, saved), local.region(piece), relative_to(common, global_box)))
+    return overlaps
 
 
-def _put(saved: Tensor, parts: list[tuple[Box, Stored, Box]]) -> None:
-    """Copies parts of a piece to where they belong."""
-    for source, region, target in parts:
+def _copy_overlaps(saved: Tensor, overlaps: list[_Overlap]) -> None:
+    """Copy the overlaps from a saved piece [shape of its box] to this rank's regions."""
+    for source, region, target in overlaps:
         if isinstance(region, StoredTensor):
             region.put(target, saved[slices(source)])
         else:
             region[slices(target)].copy_(saved[slices(source)])
 
 
-def _place_of_whole(piece: Piece, dtype: str, source: Box, region: Stored, target: Box) -> Tensor | None:
-    """The bytes of this rank's memory where the whole piece belongs as it lies in the file; None if it must be copied
-    there."""
+def _direct_target(piece: Piece, dtype: str, source: Box, region: Stored, target: Box) -> Tensor | None:
+    """Return the memory of this rank's tensor, in bytes, if it has the piece just as the file; None if it must be copied."""
     if isinstance(region, StoredTensor) or source != whole(size_of(piece.box)):
         return None
-    place = region[slices(target)]
-    if place.device.type != "cpu" or place.dtype != getattr(torch, dtype) or not place.is_contiguous():
+    memory = region[slices(target)]  # [shape of the piece's box]
+    if memory.device.type != "cpu" or memory.dtype != getattr(torch, dtype) or not memory.is_contiguous():
         return None
-    return place.view(-1).view(torch.uint8)
+    return memory.view(-1).view(torch.uint8)  # [bytes]
 
 
 def _are_floating(*dtypes: str) -> bool:
@@ -216,25 +240,30 @@ def _are_floating(*dtypes: str) -> bool:
 def open_checkpoint(
     root: Path | str, iteration: int | None = None, world: Axis = ALONE, device: torch.device | str = "cpu"
 ) -> Checkpoint:
-    """The checkpoint of `iteration` below `root`, by default the latest, with its manifest checked; reads no tensors.
+    """Open the checkpoint of `iteration` below `root`, by default the latest; check its manifest, read no tensors.
 
-    Every rank of `world` must call. The first rank reads the manifest for all, so that they agree on the iteration.
+    Every rank of `world` must call. The first rank reads the manifest for all, so that they agree on the iteration. Raises
+    CheckpointError.
     """
-    found = None
+    # the first rank chooses the iteration and reads its manifest
+    message = None
     with collectives.raise_together(world, device):
         if world.is_first:
             try:
-                choice = folder.find(path_of(root), iteration)
+                choice = checkpoint_folder.find(path_of(root), iteration)
             except OSError as error:
                 advice = "check the path and who may read it"
                 raise CheckpointError(root, f"cannot be read ({error})", advice) from error
-            found = f"{json.dumps([choice.folder.name, choice.warning])}\n{folder.read_manifest(choice.folder)}"
-    head, text = collectives.broadcast_text(found, world, device).split("\n", 1)
+            head = json.dumps([choice.folder.name, choice.warning])
+            message = f"{head}\n{checkpoint_folder.read_manifest(choice.folder)}"
+
+    # every rank parses it
+    head, text = collectives.broadcast_text(message, world, device).split("\n", 1)
     name, warning = json.loads(head)
-    path = path_of(root) / name
+    folder = path_of(root) / name
     with collectives.raise_together(world, device):
-        manifest = format.parse_manifest(text, path / format.MANIFEST)
-        format.check_whole(manifest, path / format.MANIFEST)
+        manifest = format.parse_manifest(text, folder / format.MANIFEST)
+        format.check_complete(manifest, folder / format.MANIFEST)
         if world.is_first:
-            folder.check_files(path, manifest)
-    return Checkpoint(path, manifest, warning)
+            checkpoint_folder.check_files(folder, manifest)
+    return Checkpoint(folder, manifest, warning)

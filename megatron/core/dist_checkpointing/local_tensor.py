@@ -1,4 +1,4 @@
-"""What one rank holds of a tensor, as saving and loading see it."""
+"""One rank's part of a tensor, as saving and loading see it."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,61 +20,67 @@ from megatron.core.sharding.placement import Placement, owned_pieces, pieces
 class LocalTensor:
     """This rank's part of one tensor.
 
-    `pieces` are (box in the whole tensor, box in `tensor`), as `placement.pieces` gives them: two for a fused gate|up,
+    `pieces` are (box in the global tensor, box in `tensor`), as `placement.pieces` gives them: two for a fused gate|up,
     none on a rank that holds only padding. If `tensor` is flat, its boxes are runs of elements in row-major order, so
     that the shard of a ZeRO optimizer needs no reshaping:
 
-        whole (3, 4), shard 2:9 of its 12 elements   [0:1, 2:4] <- [0:2],  [1:2, 0:4] <- [2:6],  [2:3, 0:1] <- [6:7]
+        global (3, 4), shard 2:9 of its 12 elements   [0:1, 2:4] <- [0:2],  [1:2, 0:4] <- [2:6],  [2:3, 0:1] <- [6:7]
     """
 
-    tensor: Stored  # on any device, or stored otherwise, where boxes must be of whole rows
-    shape: tuple[int, ...]  # of the whole tensor, without padding
+    tensor: Stored  # on any device; boxes of one in a file must be of full rows
+    shape: tuple[int, ...]  # of the global tensor, without padding
     pieces: list[tuple[Box, Box]]
-    is_writer: bool  # exactly one of the ranks that hold a piece saves it
-    copies: tuple[tuple[Box, Box], ...] = ()  # further pieces, saved by another rank and only read by this one
-    replicas: Axis = (
-        ALONE  # the ranks that hold equal pieces, one of them the writer; a save divides them (`write_balance.py`)
-    )
+    is_writer: bool  # exactly one of the ranks that hold a piece writes it
+    copies: tuple[tuple[Box, Box], ...] = ()  # further pieces, which another rank writes and this one only reads
+    # The ranks that hold equal pieces, one of them the writer; a save divides the pieces among them (`write_balance.py`).
+    replicas: Axis = ALONE
 
     @property
     def dtype(self) -> str:
+        """The dtype's name, as in `format.ITEM_BYTES`."""
         return str(self.tensor.dtype).removeprefix("torch.")
 
     def region(self, piece: tuple[Box, Box]) -> Stored:
-        """The view of `tensor` that holds a piece, in the shape of the piece's global box."""
+        """Return the view of `tensor` that holds a piece [shape of the piece's global box]."""
         global_box, local_box = piece
         if isinstance(self.tensor, StoredTensor):
             return self.tensor.box(local_box).view(size_of(global_box))
         return self.tensor.detach()[slices(local_box)].view(size_of(global_box))
 
 
-def part_of_whole(
+def part_of_global(
     shape: tuple[int, ...], divided: Mapping[int, Sequence[int]]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """(shape of the whole tensor, where this part of `shape` begins in it, parts along each axis). divided: axis ->
-    (number of
-    this part, parts), for equal parts."""
-    numbers, parts = (tuple(divided.get(axis, (0, 1))[i] for axis in range(len(shape))) for i in (0, 1))
-    return tuple(map(mul, shape, parts)), tuple(map(mul, shape, numbers)), parts
+    """Return (shape of the global tensor, the offset of this part in it, number of parts along each axis).
+
+    shape: of this part. divided: axis -> (number of this part, parts), for equal parts.
+    """
+    axes = range(len(shape))
+    numbers = tuple(divided.get(axis, (0, 1))[0] for axis in axes)
+    parts = tuple(divided.get(axis, (0, 1))[1] for axis in axes)
+    global_shape = tuple(map(mul, shape, parts))
+    offset = tuple(map(mul, shape, numbers))
+    return global_shape, offset, parts
 
 
-def tensor_at(tensor: Tensor, start: tuple[int, ...], shape: tuple[int, ...], *, is_writer: bool) -> LocalTensor:
-    """This rank's box of a tensor of `shape`, which begins at `start`. One of the ranks of a box must be its writer."""
-    box = tuple((at, at + size) for at, size in zip(start, tensor.shape, strict=True))
+def tensor_at(tensor: Tensor, offset: tuple[int, ...], shape: tuple[int, ...], *, is_writer: bool) -> LocalTensor:
+    """Return this rank's box of a tensor of `shape`, which begins at `offset`. One rank of a box must be its writer."""
+    box = tuple((start, start + size) for start, size in zip(offset, tensor.shape, strict=True))
     return LocalTensor(tensor, tuple(shape), [(box, whole(tensor.shape))], is_writer)
 
 
 def placed_tensor(tensor: Stored, placement: Placement, mesh: Mesh) -> LocalTensor:
-    """This rank's part of a parameter of this placement, or of a state in a parameter's shape."""
+    """Return this rank's part of a parameter of this placement, or of an optimizer state in a parameter's shape."""
     shape = tuple(tensor.shape)
     owned = owned_pieces(placement, shape, mesh)
     copies = tuple(pair for pair in pieces(placement, shape, mesh) if pair not in owned)
     replicas = mesh.grad_axes(placement.reduce_over).reduce
-    return LocalTensor(tensor, placement.shape, owned, bool(owned) and replicas.is_first, copies, replicas)
+    is_writer = bool(owned) and replicas.is_first
+    return LocalTensor(tensor, placement.shape, owned, is_writer, copies, replicas)
 
 
 def problems_of_tensors(tensors: dict[str, LocalTensor]) -> list[str]:
-    """Problems that prevent saving or loading: dtypes, layouts, boxes."""
+    """Return the problems that prevent saving or loading: dtypes, layouts, boxes."""
     return [problem for name, local in tensors.items() for problem in _problems_of(name, local)]
 
 
@@ -90,14 +96,16 @@ def _problems_of(name: str, local: LocalTensor) -> list[str]:
                 f"tensor {name!r}: the boxes {show_box(global_box)} <- {show_box(local_box)} do not lie within the whole "
                 f"shape {tuple(local.shape)} and the local shape {tuple(local.tensor.shape)}"
             )
-        elif not _match(size_of(global_box), size_of(local_box), local.tensor.is_contiguous()):
+        elif not _have_equal_elements(size_of(global_box), size_of(local_box), local.tensor.is_contiguous()):
             problems.append(
                 f"tensor {name!r}: box {show_box(global_box)} cannot be taken from box {show_box(local_box)}"
             )
     return problems
 
 
-def _match(global_size: tuple[int, ...], local_size: tuple[int, ...], is_contiguous: bool) -> bool:
-    """Whether the extents are equal, or the local box is a flat run of as many elements."""
-    is_run = is_contiguous and len(local_size) == 1 and math.prod(global_size) == local_size[0]
-    return global_size == local_size or (is_run and len(global_size) != 1)
+def _have_equal_elements(global_size: tuple[int, ...], local_size: tuple[int, ...], is_contiguous: bool) -> bool:
+    """Return whether the boxes have one shape, or the local box is a flat run of as many elements."""
+    if global_size == local_size:
+        return True
+    is_flat_run = is_contiguous and len(local_size) == 1 and math.prod(global_size) == local_size[0]
+    return is_flat_run and len(global_size) != 1

@@ -1,25 +1,30 @@
-"""What a checkpoint's state says that it lacks: buffers of the model that had changed when it was saved. Pure."""
+"""Buffers of the model that a checkpoint lacks: its state names those that had changed when it was saved. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-LOST_BUFFERS = "lost_buffers"  # of a checkpoint's state: their names
-BUFFERS_AT_START = "buffers_at_start"  # of a checkpoint's state: name -> digest of what the model began with
+LOST_BUFFERS = "lost_buffers"  # key of a checkpoint's state: the names of these buffers
+BUFFERS_AT_START = "buffers_at_start"  # key of a checkpoint's state: name -> digest of the first value
 
 
 def lost_buffers(state: Mapping[str, Any]) -> list[str]:
-    """The names of the buffers; none in a checkpoint that lacks nothing, or of another project."""
+    """Return the names of the buffers; none for a checkpoint that lacks nothing, or of another project."""
     names = state.get(LOST_BUFFERS)
-    return [str(name) for name in names] if isinstance(names, list) else []
+    if not isinstance(names, list):
+        return []
+    return [str(name) for name in names]
 
 
 def first_names(names: Sequence[str], most: int = 5) -> str:
-    """The first names, and how many more there are."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    """Return the first `most` names as text, and how many more there are."""
+    text = ", ".join(names[:most])
+    if len(names) > most:
+        text += f" and {len(names) - most} more"
+    return text
 
 
 def note_of_lost_buffers(state: Mapping[str, Any]) -> str | None:
-    """A note for a tool that reads the weights alone; None if nothing is lost."""
+    """Return a note for a tool that reads only the weights; None if the checkpoint lacks nothing."""
     names = lost_buffers(state)
     if not names:
         return None

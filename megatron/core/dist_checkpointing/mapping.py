@@ -1,4 +1,4 @@
-"""Megatron's `ShardedTensor` and `ShardedObject`, and the helpers that make them."""
+"""Megatron's `ShardedTensor` and `ShardedObject`, and the functions that make them (Megatron: dist_checkpointing/mapping.py)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from megatron.core.base.lazy_imports import names_of_megatron
-from megatron.core.dist_checkpointing.local_tensor import LocalTensor, part_of_whole, tensor_at
+from megatron.core.dist_checkpointing.local_tensor import LocalTensor, part_of_global, tensor_at
 from megatron.core.dist_checkpointing.state_dict_io import KeyedTensor
 from megatron.core.parallel.global_state import get_global_state
 
 
 @dataclass
 class ShardedTensor(KeyedTensor):
-    """A rank's part of a tensor, by its place: for modules whose parameters have no placement.
+    """A rank's part of a tensor, given by its offset: for modules whose parameters have no placement.
 
-    replica_id: the rank whose number is 0, or all zeros, writes. A padded part is refused on loading if its padding differs.
+    replica_id: the rank whose id is 0, or all zeros, writes. Loading refuses a padded part whose padding differs.
     """
 
     key: str
@@ -36,9 +36,9 @@ class ShardedTensor(KeyedTensor):
     def local(self) -> LocalTensor:
         if self.data is None or self.flattened_range is not None:
             raise NotImplementedError(f"{self.key}: a part without data, or of a flattened range, is not built")
-        data = self.data.detach()[(None,) * self.prepend_axis_num]
-        writes = not any(self.replica_id if isinstance(self.replica_id, tuple) else (self.replica_id,))
-        return tensor_at(data, self.global_offset, self.global_shape, is_writer=writes)
+        data = self.data.detach()[(None,) * self.prepend_axis_num]  # [1, ..., 1, *local_shape]
+        replica_id = self.replica_id if isinstance(self.replica_id, tuple) else (self.replica_id,)
+        return tensor_at(data, self.global_offset, self.global_shape, is_writer=not any(replica_id))
 
     @classmethod
     def from_rank_offsets(
@@ -50,17 +50,31 @@ class ShardedTensor(KeyedTensor):
         prepend_axis_num: int = 0,
         **init_kwargs: Any,
     ) -> "ShardedTensor":
-        """rank_offsets: (axis, number of this part along it, parts along it) of each divided axis. prepend_axis_num:
-        leading axes
-        that the whole tensor has and `data` has not, such as one of layers."""
-        shape, placed = (1,) * prepend_axis_num + tuple(data.shape), {axis: part for axis, *part in rank_offsets}
-        place = (data.dtype, tuple(data.shape), *part_of_whole(shape, placed))
-        return cls(key, data, *place, replica_id, prepend_axis_num, **init_kwargs)
+        """Return the part of a tensor that is divided evenly along some axes.
+
+        rank_offsets: (axis, number of this part along it, parts along it) of each divided axis. prepend_axis_num: leading
+        axes that the global tensor has and `data` has not, such as one of layers.
+        """
+        shape = (1,) * prepend_axis_num + tuple(data.shape)
+        divided = {axis: part for axis, *part in rank_offsets}
+        global_shape, global_offset, axis_fragmentations = part_of_global(shape, divided)
+        return cls(
+            key,
+            data,
+            data.dtype,
+            tuple(data.shape),
+            global_shape,
+            global_offset,
+            axis_fragmentations,
+            replica_id,
+            prepend_axis_num,
+            **init_kwargs,
+        )
 
 
 @dataclass
 class ShardedObject:
-    """A value that is no tensor, but plain JSON, equal on all ranks."""
+    """A value that is not a tensor: plain JSON, equal on all ranks."""
 
     key: str
     data: Any
@@ -81,13 +95,14 @@ def make_tp_sharded_tensor_for_checkpoint(
     prepend_offsets: Sequence[tuple[int, int, int]] = (),
     **kwargs: Any,
 ) -> ShardedTensor:
-    """A part whose axis `tp_axis` is divided over the tensor-parallel ranks. prepend_offsets: of leading axes that the whole
-    tensor has and `tensor` has not."""
-    tp = get_global_state().mesh["tp"]
+    """Return a part of a tensor whose axis `tp_axis` is divided over the tensor-parallel ranks.
+
+    prepend_offsets: `rank_offsets` of leading axes that the global tensor has and `tensor` has not.
+    """
+    mesh = get_global_state().mesh
+    tp = mesh["tp"]
     divided = (tp_axis + len(prepend_offsets), tp.rank, tp.size)
-    return _part(
-        tensor, key, prepend_offsets, [divided], replica_id or (0, 0, get_global_state().mesh.tokens.rank), **kwargs
-    )
+    return _part(tensor, key, prepend_offsets, [divided], replica_id or (0, 0, mesh.tokens.rank), **kwargs)
 
 
 def make_sharded_tensor_for_checkpoint(
@@ -97,17 +112,19 @@ def make_sharded_tensor_for_checkpoint(
     replica_id: tuple[int, ...] | None = None,
     **kwargs: Any,
 ) -> ShardedTensor:
-    """A part that all tensor- and data-parallel ranks hold alike."""
+    """Return a tensor of which all tensor- and data-parallel ranks hold equal copies."""
     mesh = get_global_state().mesh
     return _part(tensor, key, prepend_offsets, [], replica_id or (0, mesh["tp"].rank, mesh.tokens.rank), **kwargs)
 
 
 def _part(
-    tensor: Tensor, key: str, leading: Any, divided: Any, replica: Any, tp_group: Any = None, dp_cp_group: Any = None
+    tensor: Tensor, key: str, leading: Any, divided: Any, replica_id: Any, tp_group: Any = None, dp_cp_group: Any = None
 ) -> ShardedTensor:
     del tp_group, dp_cp_group  # the mesh knows the groups
-    places = [*leading, *divided]
-    return ShardedTensor.from_rank_offsets(key, tensor, *places, replica_id=replica, prepend_axis_num=len(leading))
+    rank_offsets = [*leading, *divided]
+    return ShardedTensor.from_rank_offsets(
+        key, tensor, *rank_offsets, replica_id=replica_id, prepend_axis_num=len(leading)
+    )
 
 
 def make_sharded_tensors_for_checkpoint(
@@ -117,17 +134,23 @@ def make_sharded_tensors_for_checkpoint(
     sharded_offsets: Sequence[tuple[int, int, int]] = (),
     extra_state_suffix: str = "_extra_state",
 ) -> dict[str, Any]:
-    """The parts of a module's state dict: over tensor-parallel ranks along the axis that the map names, the others alike."""
-    axes, made = tensor_parallel_layers_axis_map or {}, {}
+    """Return the sharded state dict of a module's state dict.
+
+    The map gives the axis along which a tensor is divided over the tensor-parallel ranks; all other tensors are equal on
+    these ranks.
+    """
+    tp_axes = tensor_parallel_layers_axis_map or {}
+    sharded_state_dict = {}
     for name, value in state_dict.items():
-        key, of_leading = f"{prefix}{name}", {"prepend_offsets": sharded_offsets}
+        key = f"{prefix}{name}"
         if name.endswith(extra_state_suffix):
-            made[key] = ShardedObject(key, value, (1,), (0,))
-        elif name in axes:
-            made[key] = make_tp_sharded_tensor_for_checkpoint(value, key, axes[name], **of_leading)
+            sharded = ShardedObject(key, value, (1,), (0,))
+        elif name in tp_axes:
+            sharded = make_tp_sharded_tensor_for_checkpoint(value, key, tp_axes[name], prepend_offsets=sharded_offsets)
         else:
-            made[key] = make_sharded_tensor_for_checkpoint(value, key, **of_leading)
-    return made
+            sharded = make_sharded_tensor_for_checkpoint(value, key, prepend_offsets=sharded_offsets)
+        sharded_state_dict[key] = sharded
+    return sharded_state_dict
 
 
 __getattr__ = names_of_megatron(__name__)

@@ -16,9 +16,15 @@ from megatron.core.storage.paths import path_of
 
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:
-    """The state with the values of its objects."""
-    values = {name: one.data if isinstance(one, ShardedObject) else one for name, one in state.items()}
-    return {name: _plain(one) if isinstance(one, dict) else one for name, one in values.items()}
+    """Return the state with the data of its ShardedObjects instead of them."""
+    plain = {}
+    for name, value in state.items():
+        if isinstance(value, ShardedObject):
+            value = value.data
+        if isinstance(value, dict):
+            value = _plain(value)
+        plain[name] = value
+    return plain
 
 
 def save(
@@ -31,14 +37,14 @@ def save(
     preprocess_common_before_consistancy_check: Callable | None = None,
     content_metadata: dict | None = None,
 ) -> None:
-    """Write tensors, and what else is plain JSON, below `checkpoint_dir`. Every rank must call."""
+    """Save tensors, and plain JSON values beside them, below `checkpoint_dir`. Every rank must call."""
     del sharded_strategy, common_strategy, validate_access_integrity, preprocess_common_before_consistancy_check
     if async_sharded_save:
         raise NotImplementedError("async_sharded_save: a save returns when all is written; leave it out")
-    about = {} if content_metadata is None else {"content_metadata": content_metadata}
-    save_state_dict(
-        checkpoint_dir, {**_plain(sharded_state_dict), **about}, get_global_state().mesh, get_global_state().device
-    )
+    state = _plain(sharded_state_dict)
+    if content_metadata is not None:
+        state["content_metadata"] = content_metadata
+    save_state_dict(checkpoint_dir, state, get_global_state().mesh, get_global_state().device)
 
 
 def load(
@@ -49,11 +55,9 @@ def load(
     validate_access_integrity: bool = True,
     strict: Any = None,
 ) -> dict[str, Any]:
-    """The same names with the values that were saved, in any layout, and what was saved beside tensors. Every rank must
-    call.
+    """Load the tensors of `sharded_state_dict` from any layout; return them with the JSON values that were saved beside them.
 
-    Tensors of `sharded_state_dict` are filled in place. One that is missing in the checkpoint is an error, whatever
-    `strict`.
+    Every rank must call. Tensors are filled in place. One that the checkpoint lacks is an error, whatever `strict`.
     """
     del sharded_strategy, common_strategy, validate_access_integrity, strict
     return load_state_dict(
@@ -62,25 +66,25 @@ def load(
 
 
 def load_common_state_dict(checkpoint_dir: str | Path) -> dict[str, Any]:
-    """What was saved beside tensors. Any rank may call alone."""
+    """Return the JSON values that were saved beside tensors. Any rank may call alone."""
     return open_checkpoint(checkpoint_dir).state
 
 
 def load_content_metadata(
     checkpoint_dir: str | None = None, *, preloaded_state_dict: dict[str, Any] | None = None
 ) -> dict | None:
-    """What `save` was given as `content_metadata`. Any rank may call alone."""
+    """Return the `content_metadata` that `save` got. Any rank may call alone."""
     state = load_common_state_dict(checkpoint_dir) if preloaded_state_dict is None else preloaded_state_dict
     return state.get("content_metadata")
 
 
 def load_plain_tensors(checkpoint_dir: str) -> dict[str, Tensor]:
-    """All tensors, whole, on the CPU. Any rank may call alone."""
+    """Return all tensors, unsharded, on the CPU. Any rank may call alone."""
     return load_whole_tensors(checkpoint_dir)
 
 
 def check_is_distributed_checkpoint(checkpoint_dir: str | Path) -> bool:
-    """Whether there is a checkpoint that `load` reads."""
+    """Return whether there is a checkpoint that `load` can read."""
     return bool(saved_iterations(path_of(checkpoint_dir)))
 
 

@@ -1,10 +1,10 @@
-"""A nested dict of tensors saved and loaded in one call, for a loop of one's own.
+"""Saving and loading a nested dict of tensors in one call, for a training loop of one's own.
 
     save_state_dict(folder, {"model": dict(model.named_parameters()), "step": 3}, mesh)
     state = load_state_dict(folder, {"model": dict(model.named_parameters())}, mesh)       in any layout
 
-A tensor's `placement` says which part of the whole this rank holds; a `LocalTensor` or a `KeyedTensor` says it itself. One
-without a placement is whole and equal on every rank, as is all that is no tensor, which must be plain JSON.
+A tensor's `placement` says which part of the global tensor this rank holds; a `LocalTensor` or a `KeyedTensor` says it itself.
+A tensor without a placement is unsharded and equal on every rank. Everything else must be plain JSON, equal on every rank.
 """
 
 from pathlib import Path
@@ -24,78 +24,90 @@ State = dict[str, Any]
 
 
 class KeyedTensor:
-    """A tensor that is stored under a name of its own, in the place of those on the way to it."""
+    """A tensor that is saved under its own `key`, whatever its position in the dict."""
 
     key: str
     data: Tensor
 
     @property
     def local(self) -> LocalTensor:
+        """This rank's part of it."""
         raise NotImplementedError
 
 
-_KINDS = Tensor | LocalTensor | KeyedTensor
+_TENSORS = Tensor | LocalTensor | KeyedTensor
 
 
 def save_state_dict(
     folder: Path | str, state: State, mesh: Mesh, device: torch.device | str = "cpu", *, iteration: int = 0
 ) -> Path:
-    """Write `state` as a checkpoint below `folder`; returns the checkpoint's own folder. Every rank must call.
+    """Write `state` as a checkpoint below `folder`; return the checkpoint's own folder. Every rank must call.
 
-    Raises CheckpointError for what is neither tensor nor plain JSON, and RuntimeError for parameters that ZeRO stage 3 has
-    released.
+    Raises CheckpointError for a value that is neither tensor nor plain JSON, and RuntimeError for parameters that ZeRO
+    stage 3 has freed.
     """
-    return save_checkpoint(folder, iteration, _tensors(state, mesh), _rest(state), mesh["world"], device)
+    return save_checkpoint(folder, iteration, _local_tensors(state, mesh), _json_values(state), mesh["world"], device)
 
 
 def load_state_dict(folder: Path | str, state: State, mesh: Mesh, device: torch.device | str = "cpu") -> State:
-    """What the latest checkpoint below `folder` has under the names of `state`'s tensors, which are filled in place, and all
-    that was saved beside tensors. Every rank must call."""
+    """Fill `state`'s tensors from the latest checkpoint below `folder`; return them with all values saved beside tensors.
+
+    Every rank must call.
+    """
     saved = open_checkpoint(folder, None, mesh["world"], device)
-    saved.read_into(_tensors(state, mesh), mesh["world"], device=device)
-    return _joined(state, saved.state)
+    saved.read_into(_local_tensors(state, mesh), mesh["world"], device=device)
+    return _merged(state, saved.state)
 
 
 def load_whole_tensors(folder: Path | str) -> dict[str, Tensor]:
-    """All tensors of the latest checkpoint below `folder`, whole, on the CPU, by name. Any rank may call alone."""
-    saved, tensors = open_checkpoint(folder), {}
+    """Return all tensors of the latest checkpoint below `folder`, unsharded, on the CPU, by name. Any rank may call alone."""
+    saved = open_checkpoint(folder)
+    tensors = {}
     for name, record in saved.manifest.tensors.items():
-        tensor, box = torch.empty(record.shape, dtype=getattr(torch, record.dtype)), whole(record.shape)
+        tensor = torch.empty(record.shape, dtype=getattr(torch, record.dtype))
+        box = whole(record.shape)
         tensors[name] = LocalTensor(tensor, record.shape, [(box, box)], is_writer=False)
     saved.read_into(tensors)
     return {name: local.tensor for name, local in tensors.items()}
 
 
-def _tensors(state: State, mesh: Mesh, prefix: str = "") -> dict[str, LocalTensor]:
-    """This rank's part of each tensor, by the names on the way to it."""
-    parts = {}
+def _local_tensors(state: State, mesh: Mesh, prefix: str = "") -> dict[str, LocalTensor]:
+    """Return this rank's part of each tensor, by its path in the dict or its own key."""
+    tensors = {}
     for name, value in state.items():
         if isinstance(value, dict):
-            parts |= _tensors(value, mesh, f"{prefix}{name}/")
+            tensors |= _local_tensors(value, mesh, f"{prefix}{name}/")
         elif isinstance(value, LocalTensor):
-            parts[prefix + name] = value
+            tensors[prefix + name] = value
         elif isinstance(value, KeyedTensor):
-            parts[value.key] = value.local
+            tensors[value.key] = value.local
         elif isinstance(value, Tensor):
             placement = placement_of(value) or Placement(tuple(value.shape), None, replicated_over=("mp",))
-            parts[prefix + name] = placed_tensor(value.detach(), placement, mesh)
-    return parts
+            tensors[prefix + name] = placed_tensor(value.detach(), placement, mesh)
+    return tensors
 
 
-def _rest(state: State) -> State:
-    """What is no tensor."""
-    rest = {name: value for name, value in state.items() if not isinstance(value, _KINDS)}
-    return {name: _rest(value) if isinstance(value, dict) else value for name, value in rest.items()}
-
-
-def _joined(state: State, rest: State) -> State:
-    """The tensors of `state`, and `rest`."""
-    result = dict(rest)
+def _json_values(state: State) -> State:
+    """Return the state without its tensors."""
+    values = {}
     for name, value in state.items():
         if isinstance(value, dict):
-            result[name] = _joined(value, rest.get(name, {}))
+            values[name] = _json_values(value)
+        elif not isinstance(value, _TENSORS):
+            values[name] = value
+    return values
+
+
+def _merged(state: State, values: State) -> State:
+    """Return `values` with the tensors of `state`."""
+    merged = dict(values)
+    for name, value in state.items():
+        if isinstance(value, dict):
+            merged[name] = _merged(value, values.get(name, {}))
+        elif isinstance(value, Tensor):
+            merged[name] = value.detach()
         elif isinstance(value, LocalTensor):
-            result[name] = value.tensor
-        elif isinstance(value, _KINDS):
-            result[name] = value.detach() if isinstance(value, Tensor) else value.data
-    return result
+            merged[name] = value.tensor
+        elif isinstance(value, KeyedTensor):
+            merged[name] = value.data
+    return merged

@@ -1,20 +1,20 @@
-"""Writing and publishing a checkpoint: every rank writes its pieces into one raw file, rank 0 the manifest. No torch.
+"""The steps of a save: every rank writes its pieces into one raw file, rank 0 writes and publishes the manifest. No torch.
 
-    all ranks   check tensors                              rank 0 clears what a killed save left, makes iter_N.partial/
-    all ranks   iter_N.partial/rank_R.bin and rank_R.json  pieces, and what they are
-    rank 0      manifest.json from all rank_R.json         nothing missing, nothing twice, no gap
-    all ranks   is every tensor I hold in it?
-    rank 0      rename to iter_N/, then point latest_checkpointed_iteration.txt to it, then remove what it replaces
+    all ranks   check tensors
+    rank 0      remove leftovers of killed saves, make iter_N.partial/
+    all ranks   write iter_N.partial/rank_R.bin (the pieces) and rank_R.json (a manifest of these pieces)
+    rank 0      write manifest.json from all rank_R.json, after checking: nothing missing, nothing twice, no gap
+    all ranks   check that every tensor this rank holds is in the manifest
+    rank 0      rename to iter_N/, point latest_checkpointed_iteration.txt to it, remove what it replaces
 
-(In an object store, which renames nothing, pieces and manifest have other places and the same order:
-`object_store_commit.py`.)
+An object store cannot rename. There pieces and manifest have other places and the same order: `object_store_commit.py`.
 
-Each line is one step of an `Agreement`: a rank that fails stops all of them with its message, and the checkpoint before
-stays
-what `latest` names. All ranks write below one folder, so it must lie on a file system that they share; a rank that does
-not see it, or whose files rank 0 does not see, is reported. One job at a time may save below a root: the caller sees to it.
+Each line is one step of a `SaveGroup`: if a rank fails, all ranks stop with its message, and `latest` still names the
+previous checkpoint. All ranks write below one folder, so it must be on a file system that they share; a rank that does not
+see it, or whose files rank 0 does not see, is reported. One job at a time may save below a root; the caller ensures that.
 
-The ranks that train run these steps (`save_sharded.py`), or a process beside each of them (`writer.py`).
+The training ranks run these steps themselves (`save_sharded.py`), or a process beside each of them does
+(`writer_process.py`).
 """
 
 import contextlib
@@ -34,75 +34,79 @@ ONE_WRITER = "exactly one rank must be the writer of every element"
 _NOT_SHARED = "the folder must be on a file system that all ranks share; choose another --save"
 
 
-class Agreement(Protocol):
-    """How the ranks of a save agree. Every rank makes the same calls in the same order."""
+class SaveGroup(Protocol):
+    """The ranks of a save, as this rank reaches them. Every rank makes the same calls in the same order."""
 
     rank: int
 
     def together(self) -> contextlib.AbstractContextManager[None]:
-        """A block that may fail on some ranks only: if it fails anywhere, every rank raises."""
+        """Run a block that may fail on some ranks only: if it fails anywhere, every rank raises."""
         ...
 
     def gather(self, number: int) -> list[int]:
-        """The numbers of all ranks, in their order."""
+        """Return the numbers of all ranks, in rank order, on every rank."""
         ...
 
-    def first_says(self, text: str | None) -> str:
-        """The text of the first rank, on every rank."""
+    def broadcast_from_first(self, text: str | None) -> str:
+        """Return the text of the first rank, on every rank."""
         ...
 
 
 @dataclass(frozen=True)
-class HeldPart:
-    """What one rank holds of a tensor, in host memory or to be brought there piece by piece."""
+class WriteItem:
+    """One rank's part of a tensor, in host memory or copied there piece by piece while it is written."""
 
     dtype: str
-    shape: tuple[int, ...]  # of the whole tensor
+    shape: tuple[int, ...]  # of the global tensor
     is_writer: bool
-    pieces: list[tuple[Box, Callable[[], Iterable[Any]]]]  # the elements of a box in row-major order, as buffers
+    pieces: list[tuple[Box, Callable[[], Iterable[Any]]]]  # a box, and its elements in row-major order as buffers
 
 
 @dataclass(frozen=True)
-class Saving:
+class SaveRequest:
     """One save, as every rank knows it."""
 
     root: Path
     iteration: int
-    state: dict[str, Any]  # plain JSON; that of the first rank counts
-    warn: Callable[[str], object]  # told, on the first rank, of what could not be removed
+    state: dict[str, Any]  # plain JSON; the first rank's is written
+    warn: Callable[[str], object]  # called on the first rank with what could not be removed
 
     @property
     def partial(self) -> Path:
+        """The folder that is written before the checkpoint has its name."""
         return self.root / (format.folder_name(self.iteration) + format.PARTIAL)
 
 
-def write_and_publish(saving: Saving, parts: dict[str, HeldPart], ranks: Agreement) -> None:
-    """All steps of a save. On return, on any rank, the checkpoint is on disk and is the latest; if a rank fails, all
-    raise."""
+def write_and_publish(request: SaveRequest, items: dict[str, WriteItem], ranks: SaveGroup) -> None:
+    """Run all steps of a save. Every rank must call.
+
+    When this returns on any rank, the checkpoint is on disk and is the latest. If a rank fails, all raise.
+    """
     try:
-        with saving_together(saving.root, ranks):
+        with save_step(request.root, ranks):
             if ranks.rank == 0:
-                _start(saving)
-        write(saving, parts, ranks)
-        make_latest(saving, ranks)
+                _make_empty_folder(request)
+        write(request, items, ranks)
+        make_latest(request, ranks)
     except Exception:
         if ranks.rank == 0:
             with contextlib.suppress(OSError):  # the first error is the one to report
-                commit.clear_leftovers(saving.root)
+                commit.clear_leftovers(request.root)
         raise
 
 
 @contextlib.contextmanager
-def saving_together(root: Path, ranks: Agreement) -> Iterator[None]:
-    """A step of saving: a failure says what there is to go on from."""
+def save_step(root: Path, ranks: SaveGroup) -> Iterator[None]:
+    """Run one step of a save on all ranks; an error also names the checkpoint that a run can still resume from."""
     with ranks.together():
         try:
             yield
         except CheckpointError as error:
-            raise CheckpointError(error.file, error.wrong, f"{error.advice}; {_left(root)}") from error.__cause__
+            advice = f"{error.advice}; {_previous_checkpoint(root)}"
+            raise CheckpointError(error.file, error.wrong, advice) from error.__cause__
 
 
-def _left(root: Path) -> str:
+def _previous_checkpoint(root: Path) -> str:
     try:
         iteration = checkpoint_folder.find(root).iteration
     except (CheckpointError, OSError):
@@ -110,87 +114,103 @@ def _left(root: Path) -> str:
     return f"the checkpoint before is intact (iteration {iteration})"
 
 
-# ---------------------------------------------------------------- before: an empty folder
+@contextlib.contextmanager
+def _disk_errors_of(path: Path) -> Iterator[None]:
+    """Turn an OSError of the block into a CheckpointError that names `path`: a full or broken disk."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(path, f"cannot be written ({error})", "free or choose another disk") from error
 
 
-def _start(saving: Saving) -> None:
-    """An empty folder to write into."""
-    root, partial = saving.root, saving.partial
-    final = root / partial.name.removesuffix(format.PARTIAL)
-    with _writing(partial):
-        file_layer.make_folders(root)
-        _clear_leftovers(saving)
+# ---------------------------------------------------------------- rank 0, before: an empty folder
+
+
+def _make_empty_folder(request: SaveRequest) -> None:
+    partial = request.partial
+    final = request.root / partial.name.removesuffix(format.PARTIAL)
+    with _disk_errors_of(partial):
+        file_layer.make_folders(request.root)
+        _clear_leftovers(request)
         if file_layer.exists(final) and not commit.is_ours(final):
             wrong = f"exists and has no {format.MANIFEST}, so it is not ours to replace"
             raise CheckpointError(final, wrong, "move it away or choose another --save")
         commit.begin(partial)
 
 
-def _clear_leftovers(saving: Saving) -> None:
-    for problem in commit.clear_leftovers(saving.root):
-        saving.warn(problem)
+def _clear_leftovers(request: SaveRequest) -> None:
+    for problem in commit.clear_leftovers(request.root):
+        request.warn(problem)
 
 
 # ---------------------------------------------------------------- every rank: its pieces
 
 
-def write(saving: Saving, parts: dict[str, HeldPart], ranks: Agreement) -> None:
-    """Every rank writes what it is the writer of; rank 0 writes the manifest of all, in which each rank finds what it
-    holds."""
-    partial = saving.partial
-    with saving_together(saving.root, ranks):
-        part_bytes = _write_part(partial, saving.iteration, ranks.rank, parts)
-    all_part_bytes = ranks.gather(part_bytes)
+def write(request: SaveRequest, items: dict[str, WriteItem], ranks: SaveGroup) -> None:
+    """Write every rank's pieces, then the manifest of all of them. Every rank must call, after `_make_empty_folder`."""
+    partial = request.partial
+
+    # every rank writes its pieces and a manifest of them
+    with save_step(request.root, ranks):
+        manifest_bytes = _write_own_items(partial, request.iteration, ranks.rank, items)
+
+    # rank 0 merges these manifests: it expects one from each rank that wrote anything, with exactly that many bytes
+    bytes_by_rank = ranks.gather(manifest_bytes)
     summary = None
-    with saving_together(saving.root, ranks):
+    with save_step(request.root, ranks):
         if ranks.rank == 0:
-            with _writing(partial):
-                manifest = _merge(partial, saving.iteration, saving.state, all_part_bytes)
-            summary = json.dumps({name: [rec.dtype, rec.shape] for name, rec in manifest.tensors.items()})
-    summary = ranks.first_says(summary)
-    with saving_together(saving.root, ranks):
-        _check_nothing_lost(partial, parts, json.loads(summary))
+            with _disk_errors_of(partial):
+                manifest = _merge(partial, request.iteration, request.state, bytes_by_rank)
+            summary = json.dumps({name: [record.dtype, record.shape] for name, record in manifest.tensors.items()})
+
+    # every rank finds its tensors in the merged manifest
+    summary = ranks.broadcast_from_first(summary)
+    with save_step(request.root, ranks):
+        _check_nothing_lost(partial, items, json.loads(summary))
 
 
-def _write_part(partial: Path, iteration: int, rank: int, parts: dict[str, HeldPart]) -> int:
-    """Write what this rank is the writer of; the bytes of the list of it, 0 when there is nothing."""
-    mine = {name: part for name, part in parts.items() if part.is_writer}
-    if not mine:
+def _write_own_items(partial: Path, iteration: int, rank: int, items: dict[str, WriteItem]) -> int:
+    """Write the items of which this rank is the writer; return the bytes of their manifest, 0 if there are none."""
+    own_items = {name: item for name, item in items.items() if item.is_writer}
+    if not own_items:
         return 0
-    with _writing(partial):
+    with _disk_errors_of(partial):
         try:
-            path = commit.file_for(partial, rank)
+            path = commit.pieces_file(partial, rank)
         except FileNotFoundError as error:
             wrong = f"was made by the first rank but is not visible to rank {rank}"
             raise CheckpointError(partial, wrong, _NOT_SHARED) from error
-    with _writing(path):
-        records, nbytes = _write_pieces(path, mine)
-        text = format.to_json(Manifest(iteration, {}, {path.name: nbytes} if nbytes else {}, records))
+    with _disk_errors_of(path):
+        records, nbytes = _write_pieces(path, own_items)
+        files = {path.name: nbytes} if nbytes else {}
+        text = format.to_json(Manifest(iteration, {}, files, records))
         file_layer.write_synced(partial / format.file_name(rank, ".json"), text)
-        file_layer.at(partial).sync_folder(partial)
+        file_layer.backend_of(partial).sync_folder(partial)
     return len(text)
 
 
-def _write_pieces(path: Path, parts: dict[str, HeldPart]) -> tuple[dict[str, TensorRecord], int]:
-    """The records of the pieces written to `path`, and its size; no file is made for no pieces."""
-    records = {name: TensorRecord(part.dtype, part.shape, ()) for name, part in parts.items()}
-    if not any(part.pieces for part in parts.values()):
+def _write_pieces(path: Path, items: dict[str, WriteItem]) -> tuple[dict[str, TensorRecord], int]:
+    """Write all pieces to `path`; return their records and the file's size. Without pieces no file is made."""
+    records = {name: TensorRecord(item.dtype, item.shape, ()) for name, item in items.items()}
+    if not any(item.pieces for item in items.values()):
         return records, 0
-    # x: a file that is there belongs to another job that saves here.
-    with file_layer.at(path).open(path, "xb") as file:
-        for name, part in parts.items():
-            pieces = tuple(_write_piece(file, path, box, buffers()) for box, buffers in part.pieces)
-            records[name] = TensorRecord(part.dtype, part.shape, pieces)
+    # Mode "x" fails if the file exists: it would belong to another job that saves here.
+    with file_layer.backend_of(path).open(path, "xb") as file:
+        for name, item in items.items():
+            pieces = tuple(_write_piece(file, path, box, buffers()) for box, buffers in item.pieces)
+            records[name] = TensorRecord(item.dtype, item.shape, pieces)
         nbytes = file.tell()
-        file_layer.at(path).sync(file)
+        file_layer.backend_of(path).sync(file)
     return records, nbytes
 
 
 def _write_piece(file: BinaryIO, path: Path, box: Box, buffers: Iterable[Any]) -> Piece:
-    file_layer.write_all(file, bytes(-file.tell() % format.ALIGNMENT), path)
-    offset, digest = file.tell(), hashlib.sha256()
+    padding = bytes(-file.tell() % format.ALIGNMENT)
+    file_layer.write_all(file, padding, path)
+    offset = file.tell()
+    digest = hashlib.sha256()
     for data in buffers:
-        # Hashed while it passes: reading it back would double the time of a save.
+        # Hash while writing: reading the bytes back would double the time of a save.
         digest.update(data)
         file_layer.write_all(file, data, path)
     return Piece(box, path.name, offset, file.tell() - offset, digest.hexdigest())
@@ -199,37 +219,42 @@ def _write_piece(file: BinaryIO, path: Path, box: Box, buffers: Iterable[Any]) -
 # ---------------------------------------------------------------- rank 0: the manifest
 
 
-def _merge(partial: Path, iteration: int, state: dict[str, Any], part_bytes: list[int]) -> Manifest:
-    """Write the manifest of the pieces of all ranks that wrote `part_bytes` of list, each found whole."""
+def _merge(partial: Path, iteration: int, state: dict[str, Any], bytes_by_rank: list[int]) -> Manifest:
+    """Write the manifest of all ranks' pieces. bytes_by_rank: of each rank's own manifest, 0 if it wrote none."""
+    # read each rank's manifest, at its full size
+    expected = {format.file_name(rank, ".json"): nbytes for rank, nbytes in enumerate(bytes_by_rank) if nbytes}
+    _check_sizes(partial, expected)
     merged = Manifest(iteration, state, {}, {})
-    names = [format.file_name(rank, ".json") for rank, nbytes in enumerate(part_bytes) if nbytes]
-    _check_sizes(partial, dict(zip(names, filter(None, part_bytes))))
-    for name, nbytes in zip(names, filter(None, part_bytes)):
-        part = format.parse_manifest(file_layer.read_start(partial / name, nbytes).decode(), partial / name)
+    for name, nbytes in expected.items():
+        text = file_layer.read_start(partial / name, nbytes).decode()
+        part = format.parse_manifest(text, partial / name)
         merged.files.update(part.files)
-        _add(merged.tensors, part.tensors, partial / name)
-    _check_sizes(commit.folder_of_pieces(partial), merged.files)
-    format.check_whole(merged, partial, ONE_WRITER)
+        _add_records(merged.tensors, part.tensors, partial / name)
+
+    # check that the raw files are there and that the pieces cover each tensor once
+    _check_sizes(commit.pieces_folder(partial), merged.files)
+    format.check_complete(merged, partial, ONE_WRITER)
     text = format.to_json(merged)
     format.parse_manifest(text, partial / format.MANIFEST)  # what cannot be read must not become the latest
-    with _writing(partial / format.MANIFEST):
+
+    # write it, and remove the ranks' manifests: two lists of the same pieces could disagree
+    with _disk_errors_of(partial / format.MANIFEST):
         file_layer.write_synced(partial / format.MANIFEST, text)
-        for name in names:
-            # The manifest lists the same pieces; two lists could disagree.
-            file_layer.at(partial).remove(partial / name)
-        file_layer.at(partial).sync_folder(partial)
+        for name in expected:
+            file_layer.backend_of(partial).remove(partial / name)
+        file_layer.backend_of(partial).sync_folder(partial)
     return merged
 
 
-def _check_sizes(where: Path, expected: dict[str, int]) -> None:
-    for name, found in file_layer.sizes_of(where, expected).items():
-        if found != expected[name]:
-            wrong = "is not there" if found is None else f"has {found} bytes"
-            told = f"{wrong}, though its rank wrote {expected[name]} bytes"
-            raise CheckpointError(where / name, told, _NOT_SHARED)
+def _check_sizes(folder: Path, expected: dict[str, int]) -> None:
+    for name, nbytes in file_layer.sizes_of(folder, expected).items():
+        if nbytes != expected[name]:
+            wrong = "is not there" if nbytes is None else f"has {nbytes} bytes"
+            wrong += f", though its rank wrote {expected[name]} bytes"
+            raise CheckpointError(folder / name, wrong, _NOT_SHARED)
 
 
-def _add(merged: dict[str, TensorRecord], part: dict[str, TensorRecord], file: Path) -> None:
+def _add_records(merged: dict[str, TensorRecord], part: dict[str, TensorRecord], file: Path) -> None:
     for name, record in part.items():
         known = merged.get(name, TensorRecord(record.dtype, record.shape, ()))
         if (known.dtype, known.shape) != (record.dtype, record.shape):
@@ -239,34 +264,28 @@ def _add(merged: dict[str, TensorRecord], part: dict[str, TensorRecord], file: P
         merged[name] = TensorRecord(known.dtype, known.shape, known.pieces + record.pieces)
 
 
-def _check_nothing_lost(partial: Path, parts: dict[str, HeldPart], saved: dict[str, list]) -> None:
-    """A tensor that no rank is the writer of would be missed only when it is loaded."""
-    problems = [
-        f"tensor {name!r}, {part.dtype} {part.shape}, "
-        + (f"was saved as {saved[name][0]} {tuple(saved[name][1])}" if name in saved else "has no rank that writes it")
-        for name, part in parts.items()
-        if saved.get(name) != [part.dtype, list(part.shape)]
-    ]
+def _check_nothing_lost(partial: Path, items: dict[str, WriteItem], saved: dict[str, list]) -> None:
+    """Raise CheckpointError if a tensor of this rank has no writer: otherwise only a later load would notice."""
+    problems = []
+    for name, item in items.items():
+        if saved.get(name) == [item.dtype, list(item.shape)]:
+            continue
+        wrong = "has no rank that writes it"
+        if name in saved:
+            dtype, shape = saved[name]
+            wrong = f"was saved as {dtype} {tuple(shape)}"
+        problems.append(f"tensor {name!r}, {item.dtype} {item.shape}, {wrong}")
     if problems:
         raise CheckpointError(partial, problems, ONE_WRITER)
 
 
-@contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """A full or broken disk, said of `path`."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(path, f"cannot be written ({error})", "free or choose another disk") from error
+# ---------------------------------------------------------------- rank 0, after: the latest
 
 
-# ---------------------------------------------------------------- rank 0: the latest
-
-
-def make_latest(saving: Saving, ranks: Agreement) -> None:
-    """Makes the folder that was written the latest checkpoint, and removes what it replaces."""
-    with saving_together(saving.root, ranks):
+def make_latest(request: SaveRequest, ranks: SaveGroup) -> None:
+    """Make the written folder the latest checkpoint and remove what it replaces. Every rank must call."""
+    with save_step(request.root, ranks):
         if ranks.rank == 0:
-            with _writing(saving.partial.with_suffix("")):
-                commit.publish(saving.partial, saving.iteration)
-            _clear_leftovers(saving)
+            with _disk_errors_of(request.partial.with_suffix("")):
+                commit.publish(request.partial, request.iteration)
+            _clear_leftovers(request)

@@ -1,4 +1,4 @@
-"""The process beside a rank that writes its checkpoints while the rank trains on. No torch.
+"""The process beside a rank that writes its checkpoints while the rank goes on training. No torch.
 
     the rank, to its writer    {"rank": 0, "ranks": 4}
     the writer of rank 0       {"address": ...}
@@ -7,9 +7,8 @@
     a rank                     {"root": ..., "iteration": ..., "state": ..., "parts": ...}, and the handle of the memory
     every writer               {"done": 100, "warnings": [...]}, or {"failed": [file, wrong, advice], "elsewhere": ...}
 
-A new interpreter, so that nothing of the rank's threads, locks and devices is in it. Signals that end a job do not end
-it, as
-a rank that ends in order waits for the save in flight. It ends when its rank does, in order or not.
+The process is a new interpreter, not a fork: it has none of the rank's threads, locks and devices. It ignores the signals that
+end a job, as a rank that ends in order waits for the save in flight. It ends when its rank does, in order or not.
 """
 
 import contextlib
@@ -31,85 +30,95 @@ from typing import Any
 import megatron
 from megatron.core.base import output_streams
 from megatron.core.dist_checkpointing.format import CheckpointError
-from megatron.core.dist_checkpointing.write_and_publish import HeldPart, Saving, write_and_publish
-from megatron.core.dist_checkpointing.writer_sockets import Messages, Middle, OtherRankError, Star, join
+from megatron.core.dist_checkpointing.write_and_publish import SaveRequest, WriteItem, write_and_publish
+from megatron.core.dist_checkpointing.writer_sockets import (
+    MessageSocket,
+    OtherRankError,
+    WriterGroup,
+    WriterServer,
+    connect_to_server,
+)
 from megatron.core.storage.paths import path_of
 
 _CHUNK = 16 << 20  # bytes hashed and written at a time
-_LOOKS_EVERY = 0.1  # seconds, whether the rank lives
-_PR_SET_PDEATHSIG = 1  # of Linux
-_IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+_POLL_SECONDS = 0.1  # between two looks at whether the rank is alive
+_PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when its parent ends
+_IGNORED_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 
 # The new interpreter finds the rank's package even where it is not installed and the working folder is another.
 _PACKAGE_PARENT = str(Path(megatron.__file__).absolute().parent.parent)
 _START = f"import sys; sys.path.insert(0, sys.argv[2]); from {__name__} import main; main(int(sys.argv[1]))"
 
 
-def start_process(its: socket.socket) -> subprocess.Popen:
-    """The process at the other end of the socket `its`."""
-    command = [sys.executable, "-c", _START, str(its.fileno()), _PACKAGE_PARENT]
-    return subprocess.Popen(command, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL)
+def start_process(line: socket.socket) -> subprocess.Popen:
+    """Start a writer that listens to the socket `line`, whose other end the rank keeps."""
+    command = [sys.executable, "-c", _START, str(line.fileno()), _PACKAGE_PARENT]
+    return subprocess.Popen(command, pass_fds=[line.fileno()], stdin=subprocess.DEVNULL)
 
 
 def main(handle: int) -> None:
-    output_streams.keep_running()  # nobody may read what the job prints any more, and the save must end
-    for name in _IGNORED:
+    """Run the writer until its rank ends. handle: of the socket to the rank."""
+    output_streams.keep_running()  # a save must end even if nobody reads the job's output any more
+    for name in _IGNORED_SIGNALS:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
-    _be_killed_with_the_rank()
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    _kill_when_rank_ends()
+    threading.Thread(target=_exit_when_orphaned, args=(os.getppid(),), daemon=True).start()
     with contextlib.suppress(ConnectionError):  # the rank has ended
-        serve(Messages(socket.socket(fileno=handle)))
+        serve(MessageSocket(socket.socket(fileno=handle)))
     os._exit(0)
 
 
-def _be_killed_with_the_rank() -> None:
-    """On Linux, as soon as the rank's thread that started this process ends, and even where this process is stopped."""
+def _kill_when_rank_ends() -> None:
+    """Ask Linux to kill this process when the rank's thread that started it ends, even if this process is stopped."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _end_with(parent: int) -> None:
-    """Elsewhere. A rank that was killed closes nothing here that another process of it may hold open; but the parent's
-    number
-    changes."""
+def _exit_when_orphaned(parent: int) -> None:
+    """End this process when the rank has ended, on systems without PR_SET_PDEATHSIG.
+
+    A closed socket does not show it: another process of a killed rank may still hold the rank's end open. The parent's
+    process id does change.
+    """
     while os.getppid() == parent:
-        time.sleep(_LOOKS_EVERY)
+        time.sleep(_POLL_SECONDS)
     os._exit(1)
 
 
-def serve(rank: Messages) -> None:
-    """Writes what the rank sends until it hangs up, which raises ConnectionError."""
+def serve(rank: MessageSocket) -> None:
+    """Write each save that the rank sends, until it hangs up; that raises ConnectionError."""
     try:
-        ranks = _meet(rank)
+        writers = _connect_writers(rank)
     except OSError as error:
-        rank.send(
-            {"failed": ["--async-save", f"has no way between the processes that write ({error})", "leave it out"]}
-        )
+        wrong = f"has no way between the processes that write ({error})"
+        rank.send({"failed": ["--async-save", wrong, "leave it out"]})
         raise ConnectionError(str(error)) from error
     rank.send({"ready": True})
     try:
         while True:
             job = rank.receive()
-            rank.send(_answer(job, rank.handles.pop(), ranks))
+            rank.send(_write_job(job, rank.handles.pop(), writers))
     finally:
-        ranks.close()
+        writers.close()
 
 
-def _meet(rank: Messages) -> Star:
+def _connect_writers(rank: MessageSocket) -> WriterGroup:
+    """Connect to the other ranks' writers. Writer 0 tells its rank the address, which the ranks pass on."""
     hello = rank.receive()
     if hello["rank"]:
-        return join(hello["address"], hello["rank"])
-    middle = Middle()
-    rank.send({"address": middle.address})
-    return middle.meet(hello["ranks"])
+        return connect_to_server(hello["address"], hello["rank"])
+    server = WriterServer()
+    rank.send({"address": server.address})
+    return server.accept_all(hello["ranks"])
 
 
-def _answer(job: dict[str, Any], handle: int, ranks: Star) -> dict[str, Any]:
+def _write_job(job: dict[str, Any], handle: int, writers: WriterGroup) -> dict[str, Any]:
+    """Write one save; return the answer to the rank. handle: of the memory with the snapshot."""
     warnings: list[str] = []
     try:
         with _mapped(handle) as memory:
-            saving = Saving(path_of(job["root"]), job["iteration"], job["state"], warnings.append)
-            write_and_publish(saving, _parts(job["parts"], memory), ranks)
+            request = SaveRequest(path_of(job["root"]), job["iteration"], job["state"], warnings.append)
+            write_and_publish(request, _write_items(job["parts"], memory), writers)
     except CheckpointError as error:
         return {"failed": [str(error.file), error.wrong, error.advice]}
     except OtherRankError as error:
@@ -122,27 +131,27 @@ def _answer(job: dict[str, Any], handle: int, ranks: Star) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _mapped(handle: int) -> Iterator[memoryview]:
-    """The memory behind a handle, which is closed at the end."""
+    """Map the memory behind a handle, which is closed at the end."""
     try:
         nbytes = os.fstat(handle).st_size
         memory = mmap.mmap(handle, nbytes, prot=mmap.PROT_READ)
         yield memoryview(memory)
     finally:
-        os.close(handle)  # the map goes with the last buffer that is a view of it
+        os.close(handle)  # the map itself is freed with the last buffer that views it
 
 
-def _parts(listed: list[list[Any]], memory: memoryview) -> dict[str, HeldPart]:
-    return {
-        name: HeldPart(
-            dtype,
-            tuple(shape),
-            is_writer,
-            [(tuple(map(tuple, box)), partial(_buffers, memory[at : at + nbytes])) for box, at, nbytes in pieces],
-        )
-        for name, dtype, shape, is_writer, pieces in listed
-    }
+def _write_items(listed: list[list[Any]], memory: memoryview) -> dict[str, WriteItem]:
+    """Return the tensors that `async_save.snapshot` has listed; their elements are in `memory`."""
+    items = {}
+    for name, dtype, shape, is_writer, listed_pieces in listed:
+        pieces = []
+        for box, offset, nbytes in listed_pieces:
+            box = tuple(map(tuple, box))  # JSON has made lists of the tuples
+            pieces.append((box, partial(_buffers, memory[offset : offset + nbytes])))
+        items[name] = WriteItem(dtype, tuple(shape), is_writer, pieces)
+    return items
 
 
 def _buffers(piece: memoryview) -> Iterator[memoryview]:
-    for at in range(0, len(piece), _CHUNK):
-        yield piece[at : at + _CHUNK]
+    for start in range(0, len(piece), _CHUNK):
+        yield piece[start : start + _CHUNK]

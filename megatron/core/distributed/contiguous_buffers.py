@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megatron.core.distributed.buffer_plan import BufferPlan, ParamRange, overlaps
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
-from megatron.core.offload.offload_tiers import Tier
+from megatron.core.offload.offload_tiers import OffloadStore
 from megatron.core.offload.stored_tensor import Stored, start_writing
 from megatron.core.ops.main_grad_interface import set_slot
 from megatron.core.parallel.mesh import GradAxes
@@ -125,7 +125,7 @@ class ParamAndGradBuffer:
     axes: the ranks that sum gradients; each rank of `axes.shard` has a shard of every bucket (`param_shard`,
     `grad_shard`). Without `axes.outer` a rank updates its whole shard. With `axes.outer` (stage 3) it updates a part of
     the shard: the elements `owned_runs`, whose parameters are `owned_params`.
-    tier: storage of `param_shard` in stage 3; None: the device's memory.
+    offload_store: storage of `param_shard` in stage 3; None: the device's memory.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class ParamAndGradBuffer:
         parameters: Mapping[str, nn.Parameter],
         axes: GradAxes,
         config: DataParallelConfig,
-        tier: Tier | None = None,
+        offload_store: OffloadStore | None = None,
     ):
         self.plan = plan
         self.axes = axes
@@ -172,7 +172,7 @@ class ParamAndGradBuffer:
         self.buckets: list[Any] = []  # each `Bucket` adds itself
 
         # the parameters move into the buffers; in stage 3 only into `param_shard`
-        self.param_shard = self._make_shard(self.params, self.dtype, tier)
+        self.param_shard = self._make_shard(self.params, self.dtype, offload_store)
         self.owned_params = self.param_shard.within(self.owned_runs)
         self._adopt_parameters()
 
@@ -213,11 +213,13 @@ class ParamAndGradBuffer:
             return Shard(bucket_runs, [grads.data for grads in self.grads_of], self.grad_dtype)
         return self._make_shard(self.grads, self.master_dtype)
 
-    def _make_shard(self, buffer: MemoryBuffer | None, dtype: torch.dtype, tier: Tier | None = None) -> Shard:
+    def _make_shard(
+        self, buffer: MemoryBuffer | None, dtype: torch.dtype, offload_store: OffloadStore | None = None
+    ) -> Shard:
         """Return this rank's shard: views of a whole buffer, or zeros if there is no whole buffer."""
         if buffer is not None:
             return Shard(self.shard_runs, [buffer.data[start:stop] for start, stop in self.shard_runs], dtype)
-        zeros = partial(torch.zeros, device=self.device) if tier is None else tier.zeros
+        zeros = partial(torch.zeros, device=self.device) if offload_store is None else offload_store.zeros
         return Shard(self.shard_runs, [zeros(stop - start, dtype=dtype) for start, stop in self.shard_runs], dtype)
 
     def _adopt_parameters(self) -> None:

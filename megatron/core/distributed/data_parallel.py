@@ -43,7 +43,7 @@ from megatron.core.distributed.grad_count import GradCounter
 from megatron.core.distributed.param_grad_state import ParamSlot, declared_num_grads, is_shared
 from megatron.core.distributed.zero import GradReduce, ParamGather, ReduceEachMicrobatch, ReduceOnce
 from megatron.core.distributed.zero3_param_fetcher import ParamFetcher, units_of
-from megatron.core.offload.offload_tiers import Tier
+from megatron.core.offload.offload_tiers import OffloadStore
 from megatron.core.offload.stored_tensor import Stored
 from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.main_grad_interface import (
@@ -68,7 +68,7 @@ class DistributedDataParallel(DataParallelBase):
 
     weight_grads: the store of deferred weight gradients, if the schedule defers them; in stages 2 and 3 the module's
         other gradients are deferred too.
-    tier: storage of the shards of stage 3; None: the device's memory.
+    offload_store: storage of the shards of stage 3; None: the device's memory.
     unsplit: names of parameters whose optimizer needs the whole tensor; in stage 1 each is in one shard.
     fills_grad: stage 0, for an optimizer of torch.optim: gradients that are complete are in `.grad` too, and a forward
         after the optimizer's `zero_grad()` begins a step.
@@ -82,7 +82,7 @@ class DistributedDataParallel(DataParallelBase):
         config: DataParallelConfig | None = None,
         weight_grads: WeightGradStore | None = None,
         *,
-        tier: Tier | None = None,
+        offload_store: OffloadStore | None = None,
         unsplit: Collection[str] = (),
         fills_grad: bool = False,
     ):
@@ -115,7 +115,7 @@ class DistributedDataParallel(DataParallelBase):
         units = units_of(module)
         specs = [ParamSpec(n, p.numel(), _buffer_key(p), units[n], n in unsplit) for n, p in trained.items()]
         self.buffers = [
-            ParamAndGradBuffer(plan, trained, self._grad_axes(plan.key), self.settings, tier)
+            ParamAndGradBuffer(plan, trained, self._grad_axes(plan.key), self.settings, offload_store)
             for plan in plan_buffers(specs, bucket_spec_of=self._bucket_spec)
         ]
 

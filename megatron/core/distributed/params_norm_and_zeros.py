@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.core.distributed.buffer_plan import overlaps
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.offload.stored_tensor import loaded
+from megatron.core.offload.stored_tensor import read_parts
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.sharding.boxes import rows_to_flat_range, slices
@@ -40,7 +40,7 @@ def owned_elements(
                 for _, local in owned_pieces(parameter.placement, shape, mesh):
                     first, last = rows_to_flat_range(local, shape)
                     for run in overlaps(buffer.owned_runs, param_range.start + first, param_range.start + last):
-                        for part in loaded(values.at(*run)):
+                        for part in read_parts(values.at(*run)):
                             yield param_range.name, part
         if grads:
             continue

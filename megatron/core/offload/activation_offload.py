@@ -1,13 +1,17 @@
-"""Saved activations of a stage's layers, offloaded to a tier or kept in slots of one device buffer.
+"""Saved activations of a stage's layers, offloaded to an `OffloadStore` or kept in slots of one device buffer.
 
-    forward    layer 0 | layer 1          | layer 2             a layer's activations leave while the next layer computes
+    forward    layer 0 | layer 1          | layer 2             a layer's activations are copied out while the next computes
                          layer 0 offloads   layer 1 offloads
-    backward   layer 2          | layer 1          | layer 0    and return while the layer above computes its backward
+    backward   layer 2          | layer 1          | layer 0    and are loaded while the layer above computes its backward
                  layer 1 loads     layer 0 loads
 
-A recomputed layer offloads its input. Any other layer offloads each large storage that autograd saves, as a whole, so
-that all
-saved views of it keep their strides. Slots in a tier are reused by tensors of the same size.
+A recomputed layer offloads its input. Any other layer offloads each large storage that autograd saves, as one, so that all
+saved views of it keep their strides. A slot in the store is reused by storages of the same size.
+
+    StageActivations   a stage: which layers offload, and the hooks on their forward
+    _LayerStorages     the offloaded storages of one layer, and the layer before it
+    OffloadedStorage   one storage: offloaded, then loaded in the backward
+    OffloadSlots       its place in the store, and the transfers
 """
 
 import contextlib
@@ -23,72 +27,93 @@ from torch import Tensor, nn
 from megatron.core.base.async_handle import AsyncHandle
 from megatron.core.base.memory_category import ACTIVATIONS, set_memory_kind
 from megatron.core.offload.contiguous_activation_buffer import SlotBuffer, as_flat, strides_like
-from megatron.core.offload.offload_tiers import HostTier, Tier
+from megatron.core.offload.offload_tiers import HostOffloadStore, OffloadStore
 from megatron.core.offload.stored_tensor import Stored, start_reading, start_writing
 from megatron.core.parallel.accelerator import to_device
 
-# Takes a tensor; returns a function that gives its values, any number of times.
-Keep = Callable[[Tensor], Callable[[], Tensor]]
+# A function that takes a tensor and returns a function that gives its values, any number of times.
+InputSaver = Callable[[Tensor], Callable[[], Tensor]]
 
 
 class StageActivations:
     """The saved activations of one stage.
 
-    offloaded: number of leading layers whose activations go to the tier. contiguous: keep the inputs of further recomputed
-    layers in slots on the device. smallest: elements of the smallest storage to offload. tier: default host memory.
+    offloaded: number of leading layers whose activations are offloaded. contiguous: keep the inputs of further recomputed
+    layers in slots on the device. smallest: elements of the smallest storage to offload. offload_store: default host memory.
     """
 
-    def __init__(self, offloaded: int = 0, *, smallest: int = 0, contiguous: bool = False, tier: Tier | None = None):
-        self.offloaded, self.smallest = offloaded, smallest
-        self.contiguous, self.slots = contiguous, SlotBuffer()
+    def __init__(
+        self,
+        offloaded: int = 0,
+        *,
+        smallest: int = 0,
+        contiguous: bool = False,
+        offload_store: OffloadStore | None = None,
+    ):
+        self.offloaded = offloaded
+        self.smallest = smallest
+        self.contiguous = contiguous
+        self.slots = SlotBuffer()
         self.hooks = torch.autograd.graph.saved_tensors_hooks
-        self._tier = tier
-        self._room: TierRoom | None = None
-        self._last: Callable[[], _Layer | None] = lambda: None
+        self._store = offload_store
+        self._offload_slots: OffloadSlots | None = None
+        # A weak reference to the last layer: only the autograd graph may keep a layer's storages.
+        self._last: Callable[[], _LayerStorages | None] = lambda: None
 
-    def keep_in(self, tier: Tier) -> None:
-        """From here on in another tier; before anything is there."""
-        self._tier = tier
+    def set_store(self, store: OffloadStore) -> None:
+        """Offload to another store. Call before anything is offloaded."""
+        self._store = store
 
-    def room(self, device: torch.device) -> "TierRoom":
-        """The stage's slots in the tier, made on first use."""
-        if self._room is None:
-            self._room = TierRoom(self._tier or HostTier(device), device)
-        return self._room
+    def offload_slots(self, device: torch.device) -> "OffloadSlots":
+        """Return the stage's slots in the store, made on first use."""
+        if self._offload_slots is None:
+            self._offload_slots = OffloadSlots(self._store or HostOffloadStore(device), device)
+        return self._offload_slots
 
-    def keeper(self, layer: int) -> Keep | None:
-        """How the recomputed group that begins with this layer keeps its input; None: without help. Layers are numbered
-        within
-        the stage, and must be asked for in order."""
+    def input_saver(self, layer: int) -> InputSaver | None:
+        """Return what saves the input of the recomputed group that begins with this layer; None if autograd should.
+
+        layer: number within the stage. Call once for each group, in order.
+        """
         if layer < self.offloaded:
-            return partial(_keep, self._next(first=layer == 0), self.room)
-        return self.slots.keep if self.contiguous else None
+            return partial(_offload_input, self._next_layer(first=layer == 0), self.offload_slots)
+        if self.contiguous:
+            return self.slots.keep
+        return None
 
     @contextlib.contextmanager
-    def saving(self, layer: int, x: Tensor, beside: Iterable[Tensor | None]) -> Iterator[None]:
-        """Inside the block, tensors that autograd saves for this layer are offloaded. x: its input; beside: tensors that
-        stay
-        resident anyway, such as parameters."""
-        with torch._C.DisableTorchFunctionSubclass():  # asks a released parameter of ZeRO stage 3 for its storage only
-            stays = {other.untyped_storage()._cdata for other in beside if other is not None}
-        memory, room = x.untyped_storage().device, self.room(x.device)
-        packer = _Packer(self._next(first=layer == 0), room, stays, self.smallest, memory)
+    def saving(self, layer: int, x: Tensor, resident: Iterable[Tensor | None]) -> Iterator[None]:
+        """Offload the tensors that autograd saves inside the block, which is this layer's forward.
+
+        layer: number within the stage. x: its input. resident: tensors that stay on the device anyway, such as parameters.
+        """
+        # A freed parameter of ZeRO stage 3 must not be gathered for this question, so its __torch_function__ is left out.
+        with torch._C.DisableTorchFunctionSubclass():
+            resident_storages = {other.untyped_storage()._cdata for other in resident if other is not None}
+        storage_device = x.untyped_storage().device
+        slots = self.offload_slots(x.device)
+        packer = _Packer(self._next_layer(first=layer == 0), slots, resident_storages, self.smallest, storage_device)
         with self.hooks(packer.pack, _unpack):
             yield
 
-    def end(self, x: Tensor) -> None:
-        """Call after the layers. x: their output; its gradient starts the load of the last layer's activations."""
-        if (last := self._last()) is not None and x.requires_grad:
-            x.register_hook(lambda _: last.start())
+    def finish_forward(self, x: Tensor) -> None:
+        """Start the last layer's loads when the backward reaches `x`, the output of the layers. Call after them."""
+        last = self._last()
+        if last is not None and x.requires_grad:
+            x.register_hook(lambda _: last.start_loading())
 
-    def _next(self, *, first: bool) -> "_Layer":
-        """The next layer. At most two layers are in flight to the tier: this one and, in the same forward, the
-        previous one."""
+    def _next_layer(self, *, first: bool) -> "_LayerStorages":
+        """Return a new layer, the first one of a forward or the next.
+
+        At most two layers are being offloaded: this one and, in the same forward, the one before it.
+        """
         before = self._last()
-        for earlier in (before if first else None, before.before if before else None):
-            if earlier is not None:
-                earlier.settle()
-        layer = _Layer(None if first else before)
+        if before is not None:
+            if first:  # another forward's last layer
+                before.finish_offload()
+            if before.before is not None:
+                before.before.finish_offload()
+        layer = _LayerStorages(None if first else before)
         self._last = weakref.ref(layer)
         return layer
 
@@ -103,84 +128,101 @@ class HoldsActivations(nn.Module):
         raise NotImplementedError
 
 
-def _keep(layer: "_Layer", room: Callable[[torch.device], "TierRoom"], x: Tensor) -> Callable[[], Tensor]:
-    return _Looking(layer.send(room(x.device), as_flat(x), x), x.dtype, 0, x.shape, strides_like(x)).get
+def _offload_input(
+    layer: "_LayerStorages", slots_on: Callable[[torch.device], "OffloadSlots"], x: Tensor
+) -> Callable[[], Tensor]:
+    """Start to offload a recomputed layer's input; the returned function gives it back, in the same shape and strides."""
+    flat = as_flat(x)  # [elements of x]
+    storage = layer.offload(slots_on(x.device), flat, x)
+    return _OffloadedView(storage, x.dtype, 0, x.shape, strides_like(x)).get
 
 
-class _Layer:
-    """The offloaded storages of one layer. The autograd graph keeps them alive, and they keep the layer."""
+class _LayerStorages:
+    """The offloaded storages of one layer. The autograd graph keeps the storages, and each of them keeps the layer."""
 
-    def __init__(self, before: "_Layer | None"):
+    def __init__(self, before: "_LayerStorages | None"):
         self.before = before
-        self._parts: list[weakref.ref[Away]] = []
+        self._storages: list[weakref.ref[OffloadedStorage]] = []
 
-    def send(self, room: "TierRoom", flat: Tensor, x: Tensor) -> "Away":
-        """Starts to offload `flat`, the storage of x."""
-        away = Away(room, flat, x, self)
-        self._parts.append(weakref.ref(away))
-        return away
+    def offload(self, slots: "OffloadSlots", flat: Tensor, x: Tensor) -> "OffloadedStorage":
+        """Start to offload `flat` [elements], the storage of x."""
+        storage = OffloadedStorage(slots, flat, x, self)
+        self._storages.append(weakref.ref(storage))
+        return storage
 
-    def start(self) -> None:
-        """Starts to load the storages that are still needed."""
-        for away in self._living():
-            away.start()
+    def start_loading(self) -> None:
+        """Start to load the storages that are still needed."""
+        for storage in self._alive():
+            storage.start_loading()
 
-    def settle(self) -> None:
-        """Waits until this layer's storages are offloaded."""
-        for away in self._living():
-            away.settle()
+    def finish_offload(self) -> None:
+        """Wait until this layer's storages are offloaded."""
+        for storage in self._alive():
+            storage.finish_offload()
 
-    def _living(self) -> list["Away"]:
-        return [away for part in self._parts if (away := part()) is not None]
+    def _alive(self) -> list["OffloadedStorage"]:
+        storages = [reference() for reference in self._storages]
+        return [storage for storage in storages if storage is not None]
 
 
-class Away:
-    """A storage of tensor `x` in the tier; its slot is freed with this object."""
+class OffloadedStorage:
+    """The storage of tensor `x`, offloaded. Its slot becomes free with this object."""
 
-    _leaving: AsyncHandle[Any] | None = None  # of an object whose construction failed
-    _coming: AsyncHandle[Tensor] | None = None
+    # Class attributes, so that __del__ works on an object whose construction failed.
+    _leaving: AsyncHandle[Any] | None = None  # the transfer to the store
+    _loading: AsyncHandle[Tensor] | None = None  # the transfer back
 
-    def __init__(self, room: "TierRoom", flat: Tensor, x: Tensor, layer: _Layer):
-        self._room, self._layer = room, layer
-        self._slot = room.take(flat.numel(), flat.dtype)
-        self._source, self._version = x.detach(), x._version  # `detach` shares x's version counter
-        self._leaving = room.send(self._slot, flat)
-        self._seen: tuple[Callable[[], torch.UntypedStorage | None], int] | None = None  # memory, first element
-        weakref.finalize(self, room.give_back, self._slot).atexit = False
+    def __init__(self, slots: "OffloadSlots", flat: Tensor, x: Tensor, layer: _LayerStorages):
+        self._slots = slots
+        self._layer = layer
+        self._slot = slots.take(flat.numel(), flat.dtype)
+        # The source must stay until the transfer has ended. `detach` shares x's version counter.
+        self._source = x.detach()
+        self._version = x._version
+        self._leaving = slots.send(self._slot, flat)
+        # where the values were loaded to: a weak reference to the storage, and the first element in it
+        self._loaded: tuple[Callable[[], torch.UntypedStorage | None], int] | None = None
+        weakref.finalize(self, slots.give_back, self._slot).atexit = False
 
-    def start(self) -> None:
-        """Starts to load it, unless that has been started."""
-        if self._coming is None and self._seen is None:
+    def start_loading(self) -> None:
+        """Start to load it, unless that has been started."""
+        if self._loading is None and self._loaded is None:
             self._fetch()
 
     def get(self) -> Tensor:
-        """The values on the device. Starts to load the rest of the layer, and the previous layer."""
-        values = self._still_there()
+        """Return the values on the device [elements], and start to load the rest of the layer and the previous layer."""
+        values = self._values_in_use()
         if values is None:
-            if self._coming is None:
+            if self._loading is None:
                 self._fetch()
-            values, self._coming = self._coming.wait(), None
-            self._seen = weakref.ref(values.untyped_storage()), values.storage_offset()
-        self._layer.start()
+            values = self._loading.wait()
+            self._loading = None
+            self._loaded = weakref.ref(values.untyped_storage()), values.storage_offset()
+        self._layer.start_loading()
         if self._layer.before is not None:
-            self._layer.before.start()
+            self._layer.before.start_loading()
         return values
 
-    def _still_there(self) -> Tensor | None:
-        """The loaded values while any tensor views them: queries, keys and values of one storage are loaded once."""
-        memory = self._seen[0]() if self._seen is not None else None
-        if memory is None:
+    def _values_in_use(self) -> Tensor | None:
+        """Return the loaded values while any tensor views them, so that query, key and value of one storage load it once."""
+        if self._loaded is None:
             return None
-        values = torch.empty(0, dtype=self._slot.dtype, device=memory.device)
-        return values.set_(memory, self._seen[1], (self._slot.numel(),), (1,))
+        reference, offset = self._loaded
+        storage = reference()
+        if storage is None:
+            return None
+        values = torch.empty(0, dtype=self._slot.dtype, device=storage.device)
+        return values.set_(storage, offset, (self._slot.numel(),), (1,))  # [elements]
 
-    def settle(self) -> None:
-        """Waits until it is offloaded, and frees the source. RuntimeError if the source was changed in place meanwhile."""
+    def finish_offload(self) -> None:
+        """Wait until it is offloaded, and free the source. RuntimeError if the source was changed in place meanwhile."""
         if self._leaving is None:
             return
-        leaving, self._leaving = self._leaving, None
-        source, self._source = self._source, None
-        leaving.wait()
+        transfer = self._leaving
+        source = self._source
+        self._leaving = None
+        self._source = None
+        transfer.wait()
         if source._version != self._version:
             raise RuntimeError(
                 f"a saved tensor of shape {tuple(source.shape)} was changed in place after its forward; avoid that, as without "
@@ -188,106 +230,137 @@ class Away:
             )
 
     def _fetch(self) -> None:
-        self.settle()
-        self._coming = self._room.fetch(self._slot)
+        self.finish_offload()
+        self._loading = self._slots.fetch(self._slot)
 
     def __del__(self) -> None:
-        for under_way in (self._leaving, self._coming):
-            if under_way is not None and self._room.side is not None:
-                under_way.wait()  # else the allocator would reuse the device memory during the copy
+        # Wait for copies on the side stream: else the allocator would reuse the device memory during the copy.
+        for in_flight in (self._leaving, self._loading):
+            if in_flight is not None and self._slots.side is not None:
+                in_flight.wait()
 
 
-class TierRoom:
-    """A stage's slots in a tier, and transfers to them in one order, so that a freed slot may be reused while a transfer
-    from it
-    is in flight. An accelerator copies to host memory on a side stream."""
+class OffloadSlots:
+    """A stage's slots in a store, and the transfers to and from them.
 
-    def __init__(self, tier: Tier, device: torch.device):
-        self._tier, self.device = tier, device
-        self._free: dict[tuple[int, torch.dtype], list[Stored]] = defaultdict(list)
-        self.side = tier.side_stream(device)
+    Transfers run in one order, so a freed slot may be reused while a transfer from it is in flight. An accelerator copies
+    to host memory on a side stream.
+    """
+
+    def __init__(self, store: OffloadStore, device: torch.device):
+        self.device = device
+        self.side = store.side_stream(device)
         self.slots: list[Stored] = []  # free and used
-        self.in_use = self.bytes_in_use = 0
+        self.in_use = 0
+        self.bytes_in_use = 0
+        self._store = store
+        self._free: dict[tuple[int, torch.dtype], list[Stored]] = defaultdict(list)
 
     def take(self, numel: int, dtype: torch.dtype) -> Stored:
+        """Return a slot [numel]: a free one, or a new one."""
         free = self._free[numel, dtype]
-        if not free:
-            free.append(self._tier.zeros(numel, dtype))
-            self.slots.append(free[0])
+        if free:
+            slot = free.pop()
+        else:
+            slot = self._store.zeros(numel, dtype)
+            self.slots.append(slot)
         self.in_use += 1
-        self.bytes_in_use += free[-1].nbytes
-        return free.pop()
+        self.bytes_in_use += slot.nbytes
+        return slot
 
     def give_back(self, slot: Stored) -> None:
+        """Make a slot free."""
         self.in_use -= 1
         self.bytes_in_use -= slot.nbytes
         self._free[slot.numel(), slot.dtype].append(slot)
 
     def send(self, slot: Stored, flat: Tensor) -> AsyncHandle[Any]:
-        """Starts to copy `flat` into the slot; `flat` must not change before `wait`."""
-        return start_writing(slot, flat) if self.side is None else self.side.start_copy(slot, flat)
+        """Start to copy `flat` [elements] into the slot; `flat` must not change before `wait`."""
+        if self.side is None:
+            return start_writing(slot, flat)
+        return self.side.start_copy(slot, flat)
 
     def fetch(self, slot: Stored) -> AsyncHandle[Tensor]:
-        """Starts to load the slot."""
+        """Start to load the slot; `wait` returns the values on the device [elements]."""
         if self.side is not None:
-            return self.side.start_copy(torch.empty(slot.numel(), dtype=slot.dtype, device=self.device), slot)
+            values = torch.empty(slot.numel(), dtype=slot.dtype, device=self.device)
+            return self.side.start_copy(values, slot)
         reading = start_reading(slot)
         if isinstance(slot, Tensor):
-            return AsyncHandle(lambda: reading.wait().clone())  # the slot may be reused before the values
+            return AsyncHandle(lambda: reading.wait().clone())  # a copy, as the slot may be reused before the values
 
-        def arrive() -> Tensor:
+        def to_stage_device() -> Tensor:
             values = to_device(reading.wait(), self.device)
             set_memory_kind(ACTIVATIONS, [values])
             return values
 
-        return AsyncHandle(arrive)
+        return AsyncHandle(to_stage_device)
 
 
 class _Packer:
-    """Offloads the tensors that autograd saves for one layer: each storage once, if it is large and not resident anyway."""
+    """A hook that offloads the tensors that autograd saves for one layer: each large storage once, unless it is resident.
 
-    def __init__(self, layer: _Layer, room: TierRoom, stays: set[int], smallest: int, device: torch.device):
-        self._layer, self._room = layer, room
-        self._stays = stays
-        self._smallest, self._device = smallest, device  # of the memory, which need not be what the tensors say
-        # (address of the memory, version) -> the memory, and its `Away`
-        self._sent: dict[tuple[int, int], tuple[weakref.ref, weakref.ref]] = {}
+    resident: addresses of the storages that stay on the device anyway. device: of the storages, which may differ from
+    what the tensors say.
+    """
+
+    def __init__(
+        self, layer: _LayerStorages, slots: OffloadSlots, resident: set[int], smallest: int, device: torch.device
+    ):
+        self._layer = layer
+        self._slots = slots
+        self._resident = resident
+        self._smallest = smallest
+        self._device = device
+        # (id of a storage, version) -> weak references to the storage and to its offloaded copy
+        self._offloaded: dict[tuple[int, int], tuple[weakref.ref, weakref.ref]] = {}
 
     @torch.no_grad()
     def pack(self, x: Tensor) -> Any:
+        """Return what autograd saves instead of `x`: `x` itself if it stays on the device."""
         if x.layout is not torch.strided:
             return x
-        memory = x.untyped_storage()
-        nbytes = memory.nbytes() if memory.device == self._device else 0
-        if memory._cdata in self._stays or nbytes < self._smallest * x.itemsize or nbytes % x.itemsize or not nbytes:
+        storage = x.untyped_storage()
+        if storage.device != self._device or storage._cdata in self._resident:
             return x
-        away = self._find(memory, x)
-        return _Looking(away, x.dtype, x.storage_offset(), x.shape, x.stride())
+        nbytes = storage.nbytes()
+        is_small = nbytes == 0 or nbytes < self._smallest * x.itemsize
+        if is_small or nbytes % x.itemsize:
+            return x
+        return _OffloadedView(self._offload_once(storage, x), x.dtype, x.storage_offset(), x.shape, x.stride())
 
-    def _find(self, memory: torch.UntypedStorage, x: Tensor) -> Away:
-        """The `Away` of this version of the storage, new if needed. Weak references detect an address that was reused."""
-        key = memory._cdata, x._version
-        of, away = (ref() for ref in self._sent.get(key, (lambda: None, lambda: None)))
-        if of is not memory or away is None:
-            whole = torch.empty(0, dtype=torch.uint8, device=x.device).set_(memory)
-            away = self._layer.send(self._room, whole, x)
-            self._sent[key] = weakref.ref(memory), weakref.ref(away)
-        return away
+    def _offload_once(self, storage: torch.UntypedStorage, x: Tensor) -> OffloadedStorage:
+        """Return the offloaded copy of this version of the storage; start the transfer if there is none yet."""
+        key = storage._cdata, x._version
+        known = self._offloaded.get(key)
+        if known is not None:
+            known_storage = known[0]()
+            offloaded = known[1]()
+            # A dead reference, or another storage: the address was reused.
+            if known_storage is storage and offloaded is not None:
+                return offloaded
+        flat = torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage)  # [bytes of the storage]
+        offloaded = self._layer.offload(self._slots, flat, x)
+        self._offloaded[key] = weakref.ref(storage), weakref.ref(offloaded)
+        return offloaded
 
 
-class _Looking(NamedTuple):
-    """A saved tensor as a view of an offloaded storage."""
+class _OffloadedView(NamedTuple):
+    """A saved tensor, as a view of an offloaded storage."""
 
-    away: Away
+    storage: OffloadedStorage
     dtype: torch.dtype
     offset: int
     shape: torch.Size
     strides: tuple[int, ...]
 
     def get(self) -> Tensor:
-        memory = self.away.get().view(self.dtype)
-        return memory.as_strided(self.shape, self.strides, memory.storage_offset() + self.offset)
+        """Return the tensor [shape], loaded."""
+        values = self.storage.get().view(self.dtype)  # [elements]
+        return values.as_strided(self.shape, self.strides, values.storage_offset() + self.offset)  # [shape]
 
 
 def _unpack(packed: Any) -> Tensor:
-    return packed.get() if isinstance(packed, _Looking) else packed
+    if isinstance(packed, _OffloadedView):
+        return packed.get()
+    return packed

@@ -20,65 +20,82 @@ class SlotBuffer:
     """As many slots as `reserve` sets, of the first tensor's size; without `reserve` it grows on demand."""
 
     def __init__(self) -> None:
-        self._count: int | None = None
-        self._nbytes = 0  # of a slot
+        self._count: int | None = None  # set by `reserve`
+        self._allocated = 0  # slots, free and used
+        self._slot_bytes = 0
         self._free: list[torch.UntypedStorage] = []
-        self._made = 0
 
     @property
     def in_use(self) -> int:
-        return self._made - len(self._free)
+        """The number of slots that are not free."""
+        return self._allocated - len(self._free)
 
     def reserve(self, count: int) -> None:
-        """Sets the number of slots. Call between steps, when none is in use."""
+        """Set the number of slots. Call between steps, when none is in use."""
         if count != self._count:
-            self._count, self._made = count, 0
+            self._count = count
+            self._allocated = 0
             self._free = []
 
     def keep(self, x: Tensor) -> Callable[[], Tensor]:
-        """Copies `x` into a free slot; the returned function gives a view of it. RuntimeError if no slot is free."""
-        flat, strides = as_flat(x), strides_like(x)
-        storage = self._take(flat)
-        kept = torch.empty(0, dtype=x.dtype, device=x.device).set_(storage, 0, (flat.numel(),), (1,))
-        kept.copy_(flat)
+        """Copy `x` into a free slot; the returned function gives a view of it, in x's shape and strides.
+
+        Raises RuntimeError if no slot is free, or if `x` is larger than a slot.
+        """
+        flat = as_flat(x)  # [elements of x]
+        strides = strides_like(x)
         shape = x.shape
-        return lambda: kept.as_strided(shape, strides)
+        slot = self._take(flat)
+        saved = torch.empty(0, dtype=x.dtype, device=x.device).set_(slot, 0, (flat.numel(),), (1,))  # [elements]
+        saved.copy_(flat)
+        return lambda: saved.as_strided(shape, strides)
 
     def _take(self, flat: Tensor) -> torch.UntypedStorage:
-        if not self._made:
-            self._nbytes = -(-flat.nbytes // _ALIGN) * _ALIGN
+        """Return a free slot. It becomes free again with the last tensor that views it."""
+        # the first tensor sets the size
+        if not self._allocated:
+            self._slot_bytes = -(-flat.nbytes // _ALIGN) * _ALIGN
             if self._count is not None:
-                self._make(self._count, flat.device)
-        if flat.nbytes > self._nbytes:
+                self._allocate(self._count, flat.device)
+        if flat.nbytes > self._slot_bytes:
             raise RuntimeError(
                 f"contiguous checkpointing: an input of {flat.nbytes} bytes does not fit a slot of the first input's size "
-                f"({self._nbytes} bytes); give the model inputs of one size, or omit --contiguous-checkpointing"
+                f"({self._slot_bytes} bytes); give the model inputs of one size, or omit --contiguous-checkpointing"
             )
+
+        # without `reserve`, grow
         if not self._free and self._count is None:
-            self._make(1, flat.device)
+            self._allocate(1, flat.device)
         if not self._free:
             raise RuntimeError(
-                f"contiguous checkpointing: all {self._made} slots are in use, the schedule's peak of recompute inputs; some "
-                "code keeps an input after its backward; omit --contiguous-checkpointing"
+                f"contiguous checkpointing: all {self._allocated} slots are in use, the schedule's peak of recompute inputs; "
+                "some code keeps an input after its backward; omit --contiguous-checkpointing"
             )
+
+        # A new storage object over the slot's memory, so that its end tells that no tensor views the slot any more.
         memory = self._free.pop()
-        slot = _part(memory, 0, self._nbytes)  # a new storage object: it dies with the last tensor that views it
+        slot = _part(memory, 0, self._slot_bytes)
         weakref.finalize(slot, self._free.append, memory).atexit = False
         return slot
 
-    def _make(self, count: int, device: torch.device) -> None:
-        memory = self._memory = torch.empty(count * self._nbytes, dtype=torch.uint8, device=device).untyped_storage()
-        self._free += [_part(memory, i * self._nbytes, (i + 1) * self._nbytes) for i in reversed(range(count))]
-        self._made += count
+    def _allocate(self, count: int, device: torch.device) -> None:
+        memory = torch.empty(count * self._slot_bytes, dtype=torch.uint8, device=device).untyped_storage()
+        self._memory = memory  # keeps it alive
+        for i in reversed(range(count)):
+            self._free.append(_part(memory, i * self._slot_bytes, (i + 1) * self._slot_bytes))
+        self._allocated += count
 
 
 def _part(memory: torch.UntypedStorage, start: int, stop: int) -> torch.UntypedStorage:
-    """A storage of its own over these bytes. torch cuts no storage of the meta device, which has no memory."""
-    return torch.UntypedStorage(stop - start, device="meta") if memory.device.type == "meta" else memory[start:stop]
+    """Return a storage of its own over bytes start:stop of `memory`."""
+    device = memory.device
+    if device.type == "meta":  # torch cuts no storage of the meta device, which has no memory
+        return torch.UntypedStorage(stop - start, device=device)
+    return memory[start:stop]
 
 
 def as_flat(x: Tensor) -> Tensor:
-    """The elements of `x` in memory order; a view if they have no gaps."""
+    """Return the elements of `x` in memory order [elements of x]; a view if they have no gaps."""
     x = x.detach()
     if x.stride() == strides_like(x):
         return x.as_strided((x.numel(),), (1,))
@@ -86,11 +103,14 @@ def as_flat(x: Tensor) -> Tensor:
 
 
 def strides_like(x: Tensor) -> tuple[int, ...]:
-    """The strides of `x` if its elements have no gaps in memory, else those of a contiguous tensor."""
-    strides, shape = x.stride(), x.shape
-    step = 1
-    for dim in sorted((dim for dim, size in enumerate(shape) if size != 1), key=strides.__getitem__):
-        if strides[dim] != step:
+    """Return the strides of `x` if its elements have no gaps in memory, else those of a contiguous tensor."""
+    shape = x.shape
+    strides = x.stride()
+    # from the innermost dimension outwards, each stride must be the number of elements inside it
+    expected = 1
+    dims = [dim for dim, size in enumerate(shape) if size != 1]
+    for dim in sorted(dims, key=strides.__getitem__):
+        if strides[dim] != expected:
             return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
-        step *= shape[dim]
+        expected *= shape[dim]
     return strides

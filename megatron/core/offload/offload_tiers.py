@@ -1,9 +1,9 @@
-"""The tiers of offloaded state: host memory, or a file.
+"""Stores for offloaded state: an `OffloadStore` in host memory, or in a file.
 
-    stored = tier.zeros(1000, torch.float32)      a Tensor, or a FileTensor with the same interface
+    stored = store.zeros(1000, torch.float32)     a Tensor, or a FileTensor with the same interface
     (`offload/stored_tensor.py`)
 
-Reads and writes of a file run on the tier's own thread, in the order in which they are started.
+Reads and writes of a file run on the store's own thread, in the order in which they are started.
 """
 
 import weakref
@@ -24,72 +24,82 @@ from megatron.core.parallel.accelerator import is_accelerator, start_to_host
 
 
 class FileTensor(StoredTensor):
-    """A tensor, or a range of its rows, in a tier's file."""
+    """A tensor, or a range of its rows, in a store's file."""
 
-    def __init__(self, tier: "FileTier", start: int, shape: tuple[int, ...], dtype: torch.dtype):
+    def __init__(self, store: "FileOffloadStore", start: int, shape: tuple[int, ...], dtype: torch.dtype):
         """start: its first byte in the file."""
-        self._tier, self._start = tier, start
-        self.shape, self.dtype = tuple(shape), dtype
+        self.shape = tuple(shape)
+        self.dtype = dtype
+        self._store = store
+        self._start = start
 
     def view(self, shape: tuple[int, ...]) -> "FileTensor":
         assert prod(shape) == self.numel(), f"{self.shape} as {shape}"
-        return FileTensor(self._tier, self._start, shape, self.dtype)
+        return FileTensor(self._store, self._start, shape, self.dtype)
 
     def __getitem__(self, rows: slice) -> "FileTensor":
         assert rows.step in (None, 1), f"every {rows.step}th row"
         start, stop = rows.indices(self.shape[0])[:2]
-        row = prod(self.shape[1:]) * self.dtype.itemsize
-        return FileTensor(self._tier, self._start + start * row, (max(stop - start, 0), *self.shape[1:]), self.dtype)
+        row_bytes = prod(self.shape[1:]) * self.dtype.itemsize
+        shape = (max(stop - start, 0), *self.shape[1:])
+        return FileTensor(self._store, self._start + start * row_bytes, shape, self.dtype)
 
     def start_reading(self) -> AsyncHandle[Tensor]:
         if not self.numel():
             return done(torch.empty(self.shape, dtype=self.dtype))
-        reading = self._tier.start_read(self._start, self.nbytes)
+        reading = self._store.start_read(self._start, self.nbytes)
         return AsyncHandle(lambda: reading.result().view(self.dtype).view(self.shape))
 
     def start_writing(self, values: Tensor) -> AsyncHandle[Any]:
         if not self.numel():
             return done()
-        there = start_to_host(values.detach().to(self.dtype).contiguous())
-        return AsyncHandle(self._tier.start_write(self._start, there).result)
+        host_copy = start_to_host(values.detach().to(self.dtype).contiguous())
+        return AsyncHandle(self._store.start_write(self._start, host_copy).result)
 
 
 class SideStream:
-    """Copies on a side stream of an accelerator. Memory is allocated and freed on the compute stream, which waits for the copy
-    first; left to the allocator, it would be freed only when the host polls."""
+    """Copies between host and device on a side stream of an accelerator, beside its computation.
+
+    Memory is allocated and freed on the compute stream, which waits for the copy first. If the allocator had to track its use on
+    the side stream, it would be freed only when the host next polls.
+    """
 
     def __init__(self, device: torch.device):
-        self._module, self._device = torch.get_device_module(device), device
+        self._module = torch.get_device_module(device)
+        self._device = device
         self._stream = self._module.Stream(device)
 
     def start_copy(self, target: Tensor, source: Tensor) -> AsyncHandle[Tensor]:
-        """Starts to copy into `target`, which is the result. `wait` blocks the compute stream, not the host."""
+        """Start to copy `source` into `target`, which `wait` returns. `wait` blocks the compute stream, not the host."""
+        # The side stream may read `source` and write `target` only after the kernels that are using them.
         self._stream.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(self._stream):
             target.copy_(source, non_blocking=True)
             copied = self._stream.record_event()
 
-        def finish() -> Tensor:
+        def wait_on_compute_stream() -> Tensor:
             self._module.current_stream(self._device).wait_event(copied)
             return target
 
-        return AsyncHandle(finish, source)
+        return AsyncHandle(wait_on_compute_stream, source)  # `source` stays alive until then
 
 
-class Tier(Protocol):
+class OffloadStore(Protocol):
     """A place for offloaded tensors. name: "host" or "file"."""
 
     name: str
 
-    def zeros(self, numel: int, dtype: torch.dtype) -> Stored: ...
+    def zeros(self, numel: int, dtype: torch.dtype) -> Stored:
+        """Return a new tensor of zeros [numel]. Raises OffloadError if there is no room for it."""
 
     def side_stream(self, device: torch.device) -> SideStream | None:
-        """What copies between the device and this tier's memory beside the device's computation; None: reads and writes do."""
+        """Return what copies between the device and the store's memory; None if `start_reading` and `start_writing` do."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Give everything back."""
 
 
-class HostTier:
+class HostOffloadStore:
     """Host memory, pinned if the device is an accelerator."""
 
     name = "host"
@@ -101,7 +111,8 @@ class HostTier:
         try:
             return torch.zeros(numel, dtype=dtype, pin_memory=self._pinned)
         except RuntimeError as error:
-            kind, limit = ("pinned memory", ", raise ulimit -l") if self._pinned else ("memory", "")
+            kind = "pinned memory" if self._pinned else "memory"
+            limit = ", raise ulimit -l" if self._pinned else ""
             raise OffloadError(
                 f"cannot allocate {numel * dtype.itemsize:,} bytes of host {kind} ({str(error).splitlines()[0]}){limit}; give "
                 "--offload-dir, more data-parallel ranks with a higher --zero-stage, or a lower --optimizer-offload-fraction"
@@ -111,11 +122,11 @@ class HostTier:
         return SideStream(device) if is_accelerator(device) else None
 
     def close(self) -> None:
-        """Nothing to do: the memory is freed with the tensors."""
+        """Do nothing: the memory is freed with the tensors."""
 
 
-class FileTier:
-    """A file in this rank's own folder, removed by `close` or at the end of the process, unless it is killed."""
+class FileOffloadStore:
+    """A file in this rank's own folder, which `close` removes, or the end of the process unless it is killed."""
 
     name = "file"
 
@@ -138,14 +149,16 @@ class FileTier:
 
     @memory_kind("slices")
     def start_read(self, start: int, nbytes: int) -> "Future[Tensor]":
-        """Starts to read bytes; the result is a uint8 tensor."""
+        """Start to read bytes; the result is a uint8 tensor [nbytes]."""
+        # whole blocks, from `first` to `last`, as their checksums need them
         block = self._file.block
-        first, last = start // block * block, -(-(start + nbytes) // block) * block
-        data = torch.empty(last - first, dtype=torch.uint8, pin_memory=self._pinned)
+        first = start // block * block
+        last = -(-(start + nbytes) // block) * block
+        data = torch.empty(last - first, dtype=torch.uint8, pin_memory=self._pinned)  # [bytes of the blocks]
         return self._worker.submit(self._read, first, data, slice(start - first, start - first + nbytes))
 
     def start_write(self, start: int, values: AsyncHandle[Tensor]) -> "Future[None]":
-        """Starts to write. values: a pending copy in host memory, which must not change before the write is done."""
+        """Start to write. values: a copy to host memory in flight, which must not change before the write is done."""
         return self._worker.submit(self._write, start, values)
 
     def _read(self, first: int, data: Tensor, wanted: slice) -> Tensor:

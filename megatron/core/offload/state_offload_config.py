@@ -1,4 +1,4 @@
-"""The settings of offload, and the tier for them."""
+"""The settings of offload, and the store for them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import torch
 
 from megatron.core.base.dataclass_flags import FlagConfig, Share, option
 from megatron.core.offload.checksummed_file import BLOCK
-from megatron.core.offload.offload_tiers import FileTier, HostTier, Tier
+from megatron.core.offload.offload_tiers import FileOffloadStore, HostOffloadStore, OffloadStore
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,18 @@ class OffloadConfig(FlagConfig):
 
     @property
     def tier(self) -> str:
-        """The tier of offloaded state: "file", "host", or "device" without offload."""
-        return "file" if self.offload_dir is not None else "host" if self.optimizer_cpu_offload else "device"
+        """The tier of memory that holds the state: "file", "host", or "device" without offload."""
+        if self.offload_dir is not None:
+            return "file"
+        return "host" if self.optimizer_cpu_offload else "device"
 
 
-def make_tier(config: OffloadConfig, rank: int, device: torch.device, block: int = BLOCK) -> Tier | None:
-    """The tier for these settings; None without offload. Raises ConfigError if its folder cannot be used."""
+def make_offload_store(
+    config: OffloadConfig, rank: int, device: torch.device, block: int = BLOCK
+) -> OffloadStore | None:
+    """Return the store for these settings; None without offload. Raises ConfigError if its folder cannot be used."""
     if config.tier == "file":
-        return FileTier(config.offload_dir, rank, block, pinned=device.type != "cpu")
-    return HostTier(device) if config.tier == "host" else None
+        return FileOffloadStore(config.offload_dir, rank, block, pinned=device.type != "cpu")
+    if config.tier == "host":
+        return HostOffloadStore(device)
+    return None

@@ -2,7 +2,7 @@
 
 stored[100:200].view((10, 10))                     a view of either
 values = start_reading(stored[100:200]).wait()     a Tensor; a file is read asynchronously between the two calls
-start_writing(stored[100:200], values).wait()      start_writing returns at once, wait after the write
+start_writing(stored[100:200], values).wait()      start_writing returns at once, `wait` after the write
 """
 
 from collections.abc import Iterator
@@ -19,25 +19,26 @@ _CHUNK = 4 << 20  # bytes in memory at a time while a whole tensor is copied
 
 
 class StoredTensor:
-    """A dense tensor whose values are read on demand, with the part of torch's interface that its users need."""
+    """A dense tensor whose values are read on demand, with the part of torch's interface that its callers use."""
 
     layout = torch.strided
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def view(self, shape: tuple[int, ...]) -> "StoredTensor":
+        """Return the same elements in another shape."""
         raise NotImplementedError
 
     def __getitem__(self, rows: slice) -> "StoredTensor":
-        """Rows of the first dimension."""
+        """Return consecutive rows of the first dimension, as a view."""
         raise NotImplementedError
 
     def start_reading(self) -> AsyncHandle[Tensor]:
-        """Starts to read the values into new memory."""
+        """Start to read the values into new memory; `wait` returns them [shape]."""
         raise NotImplementedError
 
     def start_writing(self, values: Tensor) -> AsyncHandle[Any]:
-        """Starts to write `values`, which must not change before `wait`."""
+        """Start to write `values` [shape], which must not change before `wait`."""
         raise NotImplementedError
 
     @property
@@ -51,49 +52,57 @@ class StoredTensor:
         return True
 
     def box(self, box: Box) -> "StoredTensor":
-        """A box of whole rows."""
+        """Return the view of a box of whole rows [shape of the box]."""
         start, stop = rows_to_flat_range(box, self.shape)
-        return self.view((self.numel(),))[start:stop].view(size_of(box))
+        flat = self.view((self.numel(),))  # [elements]
+        return flat[start:stop].view(size_of(box))
 
     def parts(self, nbytes: int = _CHUNK) -> Iterator["StoredTensor"]:
-        """The elements in order, in flat runs of at most `nbytes` bytes."""
-        flat, length = self.view((self.numel(),)), max(nbytes // self.dtype.itemsize, 1)
-        for at in range(0, self.numel(), length):
-            yield flat[at : at + length]
+        """Yield the elements in order, in flat runs of at most `nbytes` bytes."""
+        flat = self.view((self.numel(),))  # [elements]
+        length = max(nbytes // self.dtype.itemsize, 1)
+        for start in range(0, self.numel(), length):
+            yield flat[start : start + length]
 
     def put(self, box: Box, values: Tensor) -> None:
-        """Writes `values` to any box. Takes memory for all rows that the box touches: partial rows are read first."""
-        rows = self[slice(*box[0])] if box else self
-        inside = ((0, len(values)), *box[1:]) if box else ()
-        if inside == whole(rows.shape):
-            new = values
-        else:
-            new = rows.start_reading().wait()
-            new[slices(inside)] = values.to(self.dtype)
-        rows.start_writing(new).wait()
+        """Write `values` [shape of the box] to any box. Takes memory for all rows of the box: partial rows are read first."""
+        if not box:  # a tensor without dimensions
+            self.start_writing(values).wait()
+            return
+        rows = self[slice(*box[0])]
+        box_in_rows = ((0, len(values)), *box[1:])
+        if box_in_rows != whole(rows.shape):
+            row_values = rows.start_reading().wait()  # [rows, ...]
+            row_values[slices(box_in_rows)] = values.to(self.dtype)
+            values = row_values
+        rows.start_writing(values).wait()
 
 
 Stored = Tensor | StoredTensor
 
 
 def start_reading(stored: Stored) -> AsyncHandle[Tensor]:
-    """Starts to read the values. A tensor is returned itself, a file as a copy."""
-    return done(stored) if isinstance(stored, Tensor) else stored.start_reading()
+    """Start to read the values. `wait` returns a tensor in memory itself, one in a file as a copy."""
+    if isinstance(stored, Tensor):
+        return done(stored)
+    return stored.start_reading()
 
 
 def start_writing(stored: Stored, values: Tensor) -> AsyncHandle[Any]:
-    """Starts to write `values` in the dtype of `stored`; they must not change before `wait`."""
+    """Start to write `values` in the dtype of `stored`; they must not change before `wait`."""
     if not isinstance(stored, Tensor):
         return stored.start_writing(values)
-    if values.device.type == "cpu" and stored.device.type != "cpu":  # the host does not wait
-        stored.copy_(torch.empty(values.shape, dtype=stored.dtype, pin_memory=True).copy_(values), non_blocking=True)
+    if values.device.type == "cpu" and stored.device.type != "cpu":
+        # by way of pinned memory, so that the host does not wait for the copy
+        pinned = torch.empty(values.shape, dtype=stored.dtype, pin_memory=True).copy_(values)
+        stored.copy_(pinned, non_blocking=True)
     elif values.data_ptr() != stored.data_ptr():
         stored.copy_(values.to(stored.dtype))  # converts before the transfer, which then moves half the bytes
     return done()
 
 
-def loaded(stored: Stored) -> Iterator[Tensor]:
-    """The elements in order: a tensor as it is, a file in flat parts, one at a time in memory."""
+def read_parts(stored: Stored) -> Iterator[Tensor]:
+    """Yield the elements in order: a tensor as it is, a file in flat parts, one at a time in memory."""
     if isinstance(stored, Tensor):
         yield stored
         return
@@ -102,10 +111,11 @@ def loaded(stored: Stored) -> Iterator[Tensor]:
 
 
 def copy_stored(target: Stored, source: Stored) -> None:
-    """Copies one flat run to another, in small chunks if one is in a file."""
+    """Copy one flat run of elements to another, in small chunks if either is in a file."""
     if isinstance(target, Tensor) and isinstance(source, Tensor):
         target.copy_(source)
         return
     length = max(_CHUNK // 8, 1)
-    for at in range(0, source.numel(), length):
-        start_writing(target[at : at + length], start_reading(source[at : at + length]).wait()).wait()
+    for start in range(0, source.numel(), length):
+        values = start_reading(source[start : start + length]).wait()
+        start_writing(target[start : start + length], values).wait()

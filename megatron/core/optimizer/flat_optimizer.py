@@ -23,7 +23,7 @@ from megatron.core.base.memory_category import memory_kind
 from megatron.core.distributed.buffer_plan import ParamRange, overlaps, runs
 from megatron.core.distributed.contiguous_buffers import ParamAndGradBuffer, Shard
 from megatron.core.offload.offload_fraction import cut_by_fraction
-from megatron.core.offload.offload_tiers import Tier
+from megatron.core.offload.offload_tiers import OffloadStore
 from megatron.core.offload.stored_tensor import Stored, copy_stored
 from megatron.core.optimizer import optimizer_registry
 from megatron.core.optimizer.adam_and_sgd import UpdateStep, make_update
@@ -44,7 +44,7 @@ class FlatOptimizer:
 
     group_of: each parameter's group, and its optimizer if not --optimizer. scaler: the loss scale of the gradients.
     fixed_order: compute the norm to the same bits in every pipeline layout. device: of the norm on a rank without
-    parameters. tier: storage of `offload_fraction` of masters and moments, which are updated slice by slice; None: the
+    parameters. offload_store: storage of `offload_fraction` of masters and moments, which are updated slice by slice; None: the
     buffers' device.
     """
 
@@ -59,7 +59,7 @@ class FlatOptimizer:
         scaler: GradScaler | None = None,
         fixed_order: bool = False,
         device: torch.device | str = "cpu",
-        tier: Tier | None = None,
+        offload_store: OffloadStore | None = None,
         offload_fraction: float = 1.0,
     ):
         self.buffers = list(buffers)
@@ -79,7 +79,7 @@ class FlatOptimizer:
         self._states = {group: config.rule(group.optimizer).states(config) for group in self._updates}
 
         # parameters whose update needs the full matrix
-        matrices = self._full_matrix_params(offloads=tier is not None and offload_fraction > 0)
+        matrices = self._full_matrix_params(offloads=offload_store is not None and offload_fraction > 0)
         replica_axes = {name: buffer.axes.replica for buffer in self.buffers for name in buffer.parameters}
         self._full_matrices: dict[str, FullMatrix] = {}
         if matrices:
@@ -87,7 +87,7 @@ class FlatOptimizer:
 
         # masters and moments of the elements that this rank owns, one shard per buffer
         self._storages = [
-            _StateStorage(buffer, tier, offload_fraction, splits_masters=config.reuse_fp32_param)
+            _StateStorage(buffer, offload_store, offload_fraction, splits_masters=config.reuse_fp32_param)
             for buffer in self.buffers
         ]
         self.masters = [storage.make_masters() for storage in self._storages]
@@ -375,15 +375,22 @@ class _StateStorage:
     rounded copies of the masters.
     """
 
-    def __init__(self, buffer: ParamAndGradBuffer, tier: Tier | None, fraction: float, *, splits_masters: bool = False):
+    def __init__(
+        self,
+        buffer: ParamAndGradBuffer,
+        offload_store: OffloadStore | None,
+        fraction: float,
+        *,
+        splits_masters: bool = False,
+    ):
         self.buffer = buffer
-        self.tier = tier
+        self.offload_store = offload_store
         self.splits_masters = splits_masters and buffer.is_half_precision
         self.rounds_masters = buffer.is_half_precision and not self.splits_masters
         assert not self.splits_masters or buffer.dtype == torch.bfloat16, f"masters of {buffer.dtype} cannot be split"
         starts = [param_range.start for param_range in buffer.plan.param_ranges]
         self.offloaded_runs, self.resident_runs = cut_by_fraction(
-            buffer.owned_runs, starts, fraction if tier is not None else 0.0
+            buffer.owned_runs, starts, fraction if offload_store is not None else 0.0
         )
 
     def make_zeros(self, dtype: torch.dtype | None = None, names: Collection[str] | None = None) -> Shard:
@@ -400,7 +407,7 @@ class _StateStorage:
             wanted = [(first, last) for label, first, last in runs(self.buffer.plan.param_ranges, labels) if label]
             offloaded = [part for run in wanted for part in overlaps(offloaded, *run)]
             resident = [part for run in wanted for part in overlaps(resident, *run)]
-        tensors = [self.tier.zeros(stop - start, dtype) for start, stop in offloaded]
+        tensors = [self.offload_store.zeros(stop - start, dtype) for start, stop in offloaded]
         for start, stop in resident:
             tensors.append(torch.zeros(stop - start, dtype=dtype, device=self.buffer.device))
         return Shard(offloaded + resident, tensors, dtype)

@@ -1,8 +1,8 @@
-"""Files that appear whole or not at all, the locks of their writers, and object stores behind the same calls. No torch.
+"""Files that appear complete or not at all, the locks of their writers, and object stores behind the same calls. No torch.
 
 file_layer       every file call of a save and of a load; `paths` tells a local path from the URL of an object store
-object_store     an object store by way of fsspec; `read_ahead` keeps several of its requests under way
+object_store     an object store by way of fsspec; `read_ahead` keeps several of its requests in flight
 atomic_file      written under a temporary name, synced, renamed
 file_lock        locks that the system releases when a process ends
-resize_storage   memory that is given back while its tensor stays
+resize_storage   freeing and reallocating a tensor's memory in place (torch)
 """

@@ -13,18 +13,18 @@ from typing import BinaryIO
 from megatron.core.storage.file_layer import local
 from megatron.core.storage.file_lock import locked
 
-_A_DAY = 24 * 3600  # seconds
+_DAY_SECONDS = 24 * 3600
 
 
 def is_special(path: str | Path) -> bool:
-    """Whether a device, a pipe or a socket is there: a file renamed to its name takes it from all programs."""
+    """Return whether the path is a device, a pipe or a socket: renaming a file to it would take it from all programs."""
     return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
 class UnpublishedFile:
     """A file under a temporary name beside `path`, removed at the end of the block unless `publish` renames it.
 
-    The writer holds a lock until its process ends; `remove_abandoned` recognizes the file of a dead process by that.
+    The writer holds a lock until its process ends; by that `remove_abandoned` recognizes the file of a dead process.
     """
 
     def __init__(self, path: str | Path):
@@ -38,9 +38,11 @@ class UnpublishedFile:
             self.file = open(self.temporary, "x+b")
             with contextlib.suppress(OSError):  # a file system without locks
                 locked(self.file)
-            if os.fstat(self.file.fileno()).st_nlink:
+            has_name = os.fstat(self.file.fileno()).st_nlink > 0
+            if has_name:
                 return self
-            self.file.close()  # another process removed it as abandoned before it was locked: try again
+            # Another process has removed it as abandoned before it was locked: try again.
+            self.file.close()
 
     def __exit__(self, *_: object) -> None:
         try:
@@ -50,38 +52,39 @@ class UnpublishedFile:
                 os.remove(self.temporary)
 
     def publish(self) -> None:
-        """Syncs the content, renames the file to `path`, and syncs the folder: the file survives a power loss."""
+        """Sync the content, rename the file to `path`, and sync the folder: the file survives a power loss."""
         self.file.flush()
         os.fsync(self.file.fileno())
         os.replace(self.temporary, self.path)
         local.sync_folder(Path(self.path).resolve().parent)
 
     def chunks(self, size: int) -> Iterator[bytes]:
-        """The content so far, `size` bytes at a time."""
+        """Yield the content so far, `size` bytes at a time."""
         self.file.seek(0)
-        while some := self.file.read(size):
-            yield some
+        while chunk := self.file.read(size):
+            yield chunk
 
 
 @contextlib.contextmanager
 def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
-    """A file that appears under `path` when the block ends without an error."""
+    """Open a file that appears under `path` when the block ends without an error."""
     with UnpublishedFile(path) as unpublished:
         yield unpublished.file
         unpublished.publish()
 
 
 def remove_abandoned(folder: str | Path, pattern: str = "*") -> None:
-    """Removes temporary files of `folder` that match `pattern` and whose writer was killed: no process holds their lock.
+    """Remove temporary files of `folder` that match `pattern` and whose writer was killed: no process holds their lock.
 
-    Not every file system keeps locks between hosts, so a file of another host must also be a day old. Errors are ignored.
+    Not every file system shares locks between hosts, so a file of another host must also be a day old. Errors are ignored.
     """
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        for name in fnmatch.filter((entry.name for entry in entries if entry.name.endswith(".tmp")), pattern):
+        temporary = [entry.name for entry in entries if entry.name.endswith(".tmp")]
+        for name in fnmatch.filter(temporary, pattern):
             with contextlib.suppress(OSError), open(Path(folder, name), "r+b") as file:
-                is_ours = f".{_host()}-" in name
-                is_old = time.time() - os.fstat(file.fileno()).st_mtime > _A_DAY
-                if (is_ours or is_old) and locked(file):
+                is_of_this_host = f".{_host()}-" in name
+                is_old = time.time() - os.fstat(file.fileno()).st_mtime > _DAY_SECONDS
+                if (is_of_this_host or is_old) and locked(file):
                     os.remove(file.name)
 
 

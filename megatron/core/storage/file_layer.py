@@ -1,11 +1,10 @@
-"""The file layer: every file call of a save and of a load goes through an object with these methods. No torch.
+"""The file layer: every file call of a save and of a load goes through an object with the methods of `LocalFiles`. No torch.
 
-    at(path)                       the file system, or the object store, that holds `path`
-    write_synced, read_start, remove_tree, make_folders, ...        what is made of its calls
+    backend_of(path)               the object for the file system, or the object store, that holds `path`
+    write_synced, read_start, remove_tree, make_folders, ...        functions made of its calls
 
-A test puts a double in the place of `local`, which fails, stops or cuts short any call; nothing of a checkpoint goes
-beside it.
-To add a file system: a class with the methods of `LocalFiles`. `ObjectFiles` is one for all object stores of fsspec.
+A test replaces `local` by an object that fails, stops or cuts short any call; no file call of a checkpoint bypasses it.
+To add a file system: a class with the methods of `LocalFiles`. `ObjectFiles` is one, for all object stores of fsspec.
 """
 
 import contextlib
@@ -22,26 +21,26 @@ from megatron.core.storage.read_ahead import FileSpan, ReadAhead
 
 
 class LocalFiles:
-    """The file systems that this machine has mounted, one method for each system call. All raise OSError."""
+    """The file systems that this machine has mounted, with one method for each system call. All raise OSError."""
 
     def open(self, path: Path, mode: str) -> BinaryIO:
-        """mode: "rb", "wb", or "xb", which raises FileExistsError where something is. Unbuffered."""
+        """Open a file, unbuffered. mode: "rb", "wb", or "xb", which raises FileExistsError if it exists."""
         return open(path, mode, buffering=0)
 
     def write(self, file: BinaryIO, data: Any) -> int:
-        """Writes some of `data`, bytes or a buffer; the bytes written."""
+        """Write some of `data`, bytes or a buffer; return the number of bytes written."""
         return file.write(data)
 
     def read_into(self, file: BinaryIO, buffer: memoryview) -> int:
-        """Reads into the start of `buffer`; the bytes read, 0 at the end of the file."""
+        """Read into the start of `buffer`; return the number of bytes read, 0 at the end of the file."""
         return file.readinto(buffer)  # type: ignore[attr-defined]
 
     def sync(self, file: BinaryIO) -> None:
-        """Waits until the content is on the disk; `sync_folder` does so for its name."""
+        """Wait until the content is on the disk; `sync_folder` does so for the name."""
         os.fsync(file.fileno())
 
     def sync_folder(self, path: Path) -> None:
-        """Waits until the names in a folder are on the disk; a rename is durable only then."""
+        """Wait until the names in a folder are on the disk; a rename is durable only then."""
         handle = os.open(path, os.O_RDONLY)
         try:
             with contextlib.suppress(OSError):  # some network file systems cannot; their server orders renames
@@ -50,43 +49,45 @@ class LocalFiles:
             os.close(handle)
 
     def rename(self, source: Path, target: Path) -> None:
-        """A file replaces a file; a folder needs a free name."""
+        """Rename a file, which replaces a file of that name, or a folder, which needs a free name."""
         os.replace(source, target)
 
     def remove(self, path: Path) -> None:
+        """Remove a file or a link."""
         os.unlink(path)
 
     def remove_folder(self, path: Path) -> None:
-        """An empty one."""
+        """Remove an empty folder."""
         os.rmdir(path)
 
     def make_folder(self, path: Path) -> None:
+        """Make a folder in an existing one."""
         os.mkdir(path)
 
     def names(self, path: Path) -> list[str]:
-        """What a folder holds, sorted."""
+        """Return the names in a folder, sorted."""
         return sorted(os.listdir(path))
 
     def stat(self, path: Path) -> Stat | None:
-        """None if nothing is there."""
+        """Return kind and size of a file or folder; None if it does not exist."""
         try:
-            found = os.stat(path)
+            status = os.stat(path)
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
                 raise
             return None
-        return Stat(S_ISDIR(found.st_mode), S_ISREG(found.st_mode), found.st_size)
+        return Stat(S_ISDIR(status.st_mode), S_ISREG(status.st_mode), status.st_size)
 
     def is_link(self, path: Path) -> bool:
         return os.path.islink(path)
 
 
 local = LocalFiles()
-stores: dict[str, ObjectFiles] = {}  # by scheme, once they are asked
+stores: dict[str, ObjectFiles] = {}  # by scheme, made on first use
 
 
-def at(path: Path) -> LocalFiles | ObjectFiles:
-    """The file system, or the object store, that holds `path`."""
+def backend_of(path: Path) -> LocalFiles | ObjectFiles:
+    """Return the object for the file system, or the object store, that holds `path`."""
     if not isinstance(path, ObjectPath):
         return local
     if path.scheme not in stores:
@@ -95,71 +96,78 @@ def at(path: Path) -> LocalFiles | ObjectFiles:
 
 
 def is_object(path: Path) -> bool:
-    """Whether it lies in an object store: no renaming, no locks, no folders without objects."""
+    """Return whether the path is in an object store: it has no renaming, no locks, and no folders without objects."""
     return isinstance(path, ObjectPath)
 
 
-# ---------------------------------------------------------------- made of these calls
+# ---------------------------------------------------------------- functions made of these calls
 
 
 def exists(path: Path) -> bool:
-    return at(path).stat(path) is not None
+    """Return whether the path is a file, a folder, or anything else; links are followed."""
+    return backend_of(path).stat(path) is not None
 
 
 def is_folder(path: Path) -> bool:
-    found = at(path).stat(path)
-    return found is not None and found.is_folder
+    """Return whether the path is a folder; links are followed."""
+    status = backend_of(path).stat(path)
+    return status is not None and status.is_folder
 
 
 def is_file(path: Path) -> bool:
-    found = at(path).stat(path)
-    return found is not None and found.is_file
+    """Return whether the path is a regular file; links are followed."""
+    status = backend_of(path).stat(path)
+    return status is not None and status.is_file
 
 
 def write_all(file: BinaryIO, data: Any, path: Path) -> None:
-    """Writes all of `data`, bytes or a buffer of bytes, to the open file of `path`."""
-    rest, write = memoryview(data), at(path).write
+    """Write all of `data`, bytes or a buffer of bytes, to the open file of `path`."""
+    write = backend_of(path).write
+    rest = memoryview(data)
     while len(rest):
-        rest = rest[write(file, rest) :]
+        written = write(file, rest)
+        rest = rest[written:]
 
 
 def write_synced(path: Path, text: str) -> None:
-    """Writes a file and syncs its content; `sync_folder` syncs its name."""
-    with at(path).open(path, "wb") as file:
+    """Write a file and sync its content; `sync_folder` syncs its name."""
+    with backend_of(path).open(path, "wb") as file:
         write_all(file, text.encode(), path)
-        at(path).sync(file)
+        backend_of(path).sync(file)
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file that has its name, or replaces the one that has, only once all of it is on the disk."""
+    """Write a file that appears, or replaces the previous one, only once all of it is on the disk."""
     if is_object(path):
         write_synced(path, text)
         return
     partial = path.with_name(path.name + ".partial")
     write_synced(partial, text)
-    at(path).rename(partial, path)
-    at(path).sync_folder(path.parent)
+    backend_of(path).rename(partial, path)
+    backend_of(path).sync_folder(path.parent)
 
 
 def check_writable(probe: Path) -> None:
-    """Raises OSError unless a file can be written: `probe`, which is removed again."""
+    """Raise OSError unless a file can be written: `probe`, which is removed again."""
     write_synced(probe, "")
     remove_if_there(probe)
 
 
 def read_start(path: Path, most: int) -> bytes:
-    """The first `most` bytes of a file, or all if it has fewer."""
-    with at(path).open(path, "rb") as file:
-        found = at(path).stat(path)
-        if found is None and is_object(path):  # which is opened without being asked for
+    """Return the first `most` bytes of a file, or all if it has fewer."""
+    with backend_of(path).open(path, "rb") as file:
+        status = backend_of(path).stat(path)
+        if status is None and is_object(path):  # opening an object makes no request, so it may not exist
             raise FileNotFoundError(errno.ENOENT, "no such object", str(path))
-        room = bytearray(min(most, found.size if found else 0))
-        return bytes(room[: read_all(file, memoryview(room), path)])
+        size = status.size if status else 0
+        buffer = bytearray(min(most, size))
+        count = read_all(file, memoryview(buffer), path)
+        return bytes(buffer[:count])
 
 
 def open_at(path: Path, start: int) -> BinaryIO:
-    """A file that is read from byte `start` on."""
-    file = at(path).open(path, "rb")
+    """Open a file for reading from byte `start` on."""
+    file = backend_of(path).open(path, "rb")
     try:
         file.seek(start)
     except BaseException:
@@ -170,76 +178,84 @@ def open_at(path: Path, start: int) -> BinaryIO:
 
 @contextlib.contextmanager
 def reading_ahead(spans: Sequence[FileSpan]) -> Iterator[Callable[[Path, int], BinaryIO]]:
-    """`open_at`, for `spans` that are read in this order, each to its end or none after it. Those of an object store are
-    fetched
-    several at a time, in up to 72 MiB of memory."""
+    """Yield a function like `open_at` for `spans`, which must be read in this order.
+
+    A span that is not read to its end must be the last one. Spans of an object store are fetched several at a time, in up to
+    72 MiB of memory.
+    """
     if not spans or not is_object(spans[0].path):
         yield open_at
         return
-    with ReadAhead(spans, lambda path: at(path).open(path, "rb")) as ahead:
+    with ReadAhead(spans, lambda path: backend_of(path).open(path, "rb")) as read_ahead:
 
         def open_ahead(path: Path, start: int) -> BinaryIO:
             file = open_at(path, start)
-            file.ahead = ahead
+            file.read_ahead = read_ahead
             return file
 
         yield open_ahead
 
 
 def sizes_of(folder: Path, names: Iterable[str]) -> dict[str, int | None]:
-    """The bytes of files in a folder; None for one that is not there, or cannot be asked for."""
+    """Return the bytes of files in a folder; None for one that does not exist or whose size cannot be read."""
     if is_object(folder):
-        found = at(folder).sizes(folder)
-        return {name: found.get(name) for name in names}
+        sizes = backend_of(folder).sizes(folder)  # one request for all
+        return {name: sizes.get(name) for name in names}
     return {name: size_of_file(folder / name) for name in names}
 
 
 def size_of_file(path: Path) -> int | None:
-    """The size in bytes; None if there is no readable file. Raises OSError if an object store does not answer."""
+    """Return the size in bytes; None if there is no readable file. Raises OSError if an object store does not answer."""
     try:
-        found = at(path).stat(path)
+        status = backend_of(path).stat(path)
     except OSError:
         if is_object(path):
             raise
         return None
-    return found.size if found is not None and found.is_file else None
+    if status is None or not status.is_file:
+        return None
+    return status.size
 
 
 def read_all(file: BinaryIO, buffer: memoryview, path: Path) -> int:
-    """Fills `buffer` from the open file of `path`; the bytes read, fewer only where the file ends."""
+    """Fill `buffer` from the open file of `path`; return the number of bytes read, fewer only if the file ends."""
     done = 0
-    while done < len(buffer) and (count := at(path).read_into(file, buffer[done:])):
+    while done < len(buffer):
+        count = backend_of(path).read_into(file, buffer[done:])
+        if not count:
+            break
         done += count
     return done
 
 
 def make_folders(path: Path) -> None:
-    """Makes a folder and those above it, where they are not there."""
+    """Make a folder and its parents, unless they exist."""
     if is_object(path) or is_folder(path):
         return
     if path.parent != path:
         make_folders(path.parent)
     try:
-        at(path).make_folder(path)
+        backend_of(path).make_folder(path)
     except FileExistsError:
-        if not is_folder(path):  # another process may have made it meanwhile
+        if not is_folder(path):  # if it is a folder, another process has made it meanwhile
             raise
 
 
 def remove_if_there(path: Path) -> None:
+    """Remove a file or a link, if it exists."""
     with contextlib.suppress(FileNotFoundError):
-        at(path).remove(path)
+        backend_of(path).remove(path)
 
 
 def remove_tree(path: Path) -> None:
-    """Removes a folder and all in it. Links are removed, not followed."""
+    """Remove a folder and everything in it. Links are removed, not followed."""
     if is_object(path):
-        at(path).remove_all(path / name for name in at(path).names(path))
+        backend_of(path).remove_all(path / name for name in backend_of(path).names(path))
         return
-    for name in at(path).names(path):
+    for name in backend_of(path).names(path):
         inner = path / name
-        if is_folder(inner) and not at(path).is_link(inner):
+        if is_folder(inner) and not backend_of(path).is_link(inner):
             remove_tree(inner)
         else:
-            at(path).remove(inner)
-    at(path).remove_folder(path)
+            backend_of(path).remove(inner)
+    backend_of(path).remove_folder(path)

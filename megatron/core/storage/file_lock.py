@@ -5,7 +5,7 @@ from typing import BinaryIO
 
 
 def locked(file: int | BinaryIO) -> bool:
-    """Locks an open file or folder until it is closed. Returns False, at once, if another process holds the lock.
+    """Lock an open file or folder until it is closed; return False, without waiting, if another process holds the lock.
 
     Raises OSError on a file system without locks.
     """

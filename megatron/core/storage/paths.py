@@ -2,7 +2,7 @@
 
     path_of("checkpoints/books") -> Path           path_of("s3://bucket/books") -> ObjectPath
 
-A URL does not survive `Path`, which makes one slash of two; so what a user gives becomes a path here and nowhere else.
+`Path` would turn the two slashes of a URL into one, so a user's text becomes a path here and nowhere else.
 """
 
 import os
@@ -13,12 +13,12 @@ from typing import NamedTuple
 from megatron.core.base.dataclass_flags import ConfigError
 
 _URL = re.compile("([a-z][a-z0-9+.-]*)://")
-_OF_THIS_MACHINE = ("file", "local")
+_LOCAL_SCHEMES = ("file", "local")
 _EXTRAS = {"s3": "s3", "s3a": "s3"}  # scheme -> the extra of setup.py that installs its package
 
 
 class Stat(NamedTuple):
-    """What a path names; links are followed."""
+    """The kind and size of a file or folder; links are followed."""
 
     is_folder: bool
     is_file: bool
@@ -26,59 +26,66 @@ class Stat(NamedTuple):
 
 
 class ObjectPath(PurePosixPath):
-    """The URL of an object, or of a folder, which is what many names begin with. Its text has both slashes again."""
+    """The URL of an object, or of a folder, which is a common prefix of names. `str` restores the second slash."""
 
     def __str__(self) -> str:
         return re.sub("^([^/:]+):/?", r"\1://", super().__str__())
 
     @property
     def scheme(self) -> str:
+        """The part before `://`."""
         return self.parts[0].removesuffix(":")
 
     def absolute(self) -> "ObjectPath":
+        """Return the path itself: every URL is absolute."""
         return self
 
 
 def is_url(text: str | PurePosixPath) -> bool:
-    """Whether a folder as a user gives it lies in an object store."""
-    found = _URL.match(str(text))
-    return found is not None and found[1] not in _OF_THIS_MACHINE
+    """Return whether a folder, as a user gives it, is in an object store."""
+    match = _URL.match(str(text))
+    return match is not None and match[1] not in _LOCAL_SCHEMES
 
 
-def same_folder(one: str, other: str) -> bool:
-    """Whether two folders as a user gives them are the same, by any path."""
-    if is_url(one) or is_url(other):
-        return is_url(one) and is_url(other) and ObjectPath(one) == ObjectPath(other)
-    one, other = path_of(one), path_of(other)
-    if os.path.exists(one) and os.path.exists(other):
-        return os.path.samefile(one, other)
-    return os.path.realpath(one) == os.path.realpath(other)
+def same_folder(first: str, second: str) -> bool:
+    """Return whether two folders, as a user gives them, are the same, by whatever path."""
+    if is_url(first) or is_url(second):
+        return is_url(first) and is_url(second) and ObjectPath(first) == ObjectPath(second)
+    first_path = path_of(first)
+    second_path = path_of(second)
+    if os.path.exists(first_path) and os.path.exists(second_path):
+        return os.path.samefile(first_path, second_path)
+    return os.path.realpath(first_path) == os.path.realpath(second_path)
 
 
 def holds(root: str, folder: str) -> bool:
-    """Whether `folder` lies directly in `root`, by any path; both as a user gives them."""
+    """Return whether `folder` is directly in `root`, by whatever path; both as a user gives them."""
     if is_url(root) or is_url(folder):
         return is_url(root) and is_url(folder) and ObjectPath(root) == ObjectPath(folder).parent
     return same_folder(root, os.path.dirname(os.path.realpath(path_of(folder))))
 
 
 def path_of(text: str | Path) -> Path:
-    """The path of a folder as a user gives it, with the methods of `Path` that ask no system. Raises ConfigError for a
-    URL that
-    this installation cannot read, and for no text at all."""
+    """Return the path of a folder as a user gives it; an ObjectPath has the methods of `Path` that make no system call.
+
+    Raises ConfigError for a URL that this installation cannot read, and for empty text.
+    """
     if isinstance(text, PurePosixPath):
         return text
     if not text:
         raise ConfigError("the name of a folder is empty; give one, or . for the current folder")
     if not is_url(text):
-        return Path(_URL.sub("", text, count=1) if _URL.match(text) else text)
-    if problem := _obstacle(text):
+        if _URL.match(text):  # file://
+            text = _URL.sub("", text, count=1)
+        return Path(text)
+    problem = _url_problem(text)
+    if problem:
         raise ConfigError(problem)
     return ObjectPath(text)
 
 
-def _obstacle(url: str) -> str | None:
-    """Why a URL cannot be read and written here, in a line; None if it can."""
+def _url_problem(url: str) -> str | None:
+    """Return why a URL cannot be read and written here, in one line; None if it can."""
     scheme = _URL.match(url)[1]
     if "::" in url or not url[len(scheme) + 3 :].strip("/"):
         return f"{url} names no folder of an object store; give one as {scheme}://BUCKET/FOLDER"

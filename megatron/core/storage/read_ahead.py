@@ -1,7 +1,8 @@
-"""Reading an object store ahead: several requests are under way while what came before is hashed. No torch.
+"""Reading an object store ahead: several requests are in flight while the bytes read before are hashed. No torch.
 
-A request waits tens of milliseconds for its first byte, and one connection carries a part of what the network does. So spans
-that touch in an object are asked for together, long ones in parts, and the next requests are made before the first has come.
+A request waits tens of milliseconds for its first byte, and one connection carries only a part of the network's bandwidth. So
+adjacent spans of an object are requested together, long ones in parts, and the next requests are made before the first has
+been answered.
 """
 
 from collections import deque
@@ -11,11 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 REQUEST_BYTES = 8 << 20  # bytes of a request, at most
-UNDER_WAY = 8  # requests under way; with the part that is being read they take at most 72 MiB
+UNDER_WAY = 8  # requests in flight; with the part that is being read they take at most 72 MiB
 
 
 class FileSpan(NamedTuple):
-    """Bytes of a file that are read in their order."""
+    """Bytes start:stop of a file, which are read in order."""
 
     path: Path
     start: int
@@ -23,49 +24,61 @@ class FileSpan(NamedTuple):
 
 
 def requests_of(spans: Iterable[FileSpan]) -> Iterator[FileSpan]:
-    """The spans in their order: those that touch as one, and that in parts of at most `REQUEST_BYTES` bytes."""
-    together: FileSpan | None = None
+    """Yield the spans in their order: adjacent ones joined, then cut into parts of at most `REQUEST_BYTES` bytes."""
+    joined: FileSpan | None = None
     for span in spans:
-        if together is not None and (together.path, together.stop) == (span.path, span.start):
-            together = together._replace(stop=span.stop)
+        if joined is not None and (joined.path, joined.stop) == (span.path, span.start):
+            joined = joined._replace(stop=span.stop)
             continue
-        yield from _parts_of(together)
-        together = span
-    yield from _parts_of(together)
+        yield from _parts_of(joined)
+        joined = span
+    yield from _parts_of(joined)
 
 
 def _parts_of(span: FileSpan | None) -> Iterator[FileSpan]:
-    if span is not None:
-        for at in range(span.start, span.stop, REQUEST_BYTES):
-            yield FileSpan(span.path, at, min(at + REQUEST_BYTES, span.stop))
+    if span is None:
+        return
+    for start in range(span.start, span.stop, REQUEST_BYTES):
+        yield FileSpan(span.path, start, min(start + REQUEST_BYTES, span.stop))
 
 
 class ReadAhead:
-    """The bytes of `spans`, which are taken in this order. As a context it ends with what is still under way.
+    """The bytes of `spans`, which must be taken in this order. Its context cancels the requests that are not needed any more.
 
-    open: of a path, an object whose `fetch(start, stop)` returns bytes, fewer where the object ends. Any thread may call it.
+    open: takes a path, returns an object whose `fetch(start, stop)` returns bytes, fewer if the object ends before. Any thread
+    may call it.
     """
 
     def __init__(self, spans: Iterable[FileSpan], open: Callable[[Path], Any]):
-        self._requests, self._open = requests_of(spans), open
+        self._requests = requests_of(spans)
+        self._open = open
         self._pool = ThreadPoolExecutor(UNDER_WAY, thread_name_prefix="reads ahead")
-        self._under_way: deque[tuple[FileSpan, Future[bytes]]] = deque()
-        self._held, self._data = FileSpan(Path(), 0, 0), memoryview(b"")
+        self._in_flight: deque[tuple[FileSpan, Future[bytes]]] = deque()
+        # the answered request from which bytes are taken
+        self._span = FileSpan(Path(), 0, 0)
+        self._data = memoryview(b"")
 
-    def take(self, path: Path, at: int) -> memoryview:
-        """The bytes of an object from `at` on that are here, waiting for some; empty where it ends. Raises OSError."""
-        while not (self._held.path == path and self._held.start <= at < self._held.stop):
-            self._begin()
-            if not self._under_way:
+    def take(self, path: Path, position: int) -> memoryview:
+        """Return bytes of an object from `position` on, as many as have been read; empty if it ends there.
+
+        Waits for a request if none of these bytes have been read. Raises OSError.
+        """
+        while not (self._span.path == path and self._span.start <= position < self._span.stop):
+            self._start_requests()
+            if not self._in_flight:
                 return memoryview(b"")
-            self._held, coming = self._under_way.popleft()
-            self._data = memoryview(b"")  # before the next is here, not after
-            self._data = memoryview(coming.result())
-        return self._data[at - self._held.start :]
+            self._span, answer = self._in_flight.popleft()
+            self._data = memoryview(b"")  # free the old bytes before the next are here
+            self._data = memoryview(answer.result())
+        return self._data[position - self._span.start :]
 
-    def _begin(self) -> None:
-        while len(self._under_way) < UNDER_WAY and (request := next(self._requests, None)) is not None:
-            self._under_way.append((request, self._pool.submit(self._open(request.path).fetch, *request[1:])))
+    def _start_requests(self) -> None:
+        while len(self._in_flight) < UNDER_WAY:
+            request = next(self._requests, None)
+            if request is None:
+                return
+            future = self._pool.submit(self._open(request.path).fetch, request.start, request.stop)
+            self._in_flight.append((request, future))
 
     def __enter__(self) -> "ReadAhead":
         return self

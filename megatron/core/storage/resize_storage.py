@@ -1,5 +1,7 @@
-"""Memory that is given back and taken again while its tensor stays. No operator tells of it: who counts memory
-listens here."""
+"""Freeing and reallocating a tensor's memory in place, while the tensor stays.
+
+torch dispatches no operator for this, so code that counts memory registers a listener here.
+"""
 
 from collections.abc import Callable
 
@@ -11,5 +13,5 @@ listeners: list[Callable[[UntypedStorage], None]] = []
 def resize(storage: UntypedStorage, nbytes: int) -> None:
     """Change a storage's size in place; its contents are undefined afterwards."""
     storage.resize_(nbytes)
-    for tell in listeners:
-        tell(storage)
+    for listener in listeners:
+        listener(storage)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from megatron.core.offload.activation_offload import Keep
+from megatron.core.offload.activation_offload import InputSaver
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
 
@@ -23,7 +23,7 @@ class SavedActivation:
     returns a function that gives it back. Every rank of the axis must `take` its activations in the same order.
     """
 
-    def __init__(self, x: Tensor, axis: Axis | None, keep: Keep = keep_copy):
+    def __init__(self, x: Tensor, axis: Axis | None, keep: InputSaver = keep_copy):
         self._unsharded: Tensor | None = x  # until the forward takes it
         self._axis = axis
         self._shape = x.shape

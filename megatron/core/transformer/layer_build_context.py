@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megatron.core.context_parallel.cp_attention import ContextParallel
 from megatron.core.context_parallel.cp_prefill_cache import ShardedKeyValueCache
-from megatron.core.offload.offload_tiers import Tier
+from megatron.core.offload.offload_tiers import OffloadStore
 from megatron.core.ops.attention.kv_cache import KeyValueCache
 from megatron.core.ops.dropout import DropoutKeys, HiddenDropout
 from megatron.core.ops.shard_sequence import positions_of
@@ -31,7 +31,7 @@ class LayerContext:
     tp: TensorParallel  # the ranks that share a layer; dtype, device and matmul modes of its tensors
     keys: DropoutKeys
     ends: Axis | None = None  # the first and the last stage, which share a tied embedding weight
-    tier: Tier | None = None  # storage of offloaded activations; None: host memory
+    offload_store: OffloadStore | None = None  # storage of offloaded activations; None: host memory
     cp: ContextParallel = ContextParallel()  # the ranks that share each sample
     # Rotary angles follow the batch's position_ids, which restart at each document; False: the index in the sample.
     restarts_positions: bool = False
@@ -43,7 +43,7 @@ class LayerContext:
         dtype: torch.dtype,
         keys: DropoutKeys | None = None,
         *,
-        tier: Tier | None = None,
+        offload_store: OffloadStore | None = None,
         cp_types: tuple[str, ...] = ("p2p",),
         longest: int | None = None,
         restarts_positions: bool = False,
@@ -56,7 +56,7 @@ class LayerContext:
         """
         tp = TensorParallel(mesh["tp"], dtype=dtype, kv=mesh["kv"], **tensor_parallel_fields)
         cp = ContextParallel(mesh["cp"], cp_types, longest, heads=mesh["cp_heads"], ring=mesh["cp_ring"])
-        return cls(tp, keys or DropoutKeys(0), mesh["embd"], tier, cp, restarts_positions)
+        return cls(tp, keys or DropoutKeys(0), mesh["embd"], offload_store, cp, restarts_positions)
 
     @property
     def rows(self) -> SequenceShard:

@@ -49,7 +49,7 @@ class ParallelTransformer(HoldsActivations):
             config.cpu_offloading_num_layers,
             smallest=config.min_offloaded_tensor_size,
             contiguous=config.contiguous_checkpointing,
-            tier=context.tier,
+            offload_store=context.offload_store,
         )
         self.ropes = config.ropes
         self.restarts_positions = context.restarts_positions
@@ -86,7 +86,7 @@ class ParallelTransformer(HoldsActivations):
         for group in self._groups():
             x = self._run_group(group, x, mask, angles, cache)
         if torch.is_grad_enabled():
-            self.activations.end(x)
+            self.activations.finish_forward(x)
         if cache is not None:
             cache.advance(length)
 
@@ -129,7 +129,7 @@ class ParallelTransformer(HoldsActivations):
                 mask,
                 angles,
                 shard_over=self.shard_saved_inputs_over,
-                keep=self.activations.keeper(group.first),
+                keep=self.activations.input_saver(group.first),
             )
 
         # save all activations, on the device

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron.core.offload.activation_offload import Keep
+from megatron.core.offload.activation_offload import InputSaver
 from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.ops.torch_function_overrides import determinism_check
 from megatron.core.parallel.grid import Axis
@@ -20,7 +20,7 @@ def recompute_in_backward(
     keys: DropoutKeys,
     *inputs: Any,
     shard_over: Axis | None = None,
-    keep: Keep | None = None,
+    keep: InputSaver | None = None,
 ) -> Tensor:
     """Return run(*inputs), saving only the inputs; the backward runs it again (torch calls this checkpointing).
 

@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.format import (
     iteration_of,
     parse_manifest,
 )
-from megatron.core.storage.file_layer import at, exists, is_file, is_folder
+from megatron.core.storage.file_layer import backend_of, exists, is_file, is_folder
 from megatron.core.storage.paths import is_url, path_of, same_folder
 from megatron.training.arguments.config import CheckpointConfig
 
@@ -143,7 +143,7 @@ def _load_holds_checkpoint(config: CheckpointConfig) -> bool:
             f"--load {config.load} does not exist; give the folder that --save wrote to, or leave --load out to start anew "
             "(only this run's --save folder may be missing)"
         )
-    if at(root).names(root):
+    if backend_of(root).names(root):
         raise ConfigError(
             f"--load {config.load} holds no checkpoint (no {LATEST}), but {_content(root)}; give the folder that --save wrote "
             "to, or leave --load out to start anew"
@@ -185,7 +185,7 @@ def mistake_in(root: Path) -> str | None:
         if not is_folder(root):
             return f"does not exist; give the folder that --save wrote to: {root.parent}"
         return f"is the folder of one iteration; give its parent: --load {root.absolute().parent}"
-    names = at(root).names(root) if is_folder(root) else []
+    names = backend_of(root).names(root) if is_folder(root) else []
     if is_url(root):  # where a save that was killed leaves objects under the iteration's own name
         names = [name for name in names if is_file(root / name / MANIFEST) or not is_ours(root / name)]
     if names and not is_url(root) and (said := unreadable(root)) is not None:
@@ -205,7 +205,7 @@ def _content(root: Path) -> str:
     """The folder's content, for a message."""
     if not is_folder(root):
         return "it does not exist"
-    names = at(root).names(root)
+    names = backend_of(root).names(root)
     if not names:
         return "it is empty"
     return f"it holds {', '.join(names[:5])}" + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,4 +1,4 @@
-"""Checks of a checkpoint before a run resumes from it: same model, same optimizer; other changed settings are reported."""
+"""Checks before a run resumes from a checkpoint: same model, same optimizer. Other settings that have changed are printed."""
 
 import contextlib
 import json
@@ -38,151 +38,195 @@ from megatron.training.checkpointing.registry_compatibility import (
 from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.global_vars import Runtime, print_rank_0
 
+_MODEL = "model/"
 _POSITIONS = "embedding.position_embeddings.weight"
+_MAX_SHOWN = 3  # parameters in a message
+
+
+# ---------------------------------------------------------------- parameters
 
 
 def check_same_parameters(
-    mine: dict[str, LocalTensor], checkpoint: Checkpoint, world: Axis, device: torch.device
+    model: dict[str, LocalTensor], checkpoint: Checkpoint, world: Axis, device: torch.device
 ) -> None:
     """Refuse a checkpoint with parameters that this run's model lacks on all ranks. One all-reduce; every rank must call."""
-    names = sorted(name for name in checkpoint.names if name.startswith("model/"))
-    holders = torch.tensor([name in mine for name in names], dtype=torch.int32, device=device)
+    names = sorted(name for name in checkpoint.names if name.startswith(_MODEL))
+    holders = torch.tensor([name in model for name in names], dtype=torch.int32, device=device)  # [names]
     collectives.all_reduce(holders, world)
-    lacking = [name.removeprefix("model/") for name, count in zip(names, holders.tolist()) if not count]
-    if lacking:
-        more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
-        raise ConfigError(
-            f"{checkpoint.folder} holds parameters that this run's model lacks: {', '.join(lacking[:3])}{more}; it was written "
-            "by another model, or with other model flags"
-        )
+    lacking = [name.removeprefix(_MODEL) for name, count in zip(names, holders.tolist()) if not count]
+    if not lacking:
+        return
+    shown = ", ".join(lacking[:_MAX_SHOWN])
+    if len(lacking) > _MAX_SHOWN:
+        shown += f" and {len(lacking) - _MAX_SHOWN} more"
+    raise ConfigError(
+        f"{checkpoint.folder} holds parameters that this run's model lacks: {shown}; it was written by another model, or with "
+        "other model flags"
+    )
 
 
 def absent_parameters(
     config: Config,
-    mine: dict[str, LocalTensor],
+    model: dict[str, LocalTensor],
     checkpoint: Checkpoint,
-    given: str,
+    source: str,
     world: Axis,
     device: torch.device,
     *,
-    goes_on: bool,
+    load_optimizer: bool,
 ) -> set[str]:
-    """The parameters of this run's model that a checkpoint does not hold, and that keep their first values. Every rank
-    must call.
+    """Return the parameters that a checkpoint lacks and that keep their initial values, by their names in a checkpoint.
 
-    Those of heads that its architecture lacks are named in one line. Any other is refused, unless --allow-missing-tensors is
-    given, which names each. Names are those of a checkpoint. goes_on: with the optimizer's state, which nobody could
-    make up.
+    Every rank must call. Parameters of heads that the checkpoint's architecture does not have are named in one line. Any
+    other is refused with CheckpointError, unless --allow-missing-tensors is given and no optimizer state is loaded: its state
+    of such a parameter would be missing too. Then a WARNING names each.
     """
-    state, there = checkpoint.state, {*checkpoint.names}
-    texts = collectives.all_gather_texts(json.dumps([name for name in mine if name not in there]), world, device)
-    lacking = list(dict.fromkeys(name.removeprefix("model/") for text in texts for name in json.loads(text)))
+    state = checkpoint.state
+    saved_names = {*checkpoint.names}
+    own_lacking = [name for name in model if name not in saved_names]
+    texts = collectives.all_gather_texts(json.dumps(own_lacking), world, device)
+    lacking = list(dict.fromkeys(name.removeprefix(_MODEL) for text in texts for name in json.loads(text)))
     if not lacking:
         return set()
-    heads = {*heads_in_state(state)}
-    drawn = [name for name in lacking if name in heads]
-    absent = [name for name in lacking if name not in heads]
-    if absent and (goes_on or not config.checkpoint.allow_missing_tensors):
-        advice = advice_of(state)
-        if goes_on:
-            advice = "load it with the settings of the model that was saved; with --finetune or --no-load-optim "
-            advice += f"{ALLOW} loads the weights that are there"
-        raise CheckpointError(checkpoint.folder, [f"lacks {both_names(state, name)}" for name in absent], advice)
-    if drawn:
-        print_rank_0(f"{given} has no {shown_heads(drawn)}, as its architecture: they get first values")
-    for name in absent:
-        print_rank_0(f"WARNING: {given} lacks {both_names(state, name)}: it gets first values")
-    return {f"model/{name}" for name in lacking}
 
+    head_names = {*heads_in_state(state)}
+    of_heads = [name for name in lacking if name in head_names]
+    others = [name for name in lacking if name not in head_names]
+    if others and (load_optimizer or not config.checkpoint.allow_missing_tensors):
+        if load_optimizer:
+            advice = (
+                "load it with the settings of the model that was saved; with --finetune or --no-load-optim "
+                f"{ALLOW} loads the weights that are there"
+            )
+        else:
+            advice = advice_of(state)
+        raise CheckpointError(checkpoint.folder, [f"lacks {both_names(state, name)}" for name in others], advice)
+    if of_heads:
+        print_rank_0(f"{source} has no {shown_heads(of_heads)}, as its architecture: they get first values")
+    for name in others:
+        print_rank_0(f"WARNING: {source} lacks {both_names(state, name)}: it gets first values")
+    return {f"{_MODEL}{name}" for name in lacking}
+
+
+def check_same_positions(
+    config: Config, model: dict[str, LocalTensor], checkpoint: Checkpoint, world: Axis, device: torch.device
+) -> None:
+    """Refuse a learned position table with another number of rows. One all-reduce; every rank must call."""
+    with collectives.raise_together(world, device):
+        for name, tensor in model.items():
+            if not name.endswith(_POSITIONS) or name not in checkpoint.names:
+                continue
+            saved_rows = checkpoint.manifest.tensors[name].shape[0]
+            rows = tensor.shape[0]
+            if saved_rows != rows and rows == config.positions:
+                advice = _other_positions(config, saved_rows)
+                raise ConfigError(f"{checkpoint.folder} has {saved_rows} learned positions, {advice}")
+
+
+def _other_positions(config: Config, saved: int) -> str:
+    """Return this run's number of positions, and the flags that keep the `saved` number."""
+    length = config.data.seq_length
+    rows = config.transformer.max_position_embeddings
+    has = f"this run {rows} (--max-position-embeddings)" if rows else f"this run {length} (--seq-length)"
+    shorter = f" with --seq-length {saved} or less, which is now {length}" if length > saved else ""
+    return f"{has}; --max-position-embeddings {saved} keeps the saved table{shorter}"
+
+
+# ---------------------------------------------------------------- is the state one that a run has written?
 
 _NUMBER = (int, float)
+_Types = dict[str, tuple[type, ...]]
+
+
+def _typed(kinds: tuple[type, ...], *paths: str) -> _Types:
+    return dict.fromkeys(paths, kinds)
+
+
 # The entries of a checkpoint's state that a run reads, and their types. `*`: every entry of that object.
-_NEEDED: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("config", "config/*", "config/optimizer", "config/checkpoint", "train"), (dict,)),
-    **dict.fromkeys(("train/iteration", "train/consumed_train_samples", "optimizer_steps"), (int,)),
-    "log": (dict, type(None)),
+_NEEDED: _Types = {
+    **_typed((dict,), "config", "config/*", "config/optimizer", "config/checkpoint", "train"),
+    **_typed((int,), "train/iteration", "train/consumed_train_samples", "optimizer_steps"),
+    **_typed((dict, type(None)), "log"),
 }
-_COUNTS = ("scheduled_train_samples", "samples_per_iter", "requested_train_samples")  # of the train state
-_OPTIONAL: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(
-        (
-            "train/schedules",
-            "train/schedules/*",
-            "train/guard",
-            "train/guard/*",
-            "log/sums",
-            "log/counts",
-            "grad_scaler",
-        ),
-        (dict,),
-    ),
-    **dict.fromkeys((f"train/{name}" for name in _COUNTS), (int,)),
-    **dict.fromkeys(("checkpoints", ABSENT_HEADS, LOST_BUFFERS), (list,)),
-    FUNCTIONS: (dict,),
-    f"{FUNCTIONS}/*": (str,),
-    BUFFERS_AT_START: (dict,),
-    f"{BUFFERS_AT_START}/*": (str,),
-    "train/guard/*/seen": (int,),
-    "train/guard/*/largest": _NUMBER,
-    **dict.fromkeys(("dropout_masks", "log/steps", "log/nan_steps", "log/skipped_steps", "log/counts/*"), (int,)),
-    **dict.fromkeys(("global_batch_size", *(f"config/transformer/{name}" for name in OF_WIDTHS)), (int, type(None))),
+_OPTIONAL: _Types = {
+    **_typed((dict,), "train/schedules", "train/schedules/*", "train/guard", "train/guard/*"),
+    **_typed((dict,), "log/sums", "log/counts", "grad_scaler"),
+    **_typed((int,), "train/scheduled_train_samples", "train/samples_per_iter", "train/requested_train_samples"),
+    **_typed((list,), "checkpoints", ABSENT_HEADS, LOST_BUFFERS),
+    **_typed((dict,), FUNCTIONS),
+    **_typed((str,), f"{FUNCTIONS}/*"),
+    **_typed((dict,), BUFFERS_AT_START),
+    **_typed((str,), f"{BUFFERS_AT_START}/*"),
+    **_typed((int,), "train/guard/*/seen"),
+    **_typed(_NUMBER, "train/guard/*/largest"),
+    **_typed((int,), "dropout_masks", "log/steps", "log/nan_steps", "log/skipped_steps", "log/counts/*"),
+    **_typed((int, type(None)), "global_batch_size", *(f"config/transformer/{name}" for name in OF_WIDTHS)),
 }
+_TYPE_NAMES = {dict: "an object", list: "a list", str: "a text", int: "a number from 0 up", type(None): "null"}
 
 
-def check_state(state: dict[str, Any], iteration: int, given: str) -> None:
-    """Refuse an invalid state before anything reads it: a manifest may come from anywhere. given: its flag and folder.
+def check_state(state: dict[str, Any], iteration: int, source: str) -> None:
+    """Refuse an invalid state before anything reads it: a manifest may come from anywhere. Raises ConfigError.
 
-    What is read later is checked here, or where it is read: an error of another type is this program's, not the file's.
+    source: the flag and folder. Everything that is read later is checked here, or where it is read, so that an error of
+    another type is this program's and not the file's.
     """
     config = state.get("config")
     if not isinstance(config, dict) or "transformer" not in config or "vocab_size" not in state:
-        raise ConfigError(f"{given} names no model; it was not written by a pretraining run")
-    problems = [problem for where, kinds in (_NEEDED | _OPTIONAL).items() for problem in _misfits(state, where, kinds)]
-    saved_before = [] if problems else map(repr, state.get("checkpoints", ()))
-    problems += [f"checkpoints holds {text:.40}" for text in saved_before if not re.fullmatch("[0-9]{1,18}", text)]
+        raise ConfigError(f"{source} names no model; it was not written by a pretraining run")
+
+    # types first: the further checks need them
+    problems = []
+    for path, kinds in (_NEEDED | _OPTIONAL).items():
+        problems += _type_problems(state, path, kinds)
+    if not problems:
+        for number in state.get("checkpoints", ()):
+            if not re.fullmatch("[0-9]{1,18}", repr(number)):
+                problems.append(f"checkpoints holds {number!r:.40}")
     if not problems:
         problems = [*_problems_of_sums(state["log"] or {}), *problems_of_scaler(state.get("grad_scaler", {}))]
     if not problems and state["train"]["iteration"] != iteration:
         problems = [f"train/iteration is {state['train']['iteration']}, in a checkpoint of iteration {iteration}"]
     problems += origin_problems(state.get("origin"))
     if problems:
-        raise ConfigError([f"{given} holds a state that no run has written: {problem}" for problem in problems])
+        raise ConfigError([f"{source} holds a state that no run has written: {problem}" for problem in problems])
 
 
-def _misfits(state: Any, where: str, kinds: tuple[type, ...]) -> Iterator[str]:
-    """The problems of the entry `where`: missing, or of another type. If a parent is at fault, only the parent is
-    reported."""
-    found: list[tuple[str, Any]] = [("", state)]
-    *parents, last = where.split("/")
-    for name in parents:
-        found = [(f"{at}{key}/", inner) for at, held in found for key, inner in _entries(held, name)]
-    for at, held in found:
-        if not isinstance(held, dict):
+def _type_problems(state: Any, path: str, kinds: tuple[type, ...]) -> Iterator[str]:
+    """Yield the problems of the entries at `path`: missing, or of another type. A faulty parent is reported on its own path."""
+    *parents, last = path.split("/")
+
+    # the objects that hold these entries: more than one if a parent is `*`
+    objects: list[tuple[str, Any]] = [("", state)]  # (path with a slash at the end, value)
+    for parent in parents:
+        children = []
+        for prefix, value in objects:
+            children += [(f"{prefix}{key}/", inner) for key, inner in _entries(value, parent)]
+        objects = children
+
+    for prefix, value in objects:
+        if not isinstance(value, dict):
             continue
-        if where in _NEEDED and last != "*" and last not in held:
-            yield f"{at}{last} is missing"
-        for key, value in _entries(held, last):
-            if not isinstance(value, kinds) or (isinstance(value, int) and not 0 <= value < 1 << 63):
-                wanted = {
-                    dict: "an object",
-                    list: "a list",
-                    str: "a text",
-                    int: "a number from 0 up",
-                    type(None): "null",
-                }
-                allowed = " or ".join(wanted[kind] for kind in kinds if kind in wanted)
-                yield f"{at}{key} is {value!r:.40}, not {allowed}"
+        if path in _NEEDED and last != "*" and last not in value:
+            yield f"{prefix}{last} is missing"
+        for key, entry in _entries(value, last):
+            is_out_of_range = isinstance(entry, int) and not 0 <= entry < 1 << 63
+            if not isinstance(entry, kinds) or is_out_of_range:
+                allowed = " or ".join(_TYPE_NAMES[kind] for kind in kinds if kind in _TYPE_NAMES)
+                yield f"{prefix}{key} is {entry!r:.40}, not {allowed}"
 
 
-def _entries(held: Any, name: str) -> list[tuple[str, Any]]:
-    """The entry of this name, or every entry for `*`; none of what is no object."""
-    if not isinstance(held, dict):
+def _entries(value: Any, name: str) -> list[tuple[str, Any]]:
+    """Return the entry of this name, or every entry for `*`; none if `value` is no object."""
+    if not isinstance(value, dict):
         return []
-    return list(held.items()) if name == "*" else [(name, held[name])] if name in held else []
+    if name == "*":
+        return list(value.items())
+    return [(name, value[name])] if name in value else []
 
 
 def _problems_of_sums(log: dict[str, Any]) -> Iterator[str]:
-    """A sum of losses is a number, or one that JSON lacks, as text."""
+    """Yield the sums of losses that are neither a number nor, as text, one that JSON lacks."""
     for name, total in log.get("sums", {}).items():
         if total not in ("nan", "inf", "-inf") and not _is_number(total):
             yield f"log/sums/{name} is {total!r:.40}, not a number"
@@ -193,184 +237,206 @@ def _is_number(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def naming(given: str) -> Iterator[None]:
-    """Makes a ConfigError of the block name the checkpoint. given: its flag and folder. Other errors are not the file's."""
+def naming_source(source: str) -> Iterator[None]:
+    """Make a ConfigError of the block name `source`, the checkpoint's flag and folder. Other errors pass unchanged."""
     try:
         yield
     except ConfigError as error:
-        problems = [problem if given in problem else f"{given}: {problem}" for problem in error.problems]
+        problems = [problem if source in problem else f"{source}: {problem}" for problem in error.problems]
         raise ConfigError(problems) from error
 
 
-def check_same_model(
-    runtime: Runtime, saved: dict[str, Any], model: str, given: str, *, goes_on: bool, resizes: bool = False
-) -> None:
-    """Refuse a checkpoint of another model or tokenizer, and if `goes_on` of another precision. Names all settings that
-    differ.
+# ---------------------------------------------------------------- the same model?
 
-    model: `model_name` of this run. given: the checkpoint's flag and folder. resizes: to another vocabulary, so that
-    words and
-    tokenizer may differ.
+
+def check_same_model(
+    runtime: Runtime, saved: dict[str, Any], model: str, source: str, *, resumes: bool, resizes: bool = False
+) -> None:
+    """Refuse a checkpoint of another model or tokenizer, and if `resumes` of another precision; names all differences.
+
+    model: `model_name` of this run. source: the checkpoint's flag and folder. resizes: the vocabulary is resized, so its size
+    and the tokenizer may differ. Raises ConfigError.
     """
-    changes, config = _changes(runtime, saved), runtime.config
-    problems = [f"{given} holds another model; {_difference(change)}" for change in changes.model]
-    for change in changes.rope if not config.checkpoint.allow_rope_change else ():
-        advice = "leave the flag out, or give --allow-rope-change to rotate so from now on, as for a longer context"
-        problems.append(f"{given} holds another model; {_difference(change)}; {advice}")
-    if (theirs := saved.get("model", model)) != model:
+    config = runtime.config
+    changes = _changes(runtime, saved)
+    problems = [f"{source} holds another model; {_difference(change)}" for change in changes.model]
+    if not config.checkpoint.allow_rope_change:
+        for change in changes.rope:
+            advice = "leave the flag out, or give --allow-rope-change to rotate so from now on, as for a longer context"
+            problems.append(f"{source} holds another model; {_difference(change)}; {advice}")
+
+    # the model's class, and what its attention computes
+    saved_model = saved.get("model", model)
+    if saved_model != model:
         problems.append(
-            f"{given} holds another model; the checkpoint has a {theirs}, this run a {model}: run the script of the saved model. "
-            f'A class that computes the same as {theirs} declares it: model_name = "{theirs}"'
+            f"{source} holds another model; the checkpoint has a {saved_model}, this run a {model}: run the script of the saved "
+            f'model. A class that computes the same as {saved_model} declares it: model_name = "{saved_model}"'
         )
-    problems += filter(None, [attention_problem(config, saved, given)])
-    if resizes:
-        pass
-    elif saved["vocab_size"] != runtime.vocab_size_if_any:
-        weights = (
-            "" if goes_on else "; --resize-token-embeddings tokens starts from the rows of the words that both have"
-        )
+    attention = attention_problem(config, saved, source)
+    if attention is not None:
+        problems.append(attention)
+
+    # vocabulary and tokenizer
+    if not resizes:
+        tokenizer = _vocabulary_problem(runtime, saved, source, resumes=resumes)
+        if tokenizer is not None:
+            problems.append(tokenizer)
+
+    # precision
+    if resumes and changes.precision and not config.checkpoint.allow_precision_change:
+        before, now = _precisions(saved, config)
         problems.append(
-            f"{given} holds another model; vocabulary: the checkpoint has {saved['vocab_size']} words, this run's tokenizer "
-            f"{runtime.vocab_size_if_any}{weights}"
-        )
-    elif not config.checkpoint.allow_tokenizer_change and _is_other(
-        saved, "tokenizer_sha256", runtime.tokenizer_sha256
-    ):
-        problems.append(
-            f"{given} holds a model of another tokenizer: {_flags_then_and_now(runtime, saved, 'tokenizer', BY_TOKENIZER)}; "
-            "give that tokenizer, or --allow-tokenizer-change if its ids mean the same or will be learned anew"
-        )
-    elif not config.checkpoint.allow_tokenizer_change:
-        problems += filter(None, [tokenizer_problem(config, saved, given)])
-    if goes_on and changes.precision and not config.checkpoint.allow_precision_change:
-        then, now = _precisions(saved, config)
-        problems.append(
-            f"{given} was trained in {then}, this run is in {now}; give the flags of that precision, or "
+            f"{source} was trained in {before}, this run is in {now}; give the flags of that precision, or "
             "--allow-precision-change to go on in this one"
         )
     if problems:
         raise ConfigError(problems)
 
 
+def _vocabulary_problem(runtime: Runtime, saved: dict[str, Any], source: str, *, resumes: bool) -> str | None:
+    """Return how the checkpoint's vocabulary or tokenizer differs from this run's; None if they are the same."""
+    if saved["vocab_size"] != runtime.vocab_size_if_any:
+        weights = (
+            "" if resumes else "; --resize-token-embeddings tokens starts from the rows of the words that both have"
+        )
+        return (
+            f"{source} holds another model; vocabulary: the checkpoint has {saved['vocab_size']} words, this run's tokenizer "
+            f"{runtime.vocab_size_if_any}{weights}"
+        )
+    if runtime.config.checkpoint.allow_tokenizer_change:
+        return None
+    if _is_other(saved, "tokenizer_sha256", runtime.tokenizer_sha256):
+        return (
+            f"{source} holds a model of another tokenizer: {_flags_then_and_now(runtime, saved, 'tokenizer', BY_TOKENIZER)}; "
+            "give that tokenizer, or --allow-tokenizer-change if its ids mean the same or will be learned anew"
+        )
+    return tokenizer_problem(runtime.config, saved, source)
+
+
 def _changes(runtime: Runtime, saved: dict[str, Any]) -> Changes:
-    """All settings that differ. Tokenizer and data are compared by content if the checkpoint holds their hashes."""
-    mine, config = runtime.config.as_json(), saved["config"]
-    by_content = {
-        *(BY_TOKENIZER if saved.get("tokenizer_sha256") and runtime.tokenizer_sha256 else ()),
-        *(BY_DATA if saved.get("data_sha256") and runtime.data_sha256 else ()),
-    }
-    defaults = {flag.name: flag.default for flag in runtime.config.own.flags}
-    return compare(mine, config, defaults, by_content)
+    """Return all settings that differ. Tokenizer and data are compared by content if the checkpoint holds their hashes."""
+    compared_by_content = set()
+    if saved.get("tokenizer_sha256") and runtime.tokenizer_sha256:
+        compared_by_content.update(BY_TOKENIZER)
+    if saved.get("data_sha256") and runtime.data_sha256:
+        compared_by_content.update(BY_DATA)
+    own_defaults = {flag.name: flag.default for flag in runtime.config.own.flags}
+    return compare(runtime.config.as_json(), saved["config"], own_defaults, compared_by_content)
 
 
-def _precisions(saved: dict[str, Any], config: Config) -> Iterator[str]:
-    return (precision_of(parts["transformer"]) for parts in (saved["config"], config.as_json()))
+def _precisions(saved: dict[str, Any], config: Config) -> tuple[str, str]:
+    """Return the precision of the checkpoint's run, and of this run."""
+    return precision_of(saved["config"]["transformer"]), precision_of(config.as_json()["transformer"])
 
 
-def _is_other(saved: dict[str, Any], name: str, mine: str | None) -> bool:
-    return None not in (mine, theirs := saved.get(name)) and theirs != mine
+def _is_other(saved: dict[str, Any], name: str, own: str | None) -> bool:
+    """Return whether a hash differs from the checkpoint's; False if either is unknown."""
+    before = saved.get(name)
+    return own is not None and before is not None and before != own
 
 
 def _difference(change: Change) -> str:
-    unknown = "; this code has no such setting: use the code that wrote it"
-    now = unknown if change.is_unknown else f", this run has {change.now}"
-    return f"{change.name}: the checkpoint has {change.before}{now}"
+    before = f"{change.name}: the checkpoint has {change.before}"
+    if change.is_unknown:
+        return f"{before}; this code has no such setting: use the code that wrote it"
+    return f"{before}, this run has {change.now}"
 
 
 def _flags_then_and_now(runtime: Runtime, saved: dict[str, Any], part: str, names: Sequence[str]) -> str:
-    """The flags of tokenizer or data that differ, then and now; if none does, the files have changed."""
-    now, before = runtime.config.as_json()[part], saved["config"].get(part, {})
-    differ = [name for name in names if before.get(name) != now[name]]
-    texts = [f"{name} {shown(before.get(name))} before, {shown(now[name])} now" for name in differ]
+    """Return the flags of tokenizer or data that differ, before and now, in words; if none does, the files have changed."""
+    before = saved["config"].get(part, {})
+    now = runtime.config.as_json()[part]
+    differing = [name for name in names if before.get(name) != now[name]]
+    if differing:
+        return ", ".join(f"{name} {shown(before.get(name))} before, {shown(now[name])} now" for name in differing)
     given = ", ".join(shown(now[name]) for name in names if now[name] is not None)
-    return ", ".join(texts) or f"the files have changed since ({given})"
+    return f"the files have changed since ({given})"
 
 
-def check_same_positions(
-    config: Config, mine: dict[str, LocalTensor], checkpoint: Checkpoint, world: Axis, device: torch.device
-) -> None:
-    """Refuse a learned position table with another number of rows. One all-reduce; every rank must call."""
-    with collectives.raise_together(world, device):
-        for name in (name for name in mine if name.endswith(_POSITIONS) and name in checkpoint.names):
-            saved, rows = checkpoint.manifest.tensors[name].shape[0], mine[name].shape[0]
-            if saved != rows and rows == config.positions:
-                others = _other_positions(config, saved)
-                raise ConfigError(f"{checkpoint.folder} has {saved} learned positions, {others}")
-
-
-def _other_positions(config: Config, saved: int) -> str:
-    """This run's number of positions, and the flags that keep the `saved` number."""
-    length, rows = config.data.seq_length, config.transformer.max_position_embeddings
-    has = f"this run {rows} (--max-position-embeddings)" if rows else f"this run {length} (--seq-length)"
-    shorter = f" with --seq-length {saved} or less, which is now {length}" if length > saved else ""
-    return f"{has}; --max-position-embeddings {saved} keeps the saved table{shorter}"
+# ---------------------------------------------------------------- the same optimizer?
 
 
 def check_same_optimizer(runtime: Runtime, saved: dict[str, Any]) -> None:
-    """Refuse a checkpoint without optimizer state, or with other moments."""
-    if found := _optimizer_at_fault(runtime.config, saved["config"]) or optimizer_problem(runtime.config, saved):
+    """Refuse a checkpoint without optimizer state, or with other moments. Raises ConfigError."""
+    problem = _optimizer_state_problem(runtime.config, saved["config"]) or optimizer_problem(runtime.config, saved)
+    if problem:
         load = runtime.config.checkpoint.load
-        raise ConfigError(f"--load {load} holds {found}; --no-load-optim loads the weights alone")
+        raise ConfigError(f"--load {load} holds {problem}; --no-load-optim loads the weights alone")
 
 
-def _optimizer_at_fault(config: Config, saved: dict[str, Any]) -> str | None:
-    """The optimizer state that the checkpoint lacks or has too much, in words; None if it fits."""
+def _optimizer_state_problem(config: Config, saved: dict[str, Any]) -> str | None:
+    """Return how the checkpoint's optimizer state differs from this run's, in words; None if it fits."""
     if not saved["checkpoint"].get("save_optim", True):
         return "no optimizer state (saved with --no-save-optim)"
-    mine, theirs = config.as_json()["optimizer"], {"optimizer": "adam"} | saved["optimizer"]
-    if wrong := misfits(OptimizerConfig, theirs):
+    now = config.as_json()["optimizer"]
+    before = {"optimizer": "adam"} | saved["optimizer"]
+    wrong = misfits(OptimizerConfig, before)
+    if wrong:
         raise ConfigError([f"holds a state that no run has written: config/optimizer/{problem}" for problem in wrong])
-    if mine["optimizer"] != theirs["optimizer"]:
-        return f"the state of --optimizer {theirs['optimizer']}, this run has {mine['optimizer']}"
-    before = build(OptimizerConfig, theirs)
-    # Part by part: Muon's momentum_buffer is of matrices alone, and sgd beside it has one of the other parameters.
-    parts = zip(config.optimizer.moments_by_part, before.moments_by_part)
-    lacking = list(dict.fromkeys(kind for now, then in parts for kind in now if kind not in then))
-    differ = [
-        field
-        for field in option_fields(OptimizerConfig)
-        if theirs.get(field.name, mine[field.name]) != mine[field.name]
-    ]
-    was = ", ".join(f"{flags_of(field)[0]} was {theirs[field.name]}" for field in differ)
-    return f"no {', '.join(lacking)} ({was})" if lacking else None
+    if now["optimizer"] != before["optimizer"]:
+        return f"the state of --optimizer {before['optimizer']}, this run has {now['optimizer']}"
+
+    # Compare part by part: Muon's momentum_buffer is of matrices alone, and sgd beside it has one of the other parameters.
+    lacking: list[str] = []
+    saved_config = build(OptimizerConfig, before)
+    for moments, saved_moments in zip(config.optimizer.moments_by_part, saved_config.moments_by_part):
+        lacking += [kind for kind in moments if kind not in saved_moments and kind not in lacking]
+    if not lacking:
+        return None
+    changed = []
+    for field in option_fields(OptimizerConfig):
+        if before.get(field.name, now[field.name]) != now[field.name]:
+            changed.append(f"{flags_of(field)[0]} was {before[field.name]}")
+    return f"no {', '.join(lacking)} ({', '.join(changed)})"
 
 
-def note_changes(runtime: Runtime, saved: dict[str, Any], *, goes_on: bool = True) -> None:
+# ---------------------------------------------------------------- what has changed, for the log
+
+
+def note_changes(runtime: Runtime, saved: dict[str, Any], *, resumes: bool = True) -> None:
     """Print the settings that differ from the checkpoint's and change the course of the run.
 
-    goes_on: False for a run that loads the weights alone; then only the script's own flags are printed.
+    resumes: False for a run that loads the weights alone; then only the script's own flags are printed.
     """
+    config = runtime.config
     changes = _changes(runtime, saved)
-    names_of_own = {*saved["config"].get("own", ()), *(flag.name for flag in runtime.config.own.flags)}
-    what = "resumed" if goes_on else "weights are of a run"
+    what = "resumed" if resumes else "weights are of a run"
+
+    # what the checkpoint does not say
     if "model" not in saved:
         print_rank_0("the checkpoint does not name its model: assuming this run's model")
-    if runtime.config.own.flags and "own" not in saved["config"]:
+    if config.own.flags and "own" not in saved["config"]:
         print_rank_0("the checkpoint holds no flags of its script: they are not compared")
-    if goes_on and changes.precision:
-        then, now = _precisions(saved, runtime.config)
-        print_rank_0(f"resumed with another precision: {then} before, {now} now")
+
+    # settings
+    if resumes and changes.precision:
+        before, now = _precisions(saved, config)
+        print_rank_0(f"resumed with another precision: {before} before, {now} now")
     for change in changes.rope:
         print_rank_0(f"{what} with another {change.name}: {shown(change.before)} before, {shown(change.now)} now")
+    own_names = {*saved["config"].get("own", ()), *(flag.name for flag in config.own.flags)}
     for change in changes.course:
-        if not goes_on and change.name not in names_of_own:
-            continue
-        now = "unknown now" if change.is_unknown else f"{shown(change.now)} now"
-        print_rank_0(f"{what} with another {change.name}: {shown(change.before)} before, {now}")
+        if resumes or change.name in own_names:
+            now = "unknown now" if change.is_unknown else f"{shown(change.now)} now"
+            print_rank_0(f"{what} with another {change.name}: {shown(change.before)} before, {now}")
+
+    # tokenizer, rotary angles, data, dropout masks
     if _is_other(saved, "tokenizer_sha256", runtime.tokenizer_sha256):
         print_rank_0(f"{what} with another tokenizer: {_flags_then_and_now(runtime, saved, 'tokenizer', BY_TOKENIZER)}")
-    if goes_on and began_to_restart(runtime.config, saved):
+    if resumes and began_to_restart(config, saved):
         print_rank_0(
             f"{what} with rotary angles that restart, by --reset-position-ids; in the checkpoint's run they did not"
         )
-    if goes_on and _is_other(saved, "data_sha256", runtime.data_sha256):
+    if resumes and _is_other(saved, "data_sha256", runtime.data_sha256):
         print_rank_0(f"resumed with other data: {_flags_then_and_now(runtime, saved, 'data', BY_DATA)}")
-    masks, model = saved.get("dropout_masks", 1), runtime.config.transformer
-    if goes_on and masks != dropout_masks.MASKS_VERSION and (model.hidden_dropout or model.attention_dropout):
+    masks = saved.get("dropout_masks", 1)
+    has_dropout = config.transformer.hidden_dropout or config.transformer.attention_dropout
+    if resumes and masks != dropout_masks.MASKS_VERSION and has_dropout:
         print_rank_0(
             f"resumed with other dropout masks: drawn by version {masks} before, {dropout_masks.MASKS_VERSION} now"
         )
-    before = saved.get("global_batch_size")  # older checkpoints lack it
-    before = before or TrainState.from_json(saved["train"]).samples_per_iter
-    if goes_on and runtime.global_batch_size != before:
-        print_rank_0(f"resumed with another global_batch_size: {before} before, {runtime.global_batch_size} now")
+
+    # batch size; older checkpoints hold only the samples of an iteration
+    batch_before = saved.get("global_batch_size") or TrainState.from_json(saved["train"]).samples_per_iter
+    if resumes and runtime.global_batch_size != batch_before:
+        print_rank_0(f"resumed with another global_batch_size: {batch_before} before, {runtime.global_batch_size} now")

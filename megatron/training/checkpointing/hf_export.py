@@ -1,12 +1,11 @@
-"""--save-hf: the run's model as Hugging Face folders, written by the ranks as they train.
+"""--save-hf: the run's model as Hugging Face folders, which the ranks write while training waits.
 
     SAVE_HF/iter_0000100/             complete: a folder gets this name only then
     SAVE_HF/iter_0000100.partial/     being written; the next run removes it
-    SAVE_HF/iter_0000100.replaced/    complete: the folder of iteration 100 before, while the new one takes its name
+    SAVE_HF/iter_0000100.replaced/    complete: the previous folder of iteration 100, while the new one gets its name
 
-What stands in the way of an export, an option that the family cannot say or a folder that is no place for one, refuses
-the run at
-its start, and not after hours.
+A run whose model cannot be exported (an option that the family's config.json lacks, a folder with other files) is refused at
+its start, not after hours.
 """
 
 import re
@@ -32,44 +31,58 @@ from megatron.training.checkpointing.registry_compatibility import functions_of
 from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.global_vars import Runtime, print_rank_0
 
-_LEFT = re.compile(r"iter_[0-9]{7,}(\.[0-9]+)?(\.partial|\.replaced)")  # what a killed run leaves
+_LEFTOVER = re.compile(r"iter_[0-9]{7,}(\.[0-9]+)?(\.partial|\.replaced)")  # leftovers of a killed run
 
 
 class HFExports:
-    """Every rank has one and makes the same calls. Raises ConfigError at once if the model cannot be written."""
+    """The Hugging Face folders of a run. Every rank has one and makes the same calls.
+
+    Making it raises ConfigError if the model cannot be exported.
+    """
 
     def __init__(self, runtime: Runtime, chunks: list[DistributedDataParallel], state: TrainState):
-        self._runtime, self._chunks = runtime, chunks
-        self._state, self._told = state, set()
+        self._runtime = runtime
+        self._chunks = chunks
+        self._state = state
+        self._printed: set[str] = set()
         self._config = config = runtime.config.hf
         if config.save_hf is None:
             return
-        world, device = runtime.mesh["world"], runtime.device.torch_device
+        world = runtime.mesh["world"]
+        device = runtime.device.torch_device
+
+        # the state of a checkpoint of this run, as far as an export needs it
         name = model_name([chunk.module for chunk in chunks], runtime.mesh["pp"], device)
-        settings = {"config": runtime.config.as_json(), "model": name, "vocab_size": runtime.vocab_size_if_any}
-        settings |= {FUNCTIONS: functions_of(runtime.config)}
-        origin = {} if state.origin is None else {"origin": state.origin.as_json()}
+        state_of_run = {"config": runtime.config.as_json(), "model": name, "vocab_size": runtime.vocab_size_if_any}
+        state_of_run[FUNCTIONS] = functions_of(runtime.config)
+        if state.origin is not None:
+            state_of_run["origin"] = state.origin.as_json()
+
+        # plan the folder, which checks everything that can be checked without values
         records = records_of_ranks(sharded_model_state(chunks, runtime.mesh), world, device)
         options = {"dtype": config.save_hf_dtype, "most_bytes": config.most_bytes}
         with collectives.raise_together(world, device):
             try:
-                self._plan = plan_folder(settings | origin, records, "this run", **options)
+                self._plan = plan_folder(state_of_run, records, "this run", **options)
             except ConfigError as error:
                 raise ConfigError([f"--save-hf: {problem}" for problem in error.problems]) from error
 
     def is_due(self, *, last: bool) -> bool:
-        """Whether a folder follows the step that was done. last: the run ends with it."""
+        """Return whether a folder is to be written after this step. last: the run ends with it."""
         return self._config.is_due(self._state.iteration, last=last)
 
     def is_missing(self, *, last: bool) -> bool:
-        """Whether the iteration that is done should have a folder and has none, as where a run was killed while it
-        wrote it."""
-        return self._state.iteration > 0 and self.is_due(last=last) and not self._is_there()
+        """Return whether the present iteration should have a folder but has none: a run was killed before it was complete.
 
-    def _is_there(self) -> bool:
-        world, device = self._runtime.mesh["world"], self._runtime.device.torch_device
-        found = int(world.is_first and is_hf_folder(self._folder))
-        return bool(collectives.broadcast(torch.tensor([found], device=device), world).item())
+        Every rank must call.
+        """
+        return self._state.iteration > 0 and self.is_due(last=last) and not self._exists()
+
+    def _exists(self) -> bool:
+        world = self._runtime.mesh["world"]
+        device = self._runtime.device.torch_device
+        exists = int(world.is_first and is_hf_folder(self._folder))
+        return bool(collectives.broadcast(torch.tensor([exists], device=device), world).item())
 
     @property
     def _folder(self) -> Path:
@@ -77,8 +90,10 @@ class HFExports:
 
     def write(self) -> None:
         """Write the folder of this step, while training waits. Every rank must call; if one fails, all raise."""
-        mesh, device = self._runtime.mesh, self._runtime.device.torch_device
-        world, began = mesh["world"], time.monotonic()
+        start = time.monotonic()
+        mesh = self._runtime.mesh
+        world = mesh["world"]
+        device = self._runtime.device.torch_device
         final = self._folder
         partial = final.with_name(final.name + PARTIAL)
         for chunk in self._chunks:
@@ -87,7 +102,8 @@ class HFExports:
             with collectives.raise_together(world, device):
                 if world.is_first:
                     remove(partial)
-            write_gathered(self._plan, sharded_model_state(self._chunks, mesh), partial, world, device, note=self._tell)
+            tensors = sharded_model_state(self._chunks, mesh)
+            write_gathered(self._plan, tensors, partial, world, device, note=self._print_once)
             with collectives.raise_together(world, device):
                 if world.is_first:
                     _publish(partial, final)
@@ -95,36 +111,40 @@ class HFExports:
             raise CheckpointError(
                 final, f"cannot be written ({error})", "what is there of it is removed by the next run"
             ) from error
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - start
         print_rank_0(f"wrote {final} as a {self._plan.kind} of Hugging Face form: {seconds:.3f} s")
 
-    def _tell(self, line: str) -> None:
-        """Once in a run."""
-        if line not in self._told:
+    def _print_once(self, line: str) -> None:
+        """Print a line once in a run."""
+        if line not in self._printed:
             print_rank_0(f"--save-hf: {line}")
-        self._told.add(line)
+        self._printed.add(line)
 
 
 def _publish(partial: Path, final: Path) -> None:
-    """Give a complete folder its name. A previous one of the same iteration goes; a kill at any point leaves one of the two.
-    A link in its place goes, and not what it leads to."""
-    on, aside = file_layer.at(final), final.with_name(final.name + REPLACED)
+    """Give a complete folder its name and remove the previous one of the same iteration.
+
+    A kill at any point leaves one of the two. If the name is a link, the link is removed and not what it points to.
+    """
+    backend = file_layer.backend_of(final)
+    replaced = final.with_name(final.name + REPLACED)
     if file_layer.exists(final):
-        on.rename(final, aside)
-    on.rename(partial, final)
-    on.sync_folder(final.parent)
-    remove(aside)
+        backend.rename(final, replaced)
+    backend.rename(partial, final)
+    backend.sync_folder(final.parent)
+    remove(replaced)
 
 
 # ---------------------------------------------------------------- at the start
 
 
 def check_contents(root: Path) -> None:
-    """Refuse a folder that holds anything but such folders: it is another's, or another thing's. For one rank."""
+    """Refuse a folder that holds anything but exports of this run. Call on one rank. Raises ConfigError."""
     others = []
-    for name in file_layer.at(root).names(root):
-        is_whole = iteration_of(name) is not None and is_hf_folder(root / name)
-        others += [] if is_whole or _LEFT.fullmatch(name) else [name]
+    for name in file_layer.backend_of(root).names(root):
+        is_export = iteration_of(name) is not None and is_hf_folder(root / name)
+        if not is_export and not _LEFTOVER.fullmatch(name):
+            others.append(name)
     if others:
         more = f" and {len(others) - 3} more" if len(others) > 3 else ""
         raise ConfigError(
@@ -133,10 +153,11 @@ def check_contents(root: Path) -> None:
 
 
 def clear_partial(root: Path) -> None:
-    """Remove what a killed run has left, and give the folder that it was replacing its name back. For one rank."""
-    for name in file_layer.at(root).names(root):
+    """Remove the leftovers of a killed run, and give the folder that it was replacing its name back. Call on one rank."""
+    backend = file_layer.backend_of(root)
+    for name in backend.names(root):
         final = root / name.removesuffix(PARTIAL).removesuffix(REPLACED)
         if name.endswith(REPLACED) and not file_layer.exists(final):
-            file_layer.at(root).rename(root / name, final)
-        elif _LEFT.fullmatch(name):
+            backend.rename(root / name, final)
+        elif _LEFTOVER.fullmatch(name):
             remove(root / name)

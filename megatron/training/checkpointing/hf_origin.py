@@ -1,4 +1,7 @@
-"""Which Hugging Face folder or config.json a run's model began as: recorded at its start, kept over restarts and layouts."""
+"""The provenance of a run: the Hugging Face folder or config.json from which its model was made.
+
+It is recorded at the start of the run and kept over restarts and layouts, in the manifest under "origin".
+"""
 
 import hashlib
 import json
@@ -7,79 +10,96 @@ from pathlib import Path
 from typing import Any
 
 from megatron.convert import described_by
-from megatron.convert.hf_origin import Origin
+from megatron.convert.hf_origin import Provenance
 from megatron.core.dist_checkpointing import Checkpoint
 from megatron.core.parallel import collectives
 from megatron.core.storage.file_layer import is_file, read_start, size_of_file
-from megatron.training.checkpointing.non_persistent_checkpoint import OwnPart
+from megatron.training.checkpointing.non_persistent_checkpoint import RankCheckpoint
 from megatron.training.global_vars import Runtime, print_rank_0
 
 _TOKENIZER = "tokenizer.json"
-_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")  # name tokens too
+_TOKEN_FILES = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)  # beside it; they name tokens too
 
 
-def origin_of_run(
-    runtime: Runtime, checkpoint: Checkpoint | OwnPart, given: str, *, is_other_tokenizer: bool = False
-) -> Origin | None:
-    """The origin of a run that starts from a checkpoint, or from a folder of another project; None if it has none.
+def provenance_of_run(
+    runtime: Runtime, checkpoint: Checkpoint | RankCheckpoint, source: str, *, is_other_tokenizer: bool = False
+) -> Provenance | None:
+    """Return the provenance of a run that starts from a checkpoint or from another project's folder; None if it has none.
 
-    given: the flag and folder. is_other_tokenizer: the run's is known to be another than the model's. Every rank must
-    call: the
-    first reads the folder's files for all. Raises ConfigError.
+    source: the flag and folder, for errors. is_other_tokenizer: the run's tokenizer is known not to be the model's. Every
+    rank must call: the first reads the folder's files for all. Raises ConfigError.
     """
 
-    def read() -> Origin | None:
-        origin = Origin.in_state(checkpoint.state, given)
-        return None if origin is None else _as_of_now(runtime, checkpoint.state, origin, is_other=is_other_tokenizer)
+    def read() -> Provenance | None:
+        provenance = Provenance.in_state(checkpoint.state, source)
+        if provenance is None:
+            return None
+        return _updated(runtime, checkpoint.state, provenance, is_other_tokenizer=is_other_tokenizer)
 
-    return _agreed(runtime, read)
+    return _read_on_first(runtime, read)
 
 
-def origin_of_new_run(runtime: Runtime) -> Origin | None:
-    """The origin of a run that starts from initial weights: that of --hf-config, which gives a tokenizer if it is a
-    folder; None
-    without the flag. Every rank must call. Raises ConfigError."""
+def provenance_of_new_run(runtime: Runtime) -> Provenance | None:
+    """Return the provenance of a run that starts from initial weights: that of --hf-config; None without the flag.
+
+    A folder gives a tokenizer too. Every rank must call. Raises ConfigError.
+    """
     path = runtime.config.checkpoint.hf_config
-    return None if path is None else _agreed(runtime, lambda: _as_of_now(runtime, {}, described_by(Path(path)).origin))
+    if path is None:
+        return None
+    return _read_on_first(runtime, lambda: _updated(runtime, {}, described_by(Path(path)).origin))
 
 
-def _agreed(runtime: Runtime, read: Callable[[], Origin | None]) -> Origin | None:
-    world, device = runtime.mesh["world"], runtime.device.torch_device
+def _read_on_first(runtime: Runtime, read: Callable[[], Provenance | None]) -> Provenance | None:
+    """Return what `read` returns on the first rank, on every rank. Its errors are raised on all."""
+    world = runtime.mesh["world"]
+    device = runtime.device.torch_device
     text = None
     with collectives.raise_together(world, device):
         if world.is_first:
-            origin = read()
-            text = json.dumps(None if origin is None else origin.as_json())
-    found = json.loads(collectives.broadcast_text(text, world, device))
-    return None if found is None else Origin(**found)
+            provenance = read()
+            text = json.dumps(None if provenance is None else provenance.as_json())
+    fields = json.loads(collectives.broadcast_text(text, world, device))
+    return None if fields is None else Provenance(**fields)
 
 
-def _as_of_now(runtime: Runtime, state: Mapping[str, Any], origin: Origin, *, is_other: bool = False) -> Origin:
-    """With the files' hashes, or without the tokenizer if this run has another one."""
-    if origin.files is None:
-        origin = origin.with_files(lambda line: print_rank_0(f"WARNING: {line}"))
-        is_other = is_other or _is_other_file(runtime, origin)
+def _updated(
+    runtime: Runtime, state: Mapping[str, Any], provenance: Provenance, *, is_other_tokenizer: bool = False
+) -> Provenance:
+    """Return the provenance with the hashes of its files, without the tokenizer if this run has another one."""
+    if provenance.files is None:  # first use: hash the folder's files
+        provenance = provenance.with_files(lambda line: print_rank_0(f"WARNING: {line}"))
+        is_other_tokenizer = is_other_tokenizer or _is_other_file(runtime, provenance)
     else:
-        theirs, mine = state.get("tokenizer_sha256"), runtime.tokenizer_sha256
-        is_other = is_other or (None not in (theirs, mine) and theirs != mine)
-    if not is_other or not origin.files:
-        return origin
+        saved_sha256 = state.get("tokenizer_sha256")
+        own_sha256 = runtime.tokenizer_sha256
+        if saved_sha256 is not None and own_sha256 is not None and saved_sha256 != own_sha256:
+            is_other_tokenizer = True
+    if not is_other_tokenizer or not provenance.files:
+        return provenance
     print_rank_0(
-        f"this run's tokenizer is not that of {origin.folder}: folders that are written of the model carry no tokenizer"
+        f"this run's tokenizer is not that of {provenance.folder}: folders that are written of the model carry no tokenizer"
     )
-    return origin.without_tokenizer()
+    return provenance.without_tokenizer()
 
 
-def _is_other_file(runtime: Runtime, origin: Origin) -> bool:
-    """Whether --tokenizer-model is a tokenizer.json with another content than that of the folder, or beside other tokens."""
+def _is_other_file(runtime: Runtime, provenance: Provenance) -> bool:
+    """Return whether --tokenizer-model is a tokenizer.json with other content than the folder's, or other token files."""
     config = runtime.config.tokenizer
     if config.tokenizer_type != "HuggingFaceTokenizer" or config.tokenizer_model is None:
         return False
     path = Path(config.tokenizer_model)
-    if not is_file(path) or _TOKENIZER not in origin.files:
+    if not is_file(path) or _TOKENIZER not in provenance.files:
         return False
-    theirs = {path: _TOKENIZER} | {path.parent / name: name for name in _BESIDE if name in origin.files}
-    return any(_sha256(mine) != origin.files[name] for mine, name in theirs.items() if is_file(mine))
+    folder_names = {path: _TOKENIZER}  # this run's file -> the name of the folder's file
+    for name in _TOKEN_FILES:
+        if name in provenance.files:
+            folder_names[path.parent / name] = name
+    return any(_sha256(own) != provenance.files[name] for own, name in folder_names.items() if is_file(own))
 
 
 def _sha256(path: Path) -> str:

@@ -1,12 +1,9 @@
-"""What the entries of open tables compute that a run uses, compared at a resume.
+"""The functions behind the registry entries that a run uses, which are compared when it resumes.
 
-A script may add to KERNELS, OPTIMIZERS and TOKENIZERS, or replace an entry. The name of an entry says how it is
-computed, and by
-which flag. What is computed is the entry's `computes`, which a checkpoint keeps under "functions": kernels of one
-function may be
-exchanged, an entry of one name and another function may not. SCHEDULES and METHODS promise the numbers of one process,
-whatever
-the entry.
+A script may add entries to KERNELS, OPTIMIZERS and TOKENIZERS, or replace one. The name of an entry says which flag chooses it
+and how it is computed. The result that it computes is its `computes`, which a checkpoint keeps under "functions": a kernel may
+be exchanged for another one of the same function, but not for another function of the same name. Entries of SCHEDULES and
+METHODS all promise the numbers of one process.
 """
 
 from collections.abc import Mapping
@@ -19,67 +16,69 @@ from megatron.training.arguments.config import Config
 
 
 def functions_of(config: Config) -> dict[str, str]:
-    """Setting -> what the entry that it names computes."""
-    found = {"attention_backend": _of_attention(config.transformer.attention_backend), **config.optimizer.functions}
-    if (kind := config.tokenizer.tokenizer_type) is not None:
-        found["tokenizer_type"] = TOKENIZERS.function_of(kind)
+    """Return setting -> the function that the entry named by this setting computes."""
+    functions = {"attention_backend": _attention_function(config.transformer.attention_backend)}
+    functions |= config.optimizer.functions
+    kind = config.tokenizer.tokenizer_type
+    if kind is not None:
+        functions["tokenizer_type"] = TOKENIZERS.function_of(kind)
     if config.restarts_angles:
-        found["reset_position_ids"] = "rotary angles restart"
-    return found
+        functions["reset_position_ids"] = "rotary angles restart"
+    return functions
 
 
-def _of_attention(backend: str) -> str:
+def _attention_function(backend: str) -> str:
     return ModelConfig.function_of_attention(backend) or f"{backend} of a script"
 
 
 def function_before(state: Mapping[str, Any], setting: str) -> str | None:
-    """What the checkpoint's run computed by the setting; None if the checkpoint does not say it.
+    """Return the function that the checkpoint's run computed for this setting; None if the checkpoint does not say.
 
-    One that is older than this record has the name of its kernel, which is taken for the kernel of this script, if there
-    is one.
+    Older checkpoints have only the name of their attention kernel: it is taken for the kernel of that name in this script.
     """
-    said = state.get(FUNCTIONS, {}).get(setting)
-    if said is not None or setting != "attention_backend":
-        return said
-    named = state["config"]["transformer"].get(setting)
-    return None if named is None else _of_attention(named)
+    function = state.get(FUNCTIONS, {}).get(setting)
+    if function is not None or setting != "attention_backend":
+        return function
+    backend = state["config"]["transformer"].get(setting)
+    return None if backend is None else _attention_function(backend)
 
 
-def attention_problem(config: Config, state: Mapping[str, Any], given: str) -> str | None:
-    """Why a checkpoint's attention is not this run's; None if it is. given: its flag and folder."""
-    mine = config.transformer.attention_backend
-    before, now = function_before(state, "attention_backend"), _of_attention(mine)
+def attention_problem(config: Config, state: Mapping[str, Any], source: str) -> str | None:
+    """Return why a checkpoint's attention is not this run's; None if it is. source: the flag and folder."""
+    backend = config.transformer.attention_backend
+    before = function_before(state, "attention_backend")
+    now = _attention_function(backend)
     if before in (None, now):
         return None
-    named = state["config"]["transformer"].get("attention_backend")
+    saved_backend = state["config"]["transformer"].get("attention_backend")
     return (
-        f"{given} holds another model; attention: the checkpoint's --attention-backend {named} computes {before!r}, this run's "
-        f"--attention-backend {mine} {now!r}; give --attention-backend {named} with the script that adds it. A kernel that "
-        f"computes the same says so: Kernel(..., computes={before!r})"
+        f"{source} holds another model; attention: the checkpoint's --attention-backend {saved_backend} computes {before!r}, "
+        f"this run's --attention-backend {backend} {now!r}; give --attention-backend {saved_backend} with the script that adds "
+        f"it. A kernel that computes the same says so: Kernel(..., computes={before!r})"
     )
 
 
-def tokenizer_problem(config: Config, state: Mapping[str, Any], given: str) -> str | None:
-    """Why a checkpoint's type of tokenizer is not this run's of the same name; None if it is."""
+def tokenizer_problem(config: Config, state: Mapping[str, Any], source: str) -> str | None:
+    """Return why a checkpoint's tokenizer type is not this run's type of the same name; None if it is."""
     kind = config.tokenizer.tokenizer_type
-    before, now = function_before(state, "tokenizer_type"), functions_of(config).get("tokenizer_type")
+    before = function_before(state, "tokenizer_type")
+    now = functions_of(config).get("tokenizer_type")
     if before is None or now in (None, before):
         return None
     return (
-        f"{given} holds a model of another tokenizer: --tokenizer-type {kind} was {before!r}, and is {now!r} in this script; "
+        f"{source} holds a model of another tokenizer: --tokenizer-type {kind} was {before!r}, and is {now!r} in this script; "
         "run the script that adds it, or give --allow-tokenizer-change if its ids mean the same or will be learned anew"
     )
 
 
 def began_to_restart(config: Config, state: Mapping[str, Any]) -> bool:
-    """Whether --reset-position-ids restarts rotary angles now and did nothing in the checkpoint's run, of an older
-    version."""
+    """Return whether --reset-position-ids restarts rotary angles now, but did not in the checkpoint's older version."""
     before = state["config"].get("data", {}).get("reset_position_ids")
     return bool(before) and config.restarts_angles and function_before(state, "reset_position_ids") is None
 
 
 def optimizer_problem(config: Config, state: Mapping[str, Any]) -> str | None:
-    """The optimizer of the checkpoint's state, in words, where the one of that name here computes another update."""
+    """Return the optimizer state of the checkpoint, in words, if this run's optimizer of that name computes another update."""
     for setting, now in config.optimizer.functions.items():
         before = function_before(state, setting)
         if before not in (None, now):

@@ -1,11 +1,9 @@
-"""The tokenizer of the weights that a run starts from, beside the run's own: the same tokens, or rows of the table that
-stay.
+"""The tokenizer of the weights that a run starts from, compared with the run's own; and embedding rows for another vocabulary.
 
-compared    a folder's tokenizer.json, vocab.json, vocab.txt or sentencepiece model, token by token: another is refused,
-            unless
-            --allow-tokenizer-change is given. (Checkpoints of ours hold a hash: compatibility.py.)
-resized     --resize-token-embeddings tokens: rows of equal tokens stay; ids: rows of equal ids, as transformers'
-            resize_token_embeddings keeps them. All other rows keep their first values, the same in every layout.
+compared    a folder's tokenizer.json, vocab.json, vocab.txt or sentencepiece model, token by token: another tokenizer is
+            refused unless --allow-tokenizer-change is given. (Our checkpoints hold a hash instead: compatibility.py.)
+resized     --resize-token-embeddings tokens: rows of equal tokens are reused; ids: rows of equal ids, as transformers'
+            resize_token_embeddings does. All other rows keep their initial values, the same in every layout.
 """
 
 import json
@@ -17,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.convert.families.family import OUTPUT, WORD_TABLE
-from megatron.convert.hf_origin import Origin
+from megatron.convert.hf_origin import Provenance
 from megatron.convert.hf_tokenizer_vocab import vocabulary_in
 from megatron.core.base.dataclass_flags import ConfigError, build
 from megatron.core.dist_checkpointing import Checkpoint, LocalTensor
@@ -40,40 +38,39 @@ from megatron.core.tokenizers.vocabulary_diff import (
 from megatron.training.global_vars import Runtime, print_rank_0
 
 _FLAG = "--resize-token-embeddings"
-# Parameters with a row for each word; the names end so in a checkpoint of the weights and of their masters.
-_BY_WORD = (WORD_TABLE, f"{OUTPUT}.weight", f"{OUTPUT}.bias", "word_bias.bias")
+# Parameters with a row for each token, by their names in the model.
+_BY_TOKEN = (WORD_TABLE, f"{OUTPUT}.weight", f"{OUTPUT}.bias", "word_bias.bias")
 
 
-def check_same_tokens(runtime: Runtime, state: Mapping[str, Any], given: str) -> bool:
-    """Refuse a folder's weights under another tokenizer than the folder's; returns whether it is another, which then is
-    allowed.
+def check_same_tokens(runtime: Runtime, state: Mapping[str, Any], source: str) -> bool:
+    """Refuse a folder's weights under another tokenizer than the folder's; return True if it is another but allowed.
 
-    Every rank must call: the first reads the folder's files for all. A run without tokens, as one with NullTokenizer,
-    cannot be
-    compared. Raises ConfigError.
+    Every rank must call: the first reads the folder's files for all. A run whose tokenizer has no tokens by name, such as
+    NullTokenizer, cannot be compared. Raises ConfigError.
     """
-    mine = None if runtime.tokenizer is None else vocabulary_of(runtime.tokenizer)
-    if mine is None or state.get("origin") is None or state.get("tokenizer_sha256") is not None:
+    own_vocabulary = None if runtime.tokenizer is None else vocabulary_of(runtime.tokenizer)
+    if own_vocabulary is None or state.get("origin") is None or state.get("tokenizer_sha256") is not None:
         return False
-    differing, unread = _on_first(runtime, lambda: _compared(runtime, state, given, mine))
-    if unread:
-        print_rank_0(f"WARNING: the run's tokenizer is not compared with that of {given}: {unread}")
-    if not differing:
+    difference, unreadable = _on_first(runtime, lambda: _compare(runtime, state, source, own_vocabulary))
+    if unreadable:
+        print_rank_0(f"WARNING: the run's tokenizer is not compared with that of {source}: {unreadable}")
+    if not difference:
         return False
     config = runtime.config.checkpoint
-    told = f"{given} holds a model of another tokenizer than this run's ({runtime.tokenizer.name}): {differing}"
+    problem = f"{source} holds a model of another tokenizer than this run's ({runtime.tokenizer.name}): {difference}"
     if config.resize_token_embeddings is None and not config.allow_tokenizer_change:
         raise ConfigError(
-            f"{told}; leave the flags of the tokenizer out to take the folder's, or give {_FLAG} tokens, which keeps the rows of "
-            "the tokens that both have, or --allow-tokenizer-change if its ids mean the same or will be learned anew"
+            f"{problem}; leave the flags of the tokenizer out to take the folder's, or give {_FLAG} tokens, which keeps the rows "
+            "of the tokens that both have, or --allow-tokenizer-change if its ids mean the same or will be learned anew"
         )
-    print_rank_0(f"WARNING: {told}")
+    print_rank_0(f"WARNING: {problem}")
     return True
 
 
 def _on_first(runtime: Runtime, work: Any) -> Any:
-    """What `work` returns on the first rank, as JSON has it. Every rank must call; its errors are raised on all."""
-    world, device = runtime.mesh["world"], runtime.device.torch_device
+    """Return what `work` returns on the first rank, as JSON has it. Every rank must call; its errors are raised on all."""
+    world = runtime.mesh["world"]
+    device = runtime.device.torch_device
     text = None
     with collectives.raise_together(world, device):
         if world.is_first:
@@ -81,119 +78,139 @@ def _on_first(runtime: Runtime, work: Any) -> Any:
     return json.loads(collectives.broadcast_text(text, world, device))
 
 
-def _compared(runtime: Runtime, state: Mapping[str, Any], given: str, mine: Vocabulary) -> tuple[str, str]:
-    """(what my ids mean otherwise or how text is cut otherwise, in words; why the folder's tokenizer cannot be read)"""
+def _compare(runtime: Runtime, state: Mapping[str, Any], source: str, own_vocabulary: Vocabulary) -> tuple[str, str]:
+    """Return, in words, (how this run's ids or its cutting of text differ; why the folder's tokenizer cannot be read)."""
     try:
-        theirs = _vocabulary_of_origin(state, given)
-        if theirs is None or (differing := token_difference(theirs, mine)):
-            return ("" if theirs is None else differing), ""
-        return _cut_otherwise(runtime, state, given), ""
+        folder_vocabulary = _vocabulary_of_folder(state, source)
+        if folder_vocabulary is None:
+            return "", ""
+        difference = token_difference(folder_vocabulary, own_vocabulary)
+        if not difference:
+            difference = _cutting_difference(runtime, state, source)
+        return difference, ""
     except (ValueError, OSError, ImportError) as error:
         return "", str(error)
 
 
-def _cut_otherwise(runtime: Runtime, state: Mapping[str, Any], given: str) -> str:
-    """How another tokenizer.json with the folder's tokens cuts text, in words; "" as the folder's does, or for
-    another type."""
-    origin, config = Origin.in_state(state, given), runtime.config.tokenizer
-    if origin is None or is_url(origin.folder) or not isinstance(runtime.tokenizer, LibraryTokenizer):
+def _cutting_difference(runtime: Runtime, state: Mapping[str, Any], source: str) -> str:
+    """Return how this run's tokenizer.json, with the folder's tokens, cuts text into tokens otherwise; "" if it does not.
+
+    Other types of tokenizers are not compared.
+    """
+    config = runtime.config.tokenizer
+    provenance = Provenance.in_state(state, source)
+    if provenance is None or is_url(provenance.folder) or not isinstance(runtime.tokenizer, LibraryTokenizer):
         return ""
-    theirs = path_of(origin.folder) / "tokenizer.json"
-    if runtime.tokenizer.name != "HuggingFaceTokenizer" or not is_file(theirs) or _is_file_of(config, theirs):
+    folder_file = path_of(provenance.folder) / "tokenizer.json"
+    if runtime.tokenizer.name != "HuggingFaceTokenizer" or not is_file(folder_file):
         return ""
-    folder = build_tokenizer(replace(config, tokenizer_model=str(theirs)))
-    return rule_difference(folder.rules, runtime.tokenizer.rules)
+    if _is_read_from(config, folder_file):
+        return ""
+    folder_tokenizer = build_tokenizer(replace(config, tokenizer_model=str(folder_file)))
+    return rule_difference(folder_tokenizer.rules, runtime.tokenizer.rules)
 
 
-def _is_file_of(config: TokenizerConfig, path: Path) -> bool:
-    """Whether the run's tokenizer is read from this file."""
+def _is_read_from(config: TokenizerConfig, path: Path) -> bool:
+    """Return whether the run's tokenizer is read from this file."""
     return Path(str(config.tokenizer_model)).resolve() in (path.resolve(), path.parent.resolve())
 
 
-def _vocabulary_of_origin(state: Mapping[str, Any], given: str) -> Vocabulary | None:
-    origin = Origin.in_state(state, given)
-    return None if origin is None else vocabulary_in(path_of(origin.folder))
+def _vocabulary_of_folder(state: Mapping[str, Any], source: str) -> Vocabulary | None:
+    """Return the tokens of the folder from which the model was made; None if they are not known."""
+    provenance = Provenance.in_state(state, source)
+    if provenance is None:
+        return None
+    return vocabulary_in(path_of(provenance.folder))
 
 
 # ---------------------------------------------------------------- another vocabulary
 
 
-def rows_that_stay(runtime: Runtime, checkpoint: Checkpoint, given: str) -> list[RowRun]:
-    """The rows of the checkpoint's word table that are rows of this run's. Every rank must call. Raises ConfigError."""
-    state, how = checkpoint.state, runtime.config.checkpoint.resize_token_embeddings
-    sizes = state["vocab_size"], runtime.vocab_size
+def reused_rows(runtime: Runtime, checkpoint: Checkpoint, source: str) -> list[RowRun]:
+    """Return the rows of the checkpoint's embedding table that become rows of this run's. Every rank must call.
 
-    def chosen() -> list[RowRun]:
-        if how == "ids":
-            return rows_by_id(*sizes)
-        mine = None if runtime.tokenizer is None else vocabulary_of(runtime.tokenizer)
-        if mine is None:
+    Raises ConfigError.
+    """
+    state = checkpoint.state
+    mode = runtime.config.checkpoint.resize_token_embeddings
+    saved_size = state["vocab_size"]
+    own_size = runtime.vocab_size
+
+    def choose_rows() -> list[RowRun]:
+        if mode == "ids":
+            return rows_by_id(saved_size, own_size)
+        own_vocabulary = None if runtime.tokenizer is None else vocabulary_of(runtime.tokenizer)
+        if own_vocabulary is None:
             raise ConfigError(f"{_FLAG} tokens: this run's tokenizer has no tokens by name; give {_FLAG} ids")
-        return rows_by_token(_vocabulary_of_run(state, given), mine, *sizes)
+        return rows_by_token(_vocabulary_of_run(state, source), own_vocabulary, saved_size, own_size)
 
-    runs = [RowRun(*run) for run in _on_first(runtime, chosen)]
-    kept = sum(run.count for run in runs)
+    runs = [RowRun(*run) for run in _on_first(runtime, choose_rows)]
+    reused = sum(run.count for run in runs)
     print_rank_0(
-        f"{_FLAG} {how}: {kept} of this run's {sizes[1]} words have their rows of {given}, {sizes[1] - kept} get first values; "
-        f"{sizes[0] - kept} of its {sizes[0]} rows are left out"
+        f"{_FLAG} {mode}: {reused} of this run's {own_size} words have their rows of {source}, {own_size - reused} get first "
+        f"values; {saved_size - reused} of its {saved_size} rows are left out"
     )
     return runs
 
 
-def _vocabulary_of_run(state: Mapping[str, Any], given: str) -> Vocabulary:
-    """The tokens of the tokenizer that a model was trained with. Raises ConfigError, with what to do where they are
-    not known."""
+def _vocabulary_of_run(state: Mapping[str, Any], source: str) -> Vocabulary:
+    """Return the tokens of the tokenizer that a model was trained with. Raises ConfigError if they are not known."""
     otherwise = f"{_FLAG} ids keeps the rows of equal ids"
+    sha256 = state.get("tokenizer_sha256")
     try:
-        if (sha256 := state.get("tokenizer_sha256")) is None:
-            found = _vocabulary_of_origin(state, given)
+        if sha256 is None:
+            vocabulary = _vocabulary_of_folder(state, source)
         else:
             config = build(TokenizerConfig, dict(state["config"].get("tokenizer", {})))
             tokenizer = build_tokenizer(config)
             if tokenizer_sha256(config, tokenizer) != sha256:
                 raise ValueError(f"the files of its {tokenizer.name} have changed since; put the old ones back")
-            found = vocabulary_of(tokenizer)
+            vocabulary = vocabulary_of(tokenizer)
     except (ValueError, OSError, ImportError) as error:
-        raise ConfigError(f"{_FLAG} tokens: the tokenizer of {given} cannot be read: {error}; {otherwise}") from error
-    if found is None:
-        raise ConfigError(f"{_FLAG} tokens: no tokens by name are known of {given}; {otherwise}")
-    return found
+        raise ConfigError(f"{_FLAG} tokens: the tokenizer of {source} cannot be read: {error}; {otherwise}") from error
+    if vocabulary is None:
+        raise ConfigError(f"{_FLAG} tokens: no tokens by name are known of {source}; {otherwise}")
+    return vocabulary
 
 
 def with_rows(
     tensors: Mapping[str, LocalTensor], runs: Sequence[RowRun], checkpoint: Checkpoint, prefix: str = "model/"
 ) -> dict[str, LocalTensor]:
-    """The tensors as they are read: of those with a row for each word, the rows that stay, at their places in the
-    checkpoint.
+    """Return the tensors as they are to be read: of those with a row for each token, only the reused rows.
 
-    Names: `prefix` and that of the parameter. Rows that are not read keep their values.
+    Their boxes are those of the checkpoint's tensors. Names: `prefix` and the parameter's. Rows that are not read keep their
+    values.
     """
-    found = dict(tensors)
+    result = dict(tensors)
     for name, local in tensors.items():
-        saved = checkpoint.manifest.tensors.get("model/" + name.removeprefix(prefix))
-        if saved is not None and name.removeprefix(prefix) in _BY_WORD:
-            shape = (saved.shape[0], *local.shape[1:])
-            pieces = [part for pair in local.pieces for part in _moved(pair, runs)]
-            copies = tuple(part for pair in local.copies for part in _moved(pair, runs))
-            found[name] = replace(local, shape=shape, pieces=pieces, copies=copies)
-    return found
+        parameter = name.removeprefix(prefix)
+        saved = checkpoint.manifest.tensors.get(f"model/{parameter}")
+        if saved is None or parameter not in _BY_TOKEN:
+            continue
+        shape = (saved.shape[0], *local.shape[1:])
+        pieces = [part for pair in local.pieces for part in _saved_rows(pair, runs)]
+        copies = tuple(part for pair in local.copies for part in _saved_rows(pair, runs))
+        result[name] = replace(local, shape=shape, pieces=pieces, copies=copies)
+    return result
 
 
-def _moved(pair: tuple[Box, Box], runs: Sequence[RowRun]) -> list[tuple[Box, Box]]:
-    """The rows of a piece that stay: (their box in the checkpoint's tensor, their box in the local one)."""
-    box, local = pair
-    first, last = box[0]
+def _saved_rows(pair: tuple[Box, Box], runs: Sequence[RowRun]) -> list[tuple[Box, Box]]:
+    """Return the reused rows of a piece: (their box in the checkpoint's tensor, their box in the local one)."""
+    global_box, local_box = pair
+    first, last = global_box[0]  # rows of this run's table
     # A local box has the rows of the global one, or is a flat run of its elements.
-    width = prod(size_of(box[1:])) if len(local) == 1 else 1
-    begin = local[0][0]
-    found = []
-    at = max(bisect_right(runs, first, key=lambda run: run.new) - 1, 0)
-    for run in runs[at:]:
-        start, stop = max(run.new, first), min(run.new + run.count, last)
+    row_length = prod(size_of(global_box[1:])) if len(local_box) == 1 else 1
+    local_start = local_box[0][0]
+    rows = []
+    first_run = max(bisect_right(runs, first, key=lambda run: run.new) - 1, 0)
+    for run in runs[first_run:]:
         if run.new >= last:
             break
+        start = max(run.new, first)
+        stop = min(run.new + run.count, last)
         if start < stop:
-            old = run.old + start - run.new
-            rows = (begin + (start - first) * width, begin + (stop - first) * width)
-            found.append((((old, old + stop - start), *box[1:]), (rows, *local[1:])))
-    return found
+            saved_start = run.old + start - run.new
+            saved_box = ((saved_start, saved_start + stop - start), *global_box[1:])
+            span = (local_start + (start - first) * row_length, local_start + (stop - first) * row_length)
+            rows.append((saved_box, (span, *local_box[1:])))
+    return rows

@@ -1,15 +1,13 @@
-"""State of modules that is no parameter. Checkpoints of the training loop do not hold it, and a run says so.
+"""Buffers and extra states of modules: checkpoints of the training loop do not hold them, and a run says so.
 
     at the start     a WARNING names the persistent buffers, and the modules with an extra state (torch's `get_extra_state`)
-    at a save        the manifest's "lost_buffers" names those that have changed since the model was built; so does a WARNING
-                     its "buffers_at_start" says with which values the buffers began
-    at a resume      a checkpoint that names some is refused without --allow-lost-buffers; a WARNING names those that
-    begin with
-                     other values than in the checkpoint's run
+    at a save        the manifest's "lost_buffers" names those that have changed since the model was built, and so does a
+                     WARNING; its "buffers_at_start" has a digest of each buffer's first value
+    at a resume      a checkpoint that names some is refused without --allow-lost-buffers; a WARNING names those whose first
+                     values are not those of the checkpoint's run
 
-A buffer that never changes is made again by the model's constructor, so nothing of it is lost if that makes the same.
-One that
-is drawn at random is another under another --seed.
+A buffer that never changes is not lost if the model's constructor makes the same one again. One that is drawn at random is
+another one under another --seed.
 """
 
 import hashlib
@@ -35,7 +33,7 @@ Digests = dict[str, str]
 
 
 def note_buffers(chunks: Collection[DistributedDataParallel], world: Axis, device: torch.device | str) -> None:
-    """Remember the values with which the model begins; warn of those that a checkpoint will lack. Every rank must call."""
+    """Remember the first values of the model's buffers; warn of those that a checkpoint will lack. Every rank must call."""
     with collectives.raise_together(world, device):
         for chunk in chunks:
             chunk.buffers_at_start = digests_of(chunk.module)
@@ -49,15 +47,17 @@ def note_buffers(chunks: Collection[DistributedDataParallel], world: Axis, devic
 
 
 def changed_buffers(chunks: Collection[DistributedDataParallel], world: Axis, device: torch.device | str) -> list[str]:
-    """The names, on any rank, of what is not as it was when the model was built; a WARNING names them. Every rank must call.
+    """Return the names, on any rank, of buffers that have changed since the model was built; a WARNING names them.
 
-    A chunk whose beginning was not noted may have changed in all."""
-    mine: list[str] = []
+    Every rank must call. In a chunk whose first values were not noted, every buffer may have changed.
+    """
+    own_names: list[str] = []
     with collectives.raise_together(world, device):
         for chunk in chunks:
-            before, now = chunk.buffers_at_start or {}, digests_of(chunk.module)
-            mine += [name for name in before | now if before.get(name) != now.get(name)]
-    names = _names_on_any_rank(mine, world, device)
+            before = chunk.buffers_at_start or {}
+            now = digests_of(chunk.module)
+            own_names += [name for name in before | now if before.get(name) != now.get(name)]
+    names = _names_on_any_rank(own_names, world, device)
     if names:
         print_rank_0(
             f"WARNING: this save lacks buffers that have changed since the model was built: {first_names(names)}; in a run that "
@@ -67,40 +67,49 @@ def changed_buffers(chunks: Collection[DistributedDataParallel], world: Axis, de
 
 
 def first_buffers(chunks: Collection[DistributedDataParallel], world: Axis, device: torch.device | str) -> Digests:
-    """The digest of each buffer as the model began with it, of those that are equal on all ranks that have them. Every
-    rank must
-    call."""
-    mine = [(name, text) for chunk in chunks for name, text in (chunk.buffers_at_start or {}).items()]
-    mine = [(name, text) for name, text in mine if not name.endswith(_EXTRA_STATE)]
-    texts = collectives.all_gather_texts(json.dumps(mine), world, device)
-    found: dict[str, set[str]] = {}
-    for name, text in (pair for gathered in texts for pair in json.loads(gathered)):
-        found.setdefault(name, set()).add(text)
-    return {name: text for name, (text, *others) in sorted(found.items()) if not others}
+    """Return the digest of each buffer's first value, if it is equal on all ranks that have the buffer. Every rank must call."""
+    own_digests = []
+    for chunk in chunks:
+        for name, digest_text in (chunk.buffers_at_start or {}).items():
+            if not name.endswith(_EXTRA_STATE):
+                own_digests.append((name, digest_text))
+    digests: dict[str, set[str]] = {}  # name -> the different digests of all ranks
+    for text in collectives.all_gather_texts(json.dumps(own_digests), world, device):
+        for name, digest_text in json.loads(text):
+            digests.setdefault(name, set()).add(digest_text)
+    return {name: next(iter(texts)) for name, texts in sorted(digests.items()) if len(texts) == 1}
 
 
-def note_other_buffers(before: Digests, now: Digests, given: str) -> None:
-    """A WARNING names the buffers that do not begin as in the checkpoint's run. Those of another shape or dtype, as a
-    layout or a
-    precision may make them, are not compared. given: the checkpoint's flag and folder."""
-    alike = [name for name, text in before.items() if name in now and _form_of(text) == _form_of(now[name])]
-    if names := [name for name in alike if before[name] != now[name]]:
+def note_other_buffers(before: Digests, now: Digests, source: str) -> None:
+    """Warn of buffers whose first values are not those of the checkpoint's run. source: the checkpoint's flag and folder.
+
+    Buffers of another shape or dtype, as a layout or a precision may make them, are not compared.
+    """
+    names = []
+    for name, digest_text in before.items():
+        is_alike = name in now and _dtype_and_shape(digest_text) == _dtype_and_shape(now[name])
+        if is_alike and digest_text != now[name]:
+            names.append(name)
+    if names:
         print_rank_0(
-            f"WARNING: buffers of the model do not begin as in the run of {given}: {first_names(names)}. Checkpoints do not hold "
-            "them, and the model computes something else with other ones; give that run's --seed if they are drawn at random"
+            f"WARNING: buffers of the model do not begin as in the run of {source}: {first_names(names)}. Checkpoints do not "
+            "hold them, and the model computes something else with other ones; give that run's --seed if they are drawn at random"
         )
 
 
-def _form_of(text: str) -> str:
-    return text.rpartition(" ")[0]
+def _dtype_and_shape(digest_text: str) -> str:
+    """Return the start of a tensor's digest; empty for the digest of another value."""
+    return digest_text.rpartition(" ")[0]
 
 
-def check_lost_buffers(lost: Sequence[str], given: str, *, allowed: bool) -> None:
-    """Refuse a checkpoint that lacks the buffers `lost`, unless `allowed`; then a WARNING names them. given: its flag and
-    folder."""
+def check_lost_buffers(lost: Sequence[str], source: str, *, allowed: bool) -> None:
+    """Refuse a checkpoint that lacks the buffers `lost`; if `allowed`, only warn. source: the checkpoint's flag and folder.
+
+    Raises ConfigError.
+    """
     if not lost:
         return
-    text = f"{given} lacks buffers of the model that had changed when it was saved: {first_names(lost)}"
+    text = f"{source} lacks buffers of the model that had changed when it was saved: {first_names(lost)}"
     if not allowed:
         raise ConfigError(
             f"{text}; they would begin anew, and the model would compute something else. Give --allow-lost-buffers to go on so"
@@ -108,15 +117,15 @@ def check_lost_buffers(lost: Sequence[str], given: str, *, allowed: bool) -> Non
     print_rank_0(f"WARNING: {text}; they begin anew, as --allow-lost-buffers allows")
 
 
-# ---------------------------------------------------------------- what a module's state is
+# ---------------------------------------------------------------- digests
 
 
 def digests_of(module: nn.Module) -> Digests:
-    """A digest of each persistent buffer and extra state, by its name in `state_dict`. Empty ones are left out."""
+    """Return a digest of each persistent buffer and extra state, by its name in `state_dict`. Empty ones are left out."""
     saved = module.state_dict(keep_vars=True)
-    found = {name: buffer for name, buffer in module.named_buffers(remove_duplicate=False) if name in saved}
-    found |= {name: value for name, value in saved.items() if name.endswith(_EXTRA_STATE)}
-    return {name: digest(value) for name, value in found.items() if not _is_empty(value)}
+    values = {name: buffer for name, buffer in module.named_buffers(remove_duplicate=False) if name in saved}
+    values |= {name: value for name, value in saved.items() if name.endswith(_EXTRA_STATE)}
+    return {name: digest(value) for name, value in values.items() if not _is_empty(value)}
 
 
 def _is_empty(value: Any) -> bool:
@@ -124,24 +133,29 @@ def _is_empty(value: Any) -> bool:
 
 
 def digest(value: Any) -> str:
-    """Equal for equal values, bit by bit. value: a tensor, whose dtype and shape come first; or what a module's extra
-    state is,
-    with any tensors inside."""
+    """Return a text that is equal for values that are equal bit by bit.
+
+    value: a tensor, whose digest begins with its dtype and shape, or a module's extra state with any tensors inside.
+    """
     if isinstance(value, Tensor):
         return _digest_of_leaf(value)
     leaves, structure = tree_flatten(value)
-    return hashlib.sha256(" ".join([str(structure), *map(_digest_of_leaf, leaves)]).encode()).hexdigest()
+    parts = [str(structure), *map(_digest_of_leaf, leaves)]
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
 
 def _digest_of_leaf(leaf: Any) -> str:
     if isinstance(leaf, Tensor):
-        bits = torch.view_as_real(leaf.detach().resolve_conj()) if leaf.is_complex() else leaf
-        return f"{leaf.dtype} {tuple(leaf.shape)} {int(tensor_hash(bits.to_dense()).item())}"
+        real = torch.view_as_real(leaf.detach().resolve_conj()) if leaf.is_complex() else leaf
+        return f"{leaf.dtype} {tuple(leaf.shape)} {int(tensor_hash(real.to_dense()).item())}"
     if isinstance(leaf, io.BytesIO):
         leaf = leaf.getvalue()
-    return hashlib.sha256(leaf).hexdigest() if isinstance(leaf, bytes | bytearray) else repr(leaf)
+    if isinstance(leaf, bytes | bytearray):
+        return hashlib.sha256(leaf).hexdigest()
+    return repr(leaf)
 
 
-def _names_on_any_rank(mine: Iterable[str], world: Axis, device: torch.device | str) -> list[str]:
-    texts = collectives.all_gather_texts(json.dumps(sorted(set(mine))), world, device)
+def _names_on_any_rank(own_names: Iterable[str], world: Axis, device: torch.device | str) -> list[str]:
+    """Return the names of all ranks, sorted. Every rank must call."""
+    texts = collectives.all_gather_texts(json.dumps(sorted(set(own_names))), world, device)
     return sorted({name for text in texts for name in json.loads(text)})

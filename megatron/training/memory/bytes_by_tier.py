@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
-from megatron.core.offload.offload_fraction import AHEAD, SLICE
+from megatron.core.offload.offload_fraction import SLICE, SLICES_IN_FLIGHT
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def bytes_by_tier(
     for where, count in ((tier, away), ("device", updated - away)):
         found[where] += Counter(masters=count * element.master, moments=count * element.moments)
     if tier == "file":
-        found["host"]["slices"] = AHEAD * min(SLICE, away) * (element.master + element.moments)
+        found["host"]["slices"] = SLICES_IN_FLIGHT * min(SLICE, away) * (element.master + element.moments)
     return {where: dict(+kinds) for where, kinds in found.items() if +kinds}
 
 

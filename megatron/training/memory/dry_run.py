@@ -23,7 +23,7 @@ from megatron.core.base.memory_category import memory_kind
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.offload.activation_offload import HoldsActivations, StageActivations
 from megatron.core.offload.checksummed_file import BLOCK
-from megatron.core.offload.offload_fraction import AHEAD, SLICE
+from megatron.core.offload.offload_fraction import SLICE, SLICES_IN_FLIGHT
 from megatron.core.offload.offload_tiers import FileTensor
 from megatron.core.offload.stored_tensor import Stored
 from megatron.core.ops.deferred_wgrad import WeightGradStore
@@ -128,7 +128,7 @@ class RankParts(NamedTuple):
     @property
     def bytes_in_file(self) -> int:
         """Bytes of activations that lie in a file."""
-        slots = [slot for one in self.rooms for slot in one.room(self.pipeline.device).slots]
+        slots = [slot for one in self.rooms for slot in one.offload_slots(self.pipeline.device).slots]
         return sum(slot.nbytes for slot in slots if isinstance(slot, FileTensor))
 
 
@@ -243,7 +243,7 @@ def dry_run(job: Job, rank: int, *, values: bool = False) -> Profile:
     with contextlib.ExitStack() as stack:
         stack.enter_context(_drawing_nothing())
         stack.enter_context(rank_status.paused())
-        runtime = stack.enter_context(alone(job.runtime, mesh, device=device, tier=tier))
+        runtime = stack.enter_context(alone(job.runtime, mesh, device=device, offload_store=tier))
         if shapes is not None:
             stack.enter_context(META)
             stack.enter_context(shapes)
@@ -282,7 +282,7 @@ def _described(
         schedule=[list(actions) for actions in parts.pipeline.schedule()],
         parameters=_parameters_of(parts),
         tier="file" if config.offload.tier == "file" else "host",
-        slices=AHEAD * min(SLICE * (element.master + element.moments), in_file),
+        slices=SLICES_IN_FLIGHT * min(SLICE * (element.master + element.moments), in_file),
     )
 
 
@@ -311,10 +311,10 @@ def _to_run(config: Config, mesh: Mesh, batch: BatchShape) -> set[int]:
 def _rooms_in(parts: RankParts, tier: ShapesTier, shapes: ShapesOnly | None) -> list[Callable[[], int]]:
     """Calls that say how many bytes of activations wait in the tier."""
     for activations in parts.rooms:
-        activations.keep_in(tier)
+        activations.set_store(tier)
         if shapes is not None:
             activations.hooks = shapes.hooks
-    return [lambda one=one: one.room(parts.pipeline.device).bytes_in_use for one in parts.rooms]
+    return [lambda one=one: one.offload_slots(parts.pipeline.device).bytes_in_use for one in parts.rooms]
 
 
 def _by_tier(tracker: MemoryTracker, tier: ShapesTier | None) -> dict[str, Counter[str]]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from megatron.core import parallel_state
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.offload.offload_tiers import FileTier
+from megatron.core.offload.offload_tiers import FileOffloadStore
 from megatron.core.optimizer.param_groups import default_group
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
@@ -123,15 +123,17 @@ def warn_of_room(runtime: Runtime, forecast: Forecast) -> None:
 
 def room_left(runtime: Runtime) -> list[str]:
     """A line with the free bytes of the disk, once this rank's state is on it."""
-    if not isinstance(runtime.tier, FileTier):
+    if not isinstance(runtime.offload_store, FileOffloadStore):
         return []
-    return [f"{amount(runtime.tier.folder.free_bytes)} are still free below {runtime.config.offload.offload_dir}"]
+    return [
+        f"{amount(runtime.offload_store.folder.free_bytes)} are still free below {runtime.config.offload.offload_dir}"
+    ]
 
 
 def _need_of(runtime: Runtime, needs: Mapping[str, int], room: Room) -> dict[str, Any]:
     """The bytes that this rank needs on its disk, machine and device, and the bytes that are free there."""
     config, on_cpu = runtime.config, runtime.device.torch_device.type == "cpu"
-    folder = runtime.tier.folder if isinstance(runtime.tier, FileTier) else None
+    folder = runtime.offload_store.folder if isinstance(runtime.offload_store, FileOffloadStore) else None
     return {
         "disk": folder and folder.disk,
         "disk_free": folder and folder.free_bytes,
@@ -143,7 +145,7 @@ def _need_of(runtime: Runtime, needs: Mapping[str, int], room: Room) -> dict[str
         "device_has": None if on_cpu else room.device,
         "device_needs": needs["device"],
         "dir": config.offload.offload_dir,
-        "offloads": runtime.tier is not None or config.transformer.cpu_offloading_num_layers > 0,
+        "offloads": runtime.offload_store is not None or config.transformer.cpu_offloading_num_layers > 0,
         "less_with": less_with(config, runtime.world_size, STATE, shares=int(on_cpu)),
     }
 

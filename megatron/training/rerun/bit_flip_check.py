@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron.core.distributed.buffer_plan import ParamRange
 from megatron.core.distributed.contiguous_buffers import ParamAndGradBuffer, Shard
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.offload.stored_tensor import Stored, loaded
+from megatron.core.offload.stored_tensor import Stored, read_parts
 from megatron.core.ops.main_grad_interface import slot_of
 from megatron.core.ops.tensor_hash import BLOCK_WORDS, block_hashes
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
@@ -99,7 +99,7 @@ def hashes_of(state: Iterator[HeldTensor]) -> list[Tensor]:
 
 
 def _blocks(values: Stored) -> Tensor:
-    return torch.cat([block_hashes(part) for part in loaded(values)] or [torch.zeros(0, dtype=torch.int64)])
+    return torch.cat([block_hashes(part) for part in read_parts(values)] or [torch.zeros(0, dtype=torch.int64)])
 
 
 def changes_since(before: list[Tensor], state: Iterator[HeldTensor]) -> str:

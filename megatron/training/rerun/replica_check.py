@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron.core.distributed.buffer_plan import overlaps
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.offload.stored_tensor import Stored, loaded
+from megatron.core.offload.stored_tensor import Stored, read_parts
 from megatron.core.ops.tensor_hash import tensor_hash
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
@@ -107,7 +107,7 @@ def _hash_of(values: Stored, held: tuple[int, int], run: tuple[int, int], device
     total = torch.zeros((), dtype=torch.int64, device=device)
     for start, stop in overlaps([held], *run):
         at = start - run[0]
-        for part in loaded(values[start - held[0] : stop - held[0]]):
+        for part in read_parts(values[start - held[0] : stop - held[0]]):
             total += tensor_hash(part, at).to(device)
             at += part.numel()
     return total

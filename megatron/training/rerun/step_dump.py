@@ -36,7 +36,7 @@ def dump_step(runtime: Runtime, state: TrainState, work: StepWork, figures: Step
     error that follows matters more."""
     root = path_of(runtime.config.guard.bad_step_dir)
     chunks: Sequence[DistributedDataParallel] = list(work.pipeline.chunks.values())
-    tensors, saved = save_and_load.to_save(runtime, chunks, work.optimizer, state, {})
+    tensors, saved = save_and_load.checkpoint_contents(runtime, chunks, work.optimizer, state, {})
     tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("model/")}
     batches = batch_tensors(work)
     saved["bad_step"] = {

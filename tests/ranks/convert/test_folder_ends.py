@@ -10,7 +10,7 @@ import pytest
 from whole_run import run
 
 import pretrain_gpt
-from megatron.convert.hf_origin import Origin
+from megatron.convert.hf_origin import Provenance
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing import open_checkpoint
 from tools import checkpoint_convert
@@ -90,10 +90,10 @@ def test_ends_that_cannot_be_read_are_told_and_do_not_end_the_run(tmp_path: Path
 def test_ends_that_no_run_has_written_are_refused(ends: object):
     state = {"origin": {"model_type": "llama", "folder": "/x", "kept": {}, "files": {}, "ends": ends}}
     with pytest.raises(ConfigError, match="origin/ends"):
-        Origin.in_state(state, "x")
+        Provenance.in_state(state, "x")
 
 
 def test_a_run_with_another_tokenizer_has_no_ends_of_the_first(tmp_path: Path):
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
-    origin = Origin.of({"model_type": "llama", "eos_token_id": 7}, tmp_path).with_files(print)
+    origin = Provenance.of({"model_type": "llama", "eos_token_id": 7}, tmp_path).with_files(print)
     assert origin.end_ids() == [7, 9] and origin.without_tokenizer().end_ids() == []

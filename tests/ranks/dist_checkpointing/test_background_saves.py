@@ -17,7 +17,7 @@ from thread_writers import thread_writers
 from whole_run import run
 
 from megatron.core.dist_checkpointing import CheckpointError, LocalTensor, open_checkpoint, save_checkpoint
-from megatron.core.dist_checkpointing.async_save import BackgroundSaves
+from megatron.core.dist_checkpointing.async_save import AsyncSaver
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import ALONE
 from megatron.core.sharding.boxes import whole
@@ -44,7 +44,7 @@ def files_below(root):
 
 def saved_beside(world, root, *values):
     """Each of `values` saved as an iteration of its own, from 1 up."""
-    saves = BackgroundSaves(world)
+    saves = AsyncSaver(world)
     try:
         for iteration, value in enumerate(values, 1):
             tensors = parts_of(world, value)
@@ -79,7 +79,7 @@ def test_a_failed_save_is_told_on_every_rank_and_loses_nothing(tmp_path, how, sa
 
     def work(mesh):
         world = mesh["world"]
-        saves = BackgroundSaves(world)
+        saves = AsyncSaver(world)
         saves.start(tmp_path, 1, parts_of(world), STATE)
         collectives.barrier(world)
         saves.finish()
@@ -104,7 +104,7 @@ def test_a_failed_save_is_told_on_every_rank_and_loses_nothing(tmp_path, how, sa
 
 
 def test_a_writer_that_is_killed_is_told_of(tmp_path):
-    saves = BackgroundSaves(ALONE)
+    saves = AsyncSaver(ALONE)
     saves._process.kill()
     saves.start(tmp_path, 1, {"w": one(torch.ones(3))}, {})
     with pytest.raises(CheckpointError, match="-9"):
@@ -118,8 +118,8 @@ def test_the_writer_of_a_killed_rank_ends(sent):
     """With all its files open elsewhere: a child of the rank may hold the other end of the socket."""
     script = (
         "import socket, sys, time; from megatron.core.dist_checkpointing.writer_process import start_process\n"
-        "from megatron.core.dist_checkpointing.writer_sockets import Messages\n"
-        "mine, its = socket.socketpair(); writer = start_process(its); line = Messages(mine)\n"
+        "from megatron.core.dist_checkpointing.writer_sockets import MessageSocket\n"
+        "mine, its = socket.socketpair(); writer = start_process(its); line = MessageSocket(mine)\n"
         "line.send({'rank': 0, 'ranks': 1}); line.receive(); print(writer.pid, flush=True); time.sleep(60)"
     )
     rank = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)

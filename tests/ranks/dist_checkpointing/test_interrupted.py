@@ -64,13 +64,13 @@ def uninterrupted() -> dict[str, str]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["_write_part", "publish", None])
+@pytest.mark.parametrize("name", ["_write_own_items", "publish", None])
 def test_a_run_interrupted_in_a_step_or_a_save_goes_on_from_the_checkpoint_before(
     name, foreground, tmp_path, monkeypatch, capsys
 ):
     flags = f"--mock-data --save {tmp_path} --save-interval 2 --load {tmp_path}"
     with monkeypatch.context() as patch:
-        places = {"_write_part": write, "publish": write.commit}
+        places = {"_write_own_items": write, "publish": write.commit}
         place, name = (FlatOptimizer, "clip_factor") if name is None else (places[name], name)
         first = {"clip_factor": 4}.get(name, 2)  # of the second save, or of its step
         press_at(patch, place, name, first)

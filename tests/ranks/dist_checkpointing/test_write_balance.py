@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing import (
     placed_tensor,
     save_checkpoint,
 )
-from megatron.core.dist_checkpointing.write_balance import shares
+from megatron.core.dist_checkpointing.write_balance import balance_writes
 from megatron.core.sharding.boxes import pieces_in_flat_range, whole
 from megatron.core.sharding.placement import Constant, Placement
 
@@ -49,7 +49,7 @@ def test_each_rank_writes_an_equal_part_of_the_bytes_that_it_shares(tmp_path, si
     def work(mesh):
         written, all_held = held(mesh)
         save_checkpoint(tmp_path, 1, written, {}, mesh["world"])
-        mine = shares(all_held)
+        mine = balance_writes(all_held)
         boxes = [(name, box) for name, local in mine.items() if local.is_writer for box, _ in local.pieces]
         return boxes, sum(
             local.region(piece).nbytes for local in mine.values() for piece in local.pieces if local.is_writer
@@ -68,7 +68,7 @@ def test_each_rank_writes_an_equal_part_of_the_bytes_that_it_shares(tmp_path, si
 
 def test_a_flat_run_is_cut_between_rows_of_the_tensor():
     def work(mesh):
-        local = shares(held(mesh)[1])["shard"]
+        local = balance_writes(held(mesh)[1])["shard"]
         return [(local.region(piece), box) for piece in local.pieces for box in piece[:1]]
 
     parts = [part for rank in run_ranks({"dp": 4}, work) for part in rank]
@@ -80,6 +80,6 @@ def test_a_flat_run_is_cut_between_rows_of_the_tensor():
 
 def test_a_tensor_of_one_holder_is_written_whole(tmp_path):
     tensors = {"w": one(values("table"))}
-    assert shares(tensors)["w"] is tensors["w"]
+    assert balance_writes(tensors)["w"] is tensors["w"]
     save_checkpoint(tmp_path, 1, tensors, {}, run_ranks({"dp": 1}, lambda mesh: mesh["world"])[0])
     assert len(open_checkpoint(tmp_path).manifest.tensors["w"].pieces) == 1

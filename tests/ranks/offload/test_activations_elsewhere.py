@@ -31,9 +31,9 @@ from torch.utils._pytree import tree_leaves
 from megatron.core.base.async_handle import AsyncHandle
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.offload import activation_offload
-from megatron.core.offload.activation_offload import StageActivations, TierRoom
+from megatron.core.offload.activation_offload import OffloadSlots, StageActivations
 from megatron.core.offload.contiguous_activation_buffer import SlotBuffer
-from megatron.core.offload.offload_tiers import FileTier
+from megatron.core.offload.offload_tiers import FileOffloadStore
 from megatron.core.offload.state_offload_config import OffloadConfig
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.schedules import BatchShape, Pipeline
@@ -63,14 +63,14 @@ class LateCopies:
 @pytest.fixture
 def late(monkeypatch):
     """What an accelerator does with memory of the host."""
-    make = TierRoom.__init__
+    make = OffloadSlots.__init__
 
-    def late_room(self, tier, device):
-        make(self, tier, device)
+    def late_room(self, offload_store, device):
+        make(self, offload_store, device)
         assert self.side is None, "what a CPU has"
         self.side = LateCopies(device)
 
-    monkeypatch.setattr(TierRoom, "__init__", late_room)
+    monkeypatch.setattr(OffloadSlots, "__init__", late_room)
 
 
 # ---------------------------------------------------------------- the same numbers
@@ -175,23 +175,25 @@ class LiveBytes(TorchDispatchMode):
 def live_after_forward(mesh: Mesh, config: ModelConfig, folder: Path | None, settled: bool = False, m: int = 1) -> int:
     """Bytes alive on the device between so many forwards and their backwards."""
     offloads = OffloadConfig(offload_dir=str(folder), optimizer_offload_fraction=0.0) if folder else OffloadConfig()
-    tier = FileTier(folder, mesh["world"].rank, block=4096) if folder else None
+    offload_store = FileOffloadStore(folder, mesh["world"].rank, block=4096) if folder else None
     layout = Layout(tp=mesh["tp"].size, recompute="none", offload=offloads)
     config = replace(config, hidden_dropout=0.0, attention_dropout=0.0)
-    chunks, _, _ = build_chunks(mesh, replace(config), replace(layout, recompute=recompute_of(config)), tier=tier)
+    chunks, _, _ = build_chunks(
+        mesh, replace(config), replace(layout, recompute=recompute_of(config)), offload_store=offload_store
+    )
     with LiveBytes() as live:
         data = microbatches(BatchShape(2, m), 0, mesh)
         loss = torch.stack([forward_step(data, chunks[0])[0].sum() for _ in range(m)])
         stage = layers_of(chunks[0]).activations
         layer = stage._last() if settled else None
         while layer is not None:
-            layer.settle()
+            layer.finish_offload()
             layer = layer.before
         gc.collect()
         total = live.total
         loss.sum().backward()
-    if tier is not None:
-        tier.close()
+    if offload_store is not None:
+        offload_store.close()
     return total
 
 
@@ -349,7 +351,7 @@ def test_there_are_as_many_slots_as_inputs_at_once(schedule: str, v: int, peaks:
         buffers = {stage: layers_of(chunk).activations.slots for stage, chunk in pipeline.chunks.items()}
         gc.collect()
         assert all(buffer.in_use == 0 for buffer in buffers.values())
-        return {stage: buffer._made for stage, buffer in buffers.items()}
+        return {stage: buffer._allocated for stage, buffer in buffers.items()}
 
     made = {stage: count for rank in run_ranks({"pp": 2}, work) for stage, count in rank.items()}
     assert made == {stage: peak * layers for stage, peak in peaks.items()}
@@ -391,15 +393,15 @@ def scales(mesh: Mesh, log: list, n: int = 3, **settings) -> ParallelTransformer
 def test_an_input_is_sent_for_one_layer_ahead(monkeypatch):
     """Before layer 2 is computed again its input and that of layer 1 are on their way, and not yet that of layer 0."""
     log: list = []
-    fetch, send = TierRoom.fetch, TierRoom.send
+    fetch, send = OffloadSlots.fetch, OffloadSlots.send
     sent: list = []
-    monkeypatch.setattr(TierRoom, "send", lambda self, slot, flat: (sent.append(slot), send(self, slot, flat))[1])
+    monkeypatch.setattr(OffloadSlots, "send", lambda self, slot, flat: (sent.append(slot), send(self, slot, flat))[1])
 
     def logged(self, slot):
         log.append(("fetch", next(i for i, x in enumerate(sent) if x is slot)))
         return fetch(self, slot)
 
-    monkeypatch.setattr(TierRoom, "fetch", logged)
+    monkeypatch.setattr(OffloadSlots, "fetch", logged)
 
     def work(mesh: Mesh) -> None:
         scales(mesh, log, **FULL)(torch.ones(2, 1, 8, requires_grad=True)).sum().backward()
@@ -471,8 +473,8 @@ def test_an_error_leaves_nothing_behind(settings: dict, recompute: str):
             with pytest.raises(ValueError, match="second microbatch"):
                 train_once(pipeline, mesh)
             gc.collect()
-            assert stage.slots.in_use == 0 and stage.room(torch.device("cpu")).in_use == 0
-            assert stage.room(torch.device("cpu")).slots
+            assert stage.slots.in_use == 0 and stage.offload_slots(torch.device("cpu")).in_use == 0
+            assert stage.offload_slots(torch.device("cpu")).slots
         train_once(pipeline, mesh)
         return [p.main_grad.clone() for p in pipeline.chunks[0].module.parameters()]
 
@@ -481,7 +483,7 @@ def test_an_error_leaves_nothing_behind(settings: dict, recompute: str):
 
 
 def test_evaluation_keeps_nothing(monkeypatch):
-    monkeypatch.setattr(activation_offload, "TierRoom", None)
+    monkeypatch.setattr(activation_offload, "OffloadSlots", None)
     monkeypatch.setattr(SlotBuffer, "keep", None)
 
     def work(mesh: Mesh) -> float:
@@ -500,7 +502,7 @@ def test_room_is_used_again():
         for _ in range(3):
             layers(torch.ones(2, 1, 8, requires_grad=True)).sum().backward()
         gc.collect()
-        room = layers.activations.room(torch.device("cpu"))
+        room = layers.activations.offload_slots(torch.device("cpu"))
         return len(room.slots), room.in_use
 
     assert run_ranks({}, work) == [(3, 0)]
@@ -509,8 +511,8 @@ def test_room_is_used_again():
 def test_queries_keys_and_values_come_back_once(monkeypatch):
     """What an operation reads in several views of one memory is brought back for all of them."""
     fetched: list = []
-    fetch = TierRoom.fetch
-    monkeypatch.setattr(TierRoom, "fetch", lambda self, slot: (fetched.append(slot), fetch(self, slot))[1])
+    fetch = OffloadSlots.fetch
+    monkeypatch.setattr(OffloadSlots, "fetch", lambda self, slot: (fetched.append(slot), fetch(self, slot))[1])
     kept, x = StageActivations(1, smallest=1), torch.arange(12.0).view(3, 4).requires_grad_()
     with kept.saving(0, x, ()):
         q, k, v = (x * 2).unbind()
@@ -522,4 +524,4 @@ def test_queries_keys_and_values_come_back_once(monkeypatch):
 
 
 def test_a_stage_without_offload_has_no_keeper():
-    assert StageActivations().keeper(0) is None
+    assert StageActivations().input_saver(0) is None

@@ -12,7 +12,7 @@ from tiny_run import Layout, Outcome, assert_equal, assert_same_bits, run
 from torch import Tensor
 
 from megatron.core.distributed.data_parallel import DataParallelConfig
-from megatron.core.offload.offload_tiers import FileTensor, FileTier
+from megatron.core.offload.offload_tiers import FileOffloadStore, FileTensor
 from megatron.core.offload.stored_tensor import start_writing
 from megatron.core.optimizer.cpu_offloading.sliced_update import SlicedUpdater
 from megatron.core.optimizer.loss_scaler import DynamicGradScaler
@@ -197,7 +197,7 @@ def test_files_hold_what_the_plan_says(stage: int, tmp_path):
 
     def work(mesh: Mesh) -> tuple[int, int, int]:
         tiny = tiny_trainer(mesh, model, layout)
-        assert isinstance(tiny.tier, FileTier)
+        assert isinstance(tiny.offload_store, FileOffloadStore)
         stored = [
             x for shards in (tiny.adam.masters, *tiny.adam.moments.values()) for shard in shards for x in shard.tensors
         ]

@@ -47,7 +47,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "place", ["sharded_model_state", "sharded_optimizer_state", "read_tensors", "model_name", "origin_of_run"]
+    "place", ["sharded_model_state", "sharded_optimizer_state", "read_tensors", "model_name", "provenance_of_run"]
 )
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: type(bug).__name__)
 def test_a_bug_while_a_checkpoint_is_loaded_is_raised_as_it_is(place: str, bug: Exception, saved: Path, monkeypatch):

@@ -17,7 +17,7 @@ import pretrain_gpt
 from megatron.convert import open_foreign
 from megatron.core.dist_checkpointing import format as disk, open_checkpoint
 from megatron.core.parallel.accelerator import Device
-from megatron.training.checkpointing.hf_origin import origin_of_run
+from megatron.training.checkpointing.hf_origin import provenance_of_run
 from tools import checkpoint_convert
 
 sys.path.append(str(Path(__file__).parents[2] / "support" / "exchange"))
@@ -274,7 +274,7 @@ def test_a_tokenizer_of_another_file_than_the_folders_is_another(
     def work(mesh) -> object:
         config = SimpleNamespace(tokenizer=tokenizer)
         runtime = SimpleNamespace(mesh=mesh, device=Device("cpu"), config=config, tokenizer_sha256=None)
-        return origin_of_run(runtime, open_foreign(folder), "--load")
+        return provenance_of_run(runtime, open_foreign(folder), "--load")
 
     for origin in run_ranks({"dp": 2}, work):
         assert bool(origin.files) is carries and ("eos_token_id" in origin.kept) is carries
@@ -303,7 +303,7 @@ def test_a_tokenizer_beside_other_named_tokens_is_another(
     def work(mesh) -> object:
         config = SimpleNamespace(tokenizer=tokenizer)
         runtime = SimpleNamespace(mesh=mesh, device=Device("cpu"), config=config, tokenizer_sha256=None)
-        return origin_of_run(runtime, open_foreign(folder), "--load")
+        return provenance_of_run(runtime, open_foreign(folder), "--load")
 
     for origin in run_ranks({"dp": 2}, work):
         assert bool(origin.files) is carries

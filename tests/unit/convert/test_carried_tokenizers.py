@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.convert.hf_origin import Origin
+from megatron.convert.hf_origin import Provenance
 from megatron.convert.hf_tokenizer_config import for_both_versions
 from megatron.core.dist_checkpointing.format import CheckpointError
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
@@ -81,7 +81,7 @@ def test_what_both_versions_would_read_otherwise_stays():
 def test_a_text_ends_with_the_ids_of_the_folder(generation: str | None, config: dict, ends: list[int], tmp_path: Path):
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(generation)
-    origin = Origin.of({"model_type": "llama"} | config, tmp_path)
+    origin = Provenance.of({"model_type": "llama"} | config, tmp_path)
     assert origin.end_ids() == origin.with_files(print).end_ids() == ends
 
 
@@ -89,4 +89,4 @@ def test_a_text_ends_with_the_ids_of_the_folder(generation: str | None, config: 
 def test_ends_of_text_that_are_no_ids_are_refused(text: str, tmp_path: Path):
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"generation_config\.json"):
-        Origin.of({"model_type": "llama"}, tmp_path).end_ids()
+        Provenance.of({"model_type": "llama"}, tmp_path).end_ids()

@@ -297,7 +297,7 @@ def test_a_folder_that_ranks_do_not_share_is_noticed(tmp_path):
 @pytest.mark.parametrize("suffix", [".bin", ".json"])
 @pytest.mark.parametrize("left, said", [(None, ""), (b"ab", "2")])
 def test_a_part_that_rank_0_does_not_see_is_noticed(tmp_path, monkeypatch, left, said, suffix):
-    write = writing._write_part
+    write = writing._write_own_items
 
     def write_and_lose(partial, iteration, rank, tensors):
         result = write(partial, iteration, rank, tensors)
@@ -307,7 +307,7 @@ def test_a_part_that_rank_0_does_not_see_is_noticed(tmp_path, monkeypatch, left,
             (partial / f"rank_00001{suffix}").write_bytes(left)
         return result
 
-    monkeypatch.setattr(writing, "_write_part", write_and_lose)
+    monkeypatch.setattr(writing, "_write_own_items", write_and_lose)
     with refused(f"rank_00001{suffix} {said}"):
         good(save_layout(tmp_path, {"dp": 2, "tp": 1}))
 

@@ -147,7 +147,7 @@ def test_thousands_of_pieces_are_checked_without_comparing_all(last, said, monke
     rest = [((0, i), (k - i, k - i + 1)) for i in range(1, k)]
     boxes = [*rows, *rest, *([((0, k), last)] if last else [])]
     with refused(said) if said else contextlib.nullcontext():
-        disk.check_whole(manifest_of(*boxes, shape=(k, k + 1)), "m")
+        disk.check_complete(manifest_of(*boxes, shape=(k, k + 1)), "m")
     assert len(compared) < 10**6
 
 

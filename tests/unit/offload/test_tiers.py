@@ -23,9 +23,9 @@ from megatron.core.offload import checksummed_file
 from megatron.core.offload.checksummed_file import BlockFile, OffloadError
 from megatron.core.offload.offload_folder import RankFolder, folder_problems, remove_left_behind
 from megatron.core.offload.offload_fraction import cut_by_fraction, cut_in_slices
-from megatron.core.offload.offload_tiers import FileTensor, FileTier, HostTier
+from megatron.core.offload.offload_tiers import FileOffloadStore, FileTensor, HostOffloadStore
 from megatron.core.offload.state_offload_config import OffloadConfig
-from megatron.core.offload.stored_tensor import copy_stored, loaded, start_reading, start_writing
+from megatron.core.offload.stored_tensor import copy_stored, read_parts, start_reading, start_writing
 from megatron.core.optimizer.adam_and_sgd import UpdateStep, adam_update
 from megatron.core.optimizer.cpu_offloading import sliced_update
 from megatron.core.optimizer.cpu_offloading.sliced_update import Segment, SlicedUpdater
@@ -41,7 +41,7 @@ BLOCK, KINDS = 64, ("exp_avg", "exp_avg_sq")
 
 @pytest.fixture
 def tier(tmp_path):
-    tier = FileTier(tmp_path / "off", 3, block=BLOCK)
+    tier = FileOffloadStore(tmp_path / "off", 3, block=BLOCK)
     yield tier
     tier.close()
 
@@ -68,7 +68,7 @@ def test_a_file_tensor_is_a_tensor_to_those_who_read_and_write_ranges(tier):
     assert all(torch.equal(read.wait(), expected) for read, expected in compared)
     for written in pending:
         written.wait()
-    assert torch.equal(torch.cat(list(loaded(stored))), mirror)
+    assert torch.equal(torch.cat(list(read_parts(stored))), mirror)
     assert start_reading(other).wait().tolist() == [0.0] * 10
 
 
@@ -94,7 +94,7 @@ def test_copies_between_file_and_memory_convert(tier, monkeypatch):
     copy_stored(there, source)
     copy_stored(back, there)
     assert torch.equal(back, source.bfloat16().float())
-    host = HostTier(torch.device("cpu")).zeros(5, torch.float32)
+    host = HostOffloadStore(torch.device("cpu")).zeros(5, torch.float32)
     copy_stored(host, source[:5])
     assert torch.equal(host, source[:5])
 
@@ -102,7 +102,7 @@ def test_copies_between_file_and_memory_convert(tier, monkeypatch):
 def test_nothing_can_be_read_and_written(tier):
     empty = tier.zeros(8, torch.float32)[:0]
     start_writing(empty, torch.empty(0)).wait()
-    assert start_reading(empty).wait().shape == (0,) and list(loaded(empty)) == []
+    assert start_reading(empty).wait().shape == (0,) and list(read_parts(empty)) == []
 
 
 # ---------------------------------------------------------------- damage
@@ -227,25 +227,25 @@ def test_a_disk_that_is_really_full_is_the_same_error(tmp_path):
 
 
 def test_a_folder_is_one_run_s_own_until_it_is_given_back(tmp_path):
-    first = FileTier(tmp_path, 0)
-    FileTier(tmp_path, 1).close()
+    first = FileOffloadStore(tmp_path, 0)
+    FileOffloadStore(tmp_path, 1).close()
     with pytest.raises(ConfigError, match=rf"(?s)rank_00000.*{os.getpid()}"):
-        FileTier(tmp_path, 0)
+        FileOffloadStore(tmp_path, 0)
     assert len(folder_problems(tmp_path, 0)) == 1 and folder_problems(tmp_path, 1) == []
     first.close()
     assert list(tmp_path.iterdir()) == []
-    FileTier(tmp_path, 0).close()
+    FileOffloadStore(tmp_path, 0).close()
 
 
 def test_memory_that_the_host_has_not_is_an_error_in_words():
     with pytest.raises(OffloadError, match=r"(?s)4,503,599,627,370,496.*--offload-dir"):
-        HostTier(torch.device("cpu")).zeros(2**50, torch.float32)
+        HostOffloadStore(torch.device("cpu")).zeros(2**50, torch.float32)
 
 
 def test_a_relative_folder_is_given_back_from_elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "elsewhere").mkdir()
-    tier = FileTier("off", 0)
+    tier = FileOffloadStore("off", 0)
     monkeypatch.chdir("elsewhere")
     tier.close()
     assert list((tmp_path / "off").iterdir()) == []
@@ -293,7 +293,7 @@ MAKERS_AND_MESSAGES = [
 def test_a_folder_with_something_else_is_refused(tmp_path, make, message):
     make(tmp_path / "rank_00002")
     with pytest.raises(ConfigError, match=message):
-        FileTier(tmp_path, 2)
+        FileOffloadStore(tmp_path, 2)
     with pytest.raises(ConfigError, match="Not a directory"):
         RankFolder(
             tmp_path / "rank_00002" / "thesis.tex" if (tmp_path / "rank_00002").is_dir() else tmp_path / "rank_00002", 0
@@ -302,7 +302,7 @@ def test_a_folder_with_something_else_is_refused(tmp_path, make, message):
 
 def test_the_folder_goes_with_the_tier(tmp_path):
     """Also where nobody closes it."""
-    tier = FileTier(tmp_path, 0)
+    tier = FileOffloadStore(tmp_path, 0)
     tensor = tier.zeros(10, torch.float32)
     assert isinstance(tensor, FileTensor)
     del tier, tensor

@@ -59,11 +59,11 @@ def test_the_process_that_writes_checkpoints_finds_the_package(run, name_of):
     code = f"""
 import socket
 from {name_of("megatron.core.dist_checkpointing.writer_process")} import start_process
-from megatron.core.dist_checkpointing.writer_sockets import Messages
+from megatron.core.dist_checkpointing.writer_sockets import MessageSocket
 mine, its = socket.socketpair()
 writer = start_process(its)
 its.close()
-line = Messages(mine)
+line = MessageSocket(mine)
 line.send({{"rank": 0, "ranks": 1}})
 line.receive()
 print(line.receive())

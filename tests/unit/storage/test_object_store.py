@@ -312,7 +312,7 @@ def test_an_error_of_the_network_is_told_of_and_is_no_damage(error):
     try:
         for call in (
             lambda: file_layer.exists(path_of(ROOT)),
-            lambda: file_layer.at(path_of(ROOT)).names(path_of(ROOT)),
+            lambda: file_layer.backend_of(path_of(ROOT)).names(path_of(ROOT)),
         ):
             with pytest.raises(OSError) as told:
                 call()
@@ -327,7 +327,7 @@ def test_an_error_of_the_network_is_told_of_and_is_no_damage(error):
 
 def test_a_file_whose_writer_fails_does_not_appear(monkeypatch):
     monkeypatch.setattr(object_store, "PART", 10)
-    on, path = file_layer.at(path_of(ROOT)), path_of(ROOT) / "x"
+    on, path = file_layer.backend_of(path_of(ROOT)), path_of(ROOT) / "x"
     with pytest.raises(Killed), on.open(path, "wb") as file:
         file.write(b"12345")
         raise Killed("here")
