@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.base.dataclass_flags import ConfigError, Count, FlagConfig, option
 from megatron.core.datasets.data_config import DataConfig
-from megatron.core.datasets.data_usage_report import Reading, total
-from megatron.core.datasets.gpt_samples import plan_reading
+from megatron.core.datasets.data_usage_report import DataUsage, total
+from megatron.core.datasets.gpt_samples import plan_data_usage
 from megatron.core.datasets.index_map import SPLIT_NAMES, requested_samples
 from tools.errors import run_tool
 
@@ -53,21 +53,21 @@ def plan(config: PlanConfig, data: DataConfig) -> str:
     problems = problems or data.validation_problems()
     if problems:
         raise ConfigError(problems)
-    plans = plan_reading(data, config.samples_of(data))
+    plans = plan_data_usage(data, config.samples_of(data))
     if not plans[0]:
         raise ValueError(f"--split {data.split_shares} leaves nothing to training")
     if not any(plans[1:]):
         return table(plans[0])
-    return "\n\n".join(f"{split}\n{table(readings)}" for split, readings in zip(SPLIT_NAMES, plans) if readings)
+    return "\n\n".join(f"{split}\n{table(usages)}" for split, usages in zip(SPLIT_NAMES, plans) if usages)
 
 
-def table(readings: Sequence[Reading]) -> str:
+def table(usages: Sequence[DataUsage]) -> str:
     """A row per data set, and one for the total."""
-    whole = total(readings)
+    whole = total(usages)
     rows = [("share", "documents", "tokens there", "bytes", "samples read", "tokens read", "repeats", "data set")]
-    for r in [*readings, whole]:
-        numbers = (f"{r.documents:,}", f"{r.tokens:,}", f"{r.bytes:,}", f"{r.samples:,}", f"{r.drawn:,}")
-        rows.append((f"{100 * r.samples / max(whole.samples, 1):.2f}%", *numbers, f"{r.passes:.2f}", r.prefix))
+    for r in [*usages, whole]:
+        numbers = (f"{r.documents:,}", f"{r.tokens:,}", f"{r.bytes:,}", f"{r.samples:,}", f"{r.tokens_read:,}")
+        rows.append((f"{100 * r.samples / max(whole.samples, 1):.2f}%", *numbers, f"{r.epochs:.2f}", r.prefix))
     widths = [max(len(row[column]) for row in rows) for column in range(7)]
     return "\n".join("  ".join([*(cell.rjust(width) for cell, width in zip(row, widths)), row[-1]]) for row in rows)
 

@@ -37,7 +37,7 @@ from tools.errors import exit_status
 class Script:
     """A training script: its own defaults and rules, and what builds its data sets.
 
-    build: from the run's settings, a tokenizer, the samples of each split, the seed, and the `say` and `progress` of `Building`.
+    build: from the run's settings, a tokenizer, the samples of each split, the seed, and `say`, `progress` of `BuildContext`.
     """
 
     tokenizer: str

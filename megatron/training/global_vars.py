@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.base import output_streams
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.lazy_imports import names_of_megatron
-from megatron.core.datasets.vocab_check import within_table
+from megatron.core.datasets.vocab_check import within_embedding
 from megatron.core.offload.offload_tiers import OffloadStore
 from megatron.core.ops.cpu_half_precision_matmul import NATIVE, MatmulModes
 from megatron.core.ops.deferred_wgrad import WeightGradStore
@@ -196,7 +196,7 @@ def get_tokenizer() -> Tokenizer:
     runtime = get_runtime()
     if runtime.tokenizer is None:
         raise ConfigError(f"this script asks for a tokenizer, and there is none: {NO_TOKENIZER}")
-    return within_table(runtime.tokenizer, runtime.vocab_size)
+    return within_embedding(runtime.tokenizer, runtime.vocab_size)
 
 
 def get_timers() -> Timers:

@@ -20,7 +20,7 @@ from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.datasets.data_fingerprint import data_sha256
 from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle
-from megatron.core.datasets.vocab_check import table_note, table_problem, within_table
+from megatron.core.datasets.vocab_check import embedding_note, embedding_problem, within_embedding
 from megatron.core.models.common.model_rules import NO_RULES, ModelRules
 from megatron.core.offload.offload_folder import folder_problems, remove_left_behind
 from megatron.core.offload.state_offload_config import make_offload_store
@@ -227,7 +227,7 @@ def _notes_of_settings(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _notes_of_table(config: Config, tokenizer: Tokenizer | None) -> list[str]:
-    note = None if tokenizer is None else table_note(tokenizer, vocab_size_of(config, tokenizer))
+    note = None if tokenizer is None else embedding_note(tokenizer, vocab_size_of(config, tokenizer))
     return [] if note is None else [note]
 
 
@@ -262,13 +262,15 @@ def examine_without_device(config: Config, world_size: int, rules: ModelRules) -
             except ImportError as error:
                 raise ConfigError(f"--tokenizer-type {config.tokenizer.tokenizer_type}: {error}") from error
     rows = config.tokenizer.model_vocab_size
-    if tokenizer is not None and rows is not None and (problem := table_problem(tokenizer, rows)):
+    if tokenizer is not None and rows is not None and (problem := embedding_problem(tokenizer, rows)):
         problems.append(
             f"{problem}, or --resize-token-embeddings tokens to start from the rows of the words that both have"
         )
     elif tokenizer is not None and config.fim.fim_data:
         with collected(problems):  # raises if the vocabulary lacks its tokens
-            FillInTheMiddle(config.fim, within_table(tokenizer, vocab_size_of(config, tokenizer)), config.training.seed)
+            FillInTheMiddle(
+                config.fim, within_embedding(tokenizer, vocab_size_of(config, tokenizer)), config.training.seed
+            )
     return problems + hf_config_problems(config, rules) + rules.problems(config, tokenizer), tokenizer
 
 

@@ -36,11 +36,11 @@ def packer(tokenizer: Tokenizer, *, are_sentences: bool = False) -> Callable[[li
 
     are_sentences: the texts are sentences for a BERT or a T5, so nothing is added that begins or ends a text.
     """
-    if getattr(tokenizer, "words", None):
-        memory = WordMemory(tokenizer.library, tokenizer.words, tokenizer.never)
+    if getattr(tokenizer, "word_pattern", None):
+        memory = WordMemory(tokenizer.library, tokenizer.word_pattern, tokenizer.added_tokens)
 
         def remembered(texts: list[str]) -> list[bytes]:
-            with tokenizer.naming_panics():
+            with tokenizer.panics_as_errors():
                 return list(map(memory.encode, texts))
 
         return remembered

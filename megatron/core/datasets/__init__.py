@@ -2,13 +2,16 @@
 
     mmap_indexed_dataset, indexed_dataset_writer    the token files, PREFIX.bin and PREFIX.idx
     index_map, sentence_sample_map, blend           which tokens make up sample i: Megatron's algorithms, bit for bit
-    build_datasets, index_cache                     the data sets of a run, and the files that keep their index arrays
+    build_datasets, index_cache                     the data sets of a run, and the cache of their index arrays
     gpt_samples, bert_dataset_builder, t5_dataset_builder    samples; `bert_and_t5_samples` and `mask_selection` hide tokens
     data_loader                                     which samples a rank reads, and its batches
     gpt_dataset, blended_megatron_dataset_builder, ...    Megatron's classes over these
 
-Names load on first use. To add a data set: a class with `__len__` and `__getitem__`, returned by a script's provider
-(docs/adding_a_model.md).
+A GPT sample's way into a batch: `data_loader.batches` asks for item i, `blend.BlendedDataset` finds its file, and
+`gpt_samples.GPTDataset` reads its tokens by the arrays of `index_map`.
+
+Names load on first use. To add a data set, write a class with `__len__` and `__getitem__` and return it from a script's
+provider (docs/adding_a_model.md).
 """
 
 from typing import TYPE_CHECKING

@@ -1,8 +1,12 @@
-"""Samples for BERT and T5 from files of sentences: the rows of a map (`sample_map`) as items, with words hidden (`masking`).
+"""Samples for BERT and T5 from files of sentences: rows of a sample map (`sentence_sample_map`), with hidden words.
 
-Item i hides some words of sample i with a generator seeded by i alone: BERT puts a mask in each one's place, T5 a
-sentinel in
-the place of each span, and asks for the spans.
+Item i hides some words of sample i (`mask_selection`) with a generator seeded by seed + i. BERT puts a mask in the place of
+each hidden word; T5 puts a sentinel in the place of each hidden span, and its decoder must write the spans:
+
+    text     Thank you for inviting me to your party        hidden: "for inviting" and "party"
+    BERT     Thank you [MASK] [MASK] me to your [MASK]
+    T5       encoder  Thank you <0> me to your <1>
+             decoder  <bos> <0> for inviting <1> party      labels  <0> for inviting <1> party <eos>
 """
 
 from collections.abc import Iterator
@@ -12,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron.core.datasets.ambiguous_pad_token import FILLED
-from megatron.core.datasets.mask_selection import MaskingRules, WordPieces, choose_spans, joined_lists
+from megatron.core.datasets.mask_selection import MaskingRules, WordPieces, choose_spans, concatenate
 from megatron.core.datasets.mmap_indexed_dataset import IndexedDataset
-from megatron.core.datasets.vocab_check import joined
+from megatron.core.datasets.vocab_check import concatenate_checked
 
 
 class TextSample(NamedTuple):
@@ -27,7 +31,7 @@ class TextSample(NamedTuple):
 
 @dataclass(eq=False)
 class _MaskedDataset:
-    """The samples of `sample_map`; a subclass makes the item of one."""
+    """The samples of `sample_map`, [samples, 3]; a subclass makes an item of each."""
 
     indexed: IndexedDataset
     sample_map: np.ndarray
@@ -40,15 +44,17 @@ class _MaskedDataset:
         return len(self.sample_map)
 
     def _text(self, i: int) -> TextSample:
+        """Read the sentences of sample i."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
-        row = self.sample_map[i].tolist()  # first sentence, one past the last, target length
-        numbers = range(*row[:2])
-        sentences = self.indexed[row[0] : row[1]]
-        pieces, places = self.pieces, [(k, 0) for k in numbers]
-        joined(sentences, places, self.indexed, len(pieces.words), pieces.tokenizer, pieces.beyond)
+        first, past, target = self.sample_map[i].tolist()
+        sentences = self.indexed[first:past]
+        # check the token ids; the concatenation itself is not needed
+        pieces = self.pieces
+        places = [(sentence, 0) for sentence in range(first, past)]
+        concatenate_checked(sentences, places, self.indexed, len(pieces.words), pieces.tokenizer, pieces.without_row)
         rng = np.random.RandomState((self.seed + i) % (1 << 32))
-        return TextSample([sentence.tolist() for sentence in sentences], row[2], rng)
+        return TextSample([sentence.tolist() for sentence in sentences], target, rng)
 
     def _spans(self, tokens: list[int], text: TextSample) -> Iterator[list[int]]:
         words = self.pieces.whole_words(tokens, self.rules.whole_words)
@@ -62,58 +68,79 @@ class BertDataset(_MaskedDataset):
     binary_head: bool = True
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        """text, types (0 or 1: which part), labels (-1 where nothing was hidden), padding_mask, loss_mask: int64 [s];
-        is_random
-        (whether the parts are swapped) and truncated: int64."""
+        """Return item i: int64 arrays, [s] unless noted.
+
+        text; types: 0 or 1, which part; labels: -1 where nothing was hidden; padding_mask: 0 at padding; loss_mask: 1 where a
+        word was hidden. Scalars: is_random, whether the parts are swapped; truncated, whether text was cut off.
+        """
         text = self._text(i)
-        parts, swapped = self._two_parts(text)
-        a, b = parts
+        (a, b), swapped = self._two_parts(text)
         truncated = _truncate(a, b, text.target, text.rng)
-        tokens = [self.pieces.cls, *a, self.pieces.sep] + ([*b, self.pieces.sep] if b else [])
-        types = [0] * (len(a) + 2) + [1] * (len(tokens) - len(a) - 2)
-        labels, shown = [-1] * self.seq_length, list(tokens)
+
+        # [CLS] a [SEP] b [SEP]
+        pieces = self.pieces
+        tokens = [pieces.cls, *a, pieces.sep]
+        types = [0] * len(tokens)
+        if b:
+            tokens += [*b, pieces.sep]
+            types += [1] * (len(b) + 1)
+
+        # hide words; the draws of a span and of what is shown in its place alternate, as in Megatron
+        labels = [-1] * self.seq_length
+        shown = list(tokens)
         for span in self._spans(tokens, text):
             for position in span:
                 labels[position] = tokens[position]
-                shown[position] = self._shown(tokens[position], text.rng)
-        pad, labels = self.pieces.pad, np.array(labels, np.int64)
-        tokens, shown = (_padded(row, self.seq_length, FILLED) for row in (tokens, shown))
-        padding = tokens == FILLED
-        if not self.pieces.pad_is_text:  # a word that was replaced by the pad counts as padding, as in Megatron core
-            padding |= (shown == pad) & (tokens != pad)
+                shown[position] = self._replacement(tokens[position], text.rng)
+
+        # pad to [s]
+        labels = np.array(labels, np.int64)
+        tokens = _pad(tokens, self.seq_length, FILLED)
+        shown = _pad(shown, self.seq_length, FILLED)
+        is_padding = tokens == FILLED
+        if not pieces.pad_is_text:  # a word that was replaced by the pad counts as padding, as in Megatron core
+            is_padding |= (shown == pieces.pad) & (tokens != pieces.pad)
         return {
-            "text": np.where(shown == FILLED, pad, shown),
-            "types": _padded(types, self.seq_length, 0),
+            "text": np.where(shown == FILLED, pieces.pad, shown),
+            "types": _pad(types, self.seq_length, 0),
             "labels": labels,
             "is_random": np.array(swapped, np.int64),
-            "padding_mask": (~padding).astype(np.int64),
+            "padding_mask": (~is_padding).astype(np.int64),
             "loss_mask": (labels >= 0).astype(np.int64),
             "truncated": np.array(truncated, np.int64),
         }
 
     def _two_parts(self, text: TextSample) -> tuple[list[list[int]], bool]:
-        """(the parts as they stand, whether they are swapped)"""
+        """Return (the two parts in the order of the sample, whether they are swapped); the second is empty without a head."""
         if not self.binary_head:
-            return [joined_lists(text.sentences), []], False
+            return [concatenate(text.sentences), []], False
         count = len(text.sentences)
         pivot = text.rng.randint(1, count) if count >= 3 else 1
-        parts = [joined_lists(text.sentences[:pivot]), joined_lists(text.sentences[pivot:])]
+        parts = [concatenate(text.sentences[:pivot]), concatenate(text.sentences[pivot:])]
         swapped = text.rng.random_sample() < 0.5
-        return parts[::-1] if swapped else parts, bool(swapped)
+        if swapped:
+            parts.reverse()
+        return parts, bool(swapped)
 
-    def _shown(self, token: int, rng: np.random.RandomState) -> int:
-        """The token in the place of a hidden one: mostly the mask, else any word or the token itself."""
+    def _replacement(self, token: int, rng: np.random.RandomState) -> int:
+        """Return the token shown for a hidden one: 80 % the mask, 10 % any token, 10 % the hidden token itself."""
         if rng.random_sample() < 0.8:
             return self.pieces.mask
-        return int(rng.randint(0, len(self.pieces.words))) if rng.random_sample() >= 0.5 else token
+        if rng.random_sample() >= 0.5:
+            return int(rng.randint(0, len(self.pieces.words)))
+        return token
 
 
-def _padded(values: list[int], length: int, fill: int) -> np.ndarray:
+def _pad(values: list[int], length: int, fill: int) -> np.ndarray:
+    """Pad `values` to int64 [length]."""
     return np.array(values + [fill] * (length - len(values)), np.int64)
 
 
 def _truncate(a: list[int], b: list[int], target: int, rng: np.random.RandomState) -> bool:
-    """Cut the longer of two lists at either end, token by token, until both have at most `target`; whether any was cut."""
+    """Shorten two lists in place to at most `target` tokens together; returns whether any token was cut off.
+
+    One token at a time is cut off the longer list, at a random end.
+    """
     truncated = len(a) + len(b) > target
     while len(a) + len(b) > target:
         longer = a if len(a) > len(b) else b
@@ -128,51 +155,64 @@ class T5Dataset(_MaskedDataset):
     decoder_seq_length: int
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        """text_enc, enc_mask [s]; text_dec, labels (-1 for padding), loss_mask, dec_mask [decoder_seq_length];
-        truncated: int64.
+        """Return item i, int64: text_enc, enc_mask [s]; text_dec, labels, loss_mask, dec_mask [t]; truncated, a scalar.
 
-        The masks of encoder and decoder are 0 at padding, which reads as token 0; `attention_masks` makes pairs of them.
+        s is seq_length, t is decoder_seq_length. labels are -1 at padding. enc_mask and dec_mask are 0 at padding, where the
+        text is token 0; `attention_masks` makes masks of pairs of them.
         """
         text = self._text(i)
-        pieces, length = self.pieces, self.decoder_seq_length
-        whole = joined_lists(text.sentences)
-        tokens = whole[: text.target]
+        pieces = self.pieces
+        full_text = concatenate(text.sentences)
+        tokens = full_text[: text.target]
         spans = sorted(self._spans(tokens, text))
         if len(spans) > len(pieces.sentinels):
-            counts = f"{len(spans)} spans, but there are {len(pieces.sentinels)} sentinels"
-            raise ValueError(f"sample {i} hides {counts}; raise --vocab-extra-ids")
-        encoder, end = [], 0
-        asked: list[int] = []
+            raise ValueError(
+                f"sample {i} hides {len(spans)} spans, but there are {len(pieces.sentinels)} sentinels; raise --vocab-extra-ids"
+            )
+
+        # encoder: a sentinel in the place of each span; decoder: each sentinel and its span
+        encoder: list[int] = []
+        decoder: list[int] = []
+        end = 0  # of the last span
         for span, sentinel in zip(spans, pieces.sentinels):
-            encoder += [*tokens[end : span[0]], sentinel]
-            asked += [sentinel, *tokens[span[0] : span[-1] + 1]]
-            end = span[-1] + 1
-        if len(asked) >= length:
-            raise ValueError(f"sample {i} asks for {len(asked) + 1} tokens; raise --decoder-seq-length ({length})")
-        item = {
-            "text_enc": _padded(encoder + tokens[end:], self.seq_length, FILLED),
-            "text_dec": _padded([pieces.bos, *asked], length, FILLED),
-            "labels": _padded([*asked, pieces.eos], length, FILLED),
-            "loss_mask": _padded([1] * (len(asked) + 1), length, 0),
-            "truncated": np.array(len(whole) > len(tokens), np.int64),
+            first, past = span[0], span[-1] + 1
+            encoder += [*tokens[end:first], sentinel]
+            decoder += [sentinel, *tokens[first:past]]
+            end = past
+        encoder += tokens[end:]
+        length = self.decoder_seq_length
+        if len(decoder) >= length:
+            raise ValueError(f"sample {i} asks for {len(decoder) + 1} tokens; raise --decoder-seq-length ({length})")
+
+        # pad to [s] and [t]
+        text_enc = _pad(encoder, self.seq_length, FILLED)
+        text_dec = _pad([pieces.bos, *decoder], length, FILLED)
+        enc_mask = text_enc != FILLED
+        dec_mask = text_dec != FILLED
+        return {
+            "text_enc": np.where(enc_mask, text_enc, 0),
+            "text_dec": np.where(dec_mask, text_dec, 0),
+            "labels": _pad([*decoder, pieces.eos], length, FILLED),
+            "loss_mask": _pad([1] * (len(decoder) + 1), length, 0),
+            "truncated": np.array(len(full_text) > len(tokens), np.int64),
+            "enc_mask": enc_mask.astype(np.int64),
+            "dec_mask": dec_mask.astype(np.int64),
         }
-        for mask, name in (("enc_mask", "text_enc"), ("dec_mask", "text_dec")):
-            padding = item[name] == FILLED
-            item[mask] = (~padding).astype(np.int64)
-            item[name][padding] = 0
-        return item
 
 
 def attention_masks(enc_mask: np.ndarray, dec_mask: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Which keys a query may not see, for the encoder, the decoder, and the decoder's look at the encoder.
+    """Return the masks of the encoder, of the decoder, and of the decoder's cross-attention to the encoder.
 
-    enc_mask [b, s], dec_mask [b, t]: 0 at padding, as T5's items have them. Bool [b, 1, s, s], [b, 1, t, t], [b, 1, t,
-    s], True
-    where a pair is hidden: where either is padding and, in the decoder, where the key comes after the query.
+    enc_mask [b, s], dec_mask [b, t]: 0 at padding, as T5's items have them. The masks: bool [b, 1, s, s], [b, 1, t, t] and
+    [b, 1, t, s], True where a query may not see a key: where either is padding and, in the decoder, where the key comes after
+    the query.
     """
 
-    def seen(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        return (queries[:, None, :, None] > 0) & (keys[:, None, None, :] > 0)
+    def visible(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        return (queries[:, None, :, None] > 0) & (keys[:, None, None, :] > 0)  # [b, 1, queries, keys]
 
-    earlier = np.tri(dec_mask.shape[1], dtype=bool)  # a key at or before its query
-    return ~seen(enc_mask, enc_mask), ~(seen(dec_mask, dec_mask) & earlier), ~seen(dec_mask, enc_mask)
+    causal = np.tri(dec_mask.shape[1], dtype=bool)  # [t, t], a key at or before its query
+    encoder_mask = ~visible(enc_mask, enc_mask)
+    decoder_mask = ~(visible(dec_mask, dec_mask) & causal)
+    cross_attention_mask = ~visible(dec_mask, enc_mask)
+    return encoder_mask, decoder_mask, cross_attention_mask

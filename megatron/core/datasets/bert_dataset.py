@@ -8,7 +8,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatr
 
 @dataclass(kw_only=True)
 class BERTMaskedWordPieceDatasetConfig(BlendedMegatronDatasetConfig):
-    """Of masked samples of files of sentences."""
+    """Megatron's settings of masked samples of files of sentences."""
 
     masking_probability: float = 0.15
     short_sequence_probability: float = 0.1

@@ -1,4 +1,4 @@
-"""BERT's training samples: from a file of sentences through a cached sample map, or made up for --mock-data."""
+"""BERT's training samples come from a file of sentences through a cached sample map, or are made up for --mock-data."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,18 +11,20 @@ from megatron.core.base.error_reporting import is_user_error
 from megatron.core.datasets.ambiguous_pad_token import id_of, pad_is_text
 from megatron.core.datasets.bert_and_t5_samples import BertDataset, TextSample
 from megatron.core.datasets.blend import BlendedDataset
-from megatron.core.datasets.build_datasets import Building, Part, build_datasets, size_problems
+from megatron.core.datasets.build_datasets import BuildContext, FileSplit, build_datasets, size_problems
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.mask_selection import MaskedDataConfig, MaskingRules, WordPieces
-from megatron.core.datasets.sentence_dataset import SentenceSamples, problems_of_flags_of_gpt
+from megatron.core.datasets.sentence_dataset import SentenceSamples, gpt_flag_problems
 from megatron.core.datasets.sentence_sample_map import SampleRequest
-from megatron.core.datasets.vocab_check import beyond_of, tokenizer_name
+from megatron.core.datasets.vocab_check import ids_without_row, tokenizer_name
 
 _SPECIAL = 3  # tokens of a sample that are not text: [CLS], and [SEP] after each part
 
 
 @dataclass(eq=False)
 class BertSamples(SentenceSamples):
+    """The kind of BERT's samples: two parts of a document with masked words, or one without the binary head."""
+
     name = "BertDataset"
 
     seq_length: int
@@ -31,13 +33,26 @@ class BertSamples(SentenceSamples):
     seed: int
 
     def request(self, ids: tuple[int, int], num_samples: int | None) -> SampleRequest:
-        short, sentences = self.masking.short_seq_prob, 1 + self.masking.bert_binary_head
-        return SampleRequest(ids, num_samples, self.seq_length - _SPECIAL, sentences, short, self.seed)
+        return SampleRequest(
+            ids_range=ids,
+            num_samples=num_samples,
+            max_length=self.seq_length - _SPECIAL,
+            min_sentences=2 if self.masking.bert_binary_head else 1,
+            short_probability=self.masking.short_seq_prob,
+            seed=self.seed,
+        )
 
-    def dataset(self, part: Part, arrays: tuple[np.ndarray, ...]) -> BertDataset:
-        rules, binary_head = MaskingRules(self.masking.mask_prob), self.masking.bert_binary_head
-        reading = (self.seq_length, self.seed, self.pieces, rules)
-        return BertDataset(part.indexed, *arrays, *reading, binary_head=binary_head)
+    def dataset(self, file_split: FileSplit, arrays: tuple[np.ndarray, ...]) -> BertDataset:
+        (sample_map,) = arrays
+        return BertDataset(
+            file_split.indexed,
+            sample_map,
+            self.seq_length,
+            self.seed,
+            self.pieces,
+            MaskingRules(self.masking.mask_prob),
+            binary_head=self.masking.bert_binary_head,
+        )
 
 
 def build_bert_datasets(
@@ -46,35 +61,46 @@ def build_bert_datasets(
     tokenizer: Any,
     num_samples: list[int | None],
     seed: int,
-    **building: Any,
+    **build_context: Any,
 ) -> tuple[BertDataset | BlendedDataset | None, ...]:
-    """(train, valid, test), as `build_datasets` says; mock data need no builder and no wait.
+    """Build (train, valid, test), as `build_datasets` does; mock data need no builder and no wait.
 
-    tokenizer: one of the BertWordPiece types, or with mock data any. building: the fields of `Building`.
+    tokenizer: one of the BertWordPiece types, or with mock data any. build_context: the fields of `BuildContext`.
     """
-    problems = bert_problems(config, masking, tokenizer) + size_problems(num_samples, made_up=config.mock_data)
+    problems = bert_problems(config, masking, tokenizer)
+    problems += size_problems(num_samples, made_up=config.mock_data)
     if problems:
         raise ConfigError(problems)
-    pieces = _pieces_of(tokenizer, made_up=config.mock_data)
+    pieces = _word_pieces(tokenizer, made_up=config.mock_data)
     if not config.mock_data:
-        return build_datasets(
-            config, BertSamples(config.seq_length, masking, pieces, seed), num_samples, Building(**building)
+        kind = BertSamples(config.seq_length, masking, pieces, seed)
+        return build_datasets(config, kind, num_samples, BuildContext(**build_context))
+    datasets: list[BertDataset | None] = []
+    for split, count in enumerate(num_samples):
+        if not count:
+            datasets.append(None)
+            continue
+        datasets.append(
+            MockBertDataset(
+                None,
+                range(count),
+                config.seq_length,
+                (seed, split),
+                pieces,
+                MaskingRules(masking.mask_prob),
+                masking.bert_binary_head,
+            )
         )
-    given = (pieces, MaskingRules(masking.mask_prob), masking.bert_binary_head)
-    return tuple(
-        MockBertDataset(None, range(count), config.seq_length, (seed, split), *given) if count else None
-        for split, count in enumerate(num_samples)
-    )
+    return tuple(datasets)
 
 
 def bert_problems(config: DataConfig, masking: MaskedDataConfig, tokenizer: Any | None) -> list[str]:
-    """What is wrong with the settings, before a file is read. tokenizer: None where none could be built."""
-    problems = problems_of_flags_of_gpt(config, "BERT")
+    """Return problems with the settings, before a file is read. tokenizer: None where none could be built."""
+    problems = gpt_flag_problems(config, "BERT")
     if config.full_validation and masking.bert_binary_head:
         problems.append(
-            "--full-validation fills up the last microbatch with rows that mask no word, and the loss of the "
-            "order of sentences "
-            "would count them; leave it out, or give --bert-no-binary-head"
+            "--full-validation fills up the last microbatch with rows that mask no word, and the loss of the order of "
+            "sentences would count them; leave it out, or give --bert-no-binary-head"
         )
     length = config.seq_length
     if length is not None and length < _SPECIAL + 2:
@@ -88,7 +114,7 @@ def bert_problems(config: DataConfig, masking: MaskedDataConfig, tokenizer: Any 
         )
     if tokenizer is not None:
         try:
-            _pieces_of(tokenizer, made_up=config.mock_data)
+            _word_pieces(tokenizer, made_up=config.mock_data)
         except ValueError as error:
             if not is_user_error(error):
                 raise
@@ -96,31 +122,41 @@ def bert_problems(config: DataConfig, masking: MaskedDataConfig, tokenizer: Any 
     return problems
 
 
-def _pieces_of(tokenizer: Any, *, made_up: bool) -> WordPieces:
-    """What the data sets know of a tokenizer. Raises ValueError for one that was not made for masked words.
+def _word_pieces(tokenizer: Any, *, made_up: bool) -> WordPieces:
+    """Return the tokens that the data sets need. Raises ValueError for a tokenizer that was not made for masked words.
 
-    Made-up data take any vocabulary as one of whole words; a tokenizer without special tokens lends its first four ids.
+    made_up: for --mock-data, where any vocabulary serves as one of whole words; if a special token is missing, the first
+    four ids take the places of all.
     """
-    ids = [id_of(tokenizer, name) for name in ("cls", "sep", "mask", "pad")]
-    if made_up and tokenizer.vocab_size < 16:
-        raise ValueError(f"a vocabulary of {tokenizer.vocab_size} is too small for made-up data; give at least 16")
+    special_ids = [id_of(tokenizer, name) for name in ("cls", "sep", "mask", "pad")]
+    is_missing = None in special_ids
     if made_up:
-        return WordPieces(("",) * tokenizer.vocab_size, *((1, 2, 3, 0) if None in ids else ids))
-    if None in ids:
+        if tokenizer.vocab_size < 16:
+            raise ValueError(f"a vocabulary of {tokenizer.vocab_size} is too small for made-up data; give at least 16")
+        return WordPieces(("",) * tokenizer.vocab_size, *((1, 2, 3, 0) if is_missing else special_ids))
+    if is_missing:
         raise ValueError(
             f"{getattr(tokenizer, 'name', 'the tokenizer')} has no [CLS], [SEP], [MASK] or [PAD]; BERT reads data made with "
             "--tokenizer-type BertWordPieceLowerCase or BertWordPieceCase, or with a BERT's tokenizer.json "
             "(HuggingFaceTokenizer)"
         )
-    words = tuple(tokenizer.inv_vocab.get(i, "") for i in range(tokenizer.vocab_size))
-    about = {"tokenizer": tokenizer_name(tokenizer), "pad_is_text": pad_is_text(tokenizer)}
-    return WordPieces(words, *ids, **about, beyond=beyond_of(tokenizer))
+    cls, sep, mask, pad = special_ids
+    return WordPieces(
+        words=tuple(tokenizer.inv_vocab.get(i, "") for i in range(tokenizer.vocab_size)),
+        cls=cls,
+        sep=sep,
+        mask=mask,
+        pad=pad,
+        tokenizer=tokenizer_name(tokenizer),
+        pad_is_text=pad_is_text(tokenizer),
+        without_row=ids_without_row(tokenizer),
+    )
 
 
 class MockBertDataset(BertDataset):
-    """Made-up samples: two parts of a noisy rising line, so that a hidden word lies between its neighbours, and the part of
-    lower words comes first unless the parts were swapped.
+    """Made-up samples, which a model can learn: the words of a sample rise slowly, with some noise.
 
+    So a hidden word is close to its neighbours, and the part with the lower words comes first unless the parts were swapped.
     Sample i depends on (seed, split, i) alone. Few words occur, each several times in a row, spread over the whole
     vocabulary.
     """
@@ -130,7 +166,7 @@ class MockBertDataset(BertDataset):
 
     @cached_property
     def line(self) -> np.ndarray:
-        """The words from the lowest to the highest."""
+        """The ids of the words, from the lowest to the highest: [words]."""
         special = (self.pieces.cls, self.pieces.sep, self.pieces.mask, self.pieces.pad)
         words = np.setdiff1d(np.arange(len(self.pieces.words)), special)
         count = min(len(words), self.WORDS)
@@ -140,11 +176,13 @@ class MockBertDataset(BertDataset):
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
         rng = np.random.RandomState([*self.seed, i])
-        target, height = self.seq_length - _SPECIAL, len(self.line)
-        count = rng.randint(max(2, target // 2), target + 1)
-        start, rise = rng.uniform(0, height / 2), rng.uniform(height / 4, height / 2)
-        places = (start + rise * np.arange(count) / count).astype(np.int64)
+        target = self.seq_length - _SPECIAL
+        height = len(self.line)
+        count = rng.randint(max(2, target // 2), target + 1)  # words of the sample
+        start = rng.uniform(0, height / 2)
+        rise = rng.uniform(height / 4, height / 2)
+        positions = (start + rise * np.arange(count) / count).astype(np.int64)  # [count], in the line
         noisy = rng.random_sample(count) < self.NOISE
-        words = self.line[np.where(noisy, rng.randint(height, size=count), places)].tolist()
+        words = self.line[np.where(noisy, rng.randint(height, size=count), positions)].tolist()
         cut = rng.randint(1, count)
         return TextSample([words[:cut], words[cut:]], target, rng)

@@ -8,13 +8,18 @@ from megatron.core.datasets import blend
 
 
 class BlendedDataset(blend.BlendedDataset):
-    """Samples of several data sets by their weights: `size` of them, or each once, if that is None."""
+    """Samples of several data sets, drawn by their weights.
+
+    size: the number of samples; None takes every sample once, and then weights are the numbers of samples.
+    """
 
     def __init__(self, datasets: list[Any], weights: Sequence[float], size: int | None, config: Any):
-        sizes = [int(weight) for weight in weights]
-        shares = blend.normalized(list(weights))
-        order = blend.exhaustive_indices(sizes) if size is None else blend.weighted_indices(shares, size)
-        super().__init__(datasets, order, [str(getattr(one, "dataset_path", one)) for one in datasets])
+        if size is None:
+            indices = blend.exhaustive_indices([int(weight) for weight in weights])
+        else:
+            indices = blend.weighted_indices(blend.normalized(list(weights)), size)
+        names = [str(getattr(dataset, "dataset_path", dataset)) for dataset in datasets]
+        super().__init__(datasets, indices, names)
         self.config = config
 
 

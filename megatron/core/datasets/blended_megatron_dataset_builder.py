@@ -1,4 +1,4 @@
-"""Megatron's `BlendedMegatronDatasetBuilder`: train, validation and test sets from a config."""
+"""Megatron's `BlendedMegatronDatasetBuilder` builds train, validation and test sets from a config."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,83 +24,120 @@ from megatron.core.parallel.global_state import get_global_state, model_parallel
 from megatron.core.parallel_state import launched_rank
 
 
-def _gpt(config: GPTDatasetConfig, sizes: list[int | None], building: dict[str, Any]) -> list[Any]:
+def _build_gpt(config: GPTDatasetConfig, sizes: list[int | None], build_context: dict[str, Any]) -> list[Any]:
     _check_pad(config)
-    made = gpt_samples.build_gpt_datasets(config.data, config.tokenizer, sizes, config.random_seed, **building)
-    if model_parallel_is_initialized() and get_global_state().run is not None:  # a run's batches need no mask of s x s
-        return list(made)
-    masked = lambda one: None if one is None else WithMask(one, config)  # noqa: E731
-    return [[masked(part) for part in one] if isinstance(one, list) else masked(one) for one in made]
+    datasets = gpt_samples.build_gpt_datasets(config.data, config.tokenizer, sizes, config.random_seed, **build_context)
+    # a run's own batches need no mask of s x s; a script's loop expects Megatron's
+    if model_parallel_is_initialized() and get_global_state().run is not None:
+        return list(datasets)
+
+    def with_mask(dataset: Any) -> Any:
+        if dataset is None:
+            return None
+        if isinstance(dataset, list):  # the sets of --multiple-validation-sets
+            return [with_mask(one_set) for one_set in dataset]
+        return WithMask(dataset, config)
+
+    return [with_mask(dataset) for dataset in datasets]
 
 
-def _bert(config: BERTMaskedWordPieceDatasetConfig, sizes: list[int | None], building: dict[str, Any]) -> list[Any]:
+def _build_mock_gpt(config: GPTDatasetConfig, sizes: list[int | None], build_context: dict[str, Any]) -> list[Any]:
+    return _build_gpt(replace(config, mock=True), [size or 0 for size in sizes], build_context)
+
+
+def _build_bert(
+    config: BERTMaskedWordPieceDatasetConfig, sizes: list[int | None], build_context: dict[str, Any]
+) -> list[Any]:
     _check_pad(config)
-    chances = config.masking_probability, config.short_sequence_probability
-    masking = MaskedDataConfig(*chances, config.classification_head)
-    return list(build_bert_datasets(config.data, masking, config.tokenizer, sizes, config.random_seed, **building))
+    masking = MaskedDataConfig(
+        mask_prob=config.masking_probability,
+        short_seq_prob=config.short_sequence_probability,
+        bert_binary_head=config.classification_head,
+    )
+    return list(build_bert_datasets(config.data, masking, config.tokenizer, sizes, config.random_seed, **build_context))
 
 
-_KINDS: dict[type, Callable[..., list[Any]]] = {
-    GPTDataset: _gpt,
-    MockGPTDataset: lambda config, sizes, building: _gpt(
-        replace(config, mock=True), [size or 0 for size in sizes], building
-    ),
-    BERTMaskedWordPieceDataset: _bert,
+_BUILDERS: dict[type, Callable[..., list[Any]]] = {
+    GPTDataset: _build_gpt,
+    MockGPTDataset: _build_mock_gpt,
+    BERTMaskedWordPieceDataset: _build_bert,
 }
 
 
 class BlendedMegatronDatasetBuilder:
-    """build() -> [train, valid, test]. sizes: samples of each, None for one epoch (for none of made-up data), 0 for none.
+    """Megatron's builder: `build()` returns [train, valid, test].
 
-    (cls, sizes, config) as in core 0.5, or (cls, sizes, is_built_on_rank, config) as since. Every rank must call `build`.
+    sizes: samples of each split; None for one epoch (of made-up data, for none), 0 for none. The arguments are
+    (cls, sizes, config) in core 0.5, and (cls, sizes, is_built_on_rank, config) in later versions. Every rank must call
+    `build`.
     """
 
     def __init__(self, cls: Any, sizes: list[int | None], *rest: Any, config: Any = None, is_built_on_rank: Any = None):
-        self.cls, self.sizes = cls, sizes
+        self.cls = cls
+        self.sizes = sizes
         if len(rest) + (config is not None) + (is_built_on_rank is not None) not in (1, 2):
             raise TypeError("BlendedMegatronDatasetBuilder takes (cls, sizes[, is_built_on_rank], config)")
         self.config = config if config is not None else rest[-1]
 
     def build(self) -> list[Any]:
-        if self.cls not in _KINDS:
-            return self._of_a_class()
-        building: dict[str, Any] = {}
+        if self.cls not in _BUILDERS:
+            return self._build_own_class()
+        build_context: dict[str, Any] = {}
         if model_parallel_is_initialized():
-            world, device = get_global_state().mesh["world"], get_global_state().device
-            building = {"is_builder": world.is_first, "wait": lambda: collectives.barrier(world, device)}
-            building |= {"say": _say, "progress": _say}
-        return _KINDS[self.cls](self.config, self.sizes, building)
+            world = get_global_state().mesh["world"]
+            device = get_global_state().device
+            build_context = {
+                "is_builder": world.is_first,
+                "wait": lambda: collectives.barrier(world, device),
+                "say": _say,
+                "progress": _say,
+            }
+        return _BUILDERS[self.cls](self.config, self.sizes, build_context)
 
-    def _of_a_class(self) -> list[Any]:
-        """The data sets of a script's own class, which every rank builds by itself."""
+    def _build_own_class(self) -> list[Any]:
+        """Build data sets of a script's own class, which every rank builds by itself."""
         data = self.config.data
-        words = self.config.blend_per_split if data.has_own_splits else [self.config.blend] * 3
-        shares = (1.0, 1.0, 1.0) if data.has_own_splits else parse_split(data.split_shares)
-        made = []
-        for split, files, size, share in zip(Split, words, self.sizes, shares):
-            made.append(self._split(data, split, files, size) if files and share > 0 and size != 0 else None)
-        return made
+        if data.has_own_splits:
+            blends = self.config.blend_per_split
+            shares = (1.0, 1.0, 1.0)
+        else:
+            blends = [self.config.blend] * 3
+            shares = parse_split(data.split_shares)
+        datasets = []
+        for split, split_blend, size, share in zip(Split, blends, self.sizes, shares):
+            if split_blend and share > 0 and size != 0:
+                datasets.append(self._build_split(data, split, split_blend, size))
+            else:
+                datasets.append(None)
+        return datasets
 
-    def _split(self, data: DataConfig, split: Any, words: Blend, size: int | None) -> Any:
-        files = blend.parse_blend(words_of(words))
+    def _build_split(self, data: DataConfig, split: Any, split_blend: Blend, size: int | None) -> Any:
+        files = blend.parse_blend(words_of(split_blend))
         if split == Split.valid and data.multiple_validation_sets and len(files.prefixes) > 1:
-            return [self._split(data, split, [prefix], size) for prefix in files.prefixes]
-        alone = len(files.prefixes) == 1 and (files.weights is None or data.has_own_splits)
-        counts = [size] if alone else samples_of_files(files, size, data.mid_level_dataset_surplus)
-        made = []
+            return [self._build_split(data, split, [prefix], size) for prefix in files.prefixes]
+
+        # one data set for each file
+        is_single = len(files.prefixes) == 1 and (files.weights is None or data.has_own_splits)
+        counts = [size] if is_single else samples_of_files(files, size, data.mid_level_dataset_surplus)
+        datasets = []
         for prefix, count in zip(files.prefixes, counts):
-            low = self.cls.build_low_level_dataset(prefix, self.config)
-            numel = self.cls.numel_low_level_dataset(low)
-            cut = parse_split(data.split_shares)
-            ids = (0, numel) if data.has_own_splits else split_ranges(cut, numel)[split]
-            made.append(self.cls(low, prefix, np.arange(*ids, dtype=np.int32), count, split, self.config))
-        if alone:
-            return made[0]
+            low_level = self.cls.build_low_level_dataset(prefix, self.config)
+            numel = self.cls.numel_low_level_dataset(low_level)
+            split_shares = parse_split(data.split_shares)
+            ids = (0, numel) if data.has_own_splits else split_ranges(split_shares, numel)[split]
+            indices = np.arange(*ids, dtype=np.int32)
+            datasets.append(self.cls(low_level, prefix, indices, count, split, self.config))
+
+        # their blend
+        if is_single:
+            return datasets[0]
         if files.weights is None:
-            sizes = [len(one) for one in made]
-            return BlendedDataset(made, sizes, size and min(size, sum(sizes)), self.config)
+            sizes = [len(dataset) for dataset in datasets]
+            if size is not None:
+                size = min(size, sum(sizes))
+            return BlendedDataset(datasets, sizes, size, self.config)
         shares = blend.normalized(files.weights)
-        return BlendedDataset(made, shares, sum(blend.samples_of_each(size, shares)), self.config)
+        return BlendedDataset(datasets, shares, sum(blend.samples_of_each(size, shares)), self.config)
 
 
 def _say(message: str) -> None:

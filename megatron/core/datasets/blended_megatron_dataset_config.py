@@ -10,11 +10,10 @@ from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.datasets.ambiguous_pad_token import pad_is_text
 from megatron.core.datasets.data_config import DataConfig
 
-# A prefix, or weights and prefixes in turn (core 0.5); or (prefixes, weights or None) since.
+# In Megatron core 0.5 one prefix, or weights and prefixes in turn; in later versions (prefixes, weights or None).
 Blend = Sequence[str] | tuple[Sequence[str], Sequence[float] | None] | None
 
-
-# Fields that are refused where they differ from the default, once data are built.
+# Settings that are not built, with Megatron's defaults: another value is refused when data are built.
 NOT_BUILT = {
     "hybrid_context_parallel": False,
     "drop_last_partial_validation_sequence": True,
@@ -29,8 +28,10 @@ NOT_BUILT = {
 
 @dataclass(kw_only=True)
 class BlendedMegatronDatasetConfig:
-    """What every kind of data set is told. `is_built_on_rank` and the fields of loading are without effect: every
-    rank reads."""
+    """Megatron's settings of every kind of data set.
+
+    `is_built_on_rank` and the fields of loading have no effect: every rank reads.
+    """
 
     random_seed: int
     sequence_length: int
@@ -53,28 +54,36 @@ class BlendedMegatronDatasetConfig:
 
     @property
     def data(self) -> DataConfig:
-        """The same as our settings. Raises ConfigError for what is not built."""
+        """The same settings as a `DataConfig`. Raises ConfigError for settings that are not built."""
         if problems := problems_of_not_built(self, NOT_BUILT):
             raise ConfigError(problems)
-        own = [words_of(blend) for blend in self.blend_per_split or (None,) * 3]
-        names = ("train_data_path", "valid_data_path", "test_data_path")
-        flags = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
-        flags += ("full_validation", "multiple_validation_sets")
+        train, valid, test = [words_of(blend) for blend in self.blend_per_split or (None, None, None)]
+        has_own_splits = any((train, valid, test))
+
+        def flag(name: str) -> bool:  # some are fields of subclasses alone
+            return bool(getattr(self, name, False))
+
         return DataConfig(
             data_path=words_of(self.blend),
-            **dict(zip(names, own)),
-            split=None if any(own) else self.split,
+            train_data_path=train,
+            valid_data_path=valid,
+            test_data_path=test,
+            split=None if has_own_splits else self.split,
             seq_length=self.sequence_length,
             data_cache_path=self.path_to_cache,
             mid_level_dataset_surplus=self.mid_level_dataset_surplus,
             mmap_bin_files=self.mmap_bin_files,
             mock_data=self.mock,
-            **{name: bool(getattr(self, name, False)) for name in flags},
+            reset_position_ids=flag("reset_position_ids"),
+            reset_attention_mask=flag("reset_attention_mask"),
+            eod_mask_loss=flag("eod_mask_loss"),
+            full_validation=flag("full_validation"),
+            multiple_validation_sets=flag("multiple_validation_sets"),
         )
 
 
 def _check_pad(config: BlendedMegatronDatasetConfig) -> None:
-    """Raises ConfigError where a config wants each pad masked, and the tokenizer's pad is also a token of texts."""
+    """Raise ConfigError where a config wants each pad masked, and the tokenizer's pad is also a token of texts."""
     if config.allow_ambiguous_pad_tokens and pad_is_text(config.tokenizer):
         kind = type(config).__name__
         raise ConfigError(
@@ -84,14 +93,24 @@ def _check_pad(config: BlendedMegatronDatasetConfig) -> None:
 
 
 def words_of(blend: Blend) -> list[str] | None:
-    """A blend as the words of --data-path. A weight of 0 leaves its data set out."""
+    """Return a blend as the words of --data-path. A weight of 0 leaves its data set out."""
     if not blend:
         return None
+
+    # (prefixes, weights or None) to a flat list
     if isinstance(blend[0], list | tuple):
         prefixes, weights = blend
-        blend = prefixes if weights is None else [word for pair in zip(weights, prefixes) for word in pair]
-    pairs = (blend[i : i + 2] for i in range(0, len(blend), 2))
-    return [str(word) for pair in pairs if pair[0] not in (0, "0", "0.0") for word in pair]
+        blend = prefixes
+        if weights is not None:
+            blend = [word for pair in zip(weights, prefixes) for word in pair]
+
+    # two words at a time: in a list of prefixes alone none is a zero
+    words = []
+    for i in range(0, len(blend), 2):
+        pair = blend[i : i + 2]
+        if pair[0] not in (0, "0", "0.0"):
+            words += [str(word) for word in pair]
+    return words
 
 
 __getattr__ = names_of_megatron(__name__)

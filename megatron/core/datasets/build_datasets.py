@@ -1,10 +1,13 @@
-"""Data sets from token files: what each split reads, with index arrays that one process builds and all read from a cache.
+"""Build the data sets of a run from token files: one process builds the index arrays, and all load them from a cache.
 
     builder:  plan, build the arrays of each file, then the order of a blend ---- wait() ---- load
     others:   plan                                                           ---- wait() ---- load
 
-A `SampleKind` says how samples are made from one file: GPT, BERT and a fork's own data set are one each. All that is built
-goes into the caches of `index_cache`, so that a later run with the same data and settings builds nothing.
+A plan has three levels: a run has splits (train, valid, test), a split has one or several files, and each of those is a
+`FileSplit`: the part of one file that one split reads, with its cache.
+
+A `SampleKind` says how samples are made from one file: GPT, BERT and a fork's own data set are one each. The arrays go into
+the caches of `index_cache`, so that a later run with the same data and settings builds nothing.
 """
 
 import warnings
@@ -26,24 +29,24 @@ from megatron.core.datasets.blend import (
     weighted_indices,
 )
 from megatron.core.datasets.data_config import DataConfig
-from megatron.core.datasets.data_usage_report import Reading, lines
+from megatron.core.datasets.data_usage_report import DataUsage, usage_lines
 from megatron.core.datasets.index_cache import IndexCache, content_fingerprint
 from megatron.core.datasets.index_map import SPLIT_NAMES, parse_split, split_ranges
 from megatron.core.datasets.mmap_indexed_dataset import IndexedDataset
-from megatron.core.datasets.read_megatron_index_cache import Described, Wanted, descriptions, order_problem
+from megatron.core.datasets.read_megatron_index_cache import Described, MegatronCache, descriptions, order_problem
 from megatron.core.storage.atomic_file import remove_abandoned
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Building:
-    """How the processes of a run build their data sets together.
+class BuildContext:
+    """Coordinate the processes of a run that build their data sets together.
 
     is_builder: this process builds; exactly one process of each file system that holds the cache does. wait() returns
-    when all
-    processes have called it; each calls it once, also after an error. `say` takes warnings; every process gives the same, so
-    print them on one. `progress` takes a line for each split and data set and, on the builder, a line for each step.
+    when all processes have called it; each calls it once, also after an error. `say` takes warnings; every process gives
+    the same, so print them on one. `progress` takes a line for each split and data set and, on the builder, a line for each
+    step.
     """
 
     is_builder: bool = True
@@ -53,52 +56,58 @@ class Building:
 
 
 class SampleKind:
-    """How samples of one kind are made from a token file. `build_datasets` takes an instance; a fork may write its own."""
+    """Describe how samples of one kind are made from a token file.
 
-    name: str  # of their files in the cache
+    `build_datasets` takes an instance; a fork may write its own. A subclass must have `request`, `build` and `dataset`.
+    """
+
+    name: str  # part of the names of its cache files
     arrays: tuple[str, ...]  # the names of the index arrays
 
     def elements(self, indexed: IndexedDataset) -> int:
-        """How many elements --split divides: the sequences, unless a subclass counts documents."""
+        """Return how many elements --split divides: the sequences, unless a subclass counts documents."""
         return len(indexed)
 
     def request(self, ids: tuple[int, int], num_samples: int | None) -> Any:
-        """A dataclass of JSON values: all that the arrays depend on besides the file.
+        """Return a dataclass of JSON values: all that the arrays depend on besides the file.
 
         ids: the elements [first, past) of the split. num_samples: at least so many; None asks for one epoch.
         """
         raise NotImplementedError
 
-    def build(self, part: "Part", say: Say) -> tuple[np.ndarray, ...]:
-        """The index arrays of `part.request`. Raises ValueError for a file that cannot give them."""
+    def build(self, file_split: "FileSplit", say: Say) -> tuple[np.ndarray, ...]:
+        """Build the index arrays of `file_split.request`. Raises ValueError for a file that cannot give them."""
         raise NotImplementedError
 
-    def dataset(self, part: "Part", arrays: tuple[np.ndarray, ...]) -> Any:
-        """The samples, as `batches` reads them. arrays: what `build` made, memory-mapped."""
+    def dataset(self, file_split: "FileSplit", arrays: tuple[np.ndarray, ...]) -> Any:
+        """Return the samples, as `data_loader.batches` reads them. arrays: those that `build` made, memory-mapped."""
         raise NotImplementedError
 
     def count_samples(self, indexed: IndexedDataset, request: Any) -> int | None:
-        """The number of samples; None if only the built arrays tell: then it is the length of the last one."""
+        """Return the number of samples.
+
+        None if only the built arrays tell it: it then is the length of the last one.
+        """
         return None
 
-    def look_at(self, indexed: IndexedDataset, say: Say) -> None:
+    def check_file(self, indexed: IndexedDataset, say: Say) -> None:
         """Warn through `say` about a file that has been opened."""
 
-    def look_at_all(self, files: list[IndexedDataset], building: Building) -> None:
+    def check_files(self, files: list[IndexedDataset], build_context: BuildContext) -> None:
         """Warn about all files of the run together; only the builder calls."""
 
-    def reading(self, part: "Part", samples: int) -> Reading | None:
-        """What a run reads of `part` when it takes this many samples; None leaves the line at its start out."""
+    def data_usage(self, file_split: "FileSplit", samples: int) -> DataUsage | None:
+        """Return what a run reads of `file_split` when it takes this many samples; None: nothing is logged about it."""
         return None
 
-    def wanted(self, part: "Part") -> Wanted | None:
-        """The cache in which Megatron-LM would have left the arrays of `part`."""
+    def megatron_cache(self, file_split: "FileSplit") -> MegatronCache | None:
+        """Return the cache in which Megatron-LM would have left the arrays of `file_split`; None if it has no such arrays."""
         return None
 
 
 @dataclass(frozen=True)
-class Part:
-    """One token file's share in one split. known_samples: None if only the built arrays tell."""
+class FileSplit:
+    """The part of one token file that one split reads. known_samples: None if only the built arrays tell."""
 
     kind: SampleKind
     indexed: IndexedDataset
@@ -109,21 +118,34 @@ class Part:
 
     @cached_property
     def num_samples(self) -> int:
-        return len(self.cache.load()[-1]) if self.known_samples is None else self.known_samples
+        if self.known_samples is not None:
+            return self.known_samples
+        return len(self.cache.load()[-1])
 
-    def build(self, where: str, building: Building, described: Described) -> None:
-        if self.cache.is_complete(building.say):
+    def build(self, position: str, build_context: BuildContext, described: Described) -> None:
+        """Write the index arrays into the cache, unless they are there. position: in which split, and which of its files."""
+        if self.cache.is_complete(build_context.say):
             return
         samples = "" if self.known_samples is None else f"{self.known_samples:,} samples of "
-        wanted, what = self.kind.wanted(self), f"the index of {samples}{self.indexed.prefix} ({where})"
-        self.cache.write(_found(wanted, what, building, described) or self.kind.build(self, building.say))
+        description = f"the index of {samples}{self.indexed.prefix} ({position})"
+        megatron_cache = self.kind.megatron_cache(self)
+        arrays = _load_megatron_cache(megatron_cache, description, build_context, described)
+        if arrays is None:
+            arrays = self.kind.build(self, build_context.say)
+        self.cache.write(arrays)
 
 
-def _found(wanted: Wanted | None, what: str, building: Building, described: Described) -> tuple[np.ndarray, ...] | None:
-    """The arrays that Megatron-LM left, if they fit; `progress` hears whether they are taken or built."""
-    found = wanted and wanted.find(described, building.say)
-    building.progress(f"taking {what} from Megatron's cache {found[0]}" if found else f"building {what}")
-    return found and found[1]
+def _load_megatron_cache(
+    megatron_cache: MegatronCache | None, description: str, build_context: BuildContext, described: Described
+) -> tuple[np.ndarray, ...] | None:
+    """Return the arrays that Megatron-LM left, if they fit; report through `progress` whether they are taken or built."""
+    match = None if megatron_cache is None else megatron_cache.find(described, build_context.say)
+    if match is None:
+        build_context.progress(f"building {description}")
+        return None
+    path, arrays = match
+    build_context.progress(f"taking {description} from Megatron's cache {path}")
+    return arrays
 
 
 @dataclass(frozen=True)
@@ -131,64 +153,96 @@ class SplitPlan:
     """The files of train, valid or test. count: samples, None for one epoch; blend: None for a single file."""
 
     split: str
-    parts: list[Part]
+    file_splits: list[FileSplit]
     count: int | None
     blend: Blend | None
     order_folder: Path  # of the blend's cache
 
-    def readings(self) -> list[Reading]:
-        """What the run reads of each part; empty for a kind that does not tell."""
-        if any(part.known_samples is None for part in self.parts):
+    def data_usages(self) -> list[DataUsage]:
+        """Return what the run reads of each file; empty for a kind that does not tell."""
+        if any(file_split.known_samples is None for file_split in self.file_splits):
             return []
-        alone = [self.parts[0].num_samples if self.count is None else self.count]
-        taken = alone if self.blend is None else self._order()[1]
-        readings = (part.kind.reading(part, count) for part, count in zip(self.parts, taken))
-        return [reading for reading in readings if reading is not None]
+        if self.blend is not None:
+            _, samples_taken = self._order()
+        elif self.count is not None:
+            samples_taken = [self.count]
+        else:
+            samples_taken = [self.file_splits[0].num_samples]
+        usages = []
+        for file_split, samples in zip(self.file_splits, samples_taken):
+            usage = file_split.kind.data_usage(file_split, samples)
+            if usage is not None:
+                usages.append(usage)
+        return usages
 
     def order_cache(self) -> IndexCache:
-        """The cache of the blend's order."""
-        return IndexCache(self.order_folder, "BlendedDataset", self.split, self._order()[0], BlendIndices._fields)
+        """Return the cache of the blend's order."""
+        fields, _ = self._order()
+        return IndexCache(self.order_folder, "BlendedDataset", self.split, fields, BlendIndices._fields)
 
     def _order(self) -> tuple[dict[str, Any], list[int]]:
-        """The fields that determine the order of the blend, and the samples that it takes of each part."""
-        sizes = [part.num_samples for part in self.parts]
-        if self.blend.weights is None:
-            shares, size = normalized(sizes), None if self.count is None else min(self.count, sum(sizes))
-            taken = sizes if size is None else samples_of_each(size, shares)
-        else:  # normalized twice as in Megatron, which may change the last bit
-            once = normalized(self.blend.weights)
-            taken = samples_of_each(self.count, once)
-            shares, size = normalized(once), sum(taken)
-        return {"shares": shares, "size": size, "sizes": sizes if size is None else None}, taken
+        """Return the fields that determine the order of the blend, and the samples that it takes of each file.
 
-    def build(self, building: Building, described: Described) -> None:
-        """Write the arrays of each part into its cache, then the order of the blend."""
-        for number, part in enumerate(self.parts, start=1):
-            part.build(f"{self.split}, {number} of {len(self.parts)}", building, described)
-        if self.blend is None or (order := self.order_cache()).is_complete(building.say):
+        The names of the fields are part of the hash that names the cache.
+        """
+        sizes = [file_split.num_samples for file_split in self.file_splits]
+        if self.blend.weights is None:
+            shares = normalized(sizes)
+            if self.count is None:
+                size = None
+                samples_taken = sizes
+            else:
+                size = min(self.count, sum(sizes))
+                samples_taken = samples_of_each(size, shares)
+        else:
+            once = normalized(self.blend.weights)
+            samples_taken = samples_of_each(self.count, once)
+            shares = normalized(once)  # a second time, as in Megatron: it may change the last bit
+            size = sum(samples_taken)
+        return {"shares": shares, "size": size, "sizes": sizes if size is None else None}, samples_taken
+
+    def build(self, build_context: BuildContext, described: Described) -> None:
+        """Write the arrays of each file into its cache, then the order of the blend."""
+        for number, file_split in enumerate(self.file_splits, start=1):
+            file_split.build(f"{self.split}, {number} of {len(self.file_splits)}", build_context, described)
+
+        # the order of the blend
+        if self.blend is None:
             return
-        size, sizes = order.fields["size"], order.fields["sizes"]
+        order = self.order_cache()
+        if order.is_complete(build_context.say):
+            return
+        size = order.fields["size"]
+        sizes = order.fields["sizes"]
         shares = order.fields["shares"]
-        right = cache(lambda: exhaustive_indices(sizes) if size is None else weighted_indices(shares, size))
-        fields = {"weights": sizes if size is None else shares, "size": size}
-        place = (order.folder, f"BlendedDataset-{self.split}")
-        wanted = Wanted(*place, fields, order.parts, lambda arrays: order_problem(arrays, right()))
-        what = f"the order of a blend of {len(self.parts)} data sets"
-        order.write(_found(wanted, what, building, described) or right())
+
+        @cache  # a Megatron cache is compared with it, so that it may be needed twice
+        def indices() -> BlendIndices:
+            return exhaustive_indices(sizes) if size is None else weighted_indices(shares, size)
+
+        megatron_cache = MegatronCache(
+            folder=order.folder,
+            name=f"BlendedDataset-{self.split}",
+            fields={"weights": sizes if size is None else shares, "size": size},
+            arrays=order.array_names,
+            problem=lambda arrays: order_problem(arrays, indices()),
+        )
+        description = f"the order of a blend of {len(self.file_splits)} data sets"
+        arrays = _load_megatron_cache(megatron_cache, description, build_context, described)
+        order.write(indices() if arrays is None else arrays)
 
     def load(self) -> Any:
-        """The data set of its one part, or the blend of all."""
-        datasets = [part.kind.dataset(part, part.cache.load()) for part in self.parts]
+        """Load the data set of the one file, or the blend of all."""
+        datasets = [file_split.kind.dataset(file_split, file_split.cache.load()) for file_split in self.file_splits]
         if self.blend is None:
             return datasets[0]
         indices = BlendIndices(*self.order_cache().load())
-        return BlendedDataset(datasets, indices, [part.indexed.prefix for part in self.parts])
+        return BlendedDataset(datasets, indices, [file_split.indexed.prefix for file_split in self.file_splits])
 
 
 @dataclass(frozen=True)
 class SeveralSets:
-    """Plans of one split whose data sets stay apart, as the sets of --multiple-validation-sets; in the place of a
-    `SplitPlan`."""
+    """The plans of one split whose data sets stay apart: those of --multiple-validation-sets. Used like a `SplitPlan`."""
 
     plans: list[SplitPlan]
 
@@ -197,115 +251,136 @@ class SeveralSets:
         return self.plans[0].split
 
     @property
-    def parts(self) -> list[Part]:
-        return [part for plan in self.plans for part in plan.parts]
+    def file_splits(self) -> list[FileSplit]:
+        return [file_split for plan in self.plans for file_split in plan.file_splits]
 
     @property
     def order_folder(self) -> Path:
         return self.plans[0].order_folder
 
-    def readings(self) -> list[Reading]:
-        return [reading for plan in self.plans for reading in plan.readings()]
+    def data_usages(self) -> list[DataUsage]:
+        return [usage for plan in self.plans for usage in plan.data_usages()]
 
-    def build(self, building: Building, described: Described) -> None:
+    def build(self, build_context: BuildContext, described: Described) -> None:
         for plan in self.plans:
-            plan.build(building, described)
+            plan.build(build_context, described)
 
     def load(self) -> list[Any]:
-        """A data set for each."""
+        """Load one data set for each plan."""
         return [plan.load() for plan in self.plans]
 
 
-def build_datasets(config: DataConfig, kind: SampleKind, num_samples: list[int | None], building: Building) -> tuple:
-    """(train, valid, test) of the files that `config` names; None for a split without a share, documents, or samples
-    asked for.
-    With --multiple-validation-sets and several prefixes, valid is a list of data sets.
+def build_datasets(
+    config: DataConfig, kind: SampleKind, num_samples: list[int | None], build_context: BuildContext
+) -> tuple:
+    """Build (train, valid, test) from the files that `config` names.
+
+    A split without a share, without documents, or of which no samples are requested is None. With
+    --multiple-validation-sets and several prefixes, valid is a list of data sets.
 
     num_samples: of each split, None for one epoch. Every process calls. Raises ValueError on every process for data or
-    settings
-    that cannot work; if the cache cannot be written, with the reason on the builder and a pointer to it on the others.
+    settings that cannot work; if the cache cannot be written, with the reason on the builder and a pointer to it on the
+    others.
     """
     try:
-        plans = plan_splits(config, kind, num_samples, building.say)
-        for split in filter(None, plans):
-            for line in lines(split.split, split.readings()):
-                building.progress(line)
-        if building.is_builder:
-            _build(list(filter(None, plans)), kind, building)
+        plans = plan_splits(config, kind, num_samples, build_context.say)
+        present = [plan for plan in plans if plan is not None]
+        for plan in present:
+            for line in usage_lines(plan.split, plan.data_usages()):
+                build_context.progress(line)
+        if build_context.is_builder:
+            _build(present, kind, build_context)
     finally:
-        building.wait()  # also after an error, or the other processes would wait forever
-    return tuple(plan and plan.load() for plan in plans)
+        build_context.wait()  # also after an error, or the other processes would wait forever
+    return tuple(None if plan is None else plan.load() for plan in plans)
 
 
-def _build(plans: list[SplitPlan | SeveralSets], kind: SampleKind, building: Building) -> None:
-    files = {part.indexed.prefix: part.indexed for plan in plans for part in plan.parts}
-    kind.look_at_all(list(files.values()), building)
-    for folder in {folder for plan in plans for folder in (plan.order_folder, *(p.cache.folder for p in plan.parts))}:
+def _build(plans: list[SplitPlan | SeveralSets], kind: SampleKind, build_context: BuildContext) -> None:
+    """Write all arrays of all plans into their caches."""
+    # check the files, each once: several splits read the same ones
+    files = {file_split.indexed.prefix: file_split.indexed for plan in plans for file_split in plan.file_splits}
+    kind.check_files(list(files.values()), build_context)
+
+    # remove the temporary files of builders that were killed
+    folders = set()
+    for plan in plans:
+        folders.add(plan.order_folder)
+        folders.update(file_split.cache.folder for file_split in plan.file_splits)
+    for folder in folders:
         remove_abandoned(folder)
+
     described = cache(descriptions)
     for plan in plans:
-        plan.build(building, described)
+        plan.build(build_context, described)
 
 
 def plan_splits(
     config: DataConfig, kind: SampleKind, num_samples: list[int | None], say: Say
 ) -> list[SplitPlan | SeveralSets | None]:
-    """The plans of train, valid and test; None for one that is left out. Raises ValueError where samples cannot be given."""
+    """Plan train, valid and test; None for one that is left out. Raises ValueError where samples cannot be given."""
 
-    @cache
-    def opened(prefix: str) -> tuple[IndexedDataset, dict[str, Any]]:
+    @cache  # several splits read the same file
+    def open_file(prefix: str) -> tuple[IndexedDataset, dict[str, Any]]:
         indexed = IndexedDataset(prefix, mmap=config.mmap_bin_files)
-        kind.look_at(indexed, say)
+        kind.check_file(indexed, say)
         return indexed, content_fingerprint(indexed)
 
-    def plan_part(prefix: str, name: str, count: int | None) -> Part | str:
-        """The share of one file; a string that says why it has none."""
-        indexed, fingerprint = opened(prefix)
-        total, share = kind.elements(indexed), "the file"
-        ids = (0, total)
-        if not config.has_own_splits:
+    def plan_file(prefix: str, split: str, count: int | None) -> FileSplit | str:
+        """Plan the part of one file; a string says why the split has none of it."""
+        indexed, fingerprint = open_file(prefix)
+        total = kind.elements(indexed)
+        if config.has_own_splits:
+            ids = (0, total)
+            share = "the file"
+        else:
+            ids = split_ranges(parse_split(config.split_shares), total)[SPLIT_NAMES.index(split)]
             share = f"--split {config.split_shares}"
-            ids = split_ranges(parse_split(config.split_shares), total)[SPLIT_NAMES.index(name)]
         if ids[0] == ids[1]:
-            return f"{prefix}: {share} leaves no document of {total} to the {name} split"
+            return f"{prefix}: {share} leaves no document of {total} to the {split} split"
         request = kind.request(ids, count)
         folder = Path(config.data_cache_path or f"{prefix}/cache/{kind.name}_indices")
-        cache = IndexCache(folder, kind.name, name, {**asdict(request), **fingerprint}, kind.arrays)
-        return Part(kind, indexed, name, request, cache, kind.count_samples(indexed, request))
+        index_cache = IndexCache(folder, kind.name, split, {**asdict(request), **fingerprint}, kind.arrays)
+        return FileSplit(kind, indexed, split, request, index_cache, kind.count_samples(indexed, request))
 
-    def plan_set(name: str, prefix: str, count: int | None) -> SplitPlan:
-        """One of several sets, of one file."""
-        plan = plan_split(name, Blend((prefix,)), count)
+    def plan_validation_set(prefix: str, count: int | None) -> SplitPlan:
+        """Plan one of several validation sets, of one file."""
+        plan = plan_split("valid", Blend((prefix,)), count)
         if plan is None:
             raise ValueError(f"{prefix} has no document, so it is no validation set; leave it out of --valid-data-path")
         return plan
 
-    def plan_split(name: str, blend: Blend, count: int | None) -> SplitPlan | SeveralSets | None:
-        if name == "valid" and config.multiple_validation_sets and len(blend.prefixes) > 1:
-            return SeveralSets([plan_set(name, prefix, count) for prefix in blend.prefixes])
-        # Files of a split's own are not blended when there is one, whatever its weight.
-        alone = blend.is_single or (config.has_own_splits and len(blend.prefixes) == 1)
-        counts = [count] if alone else samples_of_files(blend, count, config.mid_level_dataset_surplus)
-        parts = [plan_part(prefix, name, of_file) for prefix, of_file in zip(blend.prefixes, counts)]
-        missing = [part for part in parts if isinstance(part, str)]
-        if missing and (name == "train" or not alone):
-            raise ValueError(f"{missing[0]}; use more data or a larger share")
+    def plan_split(split: str, blend: Blend, count: int | None) -> SplitPlan | SeveralSets | None:
+        if split == "valid" and config.multiple_validation_sets and len(blend.prefixes) > 1:
+            return SeveralSets([plan_validation_set(prefix, count) for prefix in blend.prefixes])
+
+        # A split with files of its own and a single one of them is not blended, whatever the file's weight.
+        is_single = blend.is_single or (config.has_own_splits and len(blend.prefixes) == 1)
+        counts = [count] if is_single else samples_of_files(blend, count, config.mid_level_dataset_surplus)
+        planned = [plan_file(prefix, split, file_count) for prefix, file_count in zip(blend.prefixes, counts)]
+
+        # a file without documents for the split: an error in training and in a blend, else the split is left out
+        missing = [reason for reason in planned if isinstance(reason, str)]
         if missing:
+            if split == "train" or not is_single:
+                raise ValueError(f"{missing[0]}; use more data or a larger share")
             say(f"{missing[0]}: it is left out")
             return None
-        folder = Path(config.data_cache_path or f"{blend.prefixes[0]}/cache/BlendedDataset_indices")
-        return SplitPlan(name, parts, count, None if alone else blend, folder)
+        order_folder = Path(config.data_cache_path or f"{blend.prefixes[0]}/cache/BlendedDataset_indices")
+        return SplitPlan(split, planned, count, None if is_single else blend, order_folder)
 
     blends = config.blends()
     if not any(blends):
         raise ValueError("no data: set --data-path PREFIX, or --mock-data to try things out")
     shares = (1.0, 1.0, 1.0) if config.has_own_splits else parse_split(config.split_shares)
-    asked = zip(SPLIT_NAMES, blends, num_samples, shares)
-    return [plan_split(name, blend, n) if blend and n != 0 and share > 0 else None for name, blend, n, share in asked]
+    plans: list[SplitPlan | SeveralSets | None] = []
+    for split, blend, count, share in zip(SPLIT_NAMES, blends, num_samples, shares):
+        is_needed = blend is not None and count != 0 and share > 0
+        plans.append(plan_split(split, blend, count) if is_needed else None)
+    return plans
 
 
 def samples_of_files(blend: Blend, count: int | None, surplus: float) -> list[int | None]:
-    """Samples to build of each file; None: one epoch."""
+    """Return the samples to build of each file of a blend; None: one epoch."""
     if blend.weights is None:
         return [None] * len(blend.prefixes)
     if count is None:
@@ -314,7 +389,7 @@ def samples_of_files(blend: Blend, count: int | None, surplus: float) -> list[in
 
 
 def size_problems(num_samples: list[int | None], *, made_up: bool) -> list[str]:
-    """Problems with the requested number of samples of each split."""
+    """Return problems with the requested number of samples of each split. made_up: for --mock-data."""
     problems = []
     if num_samples[0] is not None and num_samples[0] < 1:
         problems.append(f"{num_samples[0]} training samples requested; raise --train-iters (or --train-samples)")

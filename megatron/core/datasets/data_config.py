@@ -1,4 +1,4 @@
-"""The options of the training data."""
+"""The settings of the training data: which files, how they are split, and how samples are read."""
 
 import json
 import re
@@ -13,14 +13,15 @@ from megatron.core.datasets.index_map import SPLIT_NAMES, parse_split
 
 DEFAULT_SPLIT = "969,30,1"
 MOCK_SPLIT = "1,1,1"
-_OWN = tuple(f"{split}_data_path" for split in SPLIT_NAMES)
+_SPLIT_PATHS = ("train_data_path", "valid_data_path", "test_data_path")
+# The flags that say where data come from, and their fields.
 DATA_SOURCES = {
     "--data-path": ("data_path",),
     "--data-args-path": ("data_args_path",),
-    "--train-data-path, --valid-data-path or --test-data-path": _OWN,
+    "--train-data-path, --valid-data-path or --test-data-path": _SPLIT_PATHS,
     "--per-split-data-args-path": ("per_split_data_args_path",),
     "--mock-data": ("mock_data",),
-}  # flags that say where data come from, and their fields
+}
 
 
 @dataclass(frozen=True)
@@ -79,46 +80,53 @@ class DataConfig(FlagConfig):
     )
 
     def problems(self) -> Iterator[str]:
-        for name in ("data_path", *_OWN):
-            yield from (f"{flag_of(name)}: {problem}" for problem in _blend_problems(getattr(self, name)))
-        if self.has_own_splits and self.split is not None:
-            yield f"--split {self.split} has no meaning with data of each split's own; leave it out"
+        for name in ("data_path", *_SPLIT_PATHS):
+            for problem in _blend_problems(getattr(self, name)):
+                yield f"{flag_of(name)}: {problem}"
         if self.split is not None:
+            if self.has_own_splits:
+                yield f"--split {self.split} has no meaning with data of each split's own; leave it out"
             try:
                 parse_split(self.split)
             except ValueError as error:
                 yield str(error)
-        yield from self._problems_of_several_sets()
+        yield from self._validation_set_problems()
 
-    def _problems_of_several_sets(self) -> Iterator[str]:
-        names, external = self.validation_set_names, self.dataloader_type == "external"
-        if names is not None and not self.multiple_validation_sets:
-            yield "--validation-set-names names the sets of --multiple-validation-sets; give both, or leave it out"
-        if names is not None and (twice := sorted({name for name in names if names.count(name) > 1})):
-            yield f"--validation-set-names gives {', '.join(twice)} twice; each set needs a name of its own"
+    def _validation_set_problems(self) -> Iterator[str]:
+        names = self.validation_set_names
+        if names is not None:
+            if not self.multiple_validation_sets:
+                yield "--validation-set-names names the sets of --multiple-validation-sets; give both, or leave it out"
+            repeated = sorted({name for name in names if names.count(name) > 1})
+            if repeated:
+                yield f"--validation-set-names gives {', '.join(repeated)} twice; each set needs a name of its own"
         if self.multiple_validation_sets and not (self.valid_data_path or self.per_split_data_args_path):
             yield (
-                "--multiple-validation-sets needs files of validation's own: give --valid-data-path A B, or a "
-                "list under valid "
-                "in --per-split-data-args-path"
+                "--multiple-validation-sets needs files of validation's own: give --valid-data-path A B, or a list under "
+                "valid in --per-split-data-args-path"
             )
-        for name in ("full_validation", "multiple_validation_sets"):
-            if getattr(self, name) and external:
-                yield (
-                    f"{flag_of(name)} counts the samples of a set, and a loader of --dataloader-type external does not tell "
-                    "them; leave one of them out"
-                )
+        if self.dataloader_type == "external":
+            for name in ("full_validation", "multiple_validation_sets"):
+                if getattr(self, name):
+                    yield (
+                        f"{flag_of(name)} counts the samples of a set, and a loader of --dataloader-type external does not "
+                        "tell them; leave one of them out"
+                    )
 
     def validation_problems(self) -> list[str]:
-        """What the validation files contradict; reads the lists that files hold. Needs data without `source_problems`."""
-        blend = None if self.mock_data else self.blends()[1]
+        """Return contradictions between the settings of validation and its files.
+
+        Reads the lists that files hold. Call it only when `source_problems` is empty.
+        """
+        if self.mock_data:
+            return []
+        _, blend, _ = self.blends()
         if blend is None:
             return []
-        several, names = self.multiple_validation_sets, self.validation_set_names
         weights = " ".join(f"{weight:g}" for weight in blend.weights or ())
         is_blend = len(blend.prefixes) > 1 or not self.has_own_splits
         problems = []
-        if weights and several:
+        if weights and self.multiple_validation_sets:
             problems.append(
                 f"--multiple-validation-sets evaluates each set on its own, and the validation list has weights ({weights}); "
                 "leave the weights out"
@@ -128,7 +136,8 @@ class DataConfig(FlagConfig):
                 f"--full-validation reads a set to its end, and a validation blend with weights ({weights}) has none; leave the "
                 "weights of --valid-data-path out, or give --multiple-validation-sets"
             )
-        if several and names is not None and len(names) != len(blend.prefixes):
+        names = self.validation_set_names
+        if self.multiple_validation_sets and names is not None and len(names) != len(blend.prefixes):
             problems.append(
                 f"--validation-set-names gives {len(names)} names ({' '.join(names)}), and there are {len(blend.prefixes)} "
                 f"validation sets ({' '.join(blend.prefixes)}); give one for each"
@@ -137,14 +146,17 @@ class DataConfig(FlagConfig):
 
     @property
     def split_shares(self) -> str:
-        """The split string in force."""
-        return MOCK_SPLIT if self.mock_data else self.split or DEFAULT_SPLIT
+        """The shares of train, validation and test that hold, as --split writes them."""
+        if self.mock_data:
+            return MOCK_SPLIT
+        return self.split or DEFAULT_SPLIT
 
     @property
     def without_effect(self) -> dict[str, str]:
         """The flags that are given and change nothing, with the reason."""
-        divides_nothing = self.mock_data and self.split is not None
-        return {"--split": "made-up data have as many samples of each kind as are asked for"} if divides_nothing else {}
+        if self.mock_data and self.split is not None:
+            return {"--split": "made-up data have as many samples of each kind as are asked for"}
+        return {}
 
     @property
     def tokens_per_sample(self) -> int | None:
@@ -153,28 +165,42 @@ class DataConfig(FlagConfig):
 
     @property
     def has_own_splits(self) -> bool:
-        """Whether train, validation and test come from files of their own, each used whole."""
-        return any(getattr(self, name) is not None for name in (*_OWN, "per_split_data_args_path"))
+        """Whether train, validation and test come from files of their own, each used in full."""
+        return any(getattr(self, name) is not None for name in (*_SPLIT_PATHS, "per_split_data_args_path"))
 
     def blends(self) -> tuple[Blend | None, Blend | None, Blend | None]:
-        """The data of train, validation and test; None for a split without any.
+        """Return the data of train, validation and test; None for a split without any.
 
         Reads the file of --data-args-path or --per-split-data-args-path. Raises ConfigError if it cannot be used.
         """
+        # the words of each split's list
         if self.per_split_data_args_path:
-            given = _read_split_lists(self.per_split_data_args_path)
+            lists = _read_split_lists(self.per_split_data_args_path)
         elif self.has_own_splits:
-            given = [getattr(self, name) for name in _OWN]
+            lists = [getattr(self, name) for name in _SPLIT_PATHS]
+        elif self.data_args_path:
+            lists = [_read_words(self.data_args_path)] * 3
         else:
-            given = [_read_words(self.data_args_path) if self.data_args_path else self.data_path] * 3
-        if problems := dict.fromkeys(problem for words in given if words for problem in _blend_problems(words)):
+            lists = [self.data_path] * 3
+
+        # problems of the lists, each once: all splits may have the same list
+        problems: dict[str, None] = {}  # a dict, to keep the order
+        for words in lists:
+            if words:
+                problems |= dict.fromkeys(_blend_problems(words))
+        if problems:
             raise ConfigError(list(problems))
-        return tuple(parse_blend(words) if words else None for words in given)  # type: ignore[return-value]
+        return tuple(parse_blend(words) if words else None for words in lists)  # type: ignore[return-value]
 
     def source_problems(self, *, needed: bool = True) -> list[str]:
-        """Why it is not clear where data come from; reads the lists that files hold. needed: there must be some."""
-        given = {flag: [getattr(self, name) for name in names] for flag, names in DATA_SOURCES.items()}
-        sources = [flag for flag, values in given.items() if any(value not in (None, False) for value in values)]
+        """Return problems with the flags that say where data come from; reads the lists that files hold.
+
+        needed: no such flag is a problem too.
+        """
+        sources = []
+        for flag, names in DATA_SOURCES.items():
+            if any(getattr(self, name) not in (None, False) for name in names):
+                sources.append(flag)
         if len(sources) > 1:
             return [f"{' and '.join(sources)} exclude each other; give one"]
         if self.mock_data:
@@ -182,37 +208,51 @@ class DataConfig(FlagConfig):
         if not sources:
             return ["no data: give --data-path PREFIX, or --mock-data to try things out"] if needed else []
         try:
-            return [] if self.blends()[0] else ["no training data: give --train-data-path"]
+            train, _, _ = self.blends()
         except ConfigError as error:
             return error.problems
+        return [] if train else ["no training data: give --train-data-path"]
 
     def missing_files(self) -> list[str]:
-        """A line for each prefix without files on this host's disks; none while `source_problems` are there."""
+        """Return a line for each prefix without files on this host's disks; none if there are `source_problems`."""
         if self.mock_data or self.source_problems():
             return []
-        return list(dict.fromkeys(problem for blend in self.blends() if blend for problem in blend.missing_files()))
+        problems: dict[str, None] = {}  # a dict, to keep the order and name each file once
+        for blend in self.blends():
+            if blend is not None:
+                problems |= dict.fromkeys(blend.missing_files())
+        return list(problems)
 
 
 def _blend_problems(words: list[str] | None) -> list[str]:
     if words is None:
         return []
-    return parse_blend(words).problems() if words else ["nothing is given; name a prefix"]
+    if not words:
+        return ["nothing is given; name a prefix"]
+    return parse_blend(words).problems()
 
 
 def _read_words(path: str) -> list[str]:
+    """Read the words of a text file without its comments. Raises ConfigError."""
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")  # without the mark that some editors put first
-        return re.sub(r"(?m)(?<!\S)#.*", "", text).split()  # a word that begins with # begins a comment
+        text = Path(path).read_text(encoding="utf-8-sig")  # without the byte order mark that some editors put first
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}, the list of data, cannot be read ({error}); give a text file") from None
+    without_comments = re.sub(r"(?m)(?<!\S)#.*", "", text)  # a word that begins with # begins a comment
+    return without_comments.split()
 
 
 def _read_split_lists(path: str) -> list[list[str] | None]:
+    """Read the lists of train, valid and test of a JSON file; None for one that is missing or empty. Raises ConfigError."""
     try:
         lists = json.loads(Path(path).read_text())
-        known = isinstance(lists, dict) and set(lists) <= set(SPLIT_NAMES)
-        if not known or not all(isinstance(words, list | None) for words in lists.values()):
+        is_valid = isinstance(lists, dict) and set(lists) <= set(SPLIT_NAMES)
+        if not is_valid or not all(isinstance(words, list | None) for words in lists.values()):
             raise ValueError("it is not an object with lists under train, valid and test")
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}, the lists of data, cannot be read ({error}); give a JSON file") from None
-    return [[str(word) for word in lists[split]] if lists.get(split) else None for split in SPLIT_NAMES]
+    result: list[list[str] | None] = []
+    for split in SPLIT_NAMES:
+        words = lists.get(split)
+        result.append([str(word) for word in words] if words else None)
+    return result

@@ -1,4 +1,4 @@
-"""A hash of the data that a run reads: moved files keep it, other files under the same name change it."""
+"""Hash the data that a run reads: moved files keep the hash, other files under the same name change it."""
 
 import hashlib
 import json
@@ -8,28 +8,40 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.index_cache import hash_spread
 
-_BLOCK, _BLOCKS = 1 << 16, 4  # read of a long file: a blend of a thousand data sets takes seconds
+# Of a long file only so many blocks are hashed, so that a blend of a thousand data sets takes seconds.
+_NUM_BLOCKS = 4
+_BLOCK_BYTES = 1 << 16
 
 
 def data_sha256(config: DataConfig) -> str | None:
-    """SHA-256 of the data sets of each split, in order, with their weights; None where no token files are named.
+    """Return the SHA-256 of the data sets of each split, in order, with their weights; None where no token files are named.
 
     Each of the two files of a data set gives its size and its bytes; a long file gives blocks at its start, its end and
-    between.
+    between. The hash is part of a checkpoint, so the form of what is hashed cannot change.
     """
     if config.mock_data:
         return None
-    of_prefix = cache(lambda prefix: [_file_identity(f"{prefix}{ending}") for ending in (".idx", ".bin")])
+
+    @cache  # several splits name the same prefix
+    def files_of(prefix: str) -> list[tuple[int, str]]:
+        return [_file_identity(f"{prefix}{ending}") for ending in (".idx", ".bin")]
+
+    content = []
     try:
-        plan = [
-            blend and [blend.weights, [of_prefix(prefix) for prefix in blend.prefixes]] for blend in config.blends()
-        ]
-    except (ConfigError, OSError):  # the script's own data, named by these flags
+        for blend in config.blends():
+            if blend is None:
+                content.append(None)
+            else:
+                content.append([blend.weights, [files_of(prefix) for prefix in blend.prefixes]])
+    except (ConfigError, OSError):  # the flags name data of the script's own format
         return None
-    return hashlib.sha256(json.dumps(plan).encode()).hexdigest() if any(plan) else None
+    if not any(content):
+        return None
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def _file_identity(path: str) -> tuple[int, str]:
-    """(size, SHA-256 of what is read of it)."""
+    """Return (size in bytes, SHA-256 of the blocks that are read)."""
     digest = hashlib.sha256()
-    return hash_spread(path, digest, _BLOCKS, _BLOCK), digest.hexdigest()
+    size = hash_spread(path, digest, _NUM_BLOCKS, _BLOCK_BYTES)
+    return size, digest.hexdigest()

@@ -1,11 +1,11 @@
-"""Which samples a data-parallel rank reads, and the tensors it makes of them.
+"""Decide which samples a data-parallel rank reads, and make tensors of them.
 
-Samples are taken in order. A block of micro_batch_size * data_parallel_size samples is one micro-batch of every rank:
+Samples are taken in order. A block of micro_batch_size * data_parallel_size samples is one microbatch of every rank:
 
-    stream, 2 ranks, micro-batches of 2:    | 0  1 | 2  3 | 4  5 | 6  7 | ...
+    stream, 2 ranks, microbatches of 2:     | 0  1 | 2  3 | 4  5 | 6  7 | ...
                                             | rank0  rank1|rank0  rank1 |
 
-so the samples of an iteration are the next global_batch_size of the stream, in every layout and with any number of threads.
+So the samples of an iteration are the next global_batch_size of the stream, in every layout and with any number of threads.
 """
 
 import itertools
@@ -21,7 +21,7 @@ import torch
 
 
 class Samples(Protocol):
-    """What `batches` reads: `GPTDataset`, `MockGPTDataset`, or a fork's own."""
+    """The data set that `batches` reads: `GPTDataset`, `MockGPTDataset`, or a fork's own."""
 
     def __len__(self) -> int: ...
 
@@ -31,10 +31,10 @@ class Samples(Protocol):
 def micro_batch_ids(
     total: int, consumed_samples: int, micro_batch_size: int, data_parallel_rank: int, data_parallel_size: int
 ) -> Iterator[range]:
-    """The positions in the stream of one rank's micro-batches: row k of one is sample ids[k] of the dataset.
+    """Yield the sample numbers of one rank's microbatches: row k of a microbatch is sample ids[k] of the data set.
 
-    They start after `consumed_samples` and end with the last whole block; it never wraps. Example: total 9, consumed 1,
-    micro-batches of 2 on rank 1 of 2: [3, 4], [7, 8].
+    They start after `consumed_samples` and end with the last full block; the stream does not start over. Example: total 9,
+    consumed 1, microbatches of 2 on rank 1 of 2: [3, 4], [7, 8].
     """
     if micro_batch_size < 1 or not 0 <= data_parallel_rank < data_parallel_size or consumed_samples < 0:
         raise ValueError(
@@ -58,7 +58,7 @@ class Cyclic:
         if not len(dataset):
             raise ValueError("a data set without samples cannot be repeated; use more data")
         self.dataset = dataset
-        self._order = lru_cache(maxsize=2)(self._draw_order)  # a batch may lie across a border
+        self._order = lru_cache(maxsize=2)(self._draw_order)  # two, since a batch may cross the border of two epochs
 
     def __len__(self) -> int:
         return sys.maxsize
@@ -68,7 +68,7 @@ class Cyclic:
         return self.dataset[int(self._order(epoch)[number])]
 
     def _draw_order(self, epoch: int) -> torch.Tensor:
-        return torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(epoch))
+        return torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(epoch))  # [samples]
 
 
 def batches(
@@ -80,37 +80,46 @@ def batches(
     *,
     num_workers: int = 0,
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """One rank's micro-batches, [micro_batch, seq] for each key of the dataset's items, until the dataset ends.
+    """Yield one rank's microbatches, [b, s] for each key of the data set's items, until the data set ends.
 
-    Validation counts its own consumed_samples. num_workers: threads that read ahead, two micro-batches each; 0 reads when
-    asked. No global random state is read or changed.
+    Validation counts its own consumed_samples. num_workers: threads that prefetch, two microbatches each; 0 reads on demand.
+    No global random state is read or changed.
     """
 
     def read(ids: range) -> dict[str, torch.Tensor]:
         items = [dataset[i] for i in ids]
-        return {key: torch.from_numpy(np.stack([item[key] for item in items])) for key in items[0]}
+        return {key: torch.from_numpy(np.stack([item[key] for item in items])) for key in items[0]}  # [b, s] each
 
-    ids = micro_batch_ids(len(dataset), consumed_samples, micro_batch_size, data_parallel_rank, data_parallel_size)
+    ids_of_batches = micro_batch_ids(
+        len(dataset), consumed_samples, micro_batch_size, data_parallel_rank, data_parallel_size
+    )
     if num_workers == 0:
-        yield from map(read, ids)
+        for ids in ids_of_batches:
+            yield read(ids)
         return
+
+    # A queue in the order of the stream: the oldest batch is awaited while younger ones are read.
     pool = ThreadPoolExecutor(num_workers, thread_name_prefix="reads ahead")
     try:
-        ahead = deque(pool.submit(read, some) for some in itertools.islice(ids, 2 * num_workers))
-        while ahead:
-            batch = ahead.popleft().result()
-            ahead.extend(pool.submit(read, some) for some in itertools.islice(ids, 1))
+        queue = deque(pool.submit(read, ids) for ids in itertools.islice(ids_of_batches, 2 * num_workers))
+        while queue:
+            batch = queue.popleft().result()
+            next_ids = next(ids_of_batches, None)
+            if next_ids is not None:
+                queue.append(pool.submit(read, next_ids))
             yield batch
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
 def loader(kind: str, dataset: Samples | Iterable, split: str, **reading: int) -> Iterator[dict[str, torch.Tensor]]:
-    """`--dataloader-type` KIND: single reads a data set once, cyclic repeats the training set, external is the user's own.
+    """Return the batches of a split by `--dataloader-type` KIND.
 
-    An external loader is what the script's provider gave in place of a data set: an iterable of this rank's micro-batches.
-    reading: the other arguments of `batches`.
+    single reads a data set once; cyclic repeats the training set; external is the user's own, which the script's provider
+    gave in place of a data set: an iterable of this rank's microbatches. reading: the other arguments of `batches`.
     """
     if kind == "external":
         return iter(dataset)
-    return batches(Cyclic(dataset) if kind == "cyclic" and split == "train" else dataset, **reading)
+    if kind == "cyclic" and split == "train":
+        dataset = Cyclic(dataset)
+    return batches(dataset, **reading)

@@ -1,4 +1,4 @@
-"""Checks whether documents end with the end-of-document token, in a few documents of each file."""
+"""Check whether documents end with the end-of-document token, in a few documents of each file."""
 
 from collections.abc import Iterable, Iterator
 
@@ -6,22 +6,28 @@ import numpy as np
 
 from megatron.core.datasets.mmap_indexed_dataset import IndexedDataset
 
-_LOOKED_AT = 8  # documents of a file; one that ends with the token is enough
+_MAX_CHECKED = 8  # documents of a file; one that ends with the token is enough
 
 
 def last_tokens(indexed: IndexedDataset) -> Iterator[int]:
-    """The last token of some documents that have any, from the first to the last of the file."""
+    """Yield the last token of a few documents, spread from the first to the last of the file; empty ones are left out."""
     count = indexed.document_count
-    for d in np.unique(np.linspace(0, count - 1, min(count, _LOOKED_AT)).astype(np.int64)):
-        first, past = indexed.document_indices[d : d + 2].tolist()
-        length = int(indexed.sequence_lengths[past - 1]) if past > first else 0
+    for d in np.unique(np.linspace(0, count - 1, min(count, _MAX_CHECKED)).astype(np.int64)):
+        first, past = indexed.document_indices[d : d + 2].tolist()  # its sequences
+        if past == first:
+            continue
+        length = int(indexed.sequence_lengths[past - 1])
         if length:
             yield int(indexed.get(past - 1, length - 1, 1)[0])
 
 
 def note_without_ends(files: Iterable[IndexedDataset], eod_id: int) -> str | None:
-    """A note about the files in which no looked-at document ends with `eod_id`; None if there is no such file."""
-    names = [file.prefix for file in files if (tokens := list(last_tokens(file))) and eod_id not in tokens]
+    """Return a note about the files in which no checked document ends with `eod_id`; None if there is no such file."""
+    names = []
+    for file in files:
+        tokens = list(last_tokens(file))
+        if tokens and eod_id not in tokens:
+            names.append(file.prefix)
     if not names:
         return None
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""

@@ -1,12 +1,12 @@
-"""Fill in the middle: a part of each document is moved behind the rest, so that a model learns to write it from both sides.
+"""Fill in the middle moves a part of each document behind the rest, so that a model learns to write it from both sides.
 
     document   prefix | middle | suffix            cut at two random characters of its text
     PSM        <prefix> prefix <suffix> suffix <middle> middle
     SPM        <prefix> <suffix> suffix <middle> prefix middle
 
-The two orders are those of arXiv:2207.14255 (SPM in its variant 2), the rules and the order of the random choices
-Megatron-LM's. The choices for sample i come from a generator seeded by (seed, i) alone, so that they do not depend on which
-samples were read before, by how many workers, or in which layout.
+The two orders are those of arXiv:2207.14255 (SPM in its variant 2). The rules and the order of the random choices are
+Megatron-LM's. The choices for sample i come from a generator seeded by (seed, i) alone, so that they do not depend on the
+samples read before, on the number of workers, or on the layout.
 """
 
 from collections.abc import Iterator
@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from megatron.core.base.dataclass_flags import ConfigError, FlagConfig, Share, flag_of, option
-from megatron.core.datasets.vocab_check import beyond_of
+from megatron.core.datasets.vocab_check import ids_without_row
 
-_UNREADABLE = "\N{REPLACEMENT CHARACTER}"  # what bytes that are no character are read as
+_UNREADABLE = "\N{REPLACEMENT CHARACTER}"  # `detokenize` gives it for bytes that are no character
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,16 @@ class FimConfig(FlagConfig):
         if (self.fim_split_sample is None) != (self.fim_fragment_rate is None):
             yield "--fim-split-sample and --fim-fragment-rate need each other; give both or none"
         if not self.fim_data:
-            alone = [flag_of(f.name) for f in fields(self) if getattr(self, f.name) != f.default]
-            yield from (f"{flag} is about documents that --fim-data rearranges; give it too" for flag in alone)
+            for field in fields(self):
+                if getattr(self, field.name) != field.default:
+                    yield f"{flag_of(field.name)} is about documents that --fim-data rearranges; give it too"
 
 
 def token_id(tokenizer: Any, token: str) -> int | None:
-    """The id of one token by its name; where a tokenizer has no names, of a text that is one token. None: there is none."""
+    """Return the id of one token; None if there is none.
+
+    It is found by its name, or where a tokenizer has no names, as a text that gives a single token.
+    """
     named = getattr(tokenizer, "vocab", {}).get(token)
     if named is not None:
         return named
@@ -72,24 +76,36 @@ class FillInTheMiddle:
     """
 
     def __init__(self, config: FimConfig, tokenizer: Any, seed: int):
-        self.config, self.seed = config, seed
+        self.config = config
+        self.seed = seed
         self.tokenizer = tokenizer
-        names = [*(f"fim_{kind}_token" for kind in ("prefix", "middle", "suffix", "pad", "eod")), "fim_split_sample"]
-        tokens = {name: getattr(config, name) for name in names}
+
+        # the ids of the tokens that the flags name
+        tokens = {
+            "fim_prefix_token": config.fim_prefix_token,
+            "fim_middle_token": config.fim_middle_token,
+            "fim_suffix_token": config.fim_suffix_token,
+            "fim_pad_token": config.fim_pad_token,
+            "fim_eod_token": config.fim_eod_token,
+            "fim_split_sample": config.fim_split_sample,
+        }
         ids = {name: None if token is None else token_id(tokenizer, token) for name, token in tokens.items()}
-        problems = [
-            f"{flag_of(name)} {token} is no token of the tokenizer; add it to the vocabulary, or name another"
-            for name, token in tokens.items()
-            if token is not None and ids[name] is None
-        ]
-        problems += [
-            f"{flag_of(name)} {tokens[name]} is token {i}, and the model's word table has {tokenizer.vocab_size} rows, none for "
-            "it; name another"
-            for name, i in ids.items()
-            if i in beyond_of(tokenizer)
-        ]
-        self.prefix, self.middle = ids["fim_prefix_token"], ids["fim_middle_token"]
-        self.suffix, self.pad = ids["fim_suffix_token"], ids["fim_pad_token"]
+        problems = []
+        for name, token in tokens.items():
+            if token is not None and ids[name] is None:
+                problems.append(
+                    f"{flag_of(name)} {token} is no token of the tokenizer; add it to the vocabulary, or name another"
+                )
+        for name, i in ids.items():
+            if i in ids_without_row(tokenizer):
+                problems.append(
+                    f"{flag_of(name)} {tokens[name]} is token {i}, and the model's word table has {tokenizer.vocab_size} "
+                    "rows, none for it; name another"
+                )
+        self.prefix = ids["fim_prefix_token"]
+        self.middle = ids["fim_middle_token"]
+        self.suffix = ids["fim_suffix_token"]
+        self.pad = ids["fim_pad_token"]
         self.eod = tokenizer.eod if ids["fim_eod_token"] is None else ids["fim_eod_token"]
         self.split = ids["fim_split_sample"]
         if self.eod is None:
@@ -97,40 +113,44 @@ class FillInTheMiddle:
                 "--fim-data rearranges the documents of a sample, and the tokenizer has no token that ends one; name it by "
                 "--fim-eod-token"
             )
-        self._first = tokenizer.tokenize("")  # such as the <s> that begins every text
+
+        # the tokens that begin every text, such as <s>: parts of a text are encoded without them
+        self._first = tokenizer.tokenize("")
         if tokenizer.tokenize("1")[: len(self._first)] != self._first:
             problems.append("--fim-data cannot be used with a tokenizer that ends every text with a token of its own")
         if problems:
             raise ConfigError(problems)
 
     def __call__(self, tokens: np.ndarray, number: int) -> np.ndarray:
-        """The tokens of sample `number`, each document in them rearranged or not: int64, as many as there were."""
-        return self.filled(self.moved(tokens, number), len(tokens))
+        """Rearrange some of the documents of sample `number`. tokens: int64 [s + 1]; so is the result."""
+        return self.pad_to(self.rearrange(tokens, number), len(tokens))
 
-    def filled(self, tokens: np.ndarray, count: int) -> np.ndarray:
-        """`tokens` and, up to `count`, padding."""
+    def pad_to(self, tokens: np.ndarray, count: int) -> np.ndarray:
+        """Append padding to `tokens` up to `count` tokens: int64 [count]."""
         return np.append(tokens, np.full(count - len(tokens), self.pad)).astype(np.int64)
 
-    def moved(self, tokens: np.ndarray, number: int) -> np.ndarray:
-        """As a call, but what is too short is not filled.
+    def rearrange(self, tokens: np.ndarray, number: int) -> np.ndarray:
+        """Rearrange some of the documents of sample `number`, without padding: at most as many tokens as there were.
 
-        A part of no tokens between two documents' ends is left out, and what then is too long is cut off at the end.
+        Encoding a part anew may give another number of tokens. Text that becomes too long is cut off at the end. Documents
+        without tokens are left out.
         """
         rng = np.random.RandomState([self.seed % (1 << 32), number % (1 << 32), number >> 32])
-        parts = [self._document(part, rng) for part in _parts(tokens, self.eod)]
-        return np.concatenate(_joined(parts, self.eod))[: len(tokens)]
+        documents = [self._rearrange_document(document, rng) for document in _split_at(tokens, self.eod)]
+        return np.concatenate(_join_with(documents, self.eod))[: len(tokens)]
 
-    def _document(self, tokens: np.ndarray, rng: np.random.RandomState) -> np.ndarray:
+    def _rearrange_document(self, tokens: np.ndarray, rng: np.random.RandomState) -> np.ndarray:
+        """Rearrange one document, or with --fim-split-sample each of its fragments, with the rates of the flags."""
         if self.split is None or self.split not in tokens:
-            return self._rearranged(tokens, self.config.fim_rate, rng)
+            return self._move_middle(tokens, self.config.fim_rate, rng)
         if not rng.binomial(1, self.config.fim_rate):
             return tokens
-        fragments = _parts(tokens, self.split)
         rate = self.config.fim_fragment_rate
-        return np.concatenate(_joined([self._rearranged(part, rate, rng) for part in fragments], self.split))
+        fragments = [self._move_middle(fragment, rate, rng) for fragment in _split_at(tokens, self.split)]
+        return np.concatenate(_join_with(fragments, self.split))
 
-    def _rearranged(self, tokens: np.ndarray, rate: float, rng: np.random.RandomState) -> np.ndarray:
-        """`tokens` with their middle moved to the end, or as they are: by chance, or where they cannot be read as text."""
+    def _move_middle(self, tokens: np.ndarray, rate: float, rng: np.random.RandomState) -> np.ndarray:
+        """Move the middle of `tokens` to their end with probability `rate`; never where they cannot be read as text."""
         if not rng.binomial(1, rate):
             return tokens
         text = self.tokenizer.detokenize(tokens.tolist())
@@ -139,24 +159,27 @@ class FillInTheMiddle:
         if _UNREADABLE in text:  # a sample may begin or end within a character, and its bytes would be lost
             return tokens
         first, past = sorted(rng.randint(0, len(text) + 1, 2).tolist())
-        prefix, suffix = self._ids(text[:first]), self._ids(text[past:])
-        middle = self._ids(text[first:past])
+        prefix = self._encode(text[:first])
+        middle = self._encode(text[first:past])
+        suffix = self._encode(text[past:])
         if rng.binomial(1, self.config.fim_spm_rate):
             return np.array([self.prefix, self.suffix, *suffix, self.middle, *prefix, *middle])
         return np.array([self.prefix, *prefix, self.suffix, *suffix, self.middle, *middle])
 
-    def _ids(self, text: str) -> list[int]:
+    def _encode(self, text: str) -> list[int]:
         return self.tokenizer.tokenize(text)[len(self._first) :]
 
 
-def _parts(tokens: np.ndarray, border: int) -> list[np.ndarray]:
-    """What lies between the tokens `border`, without empty parts; the last part is there even if it is empty."""
+def _split_at(tokens: np.ndarray, border: int) -> list[np.ndarray]:
+    """Return the parts between the tokens `border`, without empty parts; the last part is there even if it is empty."""
     ends = np.flatnonzero(tokens == border)
     parts = [part[part != border] for part in np.split(tokens, ends)]
     return [part for part in parts[:-1] if len(part)] + parts[-1:]
 
 
-def _joined(parts: list[np.ndarray], border: int) -> list[np.ndarray]:
-    """The parts with `border` between each two."""
-    between = np.array([border])
-    return [piece for part in parts[:-1] for piece in (part, between)] + parts[-1:]
+def _join_with(parts: list[np.ndarray], border: int) -> list[np.ndarray]:
+    """Return the parts with `border` between each two, to be concatenated."""
+    result = []
+    for part in parts[:-1]:
+        result += [part, np.array([border])]
+    return result + parts[-1:]

@@ -15,7 +15,7 @@ from megatron.core.datasets.megatron_dataset import LowLevelDataset, MegatronDat
 
 @dataclass(kw_only=True)
 class GPTDatasetConfig(BlendedMegatronDatasetConfig):
-    """Of samples of token files."""
+    """Megatron's settings of samples of token files."""
 
     reset_position_ids: bool | None = False
     reset_attention_mask: bool | None = False
@@ -34,8 +34,10 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 
 
 class GPTDataset(MegatronDataset):
-    """Samples of a token file, as `megatron.core.datasets.gpt_samples` makes them, of tensors. The builder caches
-    their indices."""
+    """Samples of a token file: those of `gpt_samples.GPTDataset`, as tensors.
+
+    Its indices are built anew; `BlendedMegatronDatasetBuilder` caches them.
+    """
 
     def __init__(
         self,
@@ -51,13 +53,16 @@ class GPTDataset(MegatronDataset):
     def _finalize(self) -> None:
         _check_pad(self.config)
         data = self.config.data
-        rules = gpt_samples.rules_of(data, self.config.tokenizer)
-        ids = int(self.indices[0]), int(self.indices[-1]) + 1
-        if ids[1] - ids[0] != len(self.indices):
+        rules = gpt_samples.token_rules(data, self.config.tokenizer)
+        first = int(self.indices[0])
+        past = int(self.indices[-1]) + 1
+        if past - first != len(self.indices):
             raise NotImplementedError("GPTDataset: indices with gaps are not built; give a range")
-        request = gpt_samples.GPTSamples(data, self.config.random_seed, rules).request(ids, self.num_samples)
+        kind = gpt_samples.GPTSamples(data, self.config.random_seed, rules)
+        request = kind.request((first, past), self.num_samples)
         indices = build_indices(self.dataset.sequence_lengths, request)
-        self.samples = WithMask(gpt_samples.GPTDataset(self.dataset, indices, data.seq_length, rules), self.config)
+        samples = gpt_samples.GPTDataset(self.dataset, indices, data.seq_length, rules)
+        self.samples = WithMask(samples, self.config)
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -70,12 +75,13 @@ class MockGPTDataset(MegatronDataset):
     """Made-up samples, which need no file."""
 
     def _finalize(self) -> None:
-        rules = gpt_samples.rules_of(self.config.data, self.config.tokenizer)
-        seed = self.config.random_seed, self.index_split.value
-        made = gpt_samples.MockGPTDataset(self.num_samples, self.config.sequence_length, seed, rules)
-        self.samples = WithMask(made, self.config)
+        rules = gpt_samples.token_rules(self.config.data, self.config.tokenizer)
+        seed = (self.config.random_seed, self.index_split.value)
+        samples = gpt_samples.MockGPTDataset(self.num_samples, self.config.sequence_length, seed, rules)
+        self.samples = WithMask(samples, self.config)
 
-    __len__, __getitem__ = GPTDataset.__len__, GPTDataset.__getitem__
+    __len__ = GPTDataset.__len__
+    __getitem__ = GPTDataset.__getitem__
 
 
 __getattr__ = names_of_megatron(__name__)

@@ -1,4 +1,4 @@
-"""GPT training samples: from a token file through cached index arrays (`index_map`), or made up for --mock-data.
+"""GPT training samples come from a token file through cached index arrays (`index_map`), or are made up for --mock-data.
 
 A sample is a pure function of (data, request, number): any process can read any of them, and a resumed run needs only
 the number of samples consumed.
@@ -16,8 +16,8 @@ from megatron.core.base.dataclass_flags import ConfigError, flag_of
 from megatron.core.datasets.ambiguous_pad_token import FILLED, id_of, pad_is_text
 from megatron.core.datasets.blend import BlendedDataset
 from megatron.core.datasets.build_datasets import (
-    Building,
-    Part,
+    BuildContext,
+    FileSplit,
     SampleKind,
     Say,
     build_datasets,
@@ -25,31 +25,32 @@ from megatron.core.datasets.build_datasets import (
     size_problems,
 )
 from megatron.core.datasets.data_config import DataConfig
-from megatron.core.datasets.data_usage_report import Reading, reading
+from megatron.core.datasets.data_usage_report import DataUsage, data_usage
 from megatron.core.datasets.eod_check import note_without_ends
 from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle, FimConfig
 from megatron.core.datasets.index_map import (
     IndexRequest,
     Indices,
     build_indices,
-    passes_over,
     shape_problem,
+    split_size,
     split_tokens,
 )
 from megatron.core.datasets.mmap_indexed_dataset import IndexedDataset
-from megatron.core.datasets.read_megatron_index_cache import Wanted, index_problem
-from megatron.core.datasets.vocab_check import beyond_of, joined, tokenizer_name
+from megatron.core.datasets.read_megatron_index_cache import MegatronCache, index_problem
+from megatron.core.datasets.vocab_check import concatenate_checked, ids_without_row, tokenizer_name
 
-_NO_TOKEN = -2  # is no token of any file, nor what a sample is filled with
-_OF_ENDS = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")  # settings that look for ends of documents
+_NO_TOKEN = -2  # the eod_id of a tokenizer without one: an id that no file and no padded sample has
+_EOD_SETTINGS = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")  # they look for ends of documents
 
 
 @dataclass(frozen=True)
 class TokenRules:
-    """What a sample needs of the tokenizer. tokenizer: its name, for messages.
+    """The tokenizer's ids and the settings that decide loss mask, positions and document borders of a sample.
 
-    pad_id: None without a padding token. pad_is_text: texts hold it too, as they do where it is `eod_id`; then it pads
-    nothing.
+    pad_id: None without a padding token. pad_is_text: the pad also occurs in texts, as it does where it is `eod_id`; such a
+    token is not masked. tokenizer: its name, for messages. without_row: its tokens that the model's embedding has no row
+    for, by id.
     """
 
     vocab_size: int
@@ -60,45 +61,61 @@ class TokenRules:
     reset_attention_mask: bool = False
     tokenizer: str = "the tokenizer of this run"
     pad_is_text: bool = False
-    beyond: Mapping[int, str] = field(default_factory=dict, hash=False)  # its tokens that the model has no row for
+    without_row: Mapping[int, str] = field(default_factory=dict, hash=False)
 
     @property
     def padding(self) -> int | None:
-        """The token that is padding wherever it stands in a file."""
-        return None if self.pad_is_text or self.pad_id == self.eod_id else self.pad_id
+        """The token that is padding wherever it occurs in a file; None if there is none."""
+        if self.pad_is_text or self.pad_id == self.eod_id:
+            return None
+        return self.pad_id
 
 
 def training_item(text: np.ndarray, rules: TokenRules) -> dict[str, np.ndarray]:
-    """The arrays of one sample from its seq_length + 1 tokens, of which labels are the inputs shifted by one.
+    """Make the arrays of one sample from its s + 1 tokens `text`; labels are the inputs shifted by one.
 
-    tokens, labels, position_ids: int64 [s]; loss_mask: float32 [s], 0 where the label is padding and, with
-    eod_mask_loss, where the input ends a document. Padding is FILLED and `rules.padding`, and reads as token 0, which every
-    vocabulary has. A document ends with its eod token: with reset_position_ids the position after it is 0, and with
-    reset_attention_mask there is document_ids: int64 [s], which document of the sample each token belongs to.
+    tokens, labels, position_ids: int64 [s]. loss_mask: float32 [s], 0 where the label is padding and, with eod_mask_loss,
+    where the input ends a document. Padding is FILLED and `rules.padding`; it becomes token 0, which every vocabulary has.
+
+    A document ends with its eod token. With reset_position_ids the position after it is 0. With reset_attention_mask there
+    is also document_ids, int64 [s]: which document of the sample each token belongs to. Example, eod E and s = 6:
+
+        tokens         a b E c d E
+        position_ids   0 1 2 0 1 2
+        document_ids   0 0 0 1 1 1
     """
-    tokens, labels = text[:-1].copy(), text[1:].copy()
+    tokens = text[:-1].copy()  # [s]
+    labels = text[1:].copy()  # [s]
     loss_mask = np.ones(len(tokens), np.float32)
-    positions = np.arange(len(tokens), dtype=np.int64)
-    begins = np.append(False, tokens[:-1] == rules.eod_id)  # the first token of a sample's second or later document
-    documents = np.cumsum(begins)
+    position_ids = np.arange(len(tokens), dtype=np.int64)
+
+    # the documents of the sample
+    begins = np.append(False, tokens[:-1] == rules.eod_id)  # [s], the first token of each document but the first
+    document_ids = np.cumsum(begins)  # [s]
     if rules.reset_position_ids:
-        positions -= np.append(0, np.flatnonzero(begins))[documents]
+        starts = np.append(0, np.flatnonzero(begins))  # [documents]
+        position_ids -= starts[document_ids]
     if rules.eod_mask_loss:
         loss_mask[tokens == rules.eod_id] = 0.0
+
+    # padding: no loss, and a token that the embedding has
     padding = [FILLED] if rules.padding is None else [FILLED, rules.padding]
     loss_mask[np.isin(labels, padding)] = 0.0
     tokens[np.isin(tokens, padding)] = 0
     labels[np.isin(labels, padding)] = 0
-    item = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "position_ids": positions}
-    return item | ({"document_ids": documents} if rules.reset_attention_mask else {})
+
+    item = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "position_ids": position_ids}
+    if rules.reset_attention_mask:
+        item["document_ids"] = document_ids
+    return item
 
 
 @dataclass(eq=False)
 class GPTDataset:
-    """Samples of `seq_length` tokens that cross document borders, in the order that `indices` says.
+    """Samples of `seq_length` tokens that cross document borders, in the order that `indices` gives.
 
-    It has more samples than were requested, up to the end of the last epoch. No attention mask is made: causality is
-    the kernel's business.
+    It has more samples than were requested, up to the end of the last epoch. No attention mask is made, since the attention
+    kernels are causal by themselves.
     """
 
     indexed: IndexedDataset
@@ -111,32 +128,40 @@ class GPTDataset:
         return len(self.indices.shuffle_index)
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        """Item i, as `training_item` lays it out."""
+        """Return item i, as `training_item` makes it."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
-        tokens = self._tokens(int(self.indices.shuffle_index[i]))
-        text = np.full(self.seq_length + 1, FILLED, np.int64)
+        tokens = self._read_tokens(int(self.indices.shuffle_index[i]))  # [s + 1], fewer where the data end
+        text = np.full(self.seq_length + 1, FILLED, np.int64)  # [s + 1]
         if self.fim is None:
             text[: len(tokens)] = tokens
             return training_item(text, self.rules)
-        moved = self.fim.moved(tokens, i)
-        text[: len(tokens)] = self.fim.filled(moved, len(tokens))
+
+        # fill in the middle; where the rearranged text is shorter, it is padded, and the padding gives no loss
+        rearranged = self.fim.rearrange(tokens, i)
+        text[: len(tokens)] = self.fim.pad_to(rearranged, len(tokens))
         item = training_item(text, self.rules)
-        item["loss_mask"][max(len(moved) - 1, 0) :] = 0.0  # label j is the token j + 1
+        item["loss_mask"][max(len(rearranged) - 1, 0) :] = 0.0  # label j is token j + 1
         return item
 
-    def _tokens(self, k: int) -> np.ndarray:
-        """The seq_length + 1 tokens of sample k, fewer where the data end."""
-        first, start = self.indices.sample_index[k].tolist()
-        last, stop = self.indices.sample_index[k + 1].tolist()
-        parts, places = [], []
-        for position in range(first, last + 1):
+    def _read_tokens(self, k: int) -> np.ndarray:
+        """Read the seq_length + 1 tokens of sample k, fewer where the data end."""
+        first_position, first_offset = self.indices.sample_index[k].tolist()
+        last_position, last_offset = self.indices.sample_index[k + 1].tolist()
+        parts = []
+        places = []  # (document, offset) of each part
+        for position in range(first_position, last_position + 1):
             document = int(self.indices.document_index[position])
-            offset = start if position == first else 0
-            length = stop + 1 - offset if position == last else None  # the last token is read again by sample k + 1
+            offset = first_offset if position == first_position else 0
+            length = None  # to the end of the document
+            if position == last_position:
+                length = (
+                    last_offset + 1 - offset
+                )  # + 1: the last label, which sample k + 1 reads again as its first input
             parts.append(self.indexed.get(document, offset, length))
             places.append((document, offset))
-        return joined(parts, places, self.indexed, self.rules.vocab_size, self.rules.tokenizer, self.rules.beyond)
+        rules = self.rules
+        return concatenate_checked(parts, places, self.indexed, rules.vocab_size, rules.tokenizer, rules.without_row)
 
 
 @dataclass(eq=False)
@@ -159,23 +184,26 @@ class MockGPTDataset:
         return self.num_samples
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        """Item i, as `training_item` lays it out."""
+        """Return item i, as `training_item` makes it."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
         rng = np.random.RandomState([*self.seed, i])
-        count, distinct = self.seq_length + 1, min(self.rules.vocab_size, 256)
-        values = (rng.randint(distinct) + rng.choice(self.STEPS) * np.arange(count)) % distinct
-        noisy = rng.random_sample(count) < self.NOISE
+        count = self.seq_length + 1
+        distinct = min(self.rules.vocab_size, 256)
+        values = (rng.randint(distinct) + rng.choice(self.STEPS) * np.arange(count)) % distinct  # [s + 1]
+        noisy = rng.random_sample(count) < self.NOISE  # [s + 1]
         values = np.where(noisy, rng.randint(distinct, size=count), values)
-        # Any id may occur, that of the pad too.
-        return training_item(values * self.rules.vocab_size // distinct, replace(self.rules, pad_id=None))
+        tokens = values * self.rules.vocab_size // distinct  # spread over the vocabulary
+        # Any id may occur, that of the pad too, so none is taken for padding.
+        return training_item(tokens, replace(self.rules, pad_id=None))
 
 
 @dataclass(eq=False)
 class GPTSamples(SampleKind):
-    """Samples of `seq_length` tokens, from files whose sequences are documents. rules None: only to plan."""
+    """The kind of samples of `seq_length` tokens, from files whose sequences are documents. rules None: only to plan."""
 
-    name, arrays = "GPTDataset", Indices._fields
+    name = "GPTDataset"
+    arrays = Indices._fields
 
     config: DataConfig
     seed: int
@@ -183,29 +211,35 @@ class GPTSamples(SampleKind):
     fim: FillInTheMiddle | None = None
 
     def request(self, ids: tuple[int, int], num_samples: int | None) -> IndexRequest:
-        stable = self.config.epoch_stable_order
-        return IndexRequest(ids, num_samples, self.config.seq_length, self.seed, epoch_stable=stable)
+        return IndexRequest(
+            ids, num_samples, self.config.seq_length, self.seed, epoch_stable=self.config.epoch_stable_order
+        )
 
     def count_samples(self, indexed: IndexedDataset, request: IndexRequest) -> int:
-        return passes_over(indexed.sequence_lengths, request).samples
+        return split_size(indexed.sequence_lengths, request).samples
 
-    def build(self, part: Part, say: Say) -> Indices:
-        lengths, request = part.indexed.sequence_lengths, part.request
-        tokens, need = split_tokens(lengths, request), request.seq_length + request.extra_token
+    def build(self, file_split: FileSplit, say: Say) -> Indices:
+        request = file_split.request
+        lengths = file_split.indexed.sequence_lengths
+        tokens = split_tokens(lengths, request)
+        need = request.seq_length + request.extra_token
         if tokens < need:
-            where = f"the {part.split} split of {part.indexed.prefix} has {tokens} tokens"
-            say(f"{where} and a sample {need}: documents repeat within a sample; use more data or another --split")
+            say(
+                f"the {file_split.split} split of {file_split.indexed.prefix} has {tokens} tokens and a sample {need}: "
+                "documents repeat within a sample; use more data or another --split"
+            )
         return build_indices(lengths, request)
 
-    def dataset(self, part: Part, arrays: tuple[np.ndarray, ...]) -> GPTDataset:
-        indices, indexed = Indices(*arrays), part.indexed
-        if problem := shape_problem(indices, indexed.sequence_lengths, part.request):
-            raise ValueError(f"{part.cache.path('*')} does not fit {indexed.prefix}: {problem}; delete it")
+    def dataset(self, file_split: FileSplit, arrays: tuple[np.ndarray, ...]) -> GPTDataset:
+        indexed = file_split.indexed
+        indices = Indices(*arrays)
+        problem = shape_problem(indices, indexed.sequence_lengths, file_split.request)
+        if problem is not None:
+            raise ValueError(f"{file_split.cache.path('*')} does not fit {indexed.prefix}: {problem}; delete it")
         return GPTDataset(indexed, indices, self.config.seq_length, self.rules, self.fim)
 
-    def look_at(self, indexed: IndexedDataset, say: Say) -> None:
-        """Warn about a dtype too small for the vocabulary: preprocessing with this tokenizer would have chosen a
-        wider one."""
+    def check_file(self, indexed: IndexedDataset, say: Say) -> None:
+        """Warn about a dtype too small for the vocabulary: this tokenizer's preprocessing would have chosen a wider one."""
         vocab_size = 0 if self.rules is None else self.rules.vocab_size
         if indexed.dtype.kind in "iu" and vocab_size - 1 > np.iinfo(indexed.dtype).max:
             say(
@@ -213,57 +247,81 @@ class GPTSamples(SampleKind):
                 f"vocabulary has {vocab_size}: were the data made with another tokenizer?"
             )
 
-    def look_at_all(self, files: list[IndexedDataset], building: Building) -> None:
-        """Note a pad that is text, and documents without an end: a warning if a flag acts on them, else a line of
-        progress."""
+    def check_files(self, files: list[IndexedDataset], build_context: BuildContext) -> None:
+        """Report a pad that also occurs in texts, and documents that do not end with the eod token.
+
+        The latter is a warning if a flag acts on the ends of documents, else a line of progress.
+        """
         if self.rules.pad_id is not None and self.rules.padding is None:
-            building.progress(
+            build_context.progress(
                 f"the pad token ({self.rules.pad_id}) of {self.rules.tokenizer} is also a token of texts: it is text "
                 "wherever it stands in the files"
             )
         if self.rules.eod_id == _NO_TOKEN:
             return  # no document can end with it, and no flag acts on the ends
         note = note_without_ends(files, self.rules.eod_id)
-        if note and (given := [flag_of(name) for name in _OF_ENDS if getattr(self.config, name)]):
-            building.say(f"{note}; there {' and '.join(given)} will find nothing to act on")
-        elif note:
-            building.progress(note)
+        if note is None:
+            return
+        flags = _eod_flags(self.config)
+        if flags:
+            build_context.say(f"{note}; there {' and '.join(flags)} will find nothing to act on")
+        else:
+            build_context.progress(note)
 
-    def reading(self, part: Part, samples: int) -> Reading:
-        return reading(part.indexed, part.request, samples)
+    def data_usage(self, file_split: FileSplit, samples: int) -> DataUsage:
+        return data_usage(file_split.indexed, file_split.request, samples)
 
-    def wanted(self, part: Part) -> Wanted | None:
-        request, indexed = part.request, part.indexed
+    def megatron_cache(self, file_split: FileSplit) -> MegatronCache | None:
+        request = file_split.request
+        indexed = file_split.indexed
         if request.epoch_stable:
             return None  # Megatron has no such order
-        asked = (request.num_samples, request.seq_length, request.seed)
-        fields = dict(zip(("num_samples", "sequence_length", "random_seed"), asked))
-        fields["dataset_path"] = Path(indexed.prefix).name
-        place = (part.cache.folder, f"{self.name}-{part.split}")
-        older = "{}_{}_indexmap_{}ns_{}sl_{}s".format(indexed.prefix, part.split, *asked)
-        problem = functools.partial(index_problem, lengths=indexed.sequence_lengths, request=request)
-        return Wanted(*place, fields, self.arrays, problem, older)
+        older_name = f"indexmap_{request.num_samples}ns_{request.seq_length}sl_{request.seed}s"
+        return MegatronCache(
+            folder=file_split.cache.folder,
+            name=f"{self.name}-{file_split.split}",
+            fields={
+                "num_samples": request.num_samples,
+                "sequence_length": request.seq_length,
+                "random_seed": request.seed,
+                "dataset_path": Path(indexed.prefix).name,
+            },
+            arrays=self.arrays,
+            problem=functools.partial(index_problem, lengths=indexed.sequence_lengths, request=request),
+            older=f"{indexed.prefix}_{file_split.split}_{older_name}",
+        )
 
 
-def rules_of(config: DataConfig, tokenizer: Any) -> TokenRules:
-    about_ends = {name: getattr(config, name) for name in _OF_ENDS}
+def _eod_flags(config: DataConfig) -> list[str]:
+    """Return the flags, among those that are set, that look for ends of documents."""
+    return [flag_of(name) for name in _EOD_SETTINGS if getattr(config, name)]
+
+
+def token_rules(config: DataConfig, tokenizer: Any) -> TokenRules:
+    """Return the rules of a tokenizer. Raises ConfigError for settings that need an eod token, where it has none."""
     if problems := end_problems(config, tokenizer):
         raise ConfigError(problems)
-    eod = _NO_TOKEN if tokenizer.eod is None else tokenizer.eod
-    ids = (tokenizer.vocab_size, eod, id_of(tokenizer, "pad"))
-    about = {"tokenizer": tokenizer_name(tokenizer), "pad_is_text": pad_is_text(tokenizer)}
-    return TokenRules(*ids, **about_ends, **about, beyond=beyond_of(tokenizer))
+    return TokenRules(
+        vocab_size=tokenizer.vocab_size,
+        eod_id=_NO_TOKEN if tokenizer.eod is None else tokenizer.eod,
+        pad_id=id_of(tokenizer, "pad"),
+        eod_mask_loss=config.eod_mask_loss,
+        reset_position_ids=config.reset_position_ids,
+        reset_attention_mask=config.reset_attention_mask,
+        tokenizer=tokenizer_name(tokenizer),
+        pad_is_text=pad_is_text(tokenizer),
+        without_row=ids_without_row(tokenizer),
+    )
 
 
 def end_problems(config: DataConfig, tokenizer: Any) -> list[str]:
-    """Settings that look for ends of documents, with a tokenizer that has no token for them."""
+    """Return a line for each setting that looks for ends of documents, if the tokenizer has no token for them."""
     if tokenizer.eod is not None:
         return []
-    given = [flag_of(name) for name in _OF_ENDS if getattr(config, name)]
     return [
         f"{flag} looks for the token that ends a document, and {tokenizer_name(tokenizer)} has none; leave the flag out, or use "
         "a tokenizer that has one"
-        for flag in given
+        for flag in _eod_flags(config)
     ]
 
 
@@ -274,28 +332,33 @@ def build_gpt_datasets(
     seed: int,
     *,
     fim: FimConfig | None = None,
-    **building: Any,
+    **build_context: Any,
 ) -> tuple[GPTDataset | BlendedDataset | MockGPTDataset | None, ...]:
-    """(train, valid, test), as `build_datasets` says; mock data need no builder and no wait.
+    """Build (train, valid, test), as `build_datasets` does; mock data need no builder and no wait.
 
-    tokenizer: any object with `vocab_size`, `eod` and, if it has one, `pad`. fim: fill in the middle, where its
-    `fim_data` says
-    so. building: the fields of `Building`.
+    tokenizer: any object with `vocab_size`, `eod` and, if it has one, `pad`. fim: fill in the middle, used if its `fim_data`
+    is set. build_context: the fields of `BuildContext`.
     """
     problems = [] if config.seq_length else ["no sequence length; set --seq-length"]
-    if problems := problems + size_problems(num_samples, made_up=config.mock_data):
+    problems += size_problems(num_samples, made_up=config.mock_data)
+    if problems:
         raise ConfigError(problems)
-    rules = rules_of(config, tokenizer)
+    rules = token_rules(config, tokenizer)
     if config.mock_data:
         return tuple(
             MockGPTDataset(count, config.seq_length, (seed, split), rules) if count else None
             for split, count in enumerate(num_samples)
         )
-    rearrange = FillInTheMiddle(fim, tokenizer, seed) if fim is not None and fim.fim_data else None
-    return build_datasets(config, GPTSamples(config, seed, rules, rearrange), num_samples, Building(**building))
+    fill_in = None
+    if fim is not None and fim.fim_data:
+        fill_in = FillInTheMiddle(fim, tokenizer, seed)
+    return build_datasets(config, GPTSamples(config, seed, rules, fill_in), num_samples, BuildContext(**build_context))
 
 
-def plan_reading(config: DataConfig, num_samples: list[int | None], seed: int = 0) -> list[list[Reading]]:
-    """What `build_gpt_datasets` would have a run read, for train, valid and test; nothing is built. Raises as it does."""
-    plans = plan_splits(config, GPTSamples(config, seed), num_samples, Building().say)
-    return [plan.readings() if plan else [] for plan in plans]
+def plan_data_usage(config: DataConfig, num_samples: list[int | None], seed: int = 0) -> list[list[DataUsage]]:
+    """Return what a run with `build_gpt_datasets` would read, for train, valid and test; nothing is built.
+
+    Raises as `build_gpt_datasets` does.
+    """
+    plans = plan_splits(config, GPTSamples(config, seed), num_samples, BuildContext().say)
+    return [[] if plan is None else plan.data_usages() for plan in plans]

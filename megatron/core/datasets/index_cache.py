@@ -1,11 +1,11 @@
-"""The cache of index arrays: built once, by one process; a file of other data or a half-written file is never read.
+"""The cache of index arrays is built once, by one process. Files of other data and half-written files are never read.
 
-The file name is a hash of all that the arrays depend on, including the content of the data: moved data keep their cache, and
-changed data or settings get a new one. A description with a hash of each file is written last, so an unfinished build and a
-damaged file are both detected.
+A file's name is a hash of all that the arrays depend on, including the content of the data: moved data keep their cache, and
+changed data or settings get a new one. A description with a hash of each file is written last, so that an unfinished build
+and a damaged file are both detected.
 
-The builder reads every file whole and compares its hash before the run uses it. It does so for all processes: the files are
-shared, and a thousand readers would ask the file system a thousand times for the same bytes.
+The builder reads every file in full and compares its hash before the run uses it. It does so for all processes: the files
+are shared, and a thousand readers would ask the file system a thousand times for the same bytes.
 """
 
 import errno
@@ -24,7 +24,7 @@ from megatron.core.storage.atomic_file import atomic_file
 
 _FORMAT = 3  # of the cache; raise it whenever the same fields give other arrays
 
-# An index file up to this size goes into the cache key whole; of a larger one, blocks that add up to this size do.
+# An index file up to this size is hashed in full for the cache key; of a larger one, blocks that add up to this size are.
 _FINGERPRINT_BYTES = 1 << 26
 _FINGERPRINT_BLOCK = 1 << 20
 
@@ -33,7 +33,7 @@ _HASH_THREADS = 8
 
 
 def content_fingerprint(indexed: IndexedDataset) -> dict[str, Any]:
-    """Identifies a token file: its sizes, and a hash of its index.
+    """Identify a token file by its sizes and a hash of its index. The keys are part of the name of a cache.
 
     The arrays depend on the lengths alone, so no token is read. An index above 64 MB (3 million documents) is hashed in 64
     blocks, spread evenly from its first byte to its last.
@@ -43,41 +43,46 @@ def content_fingerprint(indexed: IndexedDataset) -> dict[str, Any]:
     return {"idx": digest.hexdigest(), "idx_bytes": size, "bin_bytes": os.path.getsize(indexed.data_path)}
 
 
-def hash_spread(path: str, digest: Any, blocks: int, block: int) -> int:
-    """Feed a file to `digest`, and return its size: whole up to blocks * block bytes, else so many blocks spread evenly."""
+def hash_spread(path: str, digest: Any, num_blocks: int, block_bytes: int) -> int:
+    """Feed a file to `digest`, and return its size in bytes.
+
+    A file up to num_blocks * block_bytes is fed in full; of a longer one so many blocks, spread evenly from its first byte
+    to its last.
+    """
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        if size <= blocks * block:
+        if size <= num_blocks * block_bytes:
             digest.update(file.read())
             return size
-        for i in range(blocks):
-            file.seek((size - block) * i // (blocks - 1))
-            digest.update(file.read(block))
+        for i in range(num_blocks):
+            file.seek((size - block_bytes) * i // (num_blocks - 1))
+            digest.update(file.read(block_bytes))
     return size
 
 
 class IndexCache:
-    """The files of one set of arrays: FOLDER/{hash}-{kind}-{split}-{part}.npy, and -description.txt.
+    """The files of one set of arrays: FOLDER/{hash}-{kind}-{split}-{array name}.npy, and -description.txt.
 
-    fields: what the arrays depend on, JSON values; parts: the names of the arrays.
+    fields: all that the arrays depend on, as JSON values. Names and values are hashed: a renamed field is another cache.
     """
 
-    def __init__(self, folder: Path, kind: str, split: str, fields: dict[str, Any], parts: tuple[str, ...]):
-        self.folder, self.parts = folder, parts
+    def __init__(self, folder: Path, kind: str, split: str, fields: dict[str, Any], array_names: tuple[str, ...]):
+        self.folder = folder
+        self.array_names = array_names
         self.fields = json.loads(json.dumps({"format": _FORMAT, "class": kind, "split": split, **fields}))
         key = hashlib.blake2b(json.dumps(self.fields).encode(), digest_size=16).hexdigest()
         self.stem = f"{key}-{kind}-{split}"
 
-    def path(self, part: str) -> Path:
-        return self.folder / f"{self.stem}-{part}"
+    def path(self, ending: str) -> Path:
+        return self.folder / f"{self.stem}-{ending}"
 
     def write(self, arrays: tuple[np.ndarray, ...]) -> None:
-        """Write the arrays, one for each part. Raises ValueError if that fails."""
+        """Write one file for each array, then the description. Raises ValueError if that fails."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.path("description.txt").unlink(missing_ok=True)
-            for part, array in zip(self.parts, arrays, strict=True):
-                with atomic_file(self.path(f"{part}.npy")) as file:
+            self.path("description.txt").unlink(missing_ok=True)  # until it is written again, nothing is complete
+            for name, array in zip(self.array_names, arrays, strict=True):
+                with atomic_file(self.path(f"{name}.npy")) as file:
                     np.save(file, array, allow_pickle=False)
             with atomic_file(self.path("description.txt")) as file:
                 file.write(json.dumps(self._description(), indent=4).encode())
@@ -85,28 +90,29 @@ class IndexCache:
             raise ValueError(f"{self.folder}: {error.strerror}; set --data-cache-path to a writable folder") from error
 
     def is_complete(self, say: Callable[[str], None]) -> bool:
-        """Whether every file is there as it was written, read and hashed whole; `say` hears of damaged ones.
+        """Return whether every file is there as it was written: each is read and hashed in full. `say` takes a warning.
 
         Up to 8 cores hash side by side, 1.5 GB/s each where they have instructions for SHA-256; a disk is slower.
         """
-        described = self.path("description.txt")
-        if not described.exists():
+        description = self.path("description.txt")
+        if not description.exists():
             return False
         try:
-            whole = json.loads(described.read_bytes()) == self._description()
+            is_intact = json.loads(description.read_bytes()) == self._description()
         except (OSError, ValueError, RecursionError):
-            whole = False
-        if not whole:
+            is_intact = False
+        if not is_intact:
             say(f"index cache {self.path('*')} is damaged and is built again")
-        return whole
+        return is_intact
 
     def load(self) -> tuple[np.ndarray, ...]:
-        """The arrays, memory-mapped. Raises ValueError for files that cannot be read or are no arrays."""
-        return tuple(_open_array(self.path(f"{part}.npy")) for part in self.parts)
+        """Memory-map the arrays. Raises ValueError for files that cannot be read or are no arrays."""
+        return tuple(_open_array(self.path(f"{name}.npy")) for name in self.array_names)
 
     def _description(self) -> dict[str, Any]:
-        """The description of the files as they are."""
-        return {**self.fields, "sha256": {part: _hash_of_blocks(self.path(f"{part}.npy")) for part in self.parts}}
+        """Describe the files as they are now."""
+        hashes = {name: _hash_of_blocks(self.path(f"{name}.npy")) for name in self.array_names}
+        return {**self.fields, "sha256": hashes}
 
 
 def _open_array(path: Path) -> np.ndarray:
@@ -120,20 +126,20 @@ def _open_array(path: Path) -> np.ndarray:
                 f"{path} cannot be read ({error.strerror}): the process that builds the index cache failed (see its "
                 "message), or its folder is not shared by all hosts; set --data-cache-path to a folder that they share"
             ) from None
-        except Exception as error:  # of many types: numpy reads the header as if it were a line of Python
+        except Exception as error:  # can have many types: numpy reads the header as if it were a line of Python
             raise ValueError(f"{path} is damaged ({error}); delete it") from None
 
 
 def _hash_of_blocks(path: Path) -> str:
-    """The SHA-256 of the SHA-256 of each 16 MB of a file, in hexadecimal: blocks are hashed side by side.
+    """Return the SHA-256 of the SHA-256 of each 16 MB of a file, in hexadecimal: so blocks can be hashed side by side.
 
-    Read, not mapped: a sector that the disk cannot read is an OSError then, where a map would end the process.
+    The file is read, not mapped: a sector that the disk cannot read is an OSError then, where a map would end the process.
     """
     with open(path, "rb") as file:
 
-        def digest(at: int) -> bytes:
-            return hashlib.sha256(os.pread(file.fileno(), _HASH_BLOCK, at)).digest()
+        def digest(offset: int) -> bytes:
+            return hashlib.sha256(os.pread(file.fileno(), _HASH_BLOCK, offset)).digest()
 
-        blocks = range(0, os.fstat(file.fileno()).st_size, _HASH_BLOCK)
+        offsets = range(0, os.fstat(file.fileno()).st_size, _HASH_BLOCK)
         with ThreadPoolExecutor(min(_HASH_THREADS, os.cpu_count() or 1)) as pool:
-            return hashlib.sha256(b"".join(pool.map(digest, blocks))).hexdigest()
+            return hashlib.sha256(b"".join(pool.map(digest, offsets))).hexdigest()

@@ -1,18 +1,32 @@
-"""The tokens of sample i: Megatron's index algorithms, bit for bit, as pure functions over numpy arrays.
+"""Three index arrays decide which tokens make up sample i: Megatron's algorithms, bit for bit, over numpy arrays.
 
-The documents of a split are laid end to end, shuffled, as often as the run needs; every `seq_length` tokens a sample
-begins; the samples are shuffled once more. Three arrays say all of it:
+They are those of `GPTDataset._build_document_sample_shuffle_indices` and of `helpers.cpp: build_sample_idx` in Megatron's
+core/datasets. Everything is drawn in three steps:
 
-    document_index   d0 d7 d3 d1 ...            the documents in the order in which they are laid out
-    sample_index     (0, 0) (0, 5) (2, 1) ...   row k: position in document_index and token offset where sample k starts
-    shuffle_index    4 0 3 ...                  item i of the dataset is sample shuffle_index[i]
+1. The documents of a split are shuffled and laid end to end, in as many copies (epochs) as the run needs.
+2. This stream of tokens is cut into samples of S tokens.
+3. The samples are shuffled.
 
-    documents     |d0         |d7   |d3            |d1 ...
-    samples       |s0        |s1        |s2        |         seq_length tokens apart, each overlapping the next by x
+One array holds the result of each step:
 
-x is `extra_token`: 1, because a sample of seq_length inputs needs one more token as its last label.
+    document_index   d0 d7 d3 d1 ...            documents in the order in which they are laid out
+    sample_index     (0, 0) (0, 5) (2, 1) ...   row k: position in document_index, and token offset in that document, at
+                                                which sample k starts
+    shuffle_index    4 0 3 ...                  item i of the data set is sample shuffle_index[i]
 
-Alphabet: E epochs, S `seq_length`, T tokens of one epoch, n requested samples, K samples there are.
+Example: S = 5, x = 1, and documents 0, 7, 3 and 1 of 6, 3, 7 and 5 tokens:
+
+    token          0    5    10   15   20
+    document       000000777333333311111
+    s0             iiiiil                     5 inputs (i) and the last label (l); labels are inputs shifted by one
+    s1                  iiiiil                the last token of s0 is the first of s1
+    s2                       iiiiil
+    s3                            iiiiil
+    sample_index   (0, 0) (0, 5) (2, 1) (2, 6) (3, 4)      one row a sample; the last row says where the last sample ends
+
+x is `extra_token`: 1, because a sample of S inputs needs one more token as its last label.
+
+Alphabet: E epochs, S `seq_length`, T tokens of one epoch, n requested samples, K samples that there are.
 """
 
 import itertools
@@ -25,19 +39,22 @@ import numpy as np
 
 SPLIT_NAMES = ("train", "valid", "test")
 
-# A last epoch that is used less than this is shuffled on its own, so that no document of it crowds out earlier epochs.
+# If the run uses less than this share of the last epoch, that epoch is shuffled by itself. Were it shuffled with the
+# others, the samples that the run leaves out would come from all epochs, and not from the last one alone.
 _SEPARATE_BELOW = 0.80
-# Documents, and rows of the sample index, computed at a time: the temporaries then stay in cache.
-_AT_ONCE = 1 << 16
+# Number of documents, and of rows of the sample index, that are computed at a time: the temporaries then stay in cache.
+_CHUNK = 1 << 16
 
 
 @dataclass(frozen=True)
 class IndexRequest:
-    """All that the order of samples depends on besides the lengths of the documents.
+    """The order of samples is determined by this request and the lengths of the documents.
+
+    The names of the fields are part of the hash that names a cache file (`index_cache`): they cannot change.
 
     ids_range: first and one past the last sequence of the split. num_samples: None asks for exactly one epoch.
     drop_last: False keeps a last sample shorter than seq_length (validation only). epoch_stable: each epoch is shuffled by
-    itself, so that the order of the first epochs does not depend on how many there are; Megatron's order does.
+    itself, so that the order of the first epochs does not depend on the number of epochs; Megatron's order does.
     """
 
     ids_range: tuple[int, int]
@@ -58,7 +75,7 @@ class IndexRequest:
 
 
 class Indices(NamedTuple):
-    """The three arrays of the drawing above."""
+    """The three arrays that the module's docstring draws."""
 
     document_index: np.ndarray  # [E * documents] int32
     sample_index: np.ndarray  # [K + 1, 2] int32, int64 where needed
@@ -66,11 +83,12 @@ class Indices(NamedTuple):
 
 
 def parse_split(text: str) -> list[float]:
-    """Shares of train, validation and test, summing to 1. Raises ValueError on text that gives no such shares."""
-    # Quotes around the whole are passed over, and spaces may stand for commas: scripts in the wild have both.
-    numbers = [part for part in re.split(r"[,\s]+", text.strip("'\" \t")) if part]
-    if strange := [number for number in numbers if not re.fullmatch(r"-?(\d+\.?\d*|\.\d+)", number, re.ASCII)]:
-        raise ValueError(f"--split {text}: {strange[0]!r} is not a number in plain digits; write it like 969,30,1")
+    """Return the shares of train, validation and test, summing to 1. Raises ValueError on text that gives no such shares."""
+    # Quotes around the text are ignored, and spaces may stand for commas: scripts in the wild have both.
+    numbers = [word for word in re.split(r"[,\s]+", text.strip("'\" \t")) if word]
+    for number in numbers:
+        if not re.fullmatch(r"-?(\d+\.?\d*|\.\d+)", number, re.ASCII):
+            raise ValueError(f"--split {text}: {number!r} is not a number in plain digits; write it like 969,30,1")
     shares = np.array([float(number) for number in numbers])
     if (shares < 0).any() or len(shares) > len(SPLIT_NAMES) or not 0 < shares.sum() < math.inf:
         raise ValueError(f"--split {text} must be one to three shares, none negative, not all zero; like 969,30,1")
@@ -79,11 +97,18 @@ def parse_split(text: str) -> list[float]:
 
 
 def split_ranges(shares: list[float], count: int) -> list[tuple[int, int] | None]:
-    """The range [first, past last) of `count` elements that each split owns; None where its share is zero."""
-    ends = list(itertools.accumulate([0.0, *shares]))
-    return [
-        (round(ends[i] * count), round(ends[i + 1] * count)) if share > 0 else None for i, share in enumerate(shares)
-    ]
+    """Return the range [first, past last) of `count` elements that each split owns; None where its share is zero.
+
+    Example: shares 0.9, 0.1, 0 of 10 elements are (0, 9), (9, 10), None.
+    """
+    borders = list(itertools.accumulate([0.0, *shares]))
+    ranges: list[tuple[int, int] | None] = []
+    for i, share in enumerate(shares):
+        if share > 0:
+            ranges.append((round(borders[i] * count), round(borders[i + 1] * count)))
+        else:
+            ranges.append(None)
+    return ranges
 
 
 def requested_samples(
@@ -95,17 +120,20 @@ def requested_samples(
     iteration: int = 0,
     consumed: int = 0,
 ) -> list[int]:
-    """Samples that a run draws from [train, valid, test]: validation runs every `eval_interval` and once at the end.
+    """Return the samples that a run draws from [train, valid, test].
 
-    A run that goes on after `iteration` has consumed samples in batches of perhaps another size; they count too.
+    Validation runs every `eval_interval` iterations and once at the end. A run resumed at `iteration` has `consumed`
+    samples behind it, in batches of perhaps another size; they count too.
     """
-    evaluations = (max(train_iters, iteration) // eval_interval if eval_interval else 0) + 1
+    evaluations = 1
+    if eval_interval:
+        evaluations += max(train_iters, iteration) // eval_interval
     train = consumed + max(train_iters - iteration, 0) * global_batch_size
     return [train, evaluations * eval_iters * global_batch_size, eval_iters * global_batch_size]
 
 
 def num_epochs(tokens: int, request: IndexRequest) -> int:
-    """E: the fewest passes over `tokens` (> 0) that hold the requested samples."""
+    """Return E, the fewest epochs of `tokens` (> 0) tokens that hold the requested samples."""
     if request.num_samples is None:
         return 1
     needed = request.num_samples * request.seq_length + request.extra_token
@@ -113,12 +141,12 @@ def num_epochs(tokens: int, request: IndexRequest) -> int:
 
 
 def samples_before_final_epoch(tokens: int, epochs: int, request: IndexRequest) -> int:
-    """Samples that lie wholly within the first epochs - 1 passes."""
+    """Return the number of samples that end within the first epochs - 1 epochs."""
     return ((epochs - 1) * tokens - request.extra_token) // request.seq_length
 
 
 def separate_final_epoch(tokens: int, epochs: int, request: IndexRequest) -> bool:
-    """Whether the last epoch is shuffled apart from the others: so little of it is used that it would distort them."""
+    """Return whether the last epoch is shuffled by itself, since less than 80 % of it is used (see _SEPARATE_BELOW)."""
     if epochs == 1:
         return False
     needed = request.num_samples - samples_before_final_epoch(tokens, epochs, request)
@@ -128,84 +156,107 @@ def separate_final_epoch(tokens: int, epochs: int, request: IndexRequest) -> boo
 
 
 def samples_in(tokens: int, request: IndexRequest) -> int:
-    """K: samples that `tokens` laid end to end hold.
+    """Return K, the number of samples in `tokens` tokens laid end to end.
 
-    With drop_last off the count is rounded up in single precision, as the files in the wild have it: above 2**24 tokens
-    it can fall short of the true count. Where it would exceed the true count there is nothing to read, so it is cut.
+    With drop_last off the count is rounded up in single precision, because Megatron's caches were counted so: above 2**24
+    tokens it can be smaller than the true count. Where it would be larger there is nothing to read, and the true one holds.
     """
-    fresh = tokens - request.extra_token  # tokens that some sample has as input
+    input_tokens = tokens - request.extra_token  # tokens that some sample has as input
     if request.drop_last:
-        return fresh // request.seq_length
-    return min(math.ceil(np.float32(fresh) / np.float32(request.seq_length)), -(-fresh // request.seq_length))
+        return input_tokens // request.seq_length
+    count_in_float32 = math.ceil(np.float32(input_tokens) / np.float32(request.seq_length))
+    true_count = -(-input_tokens // request.seq_length)  # rounded up
+    return min(count_in_float32, true_count)
 
 
 def build_document_index(ids: np.ndarray, epochs: int, separate: bool, rng: np.random.RandomState) -> np.ndarray:
-    """`epochs` copies of `ids`, shuffled together, the last copy apart if `separate`. [epochs * len(ids)] int32."""
+    """Return `epochs` copies of `ids` shuffled together, the last copy by itself if `separate`: [epochs * len(ids)] int32."""
     documents = np.empty(epochs * len(ids), np.int64)
     documents.reshape(epochs, len(ids))[:] = ids
-    return _shuffled_in_parts(documents, (epochs - 1) * len(ids) if separate else len(documents), rng, np.int32)
+    num_shuffled_together = (epochs - 1) * len(ids) if separate else len(documents)
+    return _shuffle_in_two_parts(documents, num_shuffled_together, rng, np.int32)
 
 
 def build_sample_index(
     lengths: np.ndarray, document_index: np.ndarray, num_samples: int, seq_length: int, extra_token: int
 ) -> np.ndarray:
-    """Where each sample starts: [num_samples + 1, 2] of (position in document_index, token offset in that document).
+    """Return where each sample starts: [num_samples + 1, 2] of (position in document_index, token offset in that document).
 
-    Row k starts at token k * S of the documents laid end to end. Its document is the one in which the walk of sample
-    k - 1 ended: the first whose end is at or past token k * S + x. So with x = 0 an offset may equal the length, and an
-    empty document is passed over. Past the end of the tokens (drop-last off) the row is the last document's last token.
+    Row k starts at token k * S of the documents laid end to end. Its document is the one in which sample k - 1 ended: the
+    first whose end is at or past token k * S + x. So with x = 0 an offset may equal the length of its document, and an empty
+    document is passed over. Rows past the end of the tokens (drop_last off) are the last document's last token.
 
-    lengths: tokens of every sequence of the file, by id. Cost: some passes over the documents and the rows, no Python loop
-    over either, and no memory beyond the result that grows with them.
+    Megatron walks over documents and samples one by one, in C++. Here a whole chunk of documents is treated at a time: their
+    ends say how many rows have started by each of them, and so which document each row belongs to.
+
+    lengths: tokens of every sequence of the file, by id. Cost: a few passes over the documents and the rows, no Python loop
+    over either, and no memory beyond the result that grows with them. Source: `build_sample_idx` of helpers.cpp.
     """
     longest = max(len(document_index), int(lengths.max(initial=0)))
     rows = np.zeros((num_samples + 1, 2), dtype=np.int32 if longest <= np.iinfo(np.int32).max else np.int64)
-    done, token = 0, 0  # rows after row 0 that are filled; tokens of the documents before
-    for first in range(0, len(document_index), _AT_ONCE):
-        some = lengths[document_index[first : first + _AT_ONCE]].astype(np.int64)
-        starts = np.cumsum(some)
-        token, starts = token + int(starts[-1]), starts + (token - some)
-        # The last row that starts no later than in each of these documents: row k does if k * S + x <= its end.
-        last_rows = np.minimum((starts + (some - extra_token)) // seq_length, num_samples)
-        while done < last_rows[-1]:  # the rows of these documents, so many at a time
-            past = min(done + _AT_ONCE, int(last_rows[-1]))
-            counts = np.diff(np.clip(last_rows, done, past), prepend=done)
-            at = np.repeat(np.arange(len(some)), counts)
-            rows[done + 1 : past + 1, 0] = first + at
-            rows[done + 1 : past + 1, 1] = np.arange(done + 1, past + 1) * seq_length - starts[at]
-            done = past
-    rows[done + 1 :] = len(document_index) - 1, lengths[document_index[-1]] - extra_token
+    num_filled = 0  # rows after row 0 that are filled
+    num_tokens = 0  # tokens of the documents of earlier chunks
+
+    for first in range(0, len(document_index), _CHUNK):
+        # where each document of the chunk begins in the stream of tokens
+        chunk_lengths = lengths[document_index[first : first + _CHUNK]].astype(np.int64)  # [documents]
+        ends_in_chunk = np.cumsum(chunk_lengths)
+        starts = ends_in_chunk + (num_tokens - chunk_lengths)  # [documents]
+        num_tokens += int(ends_in_chunk[-1])
+
+        # the last row that starts no later than in each document: row k does if k * S + x <= the document's end
+        last_rows = (starts + (chunk_lengths - extra_token)) // seq_length
+        last_rows = np.minimum(last_rows, num_samples)  # [documents]
+
+        # the rows that start in these documents, a chunk of rows at a time, since a long document holds many
+        while num_filled < last_rows[-1]:
+            past = min(num_filled + _CHUNK, int(last_rows[-1]))
+            rows_of_document = np.diff(np.clip(last_rows, num_filled, past), prepend=num_filled)  # [documents]
+            document_of_row = np.repeat(np.arange(len(chunk_lengths)), rows_of_document)  # [rows]
+            row_numbers = np.arange(num_filled + 1, past + 1)
+            rows[num_filled + 1 : past + 1, 0] = first + document_of_row
+            rows[num_filled + 1 : past + 1, 1] = row_numbers * seq_length - starts[document_of_row]
+            num_filled = past
+
+    rows[num_filled + 1 :] = len(document_index) - 1, lengths[document_index[-1]] - extra_token
     return rows
 
 
 def build_shuffle_index(before: int, total: int, rng: np.random.RandomState) -> np.ndarray:
-    """The numbers 0..total-1, shuffled below `before` and from `before` on; before == total shuffles them as one."""
-    return _shuffled_in_parts(np.arange(total), before, rng, _shuffle_dtype(total))
+    """Return the numbers 0..total-1, those below `before` shuffled first and the others after them: [total].
+
+    before == total shuffles all of them together.
+    """
+    return _shuffle_in_two_parts(np.arange(total), before, rng, _shuffle_dtype(total))
 
 
 def _shuffle_dtype(total: int) -> type:
     return np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64
 
 
-def _shuffled_in_parts(array: np.ndarray, before: int, rng: np.random.RandomState, dtype: type) -> np.ndarray:
-    """`array` (int64) shuffled, its elements below `before` first, then those from there on; as `dtype`, in its memory.
+def _shuffle_in_two_parts(array: np.ndarray, before: int, rng: np.random.RandomState, dtype: type) -> np.ndarray:
+    """Shuffle array[:before] and then array[before:], and return the array as `dtype`, in the memory of `array` (int64).
 
-    Numpy takes a quarter less time to swap numbers of 8 bytes than of 4, and swaps the same ones.
+    It is shuffled as int64 and narrowed afterwards: numpy swaps numbers of 8 bytes in a quarter less time than numbers of 4,
+    and swaps the same ones.
     """
     rng.shuffle(array[:before])
     if before < len(array):
         rng.shuffle(array[before:])
-    count, size = len(array), np.dtype(dtype).itemsize
-    if size < array.itemsize:
-        for first in range(0, count, _AT_ONCE):
-            some = array[first : first + _AT_ONCE].astype(dtype)
-            array.view(dtype)[first : first + len(some)] = some
-        array.resize(-(-count * size // array.itemsize), refcheck=False)  # the rest goes back to the system
+
+    # narrow in place: a chunk is written over numbers that have already been read
+    count = len(array)
+    itemsize = np.dtype(dtype).itemsize
+    if itemsize < array.itemsize:
+        for first in range(0, count, _CHUNK):
+            chunk = array[first : first + _CHUNK].astype(dtype)
+            array.view(dtype)[first : first + len(chunk)] = chunk
+        array.resize(-(-count * itemsize // array.itemsize), refcheck=False)  # gives the rest back to the system
     return array.view(dtype)[:count]
 
 
-class Passes(NamedTuple):
-    """How often a split is read."""
+class SplitSize(NamedTuple):
+    """The tokens of a split, and how often a run reads them."""
 
     tokens: int  # T
     epochs: int  # E
@@ -213,76 +264,98 @@ class Passes(NamedTuple):
 
 
 def split_tokens(lengths: np.ndarray, request: IndexRequest) -> int:
-    """T: tokens of one epoch of the split."""
+    """Return T, the tokens of one epoch of the split. lengths: tokens of every sequence of the file, by id."""
     return int(lengths[slice(*request.ids_range)].sum(dtype=np.int64))
 
 
-def passes_over(lengths: np.ndarray, request: IndexRequest) -> Passes:
-    """T, E and K of the indices that `build_indices` gives, without building them.
+def split_size(lengths: np.ndarray, request: IndexRequest) -> SplitSize:
+    """Return T, E and K of the indices that `build_indices` gives, without building them.
 
     Raises ValueError if the split cannot fill one sample, however often it is repeated.
     """
     tokens = split_tokens(lengths, request)
-    if tokens == 0 or (request.num_samples is None and samples_in(tokens, request) < 1):
+    has_too_few = tokens == 0
+    if request.num_samples is None:  # one epoch, which is not repeated
+        has_too_few = has_too_few or samples_in(tokens, request) < 1
+    if has_too_few:
         need = request.seq_length + request.extra_token
         first, past = request.ids_range
-        where = f"the split (sequences {first} to {past}) has {tokens} tokens, fewer than the {need} of one sample"
-        raise ValueError(f"{where}; use more data, a larger share in --split or a smaller --seq-length")
+        raise ValueError(
+            f"the split (sequences {first} to {past}) has {tokens} tokens, fewer than the {need} of one sample; use more "
+            "data, a larger share in --split or a smaller --seq-length"
+        )
     epochs = num_epochs(tokens, request)
-    return Passes(tokens, epochs, samples_in(epochs * tokens, request))
+    return SplitSize(tokens, epochs, samples_in(epochs * tokens, request))
 
 
 def shape_problem(indices: Indices, lengths: np.ndarray, request: IndexRequest) -> str | None:
-    """Why these arrays do not have the shapes of `request`; None if they do. Their numbers are not read."""
-    passes = passes_over(lengths, request)
-    documents = passes.epochs * (request.ids_range[1] - request.ids_range[0])
-    for (name, array), shape in zip(
-        indices._asdict().items(), [(documents,), (passes.samples + 1, 2), (passes.samples,)]
-    ):
-        if array.dtype.kind not in "iu" or array.shape != shape:
-            return f"its {name} is {array.dtype} {array.shape}, these data give whole numbers {shape}"
+    """Say why these arrays do not have the shapes of `request`; None if they do. Their numbers are not read."""
+    size = split_size(lengths, request)
+    documents = size.epochs * (request.ids_range[1] - request.ids_range[0])
+    shapes = {"document_index": (documents,), "sample_index": (size.samples + 1, 2), "shuffle_index": (size.samples,)}
+    for name, array in indices._asdict().items():
+        if array.dtype.kind not in "iu" or array.shape != shapes[name]:
+            return f"its {name} is {array.dtype} {array.shape}, these data give whole numbers {shapes[name]}"
     return None
 
 
 def build_indices(lengths: np.ndarray, request: IndexRequest) -> Indices:
-    """All three arrays. lengths: tokens of every sequence of the file, by id. Raises as `passes_over` does."""
-    passes = passes_over(lengths, request)
-    build = _epoch_stable_order if request.epoch_stable else _megatron_order
-    documents, order = build(request, passes)
-    samples = build_sample_index(lengths, documents, passes.samples, request.seq_length, request.extra_token)
-    return Indices(documents, samples, order)
+    """Build the three arrays. lengths: tokens of every sequence of the file, by id. Raises ValueError as `split_size` does."""
+    size = split_size(lengths, request)
+    if request.epoch_stable:
+        document_index, shuffle_index = _epoch_stable_order(request, size)
+    else:
+        document_index, shuffle_index = _megatron_order(request, size)
+    sample_index = build_sample_index(lengths, document_index, size.samples, request.seq_length, request.extra_token)
+    return Indices(document_index, sample_index, shuffle_index)
 
 
-def _megatron_order(request: IndexRequest, passes: Passes) -> tuple[np.ndarray, np.ndarray]:
-    """(document_index, shuffle_index)"""
-    separate = separate_final_epoch(passes.tokens, passes.epochs, request)
-    rng = np.random.RandomState(request.seed)  # its stream is frozen by numpy; used in this order
-    documents = build_document_index(np.arange(*request.ids_range, dtype=np.int32), passes.epochs, separate, rng)
-    return documents, build_shuffle_index(shuffled_first(request, passes)[1], passes.samples, rng)
+def _megatron_order(request: IndexRequest, size: SplitSize) -> tuple[np.ndarray, np.ndarray]:
+    """Return (document_index, shuffle_index) in Megatron's order.
 
-
-def shuffled_first(request: IndexRequest, passes: Passes) -> tuple[int, int]:
-    """How many documents and samples Megatron shuffles together: all, or those before a last epoch that stands apart."""
-    tokens, epochs = passes.tokens, passes.epochs
-    count = request.ids_range[1] - request.ids_range[0]
-    if separate_final_epoch(tokens, epochs, request):
-        return (epochs - 1) * count, samples_before_final_epoch(tokens, epochs, request)
-    return epochs * count, passes.samples
-
-
-def _epoch_stable_order(request: IndexRequest, passes: Passes) -> tuple[np.ndarray, np.ndarray]:
-    """As `_megatron_order`, but the documents of epoch e, and the samples that end in it, are shuffled by (seed, e) alone.
-
-    documents   |--- epoch 0 ---|--- epoch 1 ---|
-    samples     |s0  |s1  |s2  |s3  |s4  |s5  |          s3 begins in epoch 0, ends in epoch 1, and is shuffled with s4, ...
+    One generator draws both, the documents first. RandomState, since numpy never changes the stream of its draws.
     """
-    documents = np.tile(np.arange(*request.ids_range, dtype=np.int32), passes.epochs)
-    order = np.arange(passes.samples, dtype=_shuffle_dtype(passes.samples))
-    # Samples that end before each epoch does; the last one may be short of its end.
-    ends = [(epoch * passes.tokens - request.extra_token) // request.seq_length for epoch in range(passes.epochs)]
-    borders = [0, *ends[1:], passes.samples]
-    for epoch, of_epoch in enumerate(documents.reshape(passes.epochs, -1)):
+    separate = separate_final_epoch(size.tokens, size.epochs, request)
+    rng = np.random.RandomState(request.seed)
+    ids = np.arange(*request.ids_range, dtype=np.int32)
+    document_index = build_document_index(ids, size.epochs, separate, rng)
+    _, num_samples_together = shuffled_together(request, size)
+    return document_index, build_shuffle_index(num_samples_together, size.samples, rng)
+
+
+def shuffled_together(request: IndexRequest, size: SplitSize) -> tuple[int, int]:
+    """Return the numbers of documents and of samples that Megatron shuffles together.
+
+    Those are all, or the ones before the last epoch where that is shuffled by itself:
+
+        epochs      |--- 0 ---|--- 1 ---|--- 2 ---|        3 epochs, of the last one less than 80 % is used
+        documents   |  shuffled together|  alone  |
+        samples     |s0  |s1  |s2  |s3  |s4  |s5  |        samples that end before the last epoch, then the others
+                    |shuffled together  |  alone  |
+    """
+    count = request.ids_range[1] - request.ids_range[0]
+    if separate_final_epoch(size.tokens, size.epochs, request):
+        return (size.epochs - 1) * count, samples_before_final_epoch(size.tokens, size.epochs, request)
+    return size.epochs * count, size.samples
+
+
+def _epoch_stable_order(request: IndexRequest, size: SplitSize) -> tuple[np.ndarray, np.ndarray]:
+    """Return (document_index, shuffle_index) in an order that does not depend on the number of epochs.
+
+    The documents of epoch e, and the samples that end in epoch e, are shuffled by (seed, e) alone:
+
+        documents   |--- epoch 0 ---|--- epoch 1 ---|
+        samples     |s0  |s1  |s2  |s3  |s4  |s5  |        s3 begins in epoch 0, ends in epoch 1, and is shuffled with s4, s5
+    """
+    document_index = np.tile(np.arange(*request.ids_range, dtype=np.int32), size.epochs)
+    shuffle_index = np.arange(size.samples, dtype=_shuffle_dtype(size.samples))
+    # Borders between the samples of one epoch and the next. The last sample may be short of the end of the last epoch.
+    inner_borders = [
+        (epoch * size.tokens - request.extra_token) // request.seq_length for epoch in range(1, size.epochs)
+    ]
+    borders = [0, *inner_borders, size.samples]
+    for epoch, documents_of_epoch in enumerate(document_index.reshape(size.epochs, -1)):
         rng = np.random.RandomState([request.seed, epoch])
-        rng.shuffle(of_epoch)
-        rng.shuffle(order[borders[epoch] : borders[epoch + 1]])
-    return documents, order
+        rng.shuffle(documents_of_epoch)  # a view: shuffles that part of document_index
+        rng.shuffle(shuffle_index[borders[epoch] : borders[epoch + 1]])
+    return document_index, shuffle_index

@@ -1,4 +1,4 @@
-"""Writing token files: PREFIX.bin and PREFIX.idx, in the format that `indexed` describes, document by document."""
+"""Write token files, PREFIX.bin and PREFIX.idx, document by document; `mmap_indexed_dataset` describes the format."""
 
 import contextlib
 import glob
@@ -9,12 +9,12 @@ from typing import BinaryIO
 
 import numpy as np
 
-from megatron.core.datasets.mmap_indexed_dataset import AT_ONCE, DTYPES, HEADER, MAGIC, VERSION
+from megatron.core.datasets.mmap_indexed_dataset import CHUNK_SEQUENCES, DTYPES, HEADER, MAGIC, VERSION
 from megatron.core.storage.atomic_file import UnpublishedFile, atomic_file, remove_abandoned
 
 _CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
-_FILES = ("bin", "idx.lengths", "idx.documents", "idx.modes")  # temporary ones, while documents are added
-_COPY_AT_ONCE = 1 << 20  # bytes
+_FILES = ("bin", "idx.lengths", "idx.documents", "idx.modes")  # temporary files while documents are added
+_COPY_BYTES = 1 << 20  # copied at a time
 Integers = list[int] | np.ndarray
 
 
@@ -24,8 +24,9 @@ class IndexedDatasetWriter:
         with IndexedDatasetWriter(prefix, np.uint16) as writer:
             writer.add_document(tokens)
 
-    Both files appear when the block ends; after an error neither does, and files that were there before stay. Lengths
-    and document ends go to side files meanwhile. One process owns a prefix. multimodal: every sequence has a mode.
+    Both files appear when the block ends; after an error neither does, and earlier files stay. Until then lengths and
+    document ends are written to side files, so that memory does not grow. One process owns a prefix. multimodal: every
+    sequence has a mode.
     """
 
     def __init__(self, prefix: str | Path, dtype: type | np.dtype, *, multimodal: bool = False):
@@ -34,17 +35,17 @@ class IndexedDatasetWriter:
         self.dtype = np.dtype(dtype)
         if self.dtype not in _CODES:
             raise ValueError(f"tokens of dtype {self.dtype} cannot be stored; use one of {[str(d) for d in _CODES]}")
-        self.sequences = self.documents = 0
+        self.documents = 0
+        self.sequences = 0
         self.tokens = 0
         self._cleanup = contextlib.ExitStack()
 
     def __enter__(self) -> "IndexedDatasetWriter":
         remove_abandoned(*_folder_and_pattern(self.prefix))
-        with contextlib.ExitStack() as opened:
-            files = [opened.enter_context(UnpublishedFile(f"{self.prefix}.{ending}")) for ending in _FILES]
-            self._data, self._lengths = files[:2]
-            self._documents, self._modes = files[2:]
-            self._cleanup = opened.pop_all()
+        with contextlib.ExitStack() as stack:  # removes the files that are open if opening another one fails
+            files = [stack.enter_context(UnpublishedFile(f"{self.prefix}.{ending}")) for ending in _FILES]
+            self._data, self._lengths, self._documents, self._modes = files
+            self._cleanup = stack.pop_all()
         self._documents.file.write(struct.pack("<q", 0))
         return self
 
@@ -54,33 +55,35 @@ class IndexedDatasetWriter:
                 self._finish()
 
     def add_document(self, tokens: Integers, lengths: list[int] | None = None, modes: list[int] | None = None) -> None:
-        """One document. lengths: tokens of each of its sequences; None: it is one sequence. modes: of each sequence."""
-        lengths = [len(tokens)] if lengths is None else lengths
+        """Add one document. lengths: tokens of each of its sequences; None: it is one sequence. modes: of each sequence."""
+        if lengths is None:
+            lengths = [len(tokens)]
         self.add_documents(tokens, lengths, [len(lengths)], modes)
 
     def add_documents(
         self, tokens: Integers, lengths: Integers, sequences: Integers, modes: Integers | None = None
     ) -> None:
-        """Several documents. tokens: all of them end to end; lengths: of each sequence; sequences: in each document."""
-        tokens = _integers(tokens)
-        lengths, sequences = _checked(lengths, sequences, len(tokens))
-        if self.multimodal != (modes is not None) or (self.multimodal and len(modes) != len(lengths)):
-            given = "none" if modes is None else len(modes)
-            raise ValueError(f"{len(lengths)} sequences with {given} modes; only multimodal files have one each")
-        self._data.file.write(_stored(tokens, self.dtype).tobytes())
+        """Add several documents. tokens: all of them end to end; lengths: of each sequence; sequences: in each document."""
+        tokens = _as_integers(tokens)
+        lengths, sequences = _check_lengths(lengths, sequences, len(tokens))
+        num_modes = "none" if modes is None else len(modes)
+        expected = len(lengths) if self.multimodal else "none"
+        if num_modes != expected:
+            raise ValueError(f"{len(lengths)} sequences with {num_modes} modes; only multimodal files have one each")
+        self._data.file.write(_as_dtype(tokens, self.dtype).tobytes())
         if self.multimodal:
-            self._modes.file.write(_stored(_integers(modes), np.dtype(np.int8)).tobytes())
+            self._modes.file.write(_as_dtype(_as_integers(modes), np.dtype(np.int8)).tobytes())
         self._add_to_index(lengths, sequences)
 
     def copy_documents(self, source: BinaryIO, offset: int, lengths: Integers, sequences: Integers) -> None:
-        """As `add_documents`, the tokens being the bytes of `source` from `offset` on, little-endian in this dtype.
+        """Add several documents whose tokens are the bytes of `source` from `offset` on, little-endian in this dtype.
 
-        They are copied in constant memory and never made arrays. Raises ValueError if `source` has too few. Not for
-        multimodal files, whose modes it would leave out.
+        lengths and sequences: as in `add_documents`. The bytes are copied in constant memory, without arrays. Raises
+        ValueError if `source` has too few, and for multimodal files, whose modes would be missing.
         """
         if self.multimodal:
             raise ValueError(f"{self.prefix} is multimodal; add its documents with their modes")
-        lengths, sequences = _checked(lengths, sequences)
+        lengths, sequences = _check_lengths(lengths, sequences)
         nbytes = int(lengths.sum(dtype=np.int64)) * self.dtype.itemsize
         _copy_bytes(source, offset, self._data.file, nbytes)
         self._add_to_index(lengths, sequences)
@@ -97,42 +100,49 @@ class IndexedDatasetWriter:
         with atomic_file(f"{self.prefix}.idx") as index:
             code = _CODES[self.dtype]
             index.write(HEADER.pack(MAGIC, VERSION, code, self.sequences, self.documents + 1))
-            for some in self._lengths.chunks(4 * AT_ONCE):
-                index.write(some)
+            # the lengths
+            for chunk in self._lengths.chunks(4 * CHUNK_SEQUENCES):
+                index.write(chunk)
+            # the byte at which each sequence begins
             start = 0
-            for some in self._lengths.chunks(4 * AT_ONCE):
-                sizes = np.frombuffer(some, "<i4").astype(np.int64) * self.dtype.itemsize
+            for chunk in self._lengths.chunks(4 * CHUNK_SEQUENCES):
+                sizes = np.frombuffer(chunk, "<i4").astype(np.int64) * self.dtype.itemsize
                 ends = start + np.cumsum(sizes)
                 index.write((ends - sizes).astype("<i8").tobytes())
                 start = int(ends[-1])
+            # the documents and the modes
             for side_file in (self._documents, self._modes):
-                for some in side_file.chunks(8 * AT_ONCE):
-                    index.write(some)
+                for chunk in side_file.chunks(8 * CHUNK_SEQUENCES):
+                    index.write(chunk)
             with contextlib.suppress(FileNotFoundError):
-                os.remove(f"{self.prefix}.idx")  # an index of earlier data must not meet the new tokens
+                os.remove(f"{self.prefix}.idx")  # an index of earlier data must not be read with the new tokens
             self._data.publish()
 
 
 def _folder_and_pattern(prefix: str) -> tuple[Path, str]:
-    """Where the temporary files of a writer of `prefix` are."""
+    """Return the folder and the file name pattern of the temporary files of a writer of `prefix`."""
     path = Path(prefix)
     return path.parent, f"{glob.escape(path.name)}.[bi][id][nx].*"
 
 
-def _integers(values: Integers) -> np.ndarray:
-    """`values` as an array; an empty list would be one of float64 otherwise."""
+def _as_integers(values: Integers) -> np.ndarray:
+    """Return `values` as an array; an empty list becomes int64, where numpy makes it float64."""
     array = np.asarray(values)
     return array if array.size else array.astype(np.int64)
 
 
-def _checked(lengths: Integers, sequences: Integers, tokens: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Both as arrays. Raises ValueError unless they fit each other and, if given, the number of tokens."""
-    lengths, sequences = _integers(lengths), _integers(sequences)
-    total, least = lengths.sum(dtype=np.int64), lengths.min(initial=0)
-    if sequences.sum() != len(lengths) or least < 0 or tokens not in (None, total):
+def _check_lengths(lengths: Integers, sequences: Integers, tokens: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Return both as arrays. Raises ValueError unless they fit each other and, if given, the number of tokens."""
+    lengths = _as_integers(lengths)
+    sequences = _as_integers(sequences)
+    total = lengths.sum(dtype=np.int64)
+    shortest = lengths.min(initial=0)
+    if tokens is None:
+        tokens = total
+    if sequences.sum() != len(lengths) or shortest < 0 or tokens != total:
         raise ValueError(
-            f"{total if tokens is None else tokens} tokens do not make {len(lengths)} sequences of {total} tokens together, the "
-            f"shortest of {least}, in {len(sequences)} documents of {sequences.sum()} sequences together"
+            f"{tokens} tokens do not make {len(lengths)} sequences of {total} tokens together, the shortest of {shortest}, "
+            f"in {len(sequences)} documents of {sequences.sum()} sequences together"
         )
     if lengths.max(initial=0) > np.iinfo(np.int32).max:
         raise ValueError(f"a sequence of {lengths.max()} tokens is too long; the format ends at 2**31 - 1")
@@ -140,18 +150,18 @@ def _checked(lengths: Integers, sequences: Integers, tokens: int | None = None) 
 
 
 def _copy_bytes(source: BinaryIO, offset: int, target: BinaryIO, count: int) -> None:
-    """Copy `count` bytes of `source` from `offset` on to the end of `target`, some at a time."""
+    """Copy `count` bytes of `source` from `offset` on to the end of `target`, _COPY_BYTES at a time."""
     past = offset + count
     while offset < past:
-        some = os.pread(source.fileno(), min(past - offset, _COPY_AT_ONCE), offset)
-        if not some:
+        chunk = os.pread(source.fileno(), min(past - offset, _COPY_BYTES), offset)
+        if not chunk:
             raise ValueError(f"{source.name} ends {past - offset} bytes early: it is damaged, or was cut off")
-        target.write(some)
-        offset += len(some)
+        target.write(chunk)
+        offset += len(chunk)
 
 
-def _stored(tokens: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """`tokens` in the dtype of the file, or ValueError where that would change a value."""
+def _as_dtype(tokens: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Return `tokens` [n] in the dtype of the file. Raises ValueError where that would change a value."""
     if tokens.ndim != 1:
         raise ValueError(f"tokens must be a flat list of numbers, not of shape {tokens.shape}")
     stored = tokens.astype(dtype.newbyteorder("<"))

@@ -1,4 +1,11 @@
-"""Which words of a sample are hidden, Megatron's choices to the last, and what that needs to know of the tokenizer."""
+"""Choose the words of a sample that are hidden: bit for bit Megatron's choices (`create_masked_lm_predictions`).
+
+A word is one token, or with whole-word masking a token and the "##" pieces after it. Words are visited in random order; at
+each one a span of 1 to max_ngram words begins, which is hidden if it fits the budget and overlaps no earlier span:
+
+    tokens    the  un ##like ##ly  cat  sat          words   [0] [1 2 3] [4] [5]
+    visited   word 1, n = 1: hides 1 2 3             word 3, n = 1: hides 5          budget used up: stop
+"""
 
 import itertools
 from bisect import bisect_right
@@ -26,7 +33,12 @@ class MaskedDataConfig(FlagConfig):
 
 @dataclass(frozen=True)
 class MaskingRules:
-    """How words are hidden. geometric: span lengths as SpanBERT draws them (arXiv:1907.10529), else with weights 1/n."""
+    """The rules by which words are hidden.
+
+    probability: of a word; max_ngram: words of the longest span. whole_words: "##" pieces are hidden with their word.
+    geometric: span lengths are drawn as in SpanBERT (arXiv:1907.10529); else length n has weight 1/n, and with longer_ngrams
+    these weights in reverse.
+    """
 
     probability: float = 0.15
     max_ngram: int = 3
@@ -46,32 +58,37 @@ class MaskingRules:
 def choose_spans(
     words: list[list[int]], count: int, target: int, rules: MaskingRules, rng: np.random.RandomState
 ) -> Iterator[list[int]]:
-    """The positions of one hidden span after the other.
+    """Yield the positions of each hidden span.
 
     words: the positions of each word's tokens; count: tokens of the sample; target: its target length, which bounds the
-    budget too. The generator is shared with the caller, who draws between two spans.
+    budget too. The generator is shared with the caller, who draws between two spans: this is a generator and not a list so
+    that all draws come in Megatron's order.
     """
     budget = min(rules.probability * target, max(1, round(count * rules.probability)))
-    weights = 1.0 / np.arange(1, rules.max_ngram + 1)
+
+    # the cumulative distribution of span lengths, as RandomState.choice computes it at each draw
+    weights = 1.0 / np.arange(1, rules.max_ngram + 1)  # [max_ngram]
     weights /= weights.sum(keepdims=True)
-    weights = weights[::-1] if rules.longer_ngrams else weights
-    # The sums of RandomState.choice, which would form them anew at each draw.
-    chances = np.cumsum(weights / weights.sum(keepdims=True))
-    chances = (chances / chances[-1]).tolist()
-    starts = list(range(len(words)))
-    rng.shuffle(starts)
+    if rules.longer_ngrams:
+        weights = weights[::-1]
+    cumulative = np.cumsum(weights / weights.sum(keepdims=True))
+    cumulative = (cumulative / cumulative[-1]).tolist()
+
+    first_words = list(range(len(words)))
+    rng.shuffle(first_words)
     hidden: set[int] = set()
-    for start in starts:
+    for first_word in first_words:
         if len(hidden) >= budget:
             return
         if rules.geometric:
             size = min(int(rng.geometric(0.2)), rules.max_ngram)
         else:
-            size = 1 + bisect_right(chances, rng.random_sample())
-        span = joined_lists(words[start : start + size])
+            size = 1 + bisect_right(cumulative, rng.random_sample())
+        # shorten the span until it fits the budget
+        span = concatenate(words[first_word : first_word + size])
         while len(hidden) + len(span) > budget and size > 1:
             size -= 1
-            span = joined_lists(words[start : start + size])
+            span = concatenate(words[first_word : first_word + size])
         if len(hidden) + len(span) > budget or hidden.intersection(span):
             continue
         hidden.update(span)
@@ -80,9 +97,10 @@ def choose_spans(
 
 @dataclass(frozen=True)
 class WordPieces:
-    """What the masked data sets know of the tokenizer. words: the text of each token id; tokenizer: its name, for messages.
+    """The tokens that the masked data sets need of a tokenizer.
 
-    pad_is_text: texts hold `pad` too.
+    words: the text of each token id; tokenizer: its name, for messages. pad_is_text: `pad` also occurs in texts. without_row:
+    its tokens that the model's embedding has no row for, by id.
     """
 
     words: tuple[str, ...]
@@ -95,20 +113,21 @@ class WordPieces:
     sentinels: tuple[int, ...] = ()
     tokenizer: str = "the tokenizer of this run"
     pad_is_text: bool = False
-    beyond: Mapping[int, str] = field(default_factory=dict, hash=False)  # its tokens that the model has no row for
+    without_row: Mapping[int, str] = field(default_factory=dict, hash=False)
 
     def whole_words(self, tokens: list[int], whole: bool) -> list[list[int]]:
-        """The positions of each word's tokens, without those of CLS and SEP; whole False: each token is a word."""
-        found: list[list[int]] = []
+        """Return the positions of each word's tokens, without CLS and SEP. whole False: each token is a word."""
+        positions_of_words: list[list[int]] = []
         for position, token in enumerate(tokens):
             if token in (self.cls, self.sep):
                 continue
-            if whole and found and self.words[token].startswith("##"):
-                found[-1].append(position)
+            continues_word = whole and positions_of_words and self.words[token].startswith("##")
+            if continues_word:
+                positions_of_words[-1].append(position)
             else:
-                found.append([position])
-        return found
+                positions_of_words.append([position])
+        return positions_of_words
 
 
-def joined_lists(lists: Iterable[list[int]]) -> list[int]:
+def concatenate(lists: Iterable[list[int]]) -> list[int]:
     return list(itertools.chain.from_iterable(lists))

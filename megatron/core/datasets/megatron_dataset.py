@@ -15,7 +15,9 @@ LowLevelDataset = Any
 
 @dataclass(eq=False)
 class MegatronDataset(torch.utils.data.Dataset):
-    """Samples of one file in one split. A subclass makes what it needs in `_finalize`, and has `__len__` and `__getitem__`.
+    """Samples of one file in one split.
+
+    A subclass builds what it needs in `_finalize`, and has `__len__` and `__getitem__`.
 
     indices: the elements of the file, as `numel_low_level_dataset` counts them, that the split has. num_samples: at least so
     many; None: one epoch.
@@ -32,7 +34,7 @@ class MegatronDataset(torch.utils.data.Dataset):
         self._finalize()
 
     def _finalize(self) -> None:
-        """Called once, when the fields are there."""
+        """Build what the subclass needs; called once, after the fields are set."""
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: LowLevelDataset) -> int:
@@ -45,7 +47,7 @@ class MegatronDataset(torch.utils.data.Dataset):
 
 @dataclass(eq=False)
 class WithMask:
-    """Samples as tensors, with the mask that a loop of its own passes to the model, unless its config says otherwise.
+    """Samples as tensors, with the attention mask that Megatron's data sets have unless their config says otherwise.
 
     The mask: bool [1, s, s], True where attention is masked.
     """
@@ -60,9 +62,11 @@ class WithMask:
         item = dict(self.samples[i])
         documents = item.pop("document_ids", None)
         if self.config.create_attention_mask:
-            later = np.triu(np.ones((self.config.sequence_length,) * 2, bool), 1)
-            masked = later if documents is None else later | (documents[:, None] != documents[None, :])
-            item["attention_mask"] = masked[None]
+            length = self.config.sequence_length
+            masked = np.triu(np.ones((length, length), bool), 1)  # [s, s], True where the key comes after the query
+            if documents is not None:
+                masked = masked | (documents[:, None] != documents[None, :])  # [s, s], or is in another document
+            item["attention_mask"] = masked[None]  # [1, s, s]
         return {name: torch.from_numpy(array) for name, array in item.items()}
 
 

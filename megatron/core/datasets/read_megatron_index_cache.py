@@ -1,11 +1,11 @@
-"""Index caches that Megatron-LM left: found by their descriptions, taken if every number fits the data.
+"""Find index caches that Megatron-LM left, by their descriptions, and take them if every number fits the data.
 
     FOLDER/{md5}-GPTDataset-{split}-description.txt          JSON whose md5 is in the name
     FOLDER/{md5}-GPTDataset-{split}-{document,sample,shuffle}_index.npy
     FOLDER/{md5}-BlendedDataset-{split}-{dataset,dataset_sample}_index.npy
     PREFIX_{split}_indexmap_{n}ns_{s}sl_{seed}s_{doc,sample,shuffle}_idx.npy     versions before 2023: no description
 
-Neither names nor descriptions depend on the content of the data, and nothing protects the arrays. Therefore every number is
+Neither names nor descriptions depend on the content of the data, and no hash protects the arrays. Therefore every number is
 checked; only that the shuffled orders were drawn from the seed is taken on trust. A cache that passes is copied into an
 `IndexCache`, which later runs read.
 """
@@ -23,34 +23,37 @@ from megatron.core.datasets.index_map import (
     IndexRequest,
     Indices,
     build_sample_index,
-    passes_over,
     shape_problem,
-    shuffled_first,
+    shuffled_together,
+    split_size,
 )
 
-Described = Callable[[Path, str], list[tuple[Path, dict[str, Any]]]]  # `descriptions`, cached while a run builds
+# The function `descriptions`, whose results are cached while a run builds.
+Described = Callable[[Path, str], list[tuple[Path, dict[str, Any]]]]
 
 
 def descriptions(folder: Path, name: str) -> list[tuple[Path, dict[str, Any]]]:
-    """(path without its ending, description) of each cache of Megatron's in `folder`. name: of the class and split.
+    """Return (path without its ending, description) of each cache of Megatron's in `folder`.
 
-    A path to the data is cut to its last part, since data move. A file is passed over if its name lacks the md5 of its text.
+    name: of the class and split. A path to the data in a description is cut to its last part, since data move. A file is
+    ignored if its name lacks the md5 of its text.
     """
-    found = []
+    result = []
     for path in sorted(folder.glob(f"*-{name}-description.txt")):
         try:
             text = path.read_bytes()
             fields = json.loads(text)
         except (OSError, ValueError, RecursionError):
             continue
-        if path.name.split("-")[0] == hashlib.md5(text, usedforsecurity=False).hexdigest() and isinstance(fields, dict):
+        md5 = hashlib.md5(text, usedforsecurity=False).hexdigest()
+        if path.name.split("-")[0] == md5 and isinstance(fields, dict):
             fields["dataset_path"] = Path(str(fields.get("dataset_path"))).name
-            found.append((path.with_name(path.name.removesuffix("-description.txt")), fields))
-    return found
+            result.append((path.with_name(path.name.removesuffix("-description.txt")), fields))
+    return result
 
 
 @dataclass(frozen=True)
-class Wanted:
+class MegatronCache:
     """A cache that Megatron-LM may have left.
 
     name: of the class and split; fields: entries of its description; arrays: their names. problem(arrays) says why arrays
@@ -65,45 +68,60 @@ class Wanted:
     older: str = ""
 
     def find(self, described: Described, say: Callable[[str], None]) -> tuple[str, tuple[np.ndarray, ...]] | None:
-        """Where the first cache that fits is, and its arrays. `say` hears why others do not fit."""
-        stems = [stem for stem, fields in described(self.folder, self.name) if fields | self.fields == fields]
-        caches = [(f"{stem}*", [f"{stem}-{name}.npy" for name in self.arrays]) for stem in stems]
+        """Return the path of the first cache that fits, and its arrays. `say` takes the reasons why others do not fit."""
+        # caches whose description has all our fields, with our values
+        caches = []
+        for stem, fields in described(self.folder, self.name):
+            if fields | self.fields == fields:
+                caches.append((f"{stem}*", [f"{stem}-{name}.npy" for name in self.arrays]))
+        # files from before 2023, which have no description
         older = [f"{self.older}_{name}_idx.npy" for name in ("doc", "sample", "shuffle")]
         if Path(older[0]).is_file():
             caches.append((f"{self.older}*", older))
-        for place, paths in caches:
+
+        for pattern, paths in caches:
             try:
                 arrays = [np.lib.format.open_memmap(path, mode="r") for path in paths]
-            except Exception as error:  # of many types: numpy reads the header as if it were a line of Python
+            except Exception as error:  # can have many types: numpy reads the header as if it were a line of Python
                 problem = f"it cannot be read ({error})"
             else:
                 problem = self.problem(arrays)
             if problem is None:
-                return place, tuple(arrays)
-            say(f"index cache {place} is not taken: {problem}")
+                return pattern, tuple(arrays)
+            say(f"index cache {pattern} is not taken: {problem}")
         return None
 
 
 def index_problem(arrays: Sequence[np.ndarray], lengths: np.ndarray, request: IndexRequest) -> str | None:
-    """Why these arrays cannot be those of `request`, for sequences of these lengths; None if they can."""
+    """Say why these arrays cannot be those of `request`, for sequences of these lengths; None if they can."""
     indices = Indices(*arrays)
-    if problem := shape_problem(indices, lengths, request):
+    problem = shape_problem(indices, lengths, request)
+    if problem is not None:
         return problem
-    documents, order = indices.document_index, indices.shuffle_index
-    borders = shuffled_first(request, passes_over(lengths, request))
-    if not all(_holds_each(part, *request.ids_range) for part in np.split(documents, borders[:1])):
-        return "its document_index does not hold each document of the split once an epoch"
-    samples = build_sample_index(lengths, documents, len(order), request.seq_length, request.extra_token)
+    num_documents_together, num_samples_together = shuffled_together(request, split_size(lengths, request))
+
+    # each of the two parts that are shuffled by themselves holds each document equally often
+    for documents in np.split(indices.document_index, [num_documents_together]):
+        if not _holds_each(documents, *request.ids_range):
+            return "its document_index does not hold each document of the split once an epoch"
+
+    # the sample index follows from the document index
+    samples = build_sample_index(
+        lengths, indices.document_index, len(indices.shuffle_index), request.seq_length, request.extra_token
+    )
     if not np.array_equal(samples, indices.sample_index):
         return "its sample_index is that of other data"
-    parts = zip((0, borders[1]), np.split(order, borders[1:]))
-    if not all(_holds_each(part, first, first + len(part)) for first, part in parts):
+
+    # each of the two parts of the shuffle holds its own samples once
+    first, rest = np.split(indices.shuffle_index, [num_samples_together])
+    first_holds_each = _holds_each(first, 0, len(first))
+    if not first_holds_each or not _holds_each(rest, num_samples_together, num_samples_together + len(rest)):
         return "its shuffle_index does not hold each sample once"
     return None
 
 
 def _holds_each(array: np.ndarray, first: int, past: int) -> bool:
-    """Whether `array` holds the numbers [first, past) and no other, all equally often."""
+    """Return whether `array` holds the numbers [first, past) and no other, all equally often."""
     if not len(array):
         return True
     if not first <= array.min() <= array.max() < past:
@@ -112,7 +130,9 @@ def _holds_each(array: np.ndarray, first: int, past: int) -> bool:
     return bool((counts == counts[0]).all())
 
 
-def order_problem(arrays: list[np.ndarray], right: tuple[np.ndarray, ...]) -> str | None:
-    """Why `arrays` are not the order of a blend, which follows from its weights alone; None if they are `right`."""
-    same = all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in zip(arrays, right, strict=True))
-    return None if same else "its order is that of another blend"
+def order_problem(arrays: list[np.ndarray], expected: tuple[np.ndarray, ...]) -> str | None:
+    """Say why `arrays` are not the order of a blend, which follows from its weights alone; None if they are `expected`."""
+    for array, expected_array in zip(arrays, expected, strict=True):
+        if array.dtype != expected_array.dtype or not np.array_equal(array, expected_array):
+            return "its order is that of another blend"
+    return None

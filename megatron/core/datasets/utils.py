@@ -8,7 +8,7 @@ Split = IntEnum("Split", ["train", "valid", "test"], start=0)
 
 
 def compile_helpers() -> None:
-    """Nothing to do: sample indices are built without compiled code."""
+    """Do nothing: sample indices are built without compiled code."""
 
 
 __getattr__ = names_of_megatron(__name__)

@@ -1,7 +1,7 @@
-"""Tokenizers that the package `tokenizers` runs: BERT's word pieces, GPT-2's BPE, tokenizer.json, TikToken vocabularies.
+"""Tokenizers over the package `tokenizers`: BERT's word pieces, GPT-2's BPE, tokenizer.json, TikToken vocabularies.
 
-Ids are those of Hugging Face transformers for the same files. Text never gives the special tokens of BERT, GPT-2 and
-TikToken files: "[SEP]" or "<|endoftext|>" in a document is read as the characters it is made of.
+Ids are those of Hugging Face transformers for the same files. No text gives the special tokens of BERT, GPT-2 and TikToken
+files: "[SEP]" or "<|endoftext|>" in a document is read as the characters it is made of.
 """
 
 import base64
@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core.base.lazy_imports import optional_package
-from megatron.core.tokenizers.hf_special_tokens import object_in
+from megatron.core.tokenizers.hf_special_tokens import read_json_object
 
-# How byte-level BPE cuts text into words: GPT-2's own pattern.
+# GPT-2's own pattern, by which byte-level BPE cuts text into words.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 _GPT2_END = "<|endoftext|>"
 
 TIK_SPECIAL = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
-TIK_LARGEST = 1 << 17  # ids of a TikToken file without --vocab-size, which is as many as Megatron takes
+TIK_MAX_IDS = 1 << 17  # of a TikToken file without --vocab-size, as in Megatron
 TIK_PATTERNS = {
     "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
     "v2": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
@@ -35,10 +35,10 @@ TIK_PATTERNS = {
 class LibraryTokenizer:
     """A tokenizer of the `tokenizers` library. path: the file that it was read from.
 
-    special: token -> id of special tokens that the library does not know, so that no text gives them. words: a pattern
-    that cuts
-    text into words which no token crosses, None without such a pattern; never: strings that tokens may cross all the same.
-    pad_is_text: texts hold `pad` too.
+    special: token -> id of special tokens that the library does not know, so that no text gives them. word_pattern: a regular
+    expression that cuts text into words which no token crosses; None without one. added_tokens: strings that tokens may cross
+    all the same. pad_is_text: `pad` also occurs in texts. additional_special_tokens_ids: a T5's sentinels, from <extra_id_0>
+    on. hashed_changes: changes of ids or rules by files beside `path`, which the tokenizer's hash includes.
     """
 
     name: str
@@ -47,16 +47,16 @@ class LibraryTokenizer:
     eod: int | None
     pad: int | None = None
     special: dict[str, int] = field(default_factory=dict)
-    words: str | None = None
-    never: Sequence[str] = ()
+    word_pattern: str | None = None
+    added_tokens: Sequence[str] = ()
     pad_is_text: bool = False
     bos: int | None = None
     eos: int | None = None
     cls: int | None = None
     sep: int | None = None
     mask: int | None = None
-    additional_special_tokens_ids: list[int] = field(default_factory=list)  # a T5's sentinels, from <extra_id_0> on
-    beside: list[Any] = field(default_factory=list)  # what files beside `path` change of its ids, for a hash
+    additional_special_tokens_ids: list[int] = field(default_factory=list)
+    hashed_changes: list[Any] = field(default_factory=list)
 
     @functools.cached_property
     def vocab_size(self) -> int:
@@ -75,39 +75,40 @@ class LibraryTokenizer:
 
     @property
     def rules(self) -> dict[str, Any]:
-        """How text is cut into tokens, beside the tokens themselves: `normalizer`, `pre_tokenizer` and `model`.
+        """The rules that cut text into tokens: `normalizer`, `pre_tokenizer` and `model` without its vocabulary.
 
-        They are as the library writes them, with all defaults."""
-        held = json.loads(self.library.to_str())
+        They are as the library writes them, with all defaults.
+        """
+        content = json.loads(self.library.to_str())
         return {
-            "normalizer": held["normalizer"],
-            "pre_tokenizer": held["pre_tokenizer"],
-            "model": {name: value for name, value in held["model"].items() if name != "vocab"},
+            "normalizer": content["normalizer"],
+            "pre_tokenizer": content["pre_tokenizer"],
+            "model": {name: value for name, value in content["model"].items() if name != "vocab"},
         }
 
     def tokenize(self, text: str) -> list[int]:
-        """Ids of `text`, including those that the tokenizer's template adds, such as a first `<s>`."""
-        with self.naming_panics():
+        """Return the ids of `text`, including those that the tokenizer's template adds, such as a first `<s>`."""
+        with self.panics_as_errors():
             return self.library.encode(text).ids
 
     def tokenize_batch(self, texts: list[str]) -> list[list[int]]:
-        """`tokenize` of each text; faster, since no positions in the text are recorded."""
-        with self.naming_panics():
+        """Return the ids of each text, as `tokenize` does; faster, since no positions in the text are recorded."""
+        with self.panics_as_errors():
             return [encoding.ids for encoding in self.library.encode_batch_fast(texts)]
 
     def tokenize_sentences(self, texts: list[str]) -> list[list[int]]:
-        """Ids of each text without those that the template adds: parts of a sample, around which data sets put tokens."""
-        with self.naming_panics():
+        """Return the ids of each text without the template's: data sets put special tokens around their samples themselves."""
+        with self.panics_as_errors():
             return [encoding.ids for encoding in self.library.encode_batch_fast(texts, add_special_tokens=False)]
 
     def detokenize(self, ids: list[int]) -> str:
-        """Text of `ids`, special tokens included."""
+        """Return the text of `ids`, special tokens included."""
         if not self.special:
             return self.library.decode(list(ids), skip_special_tokens=False)
         return self.library.decoder.decode([self.inv_vocab[int(i)] for i in ids])
 
     @contextlib.contextmanager
-    def naming_panics(self) -> Iterator[None]:
+    def panics_as_errors(self) -> Iterator[None]:
         """Turn a panic of the library into a ValueError. Its class cannot be imported and is no subclass of Exception."""
         try:
             yield
@@ -122,9 +123,8 @@ class LibraryTokenizer:
 class WordPieceTokenizer(LibraryTokenizer):
     """BERT's word pieces, with [BOS], [EOS] and the <extra_id_...> sentinels after the ids of the file, as in Megatron.
 
-    rows: words of the model, None if it has as many as the tokenizer. A published BERT has a row for each line of its
-    file and
-    no more; its tokenizer then has the ids of the file alone, and no token that ends a document.
+    rows: of the model's embedding, None if it has as many as the tokenizer. A published BERT has a row for each line of its
+    file and no more; its tokenizer then has the ids of the file alone, and no token that ends a document.
     """
 
     def __init__(self, name: str, tokenizer: Any, extra_ids: int, path: str, rows: int | None = None):
@@ -132,17 +132,22 @@ class WordPieceTokenizer(LibraryTokenizer):
         missing = [token for token in ("[CLS]", "[SEP]", "[MASK]", "[PAD]") if token not in vocab]
         if missing:
             raise ValueError(f"{path} has no {', '.join(missing)}; is it BERT's vocab.txt?")
+
+        # number the tokens that the file does not have
         sentinels = [f"<extra_id_{i}>" for i in range(extra_ids)]
         first = max(vocab.values()) + 1
         added = [token for token in ("[BOS]", "[EOS]", *sentinels) if token not in vocab]
         if rows is not None and first + len(added) > rows:
             added = [token for token in sentinels if token not in vocab]
         special = {token: first + i for i, token in enumerate(added)}
+
         ids = vocab | special
         super().__init__(name, path, tokenizer, ids.get("[EOS]"), ids["[PAD]"], special)
-        self.cls, self.sep = ids["[CLS]"], ids["[SEP]"]
+        self.cls = ids["[CLS]"]
+        self.sep = ids["[SEP]"]
         self.mask = ids["[MASK]"]
-        self.bos, self.eos = ids.get("[BOS]"), ids.get("[EOS]")
+        self.bos = ids.get("[BOS]")
+        self.eos = ids.get("[EOS]")
         self.additional_special_tokens_ids = [ids[token] for token in sentinels]
 
 
@@ -152,7 +157,7 @@ def check_exists(path: str, flag: str) -> None:
 
 
 def bert_word_piece_tokenizer(config: Any) -> WordPieceTokenizer:
-    """The tokenizer of the published BERT models: vocab.txt has one token a line, its id being the line's number.
+    """Build the tokenizer of the published BERT models: vocab.txt has one token a line, whose number is its id.
 
     A tokenizer_config.json beside it says whether accents are stripped and Chinese characters are words of their own.
     """
@@ -167,25 +172,32 @@ def bert_word_piece_tokenizer(config: Any) -> WordPieceTokenizer:
     if "[UNK]" not in vocab:
         raise ValueError(f"{path} has no [UNK]; is it BERT's vocab.txt?")
     tokenizer = library.Tokenizer(library.models.WordPiece(vocab, unk_token="[UNK]"))
+
+    # how text is cut
     lower = config.tokenizer_type == "BertWordPieceLowerCase"
-    said = object_in(os.path.dirname(path), "tokenizer_config.json")
-    told = {
-        "strip_accents": said.get("strip_accents"),
-        "tokenize_chinese_chars": said.get("tokenize_chinese_chars", True),
+    settings = read_json_object(os.path.dirname(path), "tokenizer_config.json")
+    rules = {
+        "strip_accents": settings.get("strip_accents"),
+        "tokenize_chinese_chars": settings.get("tokenize_chinese_chars", True),
     }
     tokenizer.normalizer = library.normalizers.BertNormalizer(
-        lowercase=lower, strip_accents=told["strip_accents"], handle_chinese_chars=bool(told["tokenize_chinese_chars"])
+        lowercase=lower,
+        strip_accents=rules["strip_accents"],
+        handle_chinese_chars=bool(rules["tokenize_chinese_chars"]),
     )
     tokenizer.pre_tokenizer = library.pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = library.decoders.WordPiece()
-    extra_ids, rows = config.vocab_extra_ids, config.model_vocab_size
-    made = WordPieceTokenizer(config.tokenizer_type, tokenizer, extra_ids, config.vocab_file, rows)
-    made.beside = [] if told == {"strip_accents": None, "tokenize_chinese_chars": True} else [told]
-    return made
+
+    result = WordPieceTokenizer(
+        config.tokenizer_type, tokenizer, config.vocab_extra_ids, config.vocab_file, config.model_vocab_size
+    )
+    if rules != {"strip_accents": None, "tokenize_chinese_chars": True}:  # only then, so that earlier hashes stay
+        result.hashed_changes = [rules]
+    return result
 
 
 def gpt2_bpe_tokenizer(config: Any) -> LibraryTokenizer:
-    """GPT-2's byte-level BPE. `<|endoftext|>` within a text is read as the characters it is made of, as in Megatron."""
+    """Build GPT-2's byte-level BPE. `<|endoftext|>` within a text is read as the characters it is made of, as in Megatron."""
     library = optional_package("tokenizers", config.tokenizer_type)
     check_exists(config.vocab_file, "--vocab-file")
     check_exists(config.merge_file, "--merge-file")
@@ -199,10 +211,11 @@ def gpt2_bpe_tokenizer(config: Any) -> LibraryTokenizer:
     eod = tokenizer.token_to_id(_GPT2_END)
     if eod is None:
         raise ValueError(f"{config.vocab_file} has no {_GPT2_END}, which ends documents; is it GPT-2's vocab.json?")
-    return LibraryTokenizer("GPT2BPETokenizer", config.vocab_file, tokenizer, eod, None, words=GPT2_PATTERN)
+    return LibraryTokenizer("GPT2BPETokenizer", config.vocab_file, tokenizer, eod, word_pattern=GPT2_PATTERN)
 
 
-def json_of(path: str, kind: str) -> Any:
+def read_json(path: str, kind: str) -> Any:
+    """Return the content of a JSON file. Raises ValueError. kind: what the file should be, for the message."""
     try:
         with open(path, encoding="utf-8") as file:
             return json.load(file)
@@ -211,39 +224,53 @@ def json_of(path: str, kind: str) -> Any:
 
 
 def tik_tokenizer(config: Any) -> LibraryTokenizer:
-    """Byte-level BPE from a JSON list of {"rank", "token_bytes" (base64), "token_str"} in the order of ranks.
+    """Build byte-level BPE from a JSON list of {"rank", "token_bytes" (base64), "token_str"} in the order of ranks.
 
     Ids: --tiktoken-num-special-tokens special ones, then the ranks, up to --vocab-size ids in all.
     """
     library = optional_package("tokenizers", config.tokenizer_type)
     check_exists(config.tokenizer_model, "--tokenizer-model")
     count = config.tiktoken_num_special_tokens
-    tokens = _ranked_tokens(config.tokenizer_model, (config.vocab_size or TIK_LARGEST) - count)
+    max_ids = config.vocab_size or TIK_MAX_IDS
+    tokens = _ranked_tokens(config.tokenizer_model, max_ids - count)
     if config.vocab_size is not None and len(tokens) + count != config.vocab_size:
         raise ValueError(
             f"{config.tokenizer_model} has {len(tokens)} tokens, with {count} special ones {len(tokens) + count}: fewer "
             f"than --vocab-size ({config.vocab_size}); lower it, or leave it out"
         )
+
+    # the library's BPE works on letters, one for each byte
     letters = byte_letters()
-    spelled = {"".join(letters[byte] for byte in token): count + rank for rank, token in enumerate(tokens)}
-    model = library.models.BPE(vocab=spelled, merges=_merges(spelled), ignore_merges=True)
-    tokenizer = library.Tokenizer(model)
-    words = TIK_PATTERNS[config.tiktoken_pattern]
-    cut = library.pre_tokenizers.Split(library.Regex(words), "isolated")
-    as_bytes = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = library.pre_tokenizers.Sequence([cut, as_bytes])
+    vocab = {"".join(letters[byte] for byte in token): count + rank for rank, token in enumerate(tokens)}
+    tokenizer = library.Tokenizer(library.models.BPE(vocab=vocab, merges=_merges(vocab), ignore_merges=True))
+    word_pattern = TIK_PATTERNS[config.tiktoken_pattern]
+    split_words = library.pre_tokenizers.Split(library.Regex(word_pattern), "isolated")
+    as_letters = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = library.pre_tokenizers.Sequence([split_words, as_letters])
     tokenizer.decoder = library.decoders.ByteLevel()
+
+    # special tokens take the first ids
     names = list(config.tiktoken_special_tokens or TIK_SPECIAL[:count])
     names += [f"<SPECIAL_{i}>" for i in range(len(names), count)]
     special = {name: i for i, name in enumerate(names)}
-    end, pad = special["</s>"], special.get("<pad>")
-    return LibraryTokenizer("TikTokenizer", config.tokenizer_model, tokenizer, end, pad, special, words)
+    return LibraryTokenizer(
+        "TikTokenizer",
+        config.tokenizer_model,
+        tokenizer,
+        eod=special["</s>"],
+        pad=special.get("<pad>"),
+        special=special,
+        word_pattern=word_pattern,
+    )
 
 
-def _ranked_tokens(path: str, largest: int) -> list[bytes]:
-    """The first `largest` tokens of a TikToken file. Raises ValueError unless ranks are 0, 1, ... and bytes come first."""
+def _ranked_tokens(path: str, max_count: int) -> list[bytes]:
+    """Read the first `max_count` tokens of a TikToken file, by rank.
+
+    Raises ValueError unless ranks are 0, 1, ... and the first 256 tokens are the single bytes.
+    """
     kind = "a list of rank and token_bytes, as TikTokenizer needs it"
-    entries = json_of(path, kind)
+    entries = read_json(path, kind)
     try:
         ranks = [entry["rank"] for entry in entries]
         tokens = [base64.b64decode(entry["token_bytes"], validate=True) for entry in entries]
@@ -253,25 +280,30 @@ def _ranked_tokens(path: str, largest: int) -> list[bytes]:
         raise ValueError(f"{path}: ranks must be 0, 1, 2, ..., and the first 256 tokens the 256 bytes")
     if len(set(tokens)) < len(tokens):
         raise ValueError(f"{path} has a token twice")
-    return tokens[:largest]
+    return tokens[:max_count]
 
 
 @functools.cache
 def byte_letters() -> list[str]:
-    """The letter that byte-level BPE writes for each byte: itself where it is printable, else the next one from U+0100."""
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = iter(range(0x100, 0x200))
-    return [chr(byte if byte in shown else next(hidden)) for byte in range(256)]
+    """Return the letter that byte-level BPE writes for each byte: [256].
+
+    A printable byte is itself; the others get the letters from U+0100 on. Source: `bytes_to_unicode` of GPT-2's encoder.py.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    substitutes = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(substitutes)) for byte in range(256)]
 
 
 def _merges(ranks: dict[str, int]) -> list[tuple[str, str]]:
-    """Every way to put a token together from two others, in the order of the tokens' ranks.
+    """Return every pair of tokens that joins to a third one, in the order of the joined tokens' ranks.
 
-    BPE over ranks joins the neighbours whose union ranks lowest, however it is cut; so all cuts are listed.
+    TikToken joins the two neighbours whose union has the lowest rank, whichever pair it is. The library's BPE follows a list
+    of pairs; so all pairs are listed.
     """
-    return [
-        (token[:cut], token[cut:])
-        for token in ranks
-        for cut in range(1, len(token))
-        if token[:cut] in ranks and token[cut:] in ranks
-    ]
+    merges = []
+    for token in ranks:
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in ranks and right in ranks:
+                merges.append((left, right))
+    return merges

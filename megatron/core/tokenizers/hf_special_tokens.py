@@ -1,29 +1,29 @@
-"""The tokens that a folder's tokenizer.json lacks and the files beside it name, with the ids that transformers gives them.
+"""The special tokens of a Hugging Face folder, with the ids that transformers gives them.
+
+A tokenizer.json may lack tokens that only the files beside it name:
 
     tokenizer_config.json     added_tokens_decoder, bos_token, eos_token, ..., additional_special_tokens,
-                              extra_special_tokens,
-                              add_bos_token, add_eos_token
+                              extra_special_tokens, add_bos_token, add_eos_token
     special_tokens_map.json   the same names, and
     added_tokens.json         token -> id; both are read only where tokenizer_config.json has no added_tokens_decoder
 
-A token that tokenizer.json does not have gets the next free id, in this order: those of added_tokens_decoder by its ids
-(which
-count for the order alone), the named ones, the others. transformers 4.57 and 5.23 read the files in slightly different ways:
+A token that tokenizer.json does not have gets the next free id, in this order: the tokens of added_tokens_decoder by their
+ids (which matter for the order alone), the named ones, the others. transformers 4.57 and 5.23 read the files in slightly
+different ways:
 
                                                    4.57                         5.23
-    add_bos_token, add_eos_token                   hold for `_TEMPLATE_OF_4`    never; tokenizer.json's template holds
+    add_bos_token, add_eos_token                   for classes in               ignored; tokenizer.json's template counts
+                                                   `_TEMPLATE_OF_4`
     extra_special_tokens, a list                   cannot be read               further special tokens
     image_token and the like, outside of           ignored                      special tokens
       extra_special_tokens
     order of the others                            additional_special_tokens,   then the lists
                                                    then those with a name
 
-`SpecialTokens` is what one of them makes of the files. How text is cut is what tokenizer.json says, which 4.57 follows,
-and a
-few keys of tokenizer_config.json (do_lower_case, split_special_tokens, add_prefix_space and the like). 5.23 has rules of
-its own
-for a LlamaTokenizer (no space is put before a text that begins with one) and a GPT2Tokenizer, which count where that version
-was chosen (`hugging_face`).
+`SpecialTokens` is the result of one version. How text is cut is decided by tokenizer.json, which 4.57 follows, and by a few
+keys of tokenizer_config.json (do_lower_case, split_special_tokens, add_prefix_space and the like). 5.23 has rules of its own
+for a LlamaTokenizer (no space is put before a text that begins with one) and a GPT2Tokenizer, which are applied where that
+version was chosen (`huggingface_tokenizer`).
 """
 
 import json
@@ -35,9 +35,9 @@ from typing import Any
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
-# What the classes of transformers name where tokenizer_config.json does not; without "Fast" at the end.
+# The tokens of transformers' classes where tokenizer_config.json names none. Classes are without "Fast" at the end.
 _BERT = {"unk": "[UNK]", "sep": "[SEP]", "pad": "[PAD]", "cls": "[CLS]", "mask": "[MASK]"}
-_BERTS = {  # by model_type of config.json, which counts where tokenizer_config.json names no class
+_BERTS = {  # by model_type of config.json, which decides where tokenizer_config.json names no class
     "bert": "BertTokenizer",
     "distilbert": "DistilBertTokenizer",
     "electra": "ElectraTokenizer",
@@ -59,7 +59,7 @@ _DEFAULTS: dict[str, dict[str, str]] = {
     "Qwen2Tokenizer": _QWEN2,
 }
 _ONLY_OF_5 = {"GemmaTokenizer": {"mask": "<mask>"}, "GPTNeoXTokenizer": {"pad": "<|padding|>"}}
-# Classes whose add_bos_token and add_eos_token 4.57 puts in the place of tokenizer.json's template, with their defaults.
+# Classes whose add_bos_token and add_eos_token replace tokenizer.json's template in 4.57, with their defaults.
 _TEMPLATE_OF_4 = {
     "LlamaTokenizer": (True, False),
     "CodeLlamaTokenizer": (True, False),
@@ -67,14 +67,18 @@ _TEMPLATE_OF_4 = {
     "CohereTokenizer": (True, False),
     "GPTNeoXTokenizer": (False, False),
 }
+# Classes with a fixed template in 5.x.
 _TEMPLATE_OF_5 = {
     "CodeLlamaTokenizer": (True, False),
     "GPTNeoXTokenizer": (False, False),
     "RobertaTokenizer": (True, True),
 }
-# Classes whose add_prefix_space counts in both versions, for a tokenizer.json that cuts text into bytes at once.
-SPACED_BY_CONFIG = tuple(f"{name}Tokenizer" for name in ("GPT2", "Roberta", "CodeGen", "Whisper", "GPTNeoX"))
+# Classes whose add_prefix_space applies in both versions, for a tokenizer.json that cuts text into bytes at once.
+PREFIX_SPACE_CLASSES = tuple(f"{name}Tokenizer" for name in ("GPT2", "Roberta", "CodeGen", "Whisper", "GPTNeoX"))
 _WITH_SENTINELS = ("T5Tokenizer", "MT5Tokenizer")
+# The keys of lists of further special tokens, the older first.
+_OLD_LIST = "additional_special_tokens"
+_NEW_LIST = "extra_special_tokens"
 
 
 @dataclass(frozen=True)
@@ -89,126 +93,151 @@ class Token:
     special: bool = True
 
     @classmethod
-    def of(cls, value: Any, source: str) -> "Token":
-        """The token that a JSON value describes. Raises ValueError, naming `source`."""
+    def from_json(cls, value: Any, source: str) -> "Token":
+        """Return the token that a JSON value describes. Raises ValueError, naming `source`."""
         if isinstance(value, str):
             return cls(value)
-        if isinstance(value, dict) and isinstance(value.get("content"), str):
-            flags = {name: bool(value.get(name, False)) for name in _FLAGS}
-            return cls(value["content"], **flags | {"normalized": bool(value.get("normalized", not flags["special"]))})
-        raise ValueError(f"{source} is {value!r:.80}, neither a string nor an object with a content; correct the file")
+        if not isinstance(value, dict) or not isinstance(value.get("content"), str):
+            raise ValueError(
+                f"{source} is {value!r:.80}, neither a string nor an object with a content; correct the file"
+            )
+        flags = {name: bool(value.get(name, False)) for name in _FLAGS}
+        flags["normalized"] = bool(value.get("normalized", not flags["special"]))
+        return cls(value["content"], **flags)
 
 
 @dataclass
-class Files:
-    """What the files beside a tokenizer.json say. kind: tokenizer_class, without "Fast"; None where no file says it."""
+class TokenizerFiles:
+    """The content of the files beside a tokenizer.json. kind: tokenizer_class without "Fast"; None where no file has it."""
 
     folder: str
     config: dict[str, Any]
     kind: str | None = None
     by_id: dict[int, Token] = field(default_factory=dict)  # added_tokens_decoder, added_tokens.json
-    mapped: dict[str, Any] = field(default_factory=dict)  # special_tokens_map.json, where it counts
+    tokens_map: dict[str, Any] = field(default_factory=dict)  # special_tokens_map.json, where it is read
 
     @classmethod
-    def beside(cls, path: str) -> "Files":
-        """Those beside the tokenizer.json `path`; without any, nothing is said. Raises ValueError for one that cannot
-        be read."""
+    def read_beside(cls, path: str) -> "TokenizerFiles":
+        """Read the files beside the tokenizer.json `path`, if there are any. Raises ValueError for one that is damaged."""
         folder = os.path.dirname(path)
-        config = object_in(folder, "tokenizer_config.json")
+        config = read_json_object(folder, "tokenizer_config.json")
         kind = config.get("tokenizer_class")
-        result = cls(folder, config, kind.removesuffix("Fast") if isinstance(kind, str) else None)
-        result._read_tokens()
-        return result
+        files = cls(folder, config, kind.removesuffix("Fast") if isinstance(kind, str) else None)
+        files._read_tokens()
+        return files
 
     def _read_tokens(self) -> None:
+        """Read the tokens with ids: added_tokens_decoder, or where there is none, added_tokens.json."""
+        # added_tokens_decoder
         name = "tokenizer_config.json: added_tokens_decoder"
-        if (given := self.config.get("added_tokens_decoder")) is not None:
-            if not isinstance(given, dict) or not all(key.isdecimal() for key in given):
+        decoder = self.config.get("added_tokens_decoder")
+        if decoder is not None:
+            if not isinstance(decoder, dict) or not all(key.isdecimal() for key in decoder):
                 raise ValueError(
-                    f"{self.folder}/{name} is {given!r:.80}, not an object of ids and tokens; correct the file"
+                    f"{self.folder}/{name} is {decoder!r:.80}, not an object of ids and tokens; correct the file"
                 )
-            self.by_id = {int(i): Token.of(token, f"{self.folder}/{name}/{i}") for i, token in given.items()}
+            for i, token in decoder.items():
+                self.by_id[int(i)] = Token.from_json(token, f"{self.folder}/{name}/{i}")
             return
-        self.mapped = object_in(self.folder, "special_tokens_map.json")
-        specials = {self.token(key).content for key in NAMED if self.token(key)}
-        specials |= {token.content for key in _LISTS for token in self.listed(key)}
-        for token, i in object_in(self.folder, "added_tokens.json").items():
+
+        # added_tokens.json: a token is special if another file names it
+        self.tokens_map = read_json_object(self.folder, "special_tokens_map.json")
+        specials = set()
+        for key in NAMED:
+            token = self.named_token(key)
+            if token is not None:
+                specials.add(token.content)
+        for key in (_OLD_LIST, _NEW_LIST):
+            specials |= {token.content for token in self.listed_tokens(key)}
+        for token, i in read_json_object(self.folder, "added_tokens.json").items():
             if type(i) is not int:
                 raise ValueError(
                     f"{self.folder}/added_tokens.json gives {token!r:.40} the id {i!r:.40}; correct the file"
                 )
-            special = token in specials
-            self.by_id[i] = Token(token, normalized=not special, special=special)
+            is_special = token in specials
+            self.by_id[i] = Token(token, normalized=not is_special, special=is_special)
 
     @property
     def is_bert(self) -> bool:
         if self.kind is not None:
             return self.kind in _BERTS.values()
-        kind = object_in(self.folder, "config.json").get("model_type")
-        return isinstance(kind, str) and kind in _BERTS
+        model_type = read_json_object(self.folder, "config.json").get("model_type")
+        return isinstance(model_type, str) and model_type in _BERTS
 
-    def says(self, key: str) -> bool:
-        return key in self.mapped or key in self.config
+    def has_key(self, key: str) -> bool:
+        return key in self.tokens_map or key in self.config
 
-    def token(self, key: str) -> Token | None:
-        """The token that `key` names: with the flags of added_tokens_decoder where it is there too."""
-        value = self.mapped.get(key, self.config.get(key))
+    def named_token(self, key: str) -> Token | None:
+        """Return the token that `key` names, with the flags of added_tokens_decoder where that has it too."""
+        value = self.tokens_map.get(key, self.config.get(key))
         if value is None:
             return None
-        token = Token.of(value, f"{self.folder}: {key} of its tokenizer")
-        if key in self.mapped:
-            token = Token(**vars(token) | {"special": True})
-        return next((other for other in self.by_id.values() if other.content == token.content), token)
+        token = Token.from_json(value, f"{self.folder}: {key} of its tokenizer")
+        if key in self.tokens_map:
+            token = replace(token, special=True)
+        return self.find_by_content(token)
 
-    def listed(self, *keys: str) -> list[Token]:
-        """The tokens of additional_special_tokens or extra_special_tokens, if that is a list: of tokenizer_config.json, then
-        those that special_tokens_map.json has besides."""
-        found: dict[str, Token] = {}
-        for said in (self.config, self.mapped):
+    def find_by_content(self, token: Token) -> Token:
+        """Return the token of `by_id` with the same content; `token` itself if there is none."""
+        for other in self.by_id.values():
+            if other.content == token.content:
+                return other
+        return token
+
+    def listed_tokens(self, *keys: str) -> list[Token]:
+        """Return the tokens of additional_special_tokens or of extra_special_tokens, if that is a list.
+
+        Those of tokenizer_config.json come first, then those that special_tokens_map.json has besides.
+        """
+        tokens: dict[str, Token] = {}
+        for content in (self.config, self.tokens_map):
             for key in keys:
-                value = said.get(key) or []
+                value = content.get(key) or []
                 if not isinstance(value, dict | list):
                     raise ValueError(
                         f"{self.folder}: {key} of its tokenizer is {value!r:.80}, not a list; correct the file"
                     )
-                for token in value if isinstance(value, list) else ():
-                    token = Token.of(token, f"{self.folder}: {key} of its tokenizer")
-                    found.setdefault(token.content, token)
-        return list(found.values())
+                if isinstance(value, dict):  # tokens with names, see `extra_named_tokens`
+                    continue
+                for entry in value:
+                    token = Token.from_json(entry, f"{self.folder}: {key} of its tokenizer")
+                    tokens.setdefault(token.content, token)
+        return list(tokens.values())
 
-    def listed_as_5(self) -> list[Token]:
-        """What 5.x takes for the list: the newer key's, else the older's, which the newer of special_tokens_map.json
-        adds to."""
-        older, newer = _LISTS
-        extra = self.config.get(newer)
-        if isinstance(extra, list) and extra:
-            config = {newer: extra}
-        elif not extra and older in self.config:
-            config = {older: self.config[older]}
+    def listed_tokens_in_5(self) -> list[Token]:
+        """Return the list that 5.x reads.
+
+        It is that of the newer key, else of the older; extra_special_tokens of special_tokens_map.json is added to it.
+        """
+        new_list = self.config.get(_NEW_LIST)
+        if isinstance(new_list, list) and new_list:
+            config = {_NEW_LIST: new_list}
+        elif not new_list and _OLD_LIST in self.config:
+            config = {_OLD_LIST: self.config[_OLD_LIST]}
         else:
-            config = {older: self.mapped.get(older, self.config.get(older))}
-        return replace(self, config=config, mapped={newer: self.mapped.get(newer)}).listed(older, newer)
+            config = {_OLD_LIST: self.tokens_map.get(_OLD_LIST, self.config.get(_OLD_LIST))}
+        tokens_map = {_NEW_LIST: self.tokens_map.get(_NEW_LIST)}
+        return replace(self, config=config, tokens_map=tokens_map).listed_tokens(_OLD_LIST, _NEW_LIST)
 
-    def with_names(self) -> dict[str, Token]:
-        """name -> token of extra_special_tokens, if that is an object."""
-        value = self.mapped.get("extra_special_tokens", self.config.get("extra_special_tokens"))
+    def extra_named_tokens(self) -> dict[str, Token]:
+        """Return name -> token of extra_special_tokens, if that is an object."""
+        value = self.tokens_map.get(_NEW_LIST, self.config.get(_NEW_LIST))
         if not isinstance(value, dict):
             return {}
-        return {key: Token.of(token, f"{self.folder}: {key} of its tokenizer") for key, token in value.items() if token}
-
-
-_LISTS = ("additional_special_tokens", "extra_special_tokens")
+        return {
+            key: Token.from_json(token, f"{self.folder}: {key} of its tokenizer")
+            for key, token in value.items()
+            if token
+        }
 
 
 @dataclass
 class SpecialTokens:
-    """What one version of transformers makes of a folder.
+    """The special tokens of a folder as one version of transformers reads them.
 
-    named: eos_token and the like -> content, None where the files say there is none; added: tokens that tokenizer.json
-    has not,
-    or has with other flags, in the order of their new ids; template: whether begin and end are put around a text,
-    (begin, end);
-    None: as tokenizer.json says.
+    named: eos_token and the like -> content, None where the files say there is none. added: tokens that tokenizer.json has
+    not, or has with other flags, in the order of their new ids. template: whether bos and eos are put around a text, (begin,
+    end); None: the template of tokenizer.json is used.
     """
 
     version: str
@@ -217,169 +246,236 @@ class SpecialTokens:
     template: tuple[bool, bool] | None
 
     def ids(self, library: Any) -> dict[str, int]:
-        """content -> id of `added`."""
-        found, free = {}, library.get_vocab_size(with_added_tokens=True)
+        """Return content -> id of `added`. library: the tokenizer of tokenizer.json, which is not changed."""
+        ids: dict[str, int] = {}
+        next_free = library.get_vocab_size(with_added_tokens=True)
         for token in self.added:
-            known = library.token_to_id(token.content)
-            found[token.content] = free if known is None else known
-            free += known is None
-        return found
+            i = library.token_to_id(token.content)
+            if i is None:
+                i = next_free
+                next_free += 1
+            ids[token.content] = i
+        return ids
 
-    def ends(self, library: Any) -> tuple[list[int], list[int]]:
-        """The ids (before, after) every text."""
+    def named_id(self, key: str, library: Any) -> int | None:
+        """Return the id of the token that `key` names; None if there is none."""
+        token = self.named.get(key)
+        if token is None:
+            return None
+        return self.ids(library).get(token, library.token_to_id(token))
+
+    def template_ids(self, library: Any) -> tuple[list[int | None], list[int | None]]:
+        """Return the ids (before, after) every text."""
         if self.template is None:
-            return ends_of(library)
-        ids = self.ids(library)
-        tokens = [self.named.get(name) if given else None for name, given in zip(NAMED, self.template)]
-        first, last = ([] if token is None else [ids.get(token, library.token_to_id(token))] for token in tokens)
-        return first, last
+            return template_ids_of(library)
+        has_begin, has_end = self.template
+        before: list[int | None] = []
+        after: list[int | None] = []
+        if has_begin and self.named.get("bos_token") is not None:
+            before.append(self.named_id("bos_token", library))
+        if has_end and self.named.get("eos_token") is not None:
+            after.append(self.named_id("eos_token", library))
+        return before, after
 
 
-def ends_of(library: Any) -> tuple[list[int], list[int]]:
-    """The ids that the template of a tokenizer.json puts (before, after) every text."""
-    whole, plain = (library.encode("a", add_special_tokens=given).ids for given in (True, False))
-    at = next((k for k in range(len(whole)) if whole[k : k + len(plain)] == plain), 0)
-    return whole[:at], whole[at + len(plain) :]
+def template_ids_of(library: Any) -> tuple[list[int], list[int]]:
+    """Return the ids that the template of a tokenizer.json puts (before, after) every text."""
+    with_template = library.encode("a", add_special_tokens=True).ids
+    plain = library.encode("a", add_special_tokens=False).ids
+    start = 0
+    for k in range(len(with_template)):
+        if with_template[k : k + len(plain)] == plain:
+            start = k
+            break
+    return with_template[:start], with_template[start + len(plain) :]
 
 
-def readings(files: Files, there: Iterable[Token], *, is_byte_level: bool) -> list[SpecialTokens]:
-    """What transformers 4.57 and 5.x make of the folder; one alone where only 5.x can read it.
+def special_tokens_by_version(
+    files: TokenizerFiles, present: Iterable[Token], *, is_byte_level: bool
+) -> list[SpecialTokens]:
+    """Return the special tokens of the folder in transformers 4.57 and 5.x; of 5.x alone where only that can read it.
 
-    there: the added tokens of tokenizer.json; is_byte_level: whether it cuts text into bytes.
+    present: the added tokens of tokenizer.json; is_byte_level: whether it cuts text into bytes.
     """
-    there = list(there)
-    found = [_reading(files, there, "5.x", is_byte_level)]
-    is_of_5 = any(isinstance(said.get(_LISTS[1]), list) for said in (files.config, files.mapped))
-    if not is_of_5 and files.kind is not None:  # without a class, 4.57 asks config.json, which is about the model
-        first = _reading(files, there, "4.57", is_byte_level)
-        needed = first.template or (False, False)
-        if all(first.named.get(name) for name, is_put in zip(NAMED, needed) if is_put):  # else 4.57 raises
-            found.insert(0, first)
-    return found
+    present = list(present)
+    in_5 = _special_tokens(files, present, "5.x", is_byte_level)
+    if isinstance(files.config.get(_NEW_LIST), list) or isinstance(files.tokens_map.get(_NEW_LIST), list):
+        return [in_5]
+    if files.kind is None:  # 4.57 then takes the class from config.json, which is about the model
+        return [in_5]
+    in_4 = _special_tokens(files, present, "4.57", is_byte_level)
+    has_begin, has_end = in_4.template or (False, False)
+    # 4.57 raises an error where the template needs a token that is not named
+    if has_begin and not in_4.named.get("bos_token"):
+        return [in_5]
+    if has_end and not in_4.named.get("eos_token"):
+        return [in_5]
+    return [in_4, in_5]
 
 
-def _reading(files: Files, there: list[Token], version: str, is_byte_level: bool) -> SpecialTokens:
+def _special_tokens(files: TokenizerFiles, present: list[Token], version: str, is_byte_level: bool) -> SpecialTokens:
+    """Return the special tokens of the folder in one version, "4.57" or "5.x"."""
     is_4 = version == "4.57"
-    # 5.x takes a Llama's class for an error of the file where the tokenizer is byte-level.
-    kind = None if not is_4 and files.kind == "LlamaTokenizer" and is_byte_level else files.kind
-    defaults = _DEFAULTS.get(kind, {}) | ({} if is_4 else _ONLY_OF_5.get(kind, {}))
+    kind = files.kind
+    if not is_4 and kind == "LlamaTokenizer" and is_byte_level:
+        kind = None  # 5.x takes the class for an error of the file: Llama's own tokenizer is not byte-level
+
+    # bos_token, eos_token and so on: those of the files, else the defaults of the class
+    defaults = dict(_DEFAULTS.get(kind, {}))
+    if not is_4:
+        defaults |= _ONLY_OF_5.get(kind, {})
     named: dict[str, Token | None] = {}
     for key in NAMED:
-        if files.says(key):
-            named[key] = files.token(key)
-        elif (default := defaults.get(key.removesuffix("_token"))) is not None:
-            named[key] = next((token for token in files.by_id.values() if token.content == default), Token(default))
-    additional = files.listed(_LISTS[0])
-    with_names = files.with_names()
-    if not is_4:
-        said = files.config | files.mapped
-        own = {key: value for key, value in said.items() if key.endswith("_token") and key not in NAMED}
-        own = {key: Token.of(value, key) for key, value in own.items() if isinstance(value, str)}
-        with_names = own | with_names
-        additional = files.listed_as_5()
-    if kind in _WITH_SENTINELS and not any("<extra_id_" in token.content for token in additional):
-        count = files.config.get("extra_ids", 100)
-        additional = additional + [Token(f"<extra_id_{i}>") for i in range(count if type(count) is int else 100)]
-    others = [*additional, *with_names.values()] if is_4 else [*with_names.values(), *additional]
+        if files.has_key(key):
+            named[key] = files.named_token(key)
+            continue
+        default = defaults.get(key.removesuffix("_token"))
+        if default is not None:
+            named[key] = files.find_by_content(Token(default))
 
-    known = {*there}
-    added = {token.content: token for _, token in sorted(files.by_id.items()) if token not in known}
-    contents = {token.content for token in there} | added.keys()
-    specials = {token.content for token in named.values() if token} | ({t.content for t in others} if is_4 else set())
+    # the other special tokens: with names of their own, and in lists
+    with_names = files.extra_named_tokens()
+    listed = files.listed_tokens(_OLD_LIST)
+    if not is_4:
+        own_names = {}  # image_token and the like
+        for key, value in (files.config | files.tokens_map).items():
+            if key.endswith("_token") and key not in NAMED and isinstance(value, str):
+                own_names[key] = Token.from_json(value, key)
+        with_names = own_names | with_names
+        listed = files.listed_tokens_in_5()
+    if kind in _WITH_SENTINELS and not any("<extra_id_" in token.content for token in listed):
+        count = files.config.get("extra_ids", 100)
+        if type(count) is not int:
+            count = 100
+        listed = listed + [Token(f"<extra_id_{i}>") for i in range(count)]
+    others = [*listed, *with_names.values()] if is_4 else [*with_names.values(), *listed]
+
+    # the tokens to add, in the order of their new ids: by id, the named ones, the others
+    present_tokens = set(present)
+    added: dict[str, Token] = {}
+    for _, token in sorted(files.by_id.items()):
+        if token not in present_tokens:
+            added[token.content] = token
+    contents = {token.content for token in present} | added.keys()
     for token in [*filter(None, named.values()), *others]:
         if token.content not in contents:
             added[token.content] = token
             contents.add(token.content)
-    tokens = [Token(**vars(t) | {"special": t.special or t.content in specials}) for t in added.values()]
+
+    # a named token is special whatever its flags say; in 4.57 the others are too
+    specials = {token.content for token in named.values() if token is not None}
+    if is_4:
+        specials |= {token.content for token in others}
     return SpecialTokens(
-        version, {key: token and token.content for key, token in named.items()}, tokens, _template(files, kind, is_4)
+        version=version,
+        named={key: None if token is None else token.content for key, token in named.items()},
+        added=[replace(token, special=token.special or token.content in specials) for token in added.values()],
+        template=_template(files, kind, is_4),
     )
 
 
-def _template(files: Files, kind: str | None, is_4: bool) -> tuple[bool, bool] | None:
+def _template(files: TokenizerFiles, kind: str | None, is_4: bool) -> tuple[bool, bool] | None:
+    """Return whether (bos, eos) are put around a text; None where tokenizer.json's template is used."""
     if not is_4:
         return _TEMPLATE_OF_5.get(kind)
     if kind not in _TEMPLATE_OF_4:
         return None
-    first, last = _TEMPLATE_OF_4[kind]
-    return bool(files.config.get("add_bos_token", first)), bool(files.config.get("add_eos_token", last))
+    default_begin, default_end = _TEMPLATE_OF_4[kind]
+    has_begin = bool(files.config.get("add_bos_token", default_begin))
+    has_end = bool(files.config.get("add_eos_token", default_end))
+    return has_begin, has_end
 
 
-def chosen(found: list[SpecialTokens], library: Any, folder: str, version: str | None) -> SpecialTokens:
-    """The reading that counts. version: --tokenizer-transformers-version. Raises ValueError where it is needed and
-    not given."""
-    if version is not None:
-        return next((reading for reading in found if reading.version.startswith(version)), found[-1])
-    one, other = found[0], found[-1]
-    if difference := _difference(one, other, library):
-        raise ValueError(refusal(folder, difference))
-    return one
+def select_version(candidates: list[SpecialTokens], library: Any, folder: str, version: str | None) -> SpecialTokens:
+    """Return the candidate of the chosen version.
+
+    candidates: those of `special_tokens_by_version`. version: --tokenizer-transformers-version. Raises ValueError where the
+    candidates give different ids and no version is chosen.
+    """
+    if version is None:
+        difference = _difference(candidates[0], candidates[-1], library)
+        if difference:
+            raise ValueError(version_conflict(folder, difference))
+        return candidates[0]
+    for candidate in candidates:
+        if candidate.version.startswith(version):
+            return candidate
+    return candidates[-1]
 
 
-def refusal(folder: str, difference: str) -> str:
+def version_conflict(folder: str, difference: str) -> str:
+    """Return the error message for a folder that the two versions read differently."""
     return (
         f"{folder}: transformers 4.57 and 5.x read its tokenizer differently: {difference}; choose one by "
         "--tokenizer-transformers-version 4 or 5"
     )
 
 
-def _difference(one: SpecialTokens, other: SpecialTokens, library: Any) -> str:
-    """Where two readings give other ids, with both; "" if they do not."""
-    named = [{key: _id_of(reading, library, key) for key in NAMED} for reading in (one, other)]
-    ids = [reading.ids(library) for reading in (one, other)]
+def _difference(in_4: SpecialTokens, in_5: SpecialTokens, library: Any) -> str:
+    """Say where the two versions give different ids, with both; "" if they do not."""
+    # the named tokens
     for key in NAMED:
-        a, b = named[0][key], named[1][key]
-        if a != b and (
-            key in NAMED[:2] or None not in (a, b)
-        ):  # padding, or a mask, that no text gives may be there or not
-            return f"{key} is {shown(a)} in 4.57 and {shown(b)} in 5.x"
-    for token in ids[0] | ids[1]:
-        known = library.token_to_id(token)
-        a, b = (known if i is None else i for i in (of.get(token) for of in ids))
+        a = in_4.named_id(key, library)
+        b = in_5.named_id(key, library)
+        if a == b:
+            continue
+        # padding, or a mask, that no text gives may be missing in one of them; bos and eos may not
+        is_missing_in_one = a is None or b is None
+        if key in ("bos_token", "eos_token") or not is_missing_in_one:
+            return f"{key} is {ids_as_text(a)} in 4.57 and {ids_as_text(b)} in 5.x"
+
+    # the added tokens
+    ids_in_4 = in_4.ids(library)
+    ids_in_5 = in_5.ids(library)
+    for token in ids_in_4 | ids_in_5:
+        own_id = library.token_to_id(token)
+        a = ids_in_4.get(token, own_id)
+        b = ids_in_5.get(token, own_id)
         if a != b:
-            return f"{token} is {shown(a)} in 4.57 and {shown(b)} in 5.x"
-    for place, a, b in zip(("begins", "ends"), one.ends(library), other.ends(library)):
+            return f"{token} is {ids_as_text(a)} in 4.57 and {ids_as_text(b)} in 5.x"
+
+    # the template
+    for verb, a, b in zip(("begins", "ends"), in_4.template_ids(library), in_5.template_ids(library)):
         if a != b:
-            return f"every text {place} with {shown(*a)} in 4.57 and with {shown(*b)} in 5.x"
+            return f"every text {verb} with {ids_as_text(*a)} in 4.57 and with {ids_as_text(*b)} in 5.x"
     return ""
 
 
-def _id_of(reading: SpecialTokens, library: Any, key: str) -> int | None:
-    token = reading.named.get(key)
-    return None if token is None else reading.ids(library).get(token, library.token_to_id(token))
-
-
-def shown(*ids: int | None) -> str:
+def ids_as_text(*ids: int | None) -> str:
+    """Write ids for a message: "id 5 id 7", or "no token"."""
     return " ".join("no token" if i is None else f"id {i}" for i in ids) or "no token"
 
 
-def object_in(folder: str, name: str) -> dict[str, Any]:
-    """The object in a JSON file; {} if there is no such file. Raises ValueError."""
+def read_json_object(folder: str, name: str) -> dict[str, Any]:
+    """Return the object in a JSON file; {} if there is no such file, or it has no object. Raises ValueError."""
     path = os.path.join(folder, name)
     if not os.path.isfile(path):
         return {}
     try:
         with open(path, encoding="utf-8") as file:
-            held = json.load(file)
+            content = json.load(file)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
-    return held if isinstance(held, Mapping) else {}
+    return content if isinstance(content, Mapping) else {}
 
 
 def chat_templates_in(folder: str) -> list[str]:
-    """The text of every chat template of a folder: in files of their own, and in tokenizer_config.json and
-    chat_template.json, where several are a list of names and templates."""
-    held = [object_in(folder, name).get("chat_template") for name in ("tokenizer_config.json", "chat_template.json")]
-    found = [part.get("template") if isinstance(part, Mapping) else part for one in held for part in _as_list(one)]
+    """Return the text of every chat template of a folder.
+
+    They are in files of their own, and in tokenizer_config.json and chat_template.json, where several are a list of names
+    and templates.
+    """
+    templates: list[Any] = []
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        value = read_json_object(folder, name).get("chat_template")
+        for entry in value if isinstance(value, list) else [value]:
+            templates.append(entry.get("template") if isinstance(entry, Mapping) else entry)
+
     paths = [os.path.join(folder, "chat_template.jinja")]
     more = os.path.join(folder, "additional_chat_templates")
     if os.path.isdir(more):
         paths += [os.path.join(more, name) for name in sorted(os.listdir(more)) if name.endswith(".jinja")]
     for path in filter(os.path.isfile, paths):
         with open(path, encoding="utf-8", errors="replace") as file:
-            found.append(file.read())
-    return [template for template in found if isinstance(template, str)]
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
+            templates.append(file.read())
+    return [template for template in templates if isinstance(template, str)]

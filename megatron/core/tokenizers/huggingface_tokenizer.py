@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face folder: its tokenizer.json, with the tokens that only the files beside it name."""
+"""Build the tokenizer of a Hugging Face folder: its tokenizer.json, with the tokens that only the files beside it name."""
 
 import json
 import os
@@ -8,33 +8,38 @@ from typing import Any
 from megatron.core.base.lazy_imports import optional_package
 from megatron.core.tokenizers.bpe_wordpiece_tiktoken import GPT2_PATTERN, LibraryTokenizer, check_exists
 from megatron.core.tokenizers.hf_special_tokens import (
-    NAMED,
-    SPACED_BY_CONFIG,
-    Files,
+    PREFIX_SPACE_CLASSES,
     SpecialTokens,
     Token,
+    TokenizerFiles,
     chat_templates_in,
-    chosen,
-    ends_of,
-    object_in,
-    readings,
-    refusal,
-    shown,
+    ids_as_text,
+    read_json_object,
+    select_version,
+    special_tokens_by_version,
+    template_ids_of,
+    version_conflict,
 )
 
-# The names under which published tokenizers keep these tokens, in the order in which they are looked for where no file says.
+# The usual names of these tokens in published tokenizers, tried in this order where no file names one.
 EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 PAD_NAMES = ("<pad>", "<|pad|>", "[PAD]")
-_NAMES = {"eos": EOD_NAMES, "pad": PAD_NAMES, "bos": (), **{"cls": ("[CLS]",), "sep": ("[SEP]",), "mask": ("[MASK]",)}}
+_USUAL_NAMES: dict[str, tuple[str, ...]] = {
+    "eos": EOD_NAMES,
+    "pad": PAD_NAMES,
+    "bos": (),
+    "cls": ("[CLS]",),
+    "sep": ("[SEP]",),
+    "mask": ("[MASK]",),
+}
 _SENTINEL = re.compile(r"<extra_id_(\d+)>")
 
 
 def huggingface_tokenizer(config: Any) -> LibraryTokenizer:
-    """The ids of transformers' AutoTokenizer for the folder, as `special_tokens` says.
+    """Build a tokenizer with the ids that transformers' AutoTokenizer gives for the folder (see `hf_special_tokens`).
 
-    Its end-of-document token is the eos_token, or where no file names one, the first of EOD_NAMES among the special
-    tokens; None
-    without either, as for a BERT. Likewise for padding, [CLS], [SEP] and [MASK].
+    Its end-of-document token is the eos_token, or where no file names one, the first of EOD_NAMES among the special tokens;
+    None without either, as for a BERT. Padding, [CLS], [SEP] and [MASK] are found in the same way.
     """
     library = optional_package("tokenizers", config.tokenizer_type)
     path = config.tokenizer_model
@@ -43,7 +48,8 @@ def huggingface_tokenizer(config: Any) -> LibraryTokenizer:
             f"--tokenizer-model {path}: there is no such file or folder; give a tokenizer.json or its folder on this "
             "machine: names of the Hugging Face Hub are not fetched"
         )
-    path = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
+    if os.path.isdir(path):
+        path = os.path.join(path, "tokenizer.json")
     check_exists(path, "--tokenizer-model")
     try:
         tokenizer = library.Tokenizer.from_file(path)
@@ -52,147 +58,227 @@ def huggingface_tokenizer(config: Any) -> LibraryTokenizer:
     tokenizer.no_truncation()  # a file may carry the truncation and padding of whoever saved it last
     tokenizer.no_padding()
 
-    files = Files.beside(path)
-    own = tokenizer.get_added_tokens_decoder()
-    there = [_token(added) for added in own.values()]
-    found = readings(files, there, is_byte_level=_is_byte_level(tokenizer))
-    reading = chosen(found, tokenizer, files.folder or ".", config.tokenizer_transformers_version)
-    if config.tokenizer_transformers_version == "5":
-        _cut_as_5(files, tokenizer, library)
-    told = _cut_as_told(files, tokenizer, library, config.tokenizer_transformers_version or found[0].version)
-    named, changes = _apply(reading, tokenizer, library)
+    # which version of transformers counts, and the tokens that it adds
+    files = TokenizerFiles.read_beside(path)
+    json_tokens = tokenizer.get_added_tokens_decoder()  # of the tokenizer.json alone
+    candidates = special_tokens_by_version(
+        files, [_as_token(token) for token in json_tokens.values()], is_byte_level=_is_byte_level(tokenizer)
+    )
+    version = config.tokenizer_transformers_version
+    special_tokens = select_version(candidates, tokenizer, files.folder or ".", version)
 
+    # how text is cut, then the added tokens and the template
+    if version == "5":
+        _apply_rules_of_5(files, tokenizer, library)
+    rule_changes = _apply_tokenizer_config(files, tokenizer, library, version or candidates[0].version)
+    named_ids, token_changes = _apply_special_tokens(special_tokens, tokenizer, library)
+
+    # the ids of special tokens, and of a T5's sentinels in the order of their numbers
     added = tokenizer.get_added_tokens_decoder()
-    special = {token.content: i for i, token in added.items() if token.special}
-    ids = {name: _special_id(named.get(f"{name}_token"), special, names) for name, names in _NAMES.items()}
-    sentinels = {int(found[1]): i for token, i in special.items() if (found := _SENTINEL.fullmatch(token))}
+    special_ids = {token.content: i for i, token in added.items() if token.special}
+    ids = {}
+    for name, usual_names in _USUAL_NAMES.items():
+        ids[name] = _special_id(named_ids.get(f"{name}_token"), special_ids, usual_names)
+    sentinels = {}
+    for token, i in special_ids.items():
+        match = _SENTINEL.fullmatch(token)
+        if match:
+            sentinels[int(match[1])] = i
+
+    pad_is_text = False
+    if ids["pad"] is not None:
+        pad_is_text = _is_in_texts(ids["pad"], tokenizer, json_tokens, named_ids, files.folder)
     return LibraryTokenizer(
         "HuggingFaceTokenizer",
         path,
         tokenizer,
         eod=ids["eos"],
-        pad_is_text=ids["pad"] is not None and _is_in_texts(ids["pad"], tokenizer, own, named, files.folder),
-        words=GPT2_PATTERN if _is_plain_byte_level(tokenizer) else None,
-        never=[token.content for token in added.values()],
+        pad_is_text=pad_is_text,
+        word_pattern=GPT2_PATTERN if _is_plain_byte_level(tokenizer) else None,
+        added_tokens=[token.content for token in added.values()],
         additional_special_tokens_ids=[sentinels[k] for k in sorted(sentinels)],
-        beside=changes + told,
+        hashed_changes=token_changes + rule_changes,
         **ids,
     )
 
 
-def _apply(reading: SpecialTokens, tokenizer: Any, library: Any) -> tuple[dict[str, int | None], list[Any]]:
-    """Add the tokens and the template of `reading`; returns (the ids of the named tokens, what has changed, for a hash)."""
-    first, last = reading.ends(tokenizer)
-    if reading.added:
-        tokenizer.add_tokens([library.AddedToken(**vars(token)) for token in reading.added])
-    named = {key: None if token is None else tokenizer.token_to_id(token) for key, token in reading.named.items()}
-    changes: list[Any] = [[token.content, tokenizer.token_to_id(token.content)] for token in reading.added]
-    if (first, last) != ends_of(tokenizer):
-        around = [f"{reading.named[key]}" for key in NAMED[:2]]
-        parts = [around[0]] * bool(first) + ["$A"] + [around[1]] * bool(last)
-        tokens = [(around[k], named[NAMED[k]]) for k, ids in enumerate((first, last)) if ids]
-        tokenizer.post_processor = library.processors.TemplateProcessing(single=parts, special_tokens=tokens)
-        changes.append({"begin": first, "end": last})
-    return named, changes
+def _apply_special_tokens(
+    special_tokens: SpecialTokens, tokenizer: Any, library: Any
+) -> tuple[dict[str, int | None], list[Any]]:
+    """Add the tokens and the template to `tokenizer`.
 
-
-def _is_in_texts(pad: int, tokenizer: Any, own: dict[int, Any], named: dict[str, int | None], folder: str) -> bool:
-    """Whether texts hold the pad of a folder: it is a word, stands for unknown words, begins or ends a text by the
-    template or by another name that the folder gives it, or is part of a chat.
-
-    own: the added tokens of the tokenizer.json; a word is none of them, unless merges make it.
+    Returns (the ids of the named tokens, the changes, which the tokenizer's hash includes).
     """
-    model, token = _parts(tokenizer)["model"], tokenizer.id_to_token(pad)
-    if tokenizer.model.token_to_id(token) == pad and (pad not in own or _is_made_by_merges(token, model)):
+    before, after = special_tokens.template_ids(
+        tokenizer
+    )  # before tokens are added, since their ids are counted from its size
+    if special_tokens.added:
+        tokenizer.add_tokens([library.AddedToken(**vars(token)) for token in special_tokens.added])
+    named_ids = {}
+    for key, token in special_tokens.named.items():
+        named_ids[key] = None if token is None else tokenizer.token_to_id(token)
+    changes: list[Any] = [[token.content, tokenizer.token_to_id(token.content)] for token in special_tokens.added]
+
+    if (before, after) != template_ids_of(tokenizer):
+        bos = f"{special_tokens.named['bos_token']}"
+        eos = f"{special_tokens.named['eos_token']}"
+        parts = ["$A"]  # the text
+        tokens = []
+        if before:
+            parts.insert(0, bos)
+            tokens.append((bos, named_ids["bos_token"]))
+        if after:
+            parts.append(eos)
+            tokens.append((eos, named_ids["eos_token"]))
+        tokenizer.post_processor = library.processors.TemplateProcessing(single=parts, special_tokens=tokens)
+        changes.append({"begin": before, "end": after})
+    return named_ids, changes
+
+
+def _is_in_texts(
+    pad: int, tokenizer: Any, json_tokens: dict[int, Any], named_ids: dict[str, int | None], folder: str
+) -> bool:
+    """Return whether the pad of a folder also occurs in texts.
+
+    It does if it is an ordinary token or stands for unknown words, if it begins or ends a text, by the template or by
+    another name that the folder gives it, or if it is part of a chat.
+
+    json_tokens: the added tokens of the tokenizer.json; none of them is an ordinary token, unless merges make it.
+    """
+    # an ordinary token
+    model = _as_json(tokenizer)["model"]
+    token = tokenizer.id_to_token(pad)
+    is_in_vocabulary = tokenizer.model.token_to_id(token) == pad
+    if is_in_vocabulary and (pad not in json_tokens or _is_made_by_merges(token, model)):
         return True
+
+    # the unknown token, and tokens that begin or end a text
+    ids = [i for name, i in named_ids.items() if name != "pad_token"]
+    ids.append(model.get("unk_id"))
     unknown = model.get("unk_token")
-    ids = [i for name, i in named.items() if name != "pad_token"]
-    ids += [model.get("unk_id"), tokenizer.token_to_id(unknown) if isinstance(unknown, str) else None]
-    # These have all tokens that begin or end a text: of Qwen 2.5's chats <|im_end|> and <|endoftext|> end one.
+    if isinstance(unknown, str):
+        ids.append(tokenizer.token_to_id(unknown))
+    # These files have all tokens that end a text: of Qwen 2.5's chats <|im_end|> and <|endoftext|> end one.
     for name in ("generation_config.json", "config.json"):
-        said = object_in(folder, name)
+        content = read_json_object(folder, name)
         for key in ("bos_token_id", "eos_token_id"):
-            value = said.get(key)
+            value = content.get(key)
             ids += value if isinstance(value, list) else [value]
-    if pad in [*ids, *tokenizer.encode("").ids]:
+    if pad in ids or pad in tokenizer.encode("").ids:
         return True
-    names = (token, "pad_token")  # a template says the token itself, or its variable
-    return any(name in template for template in chat_templates_in(folder) for name in names)
+
+    # part of a chat: a template names the token itself, or its variable
+    return any(token in template or "pad_token" in template for template in chat_templates_in(folder))
 
 
 def _is_made_by_merges(token: str, model: dict[str, Any]) -> bool:
-    """Whether BPE makes a token of its vocabulary from text. transformers adds every named token to a tokenizer.json that
-    it saves, so that a pad "!" (CLIP's in OpenCLIP) is an added token there; <pad> of Llama's vocabulary is made by no
-    merge."""
+    """Return whether BPE makes a token of its vocabulary from text.
+
+    transformers adds every named token to a tokenizer.json that it saves, so that a pad "!" (CLIP's in OpenCLIP) is an added
+    token there, and yet text; <pad> of Llama's vocabulary is made by no merge.
+    """
     if model["type"] != "BPE":
         return False
-    pairs = (merge if isinstance(merge, list) else merge.split(" ") for merge in model["merges"])
-    return len(token) == 1 or any("".join(pair) == token for pair in pairs)
+    if len(token) == 1:
+        return True
+    for merge in model["merges"]:
+        pair = merge if isinstance(merge, list) else merge.split(" ")
+        if "".join(pair) == token:
+            return True
+    return False
 
 
-def _cut_as_5(files: Files, tokenizer: Any, library: Any) -> None:
-    """Replace the rules that 5.x does not take from the tokenizer.json of these classes."""
+def _apply_rules_of_5(files: TokenizerFiles, tokenizer: Any, library: Any) -> None:
+    """Replace the rules of a LlamaTokenizer and a GPT2Tokenizer that 5.x does not take from their tokenizer.json."""
     if not isinstance(tokenizer.model, library.models.BPE):
         return
-    spaced = files.config.get("add_prefix_space")
+    add_prefix_space = files.config.get("add_prefix_space")
     if files.kind == "LlamaTokenizer" and not _is_byte_level(tokenizer):
-        scheme = "always" if files.config.get("legacy") else "first"
-        if spaced is not None and not spaced:
+        if add_prefix_space is not None and not add_prefix_space:
             scheme = "never"
+        elif files.config.get("legacy"):
+            scheme = "always"
+        else:
+            scheme = "first"
         tokenizer.normalizer = None
         tokenizer.pre_tokenizer = library.pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
     elif files.kind == "GPT2Tokenizer":
         tokenizer.normalizer = None
-        tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=bool(spaced))
+        tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=bool(add_prefix_space))
 
 
-def _cut_as_told(files: Files, tokenizer: Any, library: Any, version: str) -> list[Any]:
-    """Cut text as tokenizer_config.json tells the classes of transformers; returns what has changed, for a hash.
+def _apply_tokenizer_config(files: TokenizerFiles, tokenizer: Any, library: Any, version: str) -> list[Any]:
+    """Cut text as tokenizer_config.json says; returns the changes, which the tokenizer's hash includes.
 
-    do_lower_case, strip_accents and tokenize_chinese_chars hold for a BERT, split_special_tokens for all.
-    add_prefix_space holds
-    for all in 4.57, in 5.x for `SPACED_BY_CONFIG` alone: refused where the two then differ and no version is chosen.
+    do_lower_case, strip_accents and tokenize_chinese_chars apply to a BERT, split_special_tokens to all. add_prefix_space
+    applies to all in 4.57, and in 5.x to `PREFIX_SPACE_CLASSES` alone: ValueError where the two then differ and no version
+    is chosen.
     """
     changes: list[Any] = []
-    parts, said = _parts(tokenizer), files.config
-    rules, cut = parts["normalizer"] or {}, parts["pre_tokenizer"] or {}
-    if files.is_bert and rules.get("type") == "BertNormalizer":
-        told = {
-            "lowercase": bool(said.get("do_lower_case", True)),
-            "strip_accents": said.get("strip_accents"),
-            "handle_chinese_chars": bool(said.get("tokenize_chinese_chars", True)),
+    rules = _as_json(tokenizer)
+    settings = files.config
+
+    # a BERT's normalizer
+    normalizer = rules["normalizer"] or {}
+    if files.is_bert and normalizer.get("type") == "BertNormalizer":
+        configured = {
+            "lowercase": bool(settings.get("do_lower_case", True)),
+            "strip_accents": settings.get("strip_accents"),
+            "handle_chinese_chars": bool(settings.get("tokenize_chinese_chars", True)),
         }
-        if told.items() - rules.items():
-            tokenizer.normalizer = library.normalizers.BertNormalizer(clean_text=rules["clean_text"], **told)
-            changes.append(told)
-    if said.get("split_special_tokens"):
-        tokenizer.encode_special_tokens = True  # a text's "<|endoftext|>" is the characters that it is made of
+        if configured.items() - normalizer.items():
+            tokenizer.normalizer = library.normalizers.BertNormalizer(clean_text=normalizer["clean_text"], **configured)
+            changes.append(configured)
+
+    # special tokens within a text
+    if settings.get("split_special_tokens"):
+        tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text is the characters that it is made of
         changes.append({"split_special_tokens": True})
-    spaced = bool(said.get("add_prefix_space"))
-    if cut.get("type") == "ByteLevel" and cut["add_prefix_space"] != spaced and files.kind is not None:
-        before = tokenizer.encode("a", add_special_tokens=False).ids
-        if files.kind in SPACED_BY_CONFIG or version.startswith("4"):
-            use_regex = cut.get("use_regex", True)
-            tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=spaced, use_regex=use_regex)
-            changes.append({"add_prefix_space": spaced})
-        if files.kind not in SPACED_BY_CONFIG and version == "4.57":
-            after = tokenizer.encode("a", add_special_tokens=False).ids
-            difference = f'the text "a" is {shown(*after)} in 4.57 and {shown(*before)} in 5.x (add_prefix_space)'
-            raise ValueError(refusal(files.folder or ".", difference))
+
+    # a space before a text
+    add_prefix_space = bool(settings.get("add_prefix_space"))
+    pre_tokenizer = rules["pre_tokenizer"] or {}
+    is_byte_level = pre_tokenizer.get("type") == "ByteLevel"
+    if is_byte_level and pre_tokenizer["add_prefix_space"] != add_prefix_space and files.kind is not None:
+        applies_in_both = files.kind in PREFIX_SPACE_CLASSES
+        ids_before = tokenizer.encode("a", add_special_tokens=False).ids
+        if applies_in_both or version.startswith("4"):
+            tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(
+                add_prefix_space=add_prefix_space, use_regex=pre_tokenizer.get("use_regex", True)
+            )
+            changes.append({"add_prefix_space": add_prefix_space})
+        if not applies_in_both and version == "4.57":  # which was not chosen: a chosen one is "4"
+            ids_after = tokenizer.encode("a", add_special_tokens=False).ids
+            in_4 = ids_as_text(*ids_after)
+            in_5 = ids_as_text(*ids_before)
+            difference = f'the text "a" is {in_4} in 4.57 and {in_5} in 5.x (add_prefix_space)'
+            raise ValueError(version_conflict(files.folder or ".", difference))
     return changes
 
 
-def _token(added: Any) -> Token:
-    names = ("content", "lstrip", "rstrip", "single_word", "normalized", "special")
-    return Token(**{name: getattr(added, name) for name in names})
+def _as_token(added: Any) -> Token:
+    """Return the `tokenizers.AddedToken` as a `Token`."""
+    return Token(
+        content=added.content,
+        lstrip=added.lstrip,
+        rstrip=added.rstrip,
+        single_word=added.single_word,
+        normalized=added.normalized,
+        special=added.special,
+    )
 
 
-def _special_id(given: int | None, special: dict[str, int], names: tuple[str, ...]) -> int | None:
-    """The id that a file gives, else that of the first of `names` that is special, else None."""
-    return given if given is not None else next((special[name] for name in names if name in special), None)
+def _special_id(named_id: int | None, special_ids: dict[str, int], usual_names: tuple[str, ...]) -> int | None:
+    """Return the id that a file names, else the id of the first of `usual_names` that is special, else None."""
+    if named_id is not None:
+        return named_id
+    for name in usual_names:
+        if name in special_ids:
+            return special_ids[name]
+    return None
 
 
-def _parts(tokenizer: Any) -> dict[str, Any]:
+def _as_json(tokenizer: Any) -> dict[str, Any]:
     return json.loads(tokenizer.to_str())
 
 
@@ -201,10 +287,15 @@ def _is_byte_level(tokenizer: Any) -> bool:
 
 
 def _is_plain_byte_level(tokenizer: Any) -> bool:
-    """Whether a tokenizer.json is byte-level BPE and nothing else, as tools/train_tokenizer.py writes it."""
-    parts = _parts(tokenizer)
-    cut, after = parts["pre_tokenizer"] or {}, parts["post_processor"] or {"type": "ByteLevel"}
-    model = parts["model"]
-    cuts_as_gpt2 = cut.get("type") == "ByteLevel" and not cut["add_prefix_space"] and cut.get("use_regex", True)
-    is_bpe = model["type"] == "BPE" and not model.get("dropout")
-    return cuts_as_gpt2 and is_bpe and after["type"] == "ByteLevel" and parts["normalizer"] is None
+    """Return whether a tokenizer.json is byte-level BPE and nothing else, as tools/train_tokenizer.py writes it."""
+    rules = _as_json(tokenizer)
+    model = rules["model"]
+    if model["type"] != "BPE" or model.get("dropout") or rules["normalizer"] is not None:
+        return False
+    pre_tokenizer = rules["pre_tokenizer"] or {}
+    if pre_tokenizer.get("type") != "ByteLevel":
+        return False
+    if pre_tokenizer["add_prefix_space"] or not pre_tokenizer.get("use_regex", True):
+        return False
+    post_processor = rules["post_processor"]
+    return not post_processor or post_processor["type"] == "ByteLevel"

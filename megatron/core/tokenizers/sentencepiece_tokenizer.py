@@ -1,9 +1,8 @@
-"""Tokenizers that the package `sentencepiece` runs, from a tokenizer.model: plain, GPT-style and Llama-style.
+"""Tokenizers over the package `sentencepiece`, from a tokenizer.model: plain, GPT-style and Llama-style.
 
-Plain: special tokens are added after the model's own pieces, as Megatron numbers them, and text may hold them by name.
-GPT-style: the model's pieces alone. Llama-style: those, and every text begins with `<s>`. The file of a published T5,
-which the
-files beside it tell, has the sentinels of transformers in the place of Megatron's tokens.
+Plain: special tokens are added after the model's own pieces, as Megatron numbers them, and text may contain them by name.
+GPT-style: the model's pieces alone. Llama-style: those, and every text begins with `<s>`. For the file of a published T5
+(the files beside it tell) the sentinels of transformers are added in place of Megatron's tokens.
 """
 
 import functools
@@ -14,20 +13,24 @@ from typing import Any
 
 from megatron.core.base.lazy_imports import optional_package
 from megatron.core.tokenizers.bpe_wordpiece_tiktoken import check_exists
-from megatron.core.tokenizers.hf_special_tokens import object_in
+from megatron.core.tokenizers.hf_special_tokens import read_json_object
 
 
 class PieceTokenizer:
     """A sentencepiece model. first: ids that begin every text; last: those that end it."""
 
     def __init__(self, name: str, path: str, model: Any, first: tuple[int, ...] = (), last: tuple[int, ...] = ()):
-        self.name, self.path = name, path
+        self.name = name
+        self.path = path
         self.vocab_size = model.get_piece_size()
-        self.bos, self.eos = model.bos_id(), model.eos_id()
-        self.unk, self.eod = model.unk_id(), self.eos
+        self.bos = model.bos_id()
+        self.eos = model.eos_id()
+        self.unk = model.unk_id()
+        self.eod = self.eos
         self.pad = model.pad_id() if model.pad_id() >= 0 else None
         self._model = model
-        self._first, self._last = list(first), list(last)
+        self._first = list(first)
+        self._last = list(last)
 
     @functools.cached_property
     def vocab(self) -> dict[str, int]:
@@ -46,8 +49,10 @@ class PieceTokenizer:
         return [self._first + ids + self._last for ids in self.tokenize_sentences(texts)]
 
     def tokenize_sentences(self, texts: list[str]) -> list[list[int]]:
-        """`tokenize` of each without what begins and ends every text: parts of a sample, around which data sets put
-        tokens."""
+        """Return the ids of each text without those that begin and end every text.
+
+        Data sets put special tokens around their samples themselves.
+        """
         return self._model.encode(texts, out_type=int, num_threads=1)
 
     def detokenize(self, ids: list[int]) -> str:
@@ -60,84 +65,102 @@ class SpecialPieceTokenizer(PieceTokenizer):
     def __init__(self, name: str, path: str, model: Any, extra_ids: int):
         super().__init__(name, path, model)
         self.special: dict[str, int] = {}
-        self.cls, self.sep = self._add("<CLS>"), self._add("<SEP>")
-        self.eod, self.mask = self._add("<EOD>"), self._add("<MASK>")
-        self.pad = self._add_own(model.pad_id(), "<PAD>")
-        self.bos, self.eos = self._add_own(model.bos_id(), "<BOS>"), self._add_own(model.eos_id(), "<EOS>")
+        # in this order, which decides their ids
+        self.cls = self._add("<CLS>")
+        self.sep = self._add("<SEP>")
+        self.eod = self._add("<EOD>")
+        self.mask = self._add("<MASK>")
+        self.pad = self._add_piece(model.pad_id(), "<PAD>")
+        self.bos = self._add_piece(model.bos_id(), "<BOS>")
+        self.eos = self._add_piece(model.eos_id(), "<EOS>")
         self.additional_special_tokens_ids = [self._add(f"<extra_id_{i}>") for i in range(extra_ids)]
         self.vocab_size = len(self.vocab)
 
     @functools.cached_property
-    def _cut(self) -> re.Pattern:
-        """The special tokens, the longest first."""
+    def _special_pattern(self) -> re.Pattern:
+        """A pattern of all special tokens, the longest first."""
         longest_first = sorted(self.special, key=len, reverse=True)
         return re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
 
     def _add(self, token: str) -> int:
+        """Make `token` special, with the next free id unless it is a piece; returns its id."""
         self.special[token] = self.vocab.setdefault(token, len(self.vocab))
         return self.special[token]
 
-    def _add_own(self, i: int, name: str) -> int:
-        """The model's own piece i, or one of this name where it has none."""
+    def _add_piece(self, i: int, name: str) -> int:
+        """Make the model's own piece i special, or a token of this name where i is negative; returns its id."""
         return self._add(self._model.id_to_piece(i) if i >= 0 else name)
 
     def tokenize_sentences(self, texts: list[str]) -> list[list[int]]:
-        """Ids; the name of a special token in a text becomes its id, and the parts between are encoded by themselves."""
-        parts = [self._cut.split(text) for text in texts]  # odd parts are special tokens
-        plain = iter(super().tokenize_sentences([part for cut in parts for part in cut[::2]]))
+        """Return the ids of each text.
+
+        The name of a special token in a text becomes its id, and the parts between are encoded by themselves.
+        """
+        # cut each text into ordinary parts (even) and special tokens (odd), and encode all ordinary parts in one call
+        parts_of_texts = [self._special_pattern.split(text) for text in texts]
+        ordinary = [part for parts in parts_of_texts for part in parts[::2]]
+        encoded = iter(super().tokenize_sentences(ordinary))
+
         result = []
-        for cut in parts:
-            ids = next(plain)
-            for token in cut[1::2]:
-                ids = [*ids, self.special[token], *next(plain)]
+        for parts in parts_of_texts:
+            ids = next(encoded)
+            for special_token in parts[1::2]:
+                ids = [*ids, self.special[special_token], *next(encoded)]
             result.append(ids)
         return result
 
     def detokenize(self, ids: list[int]) -> str:
-        """Text of `ids`; special tokens appear by name."""
+        """Return the text of `ids`; special tokens appear by name."""
         names = {i: token for token, i in self.special.items()}
         words: list[str] = []
-        for special, run in itertools.groupby(map(int, ids), names.__contains__):
-            found = list(run)
-            words += [names[i] for i in found] if special else [self._model.decode(found)]
+        for is_special, group in itertools.groupby(map(int, ids), names.__contains__):
+            group_ids = list(group)
+            if is_special:
+                words += [names[i] for i in group_ids]
+            else:
+                words.append(self._model.decode(group_ids))
         return " ".join(words)
 
 
 class T5PieceTokenizer(SpecialPieceTokenizer):
-    """The sentencepiece model of a published T5, with the ids of transformers: after the pieces come the sentinels, the
-    first of
-    them last, and `</s>` ends a text, which has no begin."""
+    """The sentencepiece model of a published T5, with the ids of transformers.
+
+    After the pieces come the sentinels in reverse, <extra_id_0> last. `</s>` ends every text, and nothing begins it.
+    """
 
     def __init__(self, name: str, path: str, model: Any, extra_ids: int):
         PieceTokenizer.__init__(self, name, path, model, last=(model.eos_id(),))
         self.bos = None  # nor are there cls, sep and mask
-        own = [i for i in (model.pad_id(), model.eos_id(), model.unk_id()) if i >= 0]
-        self.special = {model.id_to_piece(i): i for i in own}
-        self.additional_special_tokens_ids = [self._add(f"<extra_id_{k}>") for k in reversed(range(extra_ids))][::-1]
+        piece_ids = [i for i in (model.pad_id(), model.eos_id(), model.unk_id()) if i >= 0]
+        self.special = {model.id_to_piece(i): i for i in piece_ids}
+        sentinels = [self._add(f"<extra_id_{k}>") for k in reversed(range(extra_ids))]
+        self.additional_special_tokens_ids = sentinels[::-1]  # from <extra_id_0> on
         self.vocab_size = len(self.vocab)
 
 
-_OF_T5 = ("T5Tokenizer", "MT5Tokenizer")
+_T5_CLASSES = ("T5Tokenizer", "MT5Tokenizer")
 
 
-def _sentinels_of_t5(path: str) -> int | None:
-    """How many sentinels transformers adds to the model `path`; None if it is not that of a published T5.
+def _t5_sentinels(path: str) -> int | None:
+    """Return how many sentinels transformers adds to the model `path`; None if it is not that of a published T5.
 
-    The folder says so, by tokenizer_class in tokenizer_config.json, or by model_type in config.json where there is no
-    such class.
+    A published T5 is known by tokenizer_class in tokenizer_config.json, or without it by model_type in config.json.
     """
     folder = os.path.dirname(path)
-    config = object_in(folder, "tokenizer_config.json")
+    config = read_json_object(folder, "tokenizer_config.json")
     kind = config.get("tokenizer_class")
     if kind is None:
-        is_t5 = object_in(folder, "config.json").get("model_type") in ("t5", "mt5")
+        is_t5 = read_json_object(folder, "config.json").get("model_type") in ("t5", "mt5")
     else:
-        is_t5 = isinstance(kind, str) and kind.removesuffix("Fast") in _OF_T5
+        is_t5 = isinstance(kind, str) and kind.removesuffix("Fast") in _T5_CLASSES
+    if not is_t5:
+        return None
     count = config.get("extra_ids", 100)
-    return (count if type(count) is int else 100) if is_t5 else None
+    return count if type(count) is int else 100
 
 
 def _load(config: Any) -> Any:
+    """Read the sentencepiece model. Raises ValueError for a file that is none."""
     sentencepiece = optional_package("sentencepiece", config.tokenizer_type)
     check_exists(config.tokenizer_model, "--tokenizer-model")
     try:
@@ -147,26 +170,32 @@ def _load(config: Any) -> Any:
 
 
 def sentence_piece_tokenizer(config: Any) -> SpecialPieceTokenizer:
-    """Megatron's: special tokens after the pieces. For the file in a published T5's folder: transformers'."""
-    model, path = _load(config), config.tokenizer_model
-    sentinels = _sentinels_of_t5(path)
+    """Build Megatron's tokenizer, with special tokens after the pieces; in a published T5's folder that of transformers."""
+    model = _load(config)
+    path = config.tokenizer_model
+    sentinels = _t5_sentinels(path)
     if sentinels is not None and model.eos_id() >= 0:
         return T5PieceTokenizer("SentencePieceTokenizer", path, model, config.vocab_extra_ids or sentinels)
     return SpecialPieceTokenizer("SentencePieceTokenizer", path, model, config.vocab_extra_ids)
 
 
 def gpt_sentence_piece_tokenizer(config: Any) -> PieceTokenizer:
-    return _with_end(PieceTokenizer("GPTSentencePieceTokenizer", config.tokenizer_model, _load(config)), config)
+    """Build a tokenizer of the model's pieces alone."""
+    tokenizer = PieceTokenizer("GPTSentencePieceTokenizer", config.tokenizer_model, _load(config))
+    _check_has_end(tokenizer, config)
+    return tokenizer
 
 
 def llama2_tokenizer(config: Any) -> PieceTokenizer:
+    """Build a tokenizer of the model's pieces, where `<s>` begins every text."""
     model = _load(config)
     if model.bos_id() < 0:
         raise ValueError(f"{config.tokenizer_model} has no begin-of-text piece; use GPTSentencePieceTokenizer")
-    return _with_end(PieceTokenizer("Llama2Tokenizer", config.tokenizer_model, model, (model.bos_id(),)), config)
+    tokenizer = PieceTokenizer("Llama2Tokenizer", config.tokenizer_model, model, first=(model.bos_id(),))
+    _check_has_end(tokenizer, config)
+    return tokenizer
 
 
-def _with_end(tokenizer: PieceTokenizer, config: Any) -> PieceTokenizer:
+def _check_has_end(tokenizer: PieceTokenizer, config: Any) -> None:
     if tokenizer.eod < 0:
         raise ValueError(f"{config.tokenizer_model} has no end-of-text piece, which ends documents; train it with one")
-    return tokenizer

@@ -1,4 +1,4 @@
-"""The options of the tokenizer, and the tokenizer that they name."""
+"""The settings of the tokenizer, and the function that builds the tokenizer they name."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -43,9 +43,8 @@ class TokenizerConfig(FlagConfig):
     )
     tokenizer_transformers_version: Literal["4", "5"] | None = option(
         None,
-        "of a folder that transformers 4.57 and 5 read differently, HuggingFaceTokenizer gives the ids of this "
-        "one; without the "
-        "flag such a folder is refused",
+        "version of transformers whose ids HuggingFaceTokenizer gives, for a folder that 4.57 and 5 read differently; "
+        "unset: such a folder is refused",
     )
     vocab_size: Count | None = option(
         None,
@@ -53,7 +52,7 @@ class TokenizerConfig(FlagConfig):
         "tokenizer",
     )
     model_vocab_size: Count | None = option(
-        None, "words of the model where they are more than the tokenizer's, as in many published models"
+        None, "rows of the model's embedding, where they differ from the tokenizer's ids, as in many published models"
     )
     vocab_extra_ids: int = option(0, f"sentinel tokens <extra_id_0>, ... to add to {', '.join(EXTRA_IDS)}")
     null_tokenizer_eod_id: int | None = option(None, "end-of-document id of NullTokenizer; default: --vocab-size")
@@ -69,49 +68,57 @@ class TokenizerConfig(FlagConfig):
         return TOKENIZERS.get(self.tokenizer_type)
 
     def problems(self) -> Iterator[str]:
-        for name in self.type.needs if self.type else ():
-            if getattr(self, name) is None:
-                yield f"--tokenizer-type {self.tokenizer_type} needs --{name.replace('_', '-')}"
-        words, end = self.vocab_size or 0, self.null_tokenizer_eod_id
-        if words >= 0 and end is not None and not 0 <= end <= words:
-            yield f"--null-tokenizer-eod-id ({end}) must lie between 0 and --vocab-size ({self.vocab_size})"
+        kind = self.type
+        if kind is not None:
+            for name in kind.needs:
+                if getattr(self, name) is None:
+                    yield f"--tokenizer-type {self.tokenizer_type} needs --{name.replace('_', '-')}"
+        vocab_size = self.vocab_size or 0
+        eod = self.null_tokenizer_eod_id
+        if vocab_size >= 0 and eod is not None and not 0 <= eod <= vocab_size:
+            yield f"--null-tokenizer-eod-id ({eod}) must lie between 0 and --vocab-size ({self.vocab_size})"
         if self.vocab_extra_ids < 0:
             yield f"--vocab-extra-ids ({self.vocab_extra_ids}) must not be negative"
-        elif self.vocab_extra_ids and self.type and "vocab_extra_ids" not in self.type.reads:
+        elif self.vocab_extra_ids and kind and "vocab_extra_ids" not in kind.reads:
             yield (
                 f"--vocab-extra-ids ({self.vocab_extra_ids}) has no meaning with --tokenizer-type "
                 f"{self.tokenizer_type}; leave it out, or use one of {', '.join(EXTRA_IDS)}"
             )
         if self.tokenizer_type == "TikTokenizer":
-            yield from self._tik_problems()
+            yield from self._tiktoken_problems()
 
-    def _tik_problems(self) -> Iterator[str]:
-        names, room = self.tiktoken_special_tokens or [], self.tiktoken_num_special_tokens
-        if len(set(names)) < len(names) or (names and not {"<unk>", "<s>", "</s>"} <= set(names)):
+    def _tiktoken_problems(self) -> Iterator[str]:
+        names = self.tiktoken_special_tokens or []
+        has_repeated = len(set(names)) < len(names)
+        if has_repeated or (names and not {"<unk>", "<s>", "</s>"} <= set(names)):
             yield "--tiktoken-special-tokens must be different names, with <unk>, <s> and </s> among them"
-        if not max(len(names), 3) <= room < (self.vocab_size or room + 1):
+        count = self.tiktoken_num_special_tokens
+        needed = max(len(names), 3)
+        is_below_vocab_size = not self.vocab_size or count < self.vocab_size
+        if count < needed or not is_below_vocab_size:
             yield (
-                f"--tiktoken-num-special-tokens ({room}) must have room for the special tokens "
-                f"({max(len(names), 3)} at least) and lie below --vocab-size ({self.vocab_size})"
+                f"--tiktoken-num-special-tokens ({count}) must have room for the special tokens "
+                f"({needed} at least) and lie below --vocab-size ({self.vocab_size})"
             )
 
     @property
     def without_effect(self) -> dict[str, str]:
         """The flags that are given and change nothing, with the reason."""
-        found = {}
-        if self.type is None:
-            return found
+        kind = self.type
+        if kind is None:
+            return {}
+        ignored = {}
         for field in option_fields(TokenizerConfig):
-            is_read = field.name in (*_READ_BY_ALL, *self.type.needs, *self.type.reads)
+            is_read = field.name in (*_READ_BY_ALL, *kind.needs, *kind.reads)
             if is_read or getattr(self, field.name) == default_of(field):
                 continue
             reason = _WHY_UNREAD.get(field.name, "does not read it")
-            found[flags_of(field)[0]] = f"--tokenizer-type {self.tokenizer_type} {reason}"
-        return found
+            ignored[flags_of(field)[0]] = f"--tokenizer-type {self.tokenizer_type} {reason}"
+        return ignored
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """The tokenizer that `config` names. Raises as its `TokenizerType.build` does."""
+    """Build the tokenizer that `config` names. Raises as its `TokenizerType.build` does."""
     if config.type is None:
         raise ValueError(f"no tokenizer; set --tokenizer-type to one of {', '.join(TOKENIZERS)}")
     return config.type.build(config)

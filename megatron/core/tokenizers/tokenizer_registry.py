@@ -1,6 +1,6 @@
-"""The tokenizers: what each is relied on for, and the table that `--tokenizer-type` chooses from.
+"""The interface of a tokenizer, and the registry from which `--tokenizer-type` chooses one.
 
-A script adds its own, which then is a value of the flag:
+A script adds its own, whose name then is a value of the flag:
 
     TOKENIZERS["Letters"] = TokenizerType(lambda config: Letters(config.vocab_file), needs=("vocab_file",))
 """
@@ -14,12 +14,11 @@ from megatron.core.tokenizers import bpe_wordpiece_tiktoken, huggingface_tokeniz
 
 
 class Tokenizer(Protocol):
-    """What the rest of the code relies on. A tokenizer may also have `tokenize_batch`, many texts in one call, and
-    `pad_is_text`:
-    whether texts hold its pad too.
+    """The attributes and methods that the rest of the code uses.
 
-    Those made for masked words have cls, sep, mask (ids) and vocab, inv_vocab (token to id and back) besides, and where
-    `tokenize` adds tokens of its own, `tokenize_sentences`, which does not: those data sets put theirs around a sample.
+    A tokenizer may also have `tokenize_batch`, many texts in one call, and `pad_is_text`: whether its pad also occurs in
+    texts. One for masked words also has cls, sep, mask (ids) and vocab, inv_vocab (token to id and back). If its `tokenize`
+    adds tokens, it also has `tokenize_sentences`, which does not: masked data sets put their own tokens around a sample.
     """
 
     name: str
@@ -36,9 +35,9 @@ class Tokenizer(Protocol):
 class TokenizerType:
     """One value of --tokenizer-type.
 
-    build: a `TokenizerConfig` -> the tokenizer; it raises ValueError (or its file-system kin) with the flag to change, and
-    ImportError if a library is missing. needs: fields of the config that it cannot do without; reads: others that it reads.
-    computes: the ids of a text, in words that are equal for types of equal ids from equal files; a resume compares it.
+    build: makes the tokenizer from a `TokenizerConfig`; it raises ValueError (or OSError) with the flag to change, and
+    ImportError if a library is missing. needs: fields of the config that must be given; reads: other fields that it reads.
+    computes: a text that is equal for types that give equal ids from equal files; a resume compares it.
     """
 
     build: Callable[[Any], Tokenizer]
@@ -48,7 +47,7 @@ class TokenizerType:
 
 
 class NullTokenizer:
-    """Text that is numbers already: "5 17 3" is [5, 17, 3]. Ids 0 to vocab_size - 1, and one more: end-of-document."""
+    """A tokenizer of texts that are ids: "5 17 3" is [5, 17, 3]. Ids are 0 to vocab_size - 1, and one for end-of-document."""
 
     name = "NullTokenizer"
     pad = None
@@ -71,13 +70,14 @@ class NullTokenizer:
 
 
 _SENTINELS = ("vocab_extra_ids",)
-_OF_TIK = ("vocab_size", "tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens")
-_bert = TokenizerType(bpe_wordpiece_tiktoken.bert_word_piece_tokenizer, ("vocab_file",), _SENTINELS)
+_TIKTOKEN = ("vocab_size", "tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens")
 _MODEL = ("tokenizer_model",)
+_BERT = TokenizerType(bpe_wordpiece_tiktoken.bert_word_piece_tokenizer, ("vocab_file",), _SENTINELS)
 
-_KINDS = {
-    "BertWordPieceLowerCase": _bert,
-    "BertWordPieceCase": _bert,
+# (build, needs, reads) of each type
+_TYPES = {
+    "BertWordPieceLowerCase": _BERT,
+    "BertWordPieceCase": _BERT,
     "GPT2BPETokenizer": TokenizerType(bpe_wordpiece_tiktoken.gpt2_bpe_tokenizer, ("vocab_file", "merge_file")),
     "SentencePieceTokenizer": TokenizerType(sentencepiece_tokenizer.sentence_piece_tokenizer, _MODEL, _SENTINELS),
     "GPTSentencePieceTokenizer": TokenizerType(sentencepiece_tokenizer.gpt_sentence_piece_tokenizer, _MODEL),
@@ -85,12 +85,12 @@ _KINDS = {
     "HuggingFaceTokenizer": TokenizerType(
         huggingface_tokenizer.huggingface_tokenizer, _MODEL, ("tokenizer_transformers_version",)
     ),
-    "TikTokenizer": TokenizerType(bpe_wordpiece_tiktoken.tik_tokenizer, _MODEL, _OF_TIK),
+    "TikTokenizer": TokenizerType(bpe_wordpiece_tiktoken.tik_tokenizer, _MODEL, _TIKTOKEN),
     "NullTokenizer": TokenizerType(
         lambda config: NullTokenizer(config.vocab_size, config.null_tokenizer_eod_id),
         ("vocab_size",),
         ("null_tokenizer_eod_id",),
     ),
 }
-_OURS = {name: replace(kind, computes=name) for name, kind in _KINDS.items()}
-TOKENIZERS: Registry[TokenizerType] = Registry("TOKENIZERS", TokenizerType, _OURS)
+_NAMED_TYPES = {name: replace(kind, computes=name) for name, kind in _TYPES.items()}
+TOKENIZERS: Registry[TokenizerType] = Registry("TOKENIZERS", TokenizerType, _NAMED_TYPES)

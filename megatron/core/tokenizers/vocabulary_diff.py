@@ -1,6 +1,6 @@
-"""The ids of the tokens of two tokenizers: whether both mean the same by an id, and which rows of a word table stay.
+"""Compare two tokenizers: whether an id is the same token in both, and which rows of an embedding can be kept.
 
-No torch. Spelling is that of the files: `Ġthe` of byte-level BPE, `▁the` of sentencepiece, `##ing` of word pieces.
+No torch. Tokens are spelled as in the files: `Ġthe` of byte-level BPE, `▁the` of sentencepiece, `##ing` of word pieces.
 """
 
 import json
@@ -8,30 +8,30 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 Vocabulary = Mapping[str, int]  # token -> id
-_SHOWN = 3
+_MAX_NAMED = 3  # differences that a message names
 
 
 def vocabulary_of(tokenizer: Any) -> Vocabulary | None:
-    """The tokens of a tokenizer; None for one without, such as NullTokenizer, whose texts are ids already."""
-    found = getattr(tokenizer, "vocab", None)
-    return found if isinstance(found, Mapping) and found else None
+    """Return the tokens of a tokenizer; None for one without, such as NullTokenizer, whose texts are ids already."""
+    vocab = getattr(tokenizer, "vocab", None)
+    return vocab if isinstance(vocab, Mapping) and vocab else None
 
 
-def in_tokenizer_json(held: Any) -> dict[str, int]:
-    """The tokens of what a tokenizer.json holds. Raises ValueError."""
-    model = held.get("model") if isinstance(held, dict) else None
+def in_tokenizer_json(content: Any) -> dict[str, int]:
+    """Return the tokens in the content of a tokenizer.json. Raises ValueError."""
+    model = content.get("model") if isinstance(content, dict) else None
     vocab = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(vocab, list):  # Unigram: [token, score], in the order of ids
         vocab = {entry[0]: i for i, entry in enumerate(vocab) if isinstance(entry, list) and entry}
-    found = checked(vocab)
-    added = held.get("added_tokens") or []
-    if not isinstance(added, list) or not all(isinstance(one, dict) for one in added):
+    tokens = checked(vocab)
+    added = content.get("added_tokens") or []
+    if not isinstance(added, list) or not all(isinstance(entry, dict) for entry in added):
         raise ValueError("its added_tokens are no list of objects")
-    return found | checked({one.get("content"): one.get("id") for one in added}, empty=True)
+    return tokens | checked({entry.get("content"): entry.get("id") for entry in added}, empty=True)
 
 
 def checked(vocab: Any, *, empty: bool = False) -> dict[str, int]:
-    """A vocabulary that came from a file. Raises ValueError for what is none."""
+    """Return a vocabulary that was read from a file. Raises ValueError unless it has ids by token. empty: allowed."""
     if not isinstance(vocab, dict) or not (vocab or empty):
         raise ValueError("it holds no vocabulary")
     for token, i in vocab.items():
@@ -40,39 +40,50 @@ def checked(vocab: Any, *, empty: bool = False) -> dict[str, int]:
     return vocab
 
 
-def token_difference(theirs: Vocabulary, mine: Vocabulary) -> str:
-    """What my ids mean otherwise than theirs, in words; "" if nothing.
+def token_difference(saved: Vocabulary, current: Vocabulary) -> str:
+    """Say which ids are other tokens in `current` than in `saved`; "" if none are.
 
-    Further tokens of mine, on ids that they do not use, are no difference: no row of theirs gets another meaning.
+    Further tokens of `current`, on ids that `saved` does not use, are no difference: no row of the embedding gets another
+    meaning.
     """
-    names = _by_id(theirs)
-    moved = [(i, names[i], token) for token, i in mine.items() if i in names and theirs.get(token) != i]
-    said = [f"id {i} is {_quoted(before)} there and {_quoted(now)} here" for i, before, now in sorted(moved)[:_SHOWN]]
-    if len(moved) > _SHOWN:
-        said.append(f"and {len(moved) - _SHOWN} more ids mean another token")
-    replaced = {i for i, _, _ in moved}
-    lost = [token for token, i in theirs.items() if token not in mine and i not in replaced]
+    # ids that both use, for another token
+    saved_tokens = {i: token for token, i in saved.items()}
+    moved = []
+    for token, i in current.items():
+        if i in saved_tokens and saved.get(token) != i:
+            moved.append((i, saved_tokens[i], token))
+    messages = []
+    for i, before, now in sorted(moved)[:_MAX_NAMED]:
+        messages.append(f"id {i} is {_quoted(before)} there and {_quoted(now)} here")
+    if len(moved) > _MAX_NAMED:
+        messages.append(f"and {len(moved) - _MAX_NAMED} more ids mean another token")
+
+    # tokens that are missing, except those named above
+    moved_ids = {i for i, _, _ in moved}
+    lost = [token for token, i in saved.items() if token not in current and i not in moved_ids]
     if lost:
-        more = f" and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else ""
-        said.append(f"it lacks {', '.join(map(_quoted, lost[:_SHOWN]))}{more}")
-    return "; ".join(said)
+        more = f" and {len(lost) - _MAX_NAMED} more" if len(lost) > _MAX_NAMED else ""
+        messages.append(f"it lacks {', '.join(map(_quoted, lost[:_MAX_NAMED]))}{more}")
+    return "; ".join(messages)
 
 
-def rule_difference(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> str:
-    """Which rules cut text otherwise than theirs, in words; "" if none. Both: a LibraryTokenizer's `rules`.
+def rule_difference(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
+    """Say which rules cut text in another way; "" if none do. Both are `LibraryTokenizer.rules`.
 
-    Further merges of mine, after theirs, are no difference: they make further tokens.
+    Further merges of `current`, after those of `saved`, are no difference: they make further tokens.
     """
-    said = [f"its {part}" for part in ("normalizer", "pre_tokenizer") if theirs[part] != mine[part]]
-    before, now = theirs["model"], mine["model"]
-    merges, more = before.get("merges", []), now.get("merges", [])
-    said += ["its merges"] if more[: len(merges)] != merges else []
-    said += [f"{name} of its model" for name in before | now if name != "merges" and before.get(name) != now.get(name)]
-    return f"the tokens are the same, and text is cut into them otherwise: by {', '.join(said)}" if said else ""
-
-
-def _by_id(vocab: Vocabulary) -> dict[int, str]:
-    return {i: token for token, i in vocab.items()}
+    differing = [f"its {part}" for part in ("normalizer", "pre_tokenizer") if saved[part] != current[part]]
+    saved_model = saved["model"]
+    current_model = current["model"]
+    merges = saved_model.get("merges", [])
+    if current_model.get("merges", [])[: len(merges)] != merges:
+        differing.append("its merges")
+    for name in saved_model | current_model:
+        if name != "merges" and saved_model.get(name) != current_model.get(name):
+            differing.append(f"{name} of its model")
+    if not differing:
+        return ""
+    return f"the tokens are the same, and text is cut into them otherwise: by {', '.join(differing)}"
 
 
 def _quoted(token: str) -> str:
@@ -80,28 +91,33 @@ def _quoted(token: str) -> str:
 
 
 class RowRun(NamedTuple):
-    """Rows of a word table that stand together in both: `count` rows from `new` on are those from `old` on."""
+    """Consecutive rows of an embedding: rows new to new + count of the new one are rows old to old + count of the old one."""
 
     new: int
     old: int
     count: int
 
 
-def rows_by_token(theirs: Vocabulary, mine: Vocabulary, rows_there: int, rows_here: int) -> list[RowRun]:
-    """The rows of tokens that both have, in the order of my ids."""
-    pairs = sorted((i, theirs[token]) for token, i in mine.items() if token in theirs)
-    return list(_runs((new, old) for new, old in pairs if new < rows_here and old < rows_there))
+def rows_by_token(saved: Vocabulary, current: Vocabulary, saved_rows: int, current_rows: int) -> list[RowRun]:
+    """Return the rows of the tokens that both vocabularies have, in the order of the ids of `current`."""
+    pairs = []
+    for token, new in current.items():
+        if token in saved:
+            pairs.append((new, saved[token]))
+    pairs.sort()
+    return list(_runs((new, old) for new, old in pairs if new < current_rows and old < saved_rows))
 
 
-def rows_by_id(rows_there: int, rows_here: int) -> list[RowRun]:
-    """The rows of ids that both have."""
-    return [RowRun(0, 0, min(rows_there, rows_here))]
+def rows_by_id(saved_rows: int, current_rows: int) -> list[RowRun]:
+    """Return the rows of the ids that both embeddings have."""
+    return [RowRun(0, 0, min(saved_rows, current_rows))]
 
 
 def _runs(pairs: Iterable[tuple[int, int]]) -> Iterator[RowRun]:
+    """Join consecutive pairs (new row, old row) to runs."""
     run: RowRun | None = None
     for new, old in pairs:
-        if run is not None and (new, old) == (run.new + run.count, run.old + run.count):
+        if run is not None and new == run.new + run.count and old == run.old + run.count:
             run = run._replace(count=run.count + 1)
             continue
         if run is not None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from megatron.core.datasets import IndexedDataset, IndexedDatasetWriter
-from megatron.core.datasets.build_datasets import Building, Part, SampleKind, Say, build_datasets
+from megatron.core.datasets.build_datasets import BuildContext, FileSplit, SampleKind, Say, build_datasets
 from megatron.core.enums import ModelType
 from megatron.core.parallel import collectives
 from megatron.training import get_runtime, pretrain, print_rank_0
@@ -42,12 +42,12 @@ class Documents(SampleKind):
     def request(self, ids: tuple[int, int], num_samples: int | None) -> Request:
         return Request(ids, num_samples, self.seed)
 
-    def build(self, part: Part, say: Say) -> tuple[np.ndarray]:
-        request = part.request
+    def build(self, file_split: FileSplit, say: Say) -> tuple[np.ndarray]:
+        request = file_split.request
         return (np.random.RandomState(request.seed).randint(*request.ids, size=request.num_samples),)
 
-    def dataset(self, part: Part, arrays: tuple[np.ndarray, ...]) -> "OneDocumentEach":
-        return OneDocumentEach(part.indexed, arrays[0], self.seq_length)
+    def dataset(self, file_split: FileSplit, arrays: tuple[np.ndarray, ...]) -> "OneDocumentEach":
+        return OneDocumentEach(file_split.indexed, arrays[0], self.seq_length)
 
 
 @dataclass
@@ -73,9 +73,9 @@ def datasets_provider(num_samples: list[int]) -> tuple[Any, ...]:
     world, device = runtime.mesh["world"], runtime.device.torch_device
     blend = ["0.7", str(HERE / "low"), "0.3", str(HERE / "high")]
     config = replace(runtime.config.data, data_path=blend, split="8,1,1")
-    building = Building(world.is_first, lambda: collectives.barrier(world, device), print_rank_0, print_rank_0)
+    build_context = BuildContext(world.is_first, lambda: collectives.barrier(world, device), print_rank_0, print_rank_0)
     kind = Documents(config.seq_length, runtime.config.training.seed)
-    return build_datasets(config, kind, num_samples, building)
+    return build_datasets(config, kind, num_samples, build_context)
 
 
 if __name__ == "__main__":

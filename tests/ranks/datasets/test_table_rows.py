@@ -16,7 +16,7 @@ from whole_run import run
 
 import pretrain_gpt
 from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle, FimConfig
-from megatron.core.datasets.vocab_check import table_problem, within_table
+from megatron.core.datasets.vocab_check import embedding_problem, within_embedding
 from megatron.core.models.common.model_rules import GPT_RULES
 from megatron.core.parallel.mesh import Mesh
 
@@ -120,7 +120,14 @@ def test_a_tokenizer_with_words_beyond_the_table_is_anothers(folder, capsys):
 def tokenizer_of(**more: object) -> SimpleNamespace:
     names = {i: f"w{i}" for i in range(10)} | {10: "<image>", 11: "<s>"}
     vocab = {name: i for i, name in names.items()}
-    given = {"vocab_size": 12, "eod": 1, "inv_vocab": names, "vocab": vocab, "never": ["<image>", "<s>"], "name": "T"}
+    given = {
+        "vocab_size": 12,
+        "eod": 1,
+        "inv_vocab": names,
+        "vocab": vocab,
+        "added_tokens": ["<image>", "<s>"],
+        "name": "T",
+    }
     given |= {"tokenize": lambda text: [], "detokenize": lambda ids: ""}
     return SimpleNamespace(**given | more)
 
@@ -135,12 +142,12 @@ def tokenizer_of(**more: object) -> SimpleNamespace:
         ({"eod": 11}, 10, "eod (11)"),
         ({"mask": 10}, 10, "mask (10)"),
         ({"additional_special_tokens_ids": [9, 11]}, 10, "sentinel 1 (11)"),
-        ({"never": []}, 10, "'<image>' (10)"),
+        ({"added_tokens": []}, 10, "'<image>' (10)"),
         ({"inv_vocab": {}}, 10, "12 10 --model-vocab-size"),
     ],
 )
 def test_only_added_tokens_that_no_sample_needs_may_lack_a_row(more: dict, rows: int, told: str | None):
-    problem = table_problem(tokenizer_of(**more), rows)
+    problem = embedding_problem(tokenizer_of(**more), rows)
     assert problem is None if told is None else tells(problem, told)
 
 
@@ -148,4 +155,4 @@ def test_a_token_for_the_middle_needs_a_row():
     settings = {"fim_data": True} | {f"fim_{kind}_token": "w5" for kind in ("prefix", "middle", "suffix", "pad", "eod")}
     config = FimConfig(**settings | {"fim_suffix_token": "<image>"})
     with pytest.raises(ValueError, match=r"--fim-suffix-token <image> is token 10.* 10 rows"):
-        FillInTheMiddle(config, within_table(tokenizer_of(), 10), 1)
+        FillInTheMiddle(config, within_embedding(tokenizer_of(), 10), 1)

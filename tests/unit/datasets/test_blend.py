@@ -53,9 +53,9 @@ def test_lanes_that_walk_at_once_make_the_choices_of_one(monkeypatch):
     weights = [[dice.random() for _ in range(3)], [2.0, 1.0, 1.0], [1.0, 1e-3, 2e-4], [0.3, 0.3, 0.1, 0.1, 0.1, 0.1]]
     weights += [[dice.choice([1.0, 0.5, 1e-3, dice.random()]) for _ in range(15)]]
     walks = []
-    walk = blend._walk
-    monkeypatch.setattr(blend, "_walk", lambda *arguments: walks.append(arguments) or walk(*arguments))
-    monkeypatch.setattr(blend, "_RIVALS", 8)
+    walk = blend._choose
+    monkeypatch.setattr(blend, "_choose", lambda *arguments: walks.append(arguments) or walk(*arguments))
+    monkeypatch.setattr(blend, "_CANDIDATES", 8)
     monkeypatch.setattr(blend, "_BLOCK", 7)
     for some in weights:
         shares, size = normalized(some), 100 * len(some)

@@ -85,7 +85,7 @@ def test_sample_index_of_small_cases(lengths, s, x, k, rows):
 def test_sample_index_is_the_same_however_much_is_computed_at_once(monkeypatch):
     lengths = np.random.RandomState(0).randint(0, 20, 300).astype(np.int32)
     whole = build_sample_index(lengths, np.arange(300), 900, 3, 1)
-    monkeypatch.setattr("megatron.core.datasets.index_map._AT_ONCE", 7)
+    monkeypatch.setattr("megatron.core.datasets.index_map._CHUNK", 7)
     assert np.array_equal(whole, build_sample_index(lengths, np.arange(300), 900, 3, 1))
     lengths[13:40] = 400  # many blocks of rows within a block of documents
     walked = walk(lengths.tolist(), range(300), 3000, 3, 0)

@@ -47,7 +47,7 @@ def test_files_are_the_format_bit_for_bit(tmp_path, code, letter):
 
 def test_many_documents_at_once_equal_one_by_one(tmp_path, monkeypatch):
     for module in ("mmap_indexed_dataset", "indexed_dataset_writer"):
-        monkeypatch.setattr(f"megatron.core.datasets.{module}.AT_ONCE", 2)  # several chunks in the index too
+        monkeypatch.setattr(f"megatron.core.datasets.{module}.CHUNK_SEQUENCES", 2)  # several chunks in the index too
     write_sample(tmp_path / "a")
     with IndexedDatasetWriter(tmp_path / "b", np.uint16) as writer:
         writer.add_documents(np.array(TOKENS), np.array(LENGTHS), np.array([2, 0, 1]))

@@ -106,7 +106,7 @@ def test_each_file_that_may_name_a_token_is_read(tmp_path):
         tokenizer = build_tokenizer(config_of(folder_with(tmp_path / "f", **given)))
         assert (tokenizer.vocab_size, tokenizer.vocab["<new>"]) == (size + 1, size), given
         assert tokenizer.tokenize("cat<new>")[-1] == size, given
-        assert "<new>" in tokenizer.never, "else a batch would cut it into words"
+        assert "<new>" in tokenizer.added_tokens, "else a batch would cut it into words"
     told = {"config": {"added_tokens_decoder": {}}, "mapped": {"eos_token": "<new>"}}
     assert (
         build_tokenizer(config_of(folder_with(tmp_path / "f", **told))).vocab_size == size
@@ -169,7 +169,7 @@ def test_a_berts_text_is_cut_as_its_config_says(tmp_path):
 
     def of(**config):
         tokenizer = build_tokenizer(config_of(written(tmp_path, library, **config)))
-        return [tokens[i] for i in tokenizer.tokenize("\u00c9a \u6771\u4eac")], json.dumps(tokenizer.beside)
+        return [tokens[i] for i in tokenizer.tokenize("\u00c9a \u6771\u4eac")], json.dumps(tokenizer.hashed_changes)
 
     kind = {"tokenizer_class": "BertTokenizer"}
     as_file, cased = of(**kind), of(**kind, do_lower_case=False)
@@ -193,7 +193,7 @@ def test_a_vocab_txt_is_cut_as_the_config_beside_it_says(tmp_path):
     def of(**config):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
         tokenizer = build_tokenizer(TokenizerConfig("BertWordPieceLowerCase", vocab_file=str(path)))
-        return [tokens[i] for i in tokenizer.tokenize("\u00c9a \u6771\u4eac")], tokenizer.beside
+        return [tokens[i] for i in tokenizer.tokenize("\u00c9a \u6771\u4eac")], tokenizer.hashed_changes
 
     assert of() == of(tokenize_chinese_chars=True) == (["ea", "\u6771", "\u4eac"], [])
     accents, joined = of(strip_accents=False), of(tokenize_chinese_chars=False)
@@ -211,7 +211,7 @@ def test_special_tokens_of_a_text_are_split_where_the_config_says_so(tmp_path):
     whole, split = of(False), of(True)
     assert whole.tokenize("</s>") == whole.tokenize_batch(["</s>"])[0] == [1]
     assert 1 not in split.tokenize("a</s>") + split.tokenize_batch(["a</s>"])[0]
-    assert split.detokenize(split.tokenize("a</s>")) == "a</s>" and split.beside != whole.beside
+    assert split.detokenize(split.tokenize("a</s>")) == "a</s>" and split.hashed_changes != whole.hashed_changes
 
 
 def test_a_space_before_a_text_is_as_the_config_says(tmp_path):

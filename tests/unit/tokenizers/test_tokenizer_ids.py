@@ -93,7 +93,7 @@ def in_batch(tokenizer, texts):
 
 
 def remembering(tokenizer):
-    return WordMemory(tokenizer.library, tokenizer.words, tokenizer.never)
+    return WordMemory(tokenizer.library, tokenizer.word_pattern, tokenizer.added_tokens)
 
 
 def remembered(memory, texts):
@@ -157,7 +157,7 @@ def test_a_file_of_our_own_training_remembers_words(tmp_path):
     trained.train_from_iterator(["the cat sat on the mat " * 4], tokenizers.trainers.BpeTrainer(**options))
     trained.save(str(tmp_path / "tokenizer.json"))
     tokenizer = build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", tokenizer_model=str(tmp_path)))
-    assert tokenizer.words is not None
+    assert tokenizer.word_pattern is not None
     assert_ids(tokenizer, lambda text: trained.encode(text).ids)
     assert in_batch(tokenizer, ["the<|endoftext|>"])[0][-1] == tokenizer.eod
 
