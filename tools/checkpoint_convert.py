@@ -106,7 +106,7 @@ def convert(config: ConvertConfig) -> None:
         kind=config.model_type,
         dtype=config.dtype,
         most_bytes=bytes_of(config.max_shard_size or DEFAULT_SHARD_SIZE),
-        along=path_of(config.tokenizer) if config.tokenizer else None,
+        tokenizer_folder=path_of(config.tokenizer) if config.tokenizer else None,
         allow_missing=config.allow_missing_tensors,
         note=print,
     )

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.convert import open_any
 from megatron.convert.hf_origin import Provenance
-from megatron.convert.hf_tokenizer_vocab import vocabulary_in
+from megatron.convert.hf_tokenizer_vocab import read_vocabulary
 from megatron.core import parallel_state
 from megatron.core.base.dataclass_flags import (
     ConfigError,
@@ -248,7 +248,7 @@ def check_tokens_of_folder(state: dict[str, Any], source: str, tokenizer: Tokeni
     if origin is None or mine is None or state.get("tokenizer_sha256") is not None:
         return
     try:
-        theirs = vocabulary_in(path_of(origin.folder))
+        theirs = read_vocabulary(path_of(origin.folder))
     except (ValueError, OSError, ImportError):  # what cannot be read is not compared
         return
     if theirs is not None and (differing := token_difference(theirs, mine)):

@@ -1,15 +1,17 @@
-"""Models of other projects as data: their folders read as they lie, and written back, by one table of rows a family.
+"""Read models of other projects directly from their folders, and write Hugging Face folders, by one table for each model family.
 
-    families/                      tables of model families: what a config.json says, where each tensor lies
-    formats/                       what lies in other projects' files, read without running it
-    open_any_format                  which project a folder is of; hf_reader, megatron_reader, torchtitan_reader open it
-    strided_checkpoint                 tensors as byte ranges, which any layout reads
-    import_checkpoint              a folder as a checkpoint of ours, written while it is read
-    export_plan, export_checkpoint, export_distributed    a model as a Hugging Face folder: the plan; of a checkpoint; of
-                                                       running ranks
-    hf_origin, hf_tokenizer_config, hf_tokenizer_vocab      what goes along: the tokenizer's files, ids of a text's ends
+    open_any_format          finds out which project a folder is of; hf_reader, megatron_reader, torchtitan_reader open it
+    strided_checkpoint       tensors as byte ranges of the folder's files, of which a rank of any layout reads what it needs
+    import_checkpoint        writes an opened folder as a checkpoint of ours, while it is read
+    export_plan              plans a Hugging Face folder; export_checkpoint writes that of a checkpoint, export_distributed
+                             that of running ranks
+    hf_origin                records the folder that a model came from, and copies its tokenizer's files
+    hf_tokenizer_vocab       the tokenizer's vocabulary and its special tokens
+    check_missing_keys       parameters that a folder or checkpoint does not hold
+    families/                the tables: keys of a config.json, and the tensors of each parameter
+    formats/                 file formats of other projects, read without running code in them
 
-Names load on first use. To add a family: a table of its own, and a line in `FAMILIES`; a fork does it before it calls
+Names load on first use. To add a family, write a table of its own and a line in `FAMILIES`; a fork does so before it calls
 `pretrain`.
 """
 
@@ -19,26 +21,26 @@ from megatron.core.base.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
     from megatron.convert.export_checkpoint import write_hf_folder as write_hf_folder
-    from megatron.convert.families.family import Family as Family, Row as Row
+    from megatron.convert.families.family import Family as Family, ParamMapping as ParamMapping
     from megatron.convert.families.registry import FAMILIES as FAMILIES
-    from megatron.convert.formats.find_megatron_folder import unreadable as unreadable
+    from megatron.convert.formats.find_megatron_folder import why_unreadable as why_unreadable
     from megatron.convert.import_checkpoint import copy_checkpoint as copy_checkpoint
     from megatron.convert.open_any_format import (
-        described_by as described_by,
+        describe_model as describe_model,
         is_foreign as is_foreign,
         open_any as open_any,
         open_foreign as open_foreign,
-        settings_in as settings_in,
+        settings_of_folder as settings_of_folder,
     )
 
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
         ".import_checkpoint": "copy_checkpoint",
-        ".families.family": "Family Row",
+        ".families.family": "Family ParamMapping",
         ".families.registry": "FAMILIES",
-        ".formats.find_megatron_folder": "unreadable",
-        ".open_any_format": "described_by is_foreign open_any open_foreign settings_in",
+        ".formats.find_megatron_folder": "why_unreadable",
+        ".open_any_format": "describe_model is_foreign open_any open_foreign settings_of_folder",
         ".export_checkpoint": "write_hf_folder",
     },
 )

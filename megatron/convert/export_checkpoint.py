@@ -1,12 +1,11 @@
-"""A checkpoint as a Hugging Face folder, written while it is read: one thread reads, one writes, one waits for the disk.
+"""Write a checkpoint as a Hugging Face folder while it is read: one thread reads, one writes, one waits for the disk.
 
     reads     at most 16 MiB of a tensor of ours, and hashes them             into one of two buffers
-    writes    the part before, in the dtype asked for                         each stretch at its place in the file
+    writes    the part before, in the requested dtype                         each range at its place in the file
     syncs     the file before
 
-A tensor that the family holds transposed, or of which the checkpoint has columns apart, is read as a whole and then
-written: a
-rank has two such tensors in memory at most. The folder gets its name when it is complete.
+A tensor that the family stores transposed, or whose columns the checkpoint holds in separate pieces, is read in full and then
+written: a rank has at most two such tensors in memory. The folder gets its final name when it is complete.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,12 +25,12 @@ from megatron.convert.export_plan import (
     bytes_of_tensor,
     finish_folder,
     plan_folder,
-    their_tensors,
+    to_hf_tensors,
 )
-from megatron.convert.families.family import Row
-from megatron.convert.families.weight_layout import Stretch, stretches_of
+from megatron.convert.families.family import ParamMapping
+from megatron.convert.families.weight_layout import CopyRange, copy_ranges_of
 from megatron.convert.formats.safetensors_header import header_of
-from megatron.convert.hf_origin import check_chosen
+from megatron.convert.hf_origin import check_tokenizer_folder
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing.format import PARTIAL
 from megatron.core.dist_checkpointing.load_sharded import Checkpoint
@@ -41,16 +40,16 @@ from megatron.core.parallel.grid import ALONE, Axis
 from megatron.core.sharding.boxes import whole
 from megatron.core.storage.file_layer import backend_of, exists, make_folders, remove_tree, write_all
 
-_PART = 16 << 20  # bytes read, hashed and written at a time
+_PART_BYTES = 16 << 20  # bytes read, hashed and written at a time
 _T = TypeVar("_T")
 
 
 class _Part(NamedTuple):
-    """Values of a tensor of ours from element `start` on; None: of a tensor that is to be read as a whole."""
+    """Values of our tensor from element `start` on; values None: the tensor must be read in full."""
 
-    row: Row
+    mapping: ParamMapping
     start: int = 0
-    values: Tensor | None = None
+    values: Tensor | None = None  # [n]
 
 
 def write_hf_folder(
@@ -60,60 +59,78 @@ def write_hf_folder(
     kind: str | None = None,
     dtype: str | None = None,
     most_bytes: int = 5 << 30,
-    along: Path | None = None,
+    tokenizer_folder: Path | None = None,
     allow_missing: bool = False,
     note: Callable[[str], object] = lambda line: None,
     world: Axis = ALONE,
     device: torch.device | str = "cpu",
 ) -> str:
-    """Write the model of a checkpoint as the folder `out`, which must not exist; returns its model_type.
+    """Write the model of a checkpoint as the folder `out`, which must not exist; return its model_type.
 
-    Every rank of `world` must call, and writes its share of the files. kind: the model_type; default: that of the folder
-    that
-    the model came from, or the first family that can say what it computes. dtype: of all tensors; default: as they are.
-    most_bytes: of one file. along: the folder with the tokenizer's files; default: where the model came from, and only
-    files that
-    are as they were then. allow_missing: writes a model that lacks tensors, without them. note: told, on the first rank,
-    of files
-    and of tensors that are not written. Raises ConfigError, CheckpointError.
+    Every rank of `world` must call, and writes its share of the files.
+
+        kind              the model_type; default: that of the folder that the model came from, or the first family that can
+                          describe the model
+        dtype             of all tensors; default: unchanged
+        most_bytes        of one file
+        tokenizer_folder  the folder with the tokenizer's files; default: the folder that the model came from, of which only
+                          files are copied that have not changed since
+        allow_missing     write a model that lacks tensors, without them
+        note              called on the first rank with a line about files and tensors that are not written
+
+    Raises ConfigError, CheckpointError.
     """
     partial = out.with_name(out.name + PARTIAL)
+
+    # plan, and make an empty folder under a temporary name
     with collectives.raise_together(world, device):
-        options = {"kind": kind, "dtype": dtype, "most_bytes": most_bytes, "allow_missing": allow_missing}
-        options["note"] = note if world.is_first else lambda line: None
-        plan = plan_folder(checkpoint.state, checkpoint.manifest.tensors, str(checkpoint.folder), **options)
+        plan = plan_folder(
+            checkpoint.state,
+            checkpoint.manifest.tensors,
+            str(checkpoint.folder),
+            kind=kind,
+            dtype=dtype,
+            most_bytes=most_bytes,
+            allow_missing=allow_missing,
+            note=note if world.is_first else lambda line: None,
+        )
         if world.is_first:
             if exists(out):
                 raise ConfigError(f"{out} is there already; a folder is written anew: choose another")
-            if along is not None:
-                check_chosen(along)
+            if tokenizer_folder is not None:
+                check_tokenizer_folder(tokenizer_folder)
             if exists(partial):
                 remove_tree(partial)
             make_folders(partial)
+
+    # every rank writes its files of weights
     with collectives.raise_together(world, device):
         write_files(checkpoint, plan, partial, list(plan.files)[world.rank :: world.size])
+
+    # the first rank adds the other files, and gives the folder its name
     with collectives.raise_together(world, device):
         if world.is_first:
-            finish_folder(plan, partial, along, note)
+            finish_folder(plan, partial, tokenizer_folder, note)
             backend_of(partial).rename(partial, out)
             backend_of(out).sync_folder(out.parent)
     return plan.kind
 
 
 def write_files(checkpoint: Checkpoint, plan: FolderPlan, folder: Path, names: list[str]) -> None:
-    """Write some of the planned files. One process calls. When this returns they are on the disk; when it raises,
-    incomplete.
+    """Write the planned files with these names. One process calls.
 
-    Raises CheckpointError, OSError.
+    The files are on the disk when this returns, and incomplete when it raises CheckpointError or OSError.
     """
-    rooms = cycle([torch.empty(_PART, dtype=torch.uint8) for _ in range(2)])
+    buffers = cycle([torch.empty(_PART_BYTES, dtype=torch.uint8) for _ in range(2)])
     syncing: Future[None] | None = None
-    with ExitStack() as opened, ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as syncer:
+    with ExitStack() as open_files, ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as syncer:
         for name in names:
-            planned, path = plan.files[name], folder / name
-            file = opened.enter_context(backend_of(path).open(path, "xb"))
-            parts = _ahead(_parts(checkpoint, plan, planned, rooms), reader)
+            planned = plan.files[name]
+            path = folder / name
+            file = open_files.enter_context(backend_of(path).open(path, "xb"))
+            parts = _read_ahead(_parts(checkpoint, plan, planned, buffers), reader)
             _write(file, path, checkpoint, plan, planned, parts)
+            # At most one file waits for the disk: the next one is written meanwhile.
             if syncing is not None:
                 syncing.result()
             syncing = syncer.submit(_sync, file, path)
@@ -126,8 +143,8 @@ def _sync(file: BinaryIO, path: Path) -> None:
         backend_of(path).sync(file)
 
 
-def _ahead(items: Iterator[_T], reader: Executor) -> Iterator[_T]:
-    """The items, each made by the reader while the one before is in use."""
+def _read_ahead(items: Iterator[_T], reader: Executor) -> Iterator[_T]:
+    """Yield the items, each produced by the reader thread while the caller uses the one before."""
     end = object()
     upcoming = reader.submit(next, items, end)
     while (item := upcoming.result()) is not end:
@@ -135,50 +152,70 @@ def _ahead(items: Iterator[_T], reader: Executor) -> Iterator[_T]:
         yield item
 
 
-def _stretches(checkpoint: Checkpoint, plan: FolderPlan, row: Row) -> list[Stretch] | None:
-    return (
-        stretches_of(row.operation, plan.heads, plan.record_of(row).shape)
-        if checkpoint.has_runs(plan.name_of(row))
-        else None
-    )
+def _copy_ranges(checkpoint: Checkpoint, plan: FolderPlan, mapping: ParamMapping) -> list[CopyRange] | None:
+    """Return the ranges that can be copied while the parameter is read; None if it must be read in full first."""
+    if not checkpoint.has_runs(plan.name_of(mapping)):
+        return None
+    return copy_ranges_of(mapping.operation, plan.heads, plan.record_of(mapping).shape)
 
 
-def _parts(checkpoint: Checkpoint, plan: FolderPlan, planned: PlannedFile, rooms: Iterator[Tensor]) -> Iterator[_Part]:
-    for row in planned.rows:
-        if _stretches(checkpoint, plan, row) is None:
-            yield _Part(row)
+def _parts(
+    checkpoint: Checkpoint, plan: FolderPlan, planned: PlannedFile, buffers: Iterator[Tensor]
+) -> Iterator[_Part]:
+    """Read a file's parameters part by part. This runs in the reader thread."""
+    for mapping in planned.mappings:
+        if _copy_ranges(checkpoint, plan, mapping) is None:
+            yield _Part(mapping)
             continue
-        for start, values in checkpoint.runs(plan.name_of(row), rooms):
-            yield _Part(row, start, values)
+        for start, values in checkpoint.runs(plan.name_of(mapping), buffers):
+            yield _Part(mapping, start, values)
 
 
 def _write(
     file: BinaryIO, path: Path, checkpoint: Checkpoint, plan: FolderPlan, planned: PlannedFile, parts: Iterator[_Part]
 ) -> None:
-    begin, stretches = {}, {}
-    write_all(file, head := header_of(planned.tensors), path)
-    end = len(head)
-    for row in planned.rows:
-        begin[row], stretches[row] = end, _stretches(checkpoint, plan, row) or []
-        end += prod(plan.record_of(row).shape) * plan.dtype_of(row).itemsize
-    for row, start, values in parts:
-        ours = _whole(checkpoint, plan, row) if values is None else values.to(plan.dtype_of(row))
-        plan.check_held(row, ours)
+    """Write the header, then each part at its place."""
+    header = header_of(planned.tensors)
+    write_all(file, header, path)
+
+    # where each parameter's tensors begin in the file
+    offsets: dict[ParamMapping, int] = {}
+    ranges: dict[ParamMapping, list[CopyRange]] = {}
+    end = len(header)
+    for mapping in planned.mappings:
+        offsets[mapping] = end
+        ranges[mapping] = _copy_ranges(checkpoint, plan, mapping) or []
+        end += prod(plan.record_of(mapping).shape) * plan.dtype_of(mapping).itemsize
+
+    for mapping, start, values in parts:
         if values is None:
-            file.seek(begin[row])
-            for theirs in their_tensors(row.operation, plan.heads, ours):
-                write_all(file, bytes_of_tensor(theirs), path)
+            # a parameter that is read in full
+            ours = _read_in_full(checkpoint, plan, mapping)
+            plan.check_finite(mapping, ours)
+            file.seek(offsets[mapping])
+            for hf_tensor in to_hf_tensors(mapping.operation, plan.heads, ours):
+                write_all(file, bytes_of_tensor(hf_tensor), path)
             continue
-        data, stop = bytes_of_tensor(ours), start + len(ours)
-        for x in stretches[row]:
-            first, last = max(x.start, start), min(x.stop, stop)
+
+        # elements `start` to `stop` of a parameter, of which each range goes to another place
+        ours = values.to(plan.dtype_of(mapping))  # [n]
+        plan.check_finite(mapping, ours)
+        data = bytes_of_tensor(ours)
+        stop = start + len(ours)
+        for copy_range in ranges[mapping]:
+            first = max(copy_range.start, start)
+            last = min(copy_range.stop, stop)
             if first < last:
-                file.seek(begin[row] + (x.to + first - x.start) * ours.itemsize)
+                hf_element = copy_range.hf_start + first - copy_range.start
+                file.seek(offsets[mapping] + hf_element * ours.itemsize)
                 write_all(file, data[(first - start) * ours.itemsize : (last - start) * ours.itemsize], path)
 
 
-def _whole(checkpoint: Checkpoint, plan: FolderPlan, row: Row) -> Tensor:
-    name, shape = plan.name_of(row), plan.record_of(row).shape
-    ours, box = torch.empty(shape, dtype=plan.dtype_of(row)), whole(shape)
+def _read_in_full(checkpoint: Checkpoint, plan: FolderPlan, mapping: ParamMapping) -> Tensor:
+    """Read a parameter in the dtype in which it is written."""
+    name = plan.name_of(mapping)
+    shape = plan.record_of(mapping).shape
+    ours = torch.empty(shape, dtype=plan.dtype_of(mapping))
+    box = whole(shape)
     checkpoint.read_into({name: LocalTensor(ours, shape, [(box, box)], False)}, convert=True, in_place=True)
     return ours

@@ -1,12 +1,11 @@
-"""The model of running ranks as a Hugging Face folder: one tensor at a time is put together on the first rank and written.
+"""Write the model of running ranks as a Hugging Face folder: gather one tensor at a time on the first rank, and write it.
 
     all ranks    some rows of a tensor, in its dtype: this rank's elements, zeros elsewhere
-    all ranks    the sum of these rows' bytes over the ranks; each element is held by one writer, so the sum is its bits
-    rank 0       the rows of the tensor in host memory; when all are there, the tensors that the family makes of it, into
-    the file
+    all ranks    an all-reduce (sum) of these rows' bytes; one rank contributes each element, so the sum is its bits
+    rank 0       the rows in host memory; when all are there, the tensors that the family makes of them, into the file
 
-So any layout is written: whoever saves an element in a checkpoint gives it here. A rank has at most 16 MiB of rows on its
-device; the first has one tensor of ours, and one of theirs, in host memory.
+So any layout can be written: the rank that saves an element in a checkpoint contributes it here. A rank has at most 16 MiB of
+rows on its device; the first has one tensor of ours, and one Hugging Face tensor, in host memory.
 """
 
 import json
@@ -19,8 +18,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from megatron.convert.export_plan import FolderPlan, finish_folder, write_rows
-from megatron.convert.families.family import Row
+from megatron.convert.export_plan import FolderPlan, finish_folder, write_weights_file
+from megatron.convert.families.family import ParamMapping
 from megatron.core.dist_checkpointing.format import TensorRecord
 from megatron.core.dist_checkpointing.local_tensor import LocalTensor
 from megatron.core.offload.stored_tensor import start_reading
@@ -29,34 +28,35 @@ from megatron.core.parallel.grid import Axis
 from megatron.core.sharding.boxes import Box, intersect, relative_to, size_of, slices, whole
 from megatron.core.storage.file_layer import make_folders
 
-_ROWS = 16 << 20  # bytes of a tensor that the ranks add up at a time
+_ROW_BLOCK_BYTES = 16 << 20  # bytes of a tensor's rows that the ranks add up at a time
 _T = TypeVar("_T")
 
 
-def records_of_ranks(
+def gather_tensor_records(
     tensors: Mapping[str, LocalTensor], world: Axis, device: torch.device | str
 ) -> dict[str, TensorRecord]:
-    """The dtype and shape of each tensor that the ranks hold together, by name. Every rank must call.
+    """Return the dtype and full shape of each tensor that the ranks hold together, by name. Every rank must call.
 
-    Raises AssertionError unless each element has one writer, as far as their number tells.
+    Raises AssertionError unless the ranks that save a tensor have as many elements together as it has.
     """
-    mine = [
-        (name, local.dtype, list(local.shape), sum(prod(size_of(box)) for box, _ in local.pieces))
-        for name, local in tensors.items()
-        if local.is_writer and local.pieces
-    ]
-    found: dict[str, TensorRecord] = {}
-    counts: dict[str, int] = {}
-    for text in collectives.all_gather_texts(json.dumps(mine), world, device):
-        for name, dtype, shape, count in json.loads(text):
-            found[name] = TensorRecord(dtype, tuple(shape), ())
-            counts[name] = counts.get(name, 0) + count
-    for name, record in found.items():
-        assert counts[name] == prod(record.shape), f"{name} of {record.shape} has {counts[name]} elements on all ranks"
-    return found
+    saved_here = []
+    for name, local in tensors.items():
+        if local.is_writer and local.pieces:
+            numel = sum(prod(size_of(box)) for box, _ in local.pieces)
+            saved_here.append((name, local.dtype, list(local.shape), numel))
+
+    records: dict[str, TensorRecord] = {}
+    numels: dict[str, int] = {}
+    for text in collectives.all_gather_texts(json.dumps(saved_here), world, device):
+        for name, dtype, shape, numel in json.loads(text):
+            records[name] = TensorRecord(dtype, tuple(shape), ())
+            numels[name] = numels.get(name, 0) + numel
+    for name, record in records.items():
+        assert numels[name] == prod(record.shape), f"{name} of {record.shape} has {numels[name]} elements on all ranks"
+    return records
 
 
-def write_gathered(
+def write_hf_folder_from_ranks(
     plan: FolderPlan,
     tensors: Mapping[str, LocalTensor],
     out: Path,
@@ -65,35 +65,38 @@ def write_gathered(
     *,
     note: Callable[[str], object] = lambda line: None,
 ) -> None:
-    """Write all of the planned folder into `out`, which must not exist. Every rank must call, with what it holds itself.
+    """Write the planned folder into `out`, which must not exist. Every rank must call, with the tensors that it holds.
 
-    If one rank fails, all raise, and the folder is incomplete. note: told, on the first rank, of files that are not written.
+    If one rank fails, all raise, and the folder is incomplete. note: called on the first rank with a line about files that are
+    not written.
     """
     with collectives.raise_together(world, device):
         if world.is_first:
             make_folders(out)
     for name, file in plan.files.items():
-        first = _FirstError()
-        rows = ((row, _gathered(row, plan, tensors, first, world, device)) for row in file.rows)
+        first_error = _FirstError()
+        # `_gather` is collective: every rank must take all items of this iterator.
+        params = ((mapping, _gather(mapping, plan, tensors, first_error, world, device)) for mapping in file.mappings)
         if world.is_first:
-            first.attempt(partial(write_rows, out / name, plan, file, rows))
-        for _ in rows:  # all that are left, also where the disk is full: the other ranks are in the same calls
+            first_error.attempt(partial(write_weights_file, out / name, plan, file, params))
+        # Gather what is left too, also where the disk is full: the other ranks are in the same collectives.
+        for _ in params:
             pass
         with collectives.raise_together(world, device):
-            first.raise_it()
+            first_error.raise_it()
     with collectives.raise_together(world, device):
         if world.is_first:
             finish_folder(plan, out, None, note)
 
 
 class _FirstError:
-    """The first error of a stretch in which this rank must go on communicating, whatever fails."""
+    """The first error of work during which this rank must keep taking part in collectives, whatever fails."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
 
     def attempt(self, work: Callable[[], _T]) -> _T | None:
-        """What `work` returns; None, and the error is kept, if it fails."""
+        """Return what `work` returns; if it raises, record the error and return None. A lost peer is raised at once."""
         try:
             return work()
         except collectives.LostPeerError:
@@ -107,44 +110,52 @@ class _FirstError:
             raise self.error
 
 
-def _gathered(
-    row: Row,
+def _gather(
+    mapping: ParamMapping,
     plan: FolderPlan,
     tensors: Mapping[str, LocalTensor],
-    first: _FirstError,
+    first_error: _FirstError,
     world: Axis,
     device: torch.device | str,
 ) -> Tensor:
-    """The tensor of ours of a row on the first rank, in host memory; nothing on the others. An all-reduce for each part."""
-    shape, dtype = plan.record_of(row).shape, plan.dtype_of(row)
-    local = tensors.get(plan.name_of(row))
+    """Gather a parameter of ours on the first rank, in host memory; the others get an empty tensor.
+
+    Every rank calls one all-reduce for each block of rows.
+    """
+    shape = plan.record_of(mapping).shape
+    dtype = plan.dtype_of(mapping)
+    local = tensors.get(plan.name_of(mapping))
     ours = torch.empty(shape if world.is_first else (0,), dtype=dtype)
-    for box in _spans(shape, dtype.itemsize):
-        part = torch.zeros(size_of(box), dtype=dtype, device=device)
+    for box in _row_blocks(shape, dtype.itemsize):
+        rows = torch.zeros(size_of(box), dtype=dtype, device=device)
         if local is not None and local.is_writer:
-            first.attempt(partial(_put_mine, local, box, part))
-        collectives.all_reduce(part.view(-1).view(torch.uint8), world)
+            first_error.attempt(partial(_copy_local_elements, local, box, rows))
+        # The sum of bytes: all ranks but one have zeros in each, so nothing is rounded and nothing overflows.
+        collectives.all_reduce(rows.view(-1).view(torch.uint8), world)
         if world.is_first:
-            ours[slices(box)] = part
+            ours[slices(box)] = rows
     return ours
 
 
-def _spans(shape: tuple[int, ...], item: int) -> Iterator[Box]:
-    """Boxes of whole rows, in order, each of at most `_ROWS` bytes or of one row. item: bytes of an element."""
+def _row_blocks(shape: tuple[int, ...], item_bytes: int) -> Iterator[Box]:
+    """Yield boxes of full rows, in order, each of at most `_ROW_BLOCK_BYTES` bytes or of one row. item_bytes: of an element."""
     if not shape:
         yield ()
         return
-    rows = max(_ROWS // max(prod(shape[1:]) * item, 1), 1)
+    row_bytes = prod(shape[1:]) * item_bytes
+    rows = max(_ROW_BLOCK_BYTES // max(row_bytes, 1), 1)
     for start in range(0, shape[0], rows):
         yield ((start, min(start + rows, shape[0])), *whole(shape[1:]))
 
 
-def _put_mine(local: LocalTensor, box: Box, part: Tensor) -> None:
-    """Copy this rank's elements of `box`, which has whole rows, into `part`, in its dtype."""
+def _copy_local_elements(local: LocalTensor, box: Box, rows: Tensor) -> None:
+    """Copy this rank's elements of `box`, a box of full rows, into `rows`, in its dtype."""
     for piece in local.pieces:
-        if (shared := intersect(piece[0], box)) is None:
+        overlap = intersect(piece[0], box)
+        if overlap is None:
             continue
         region = local.region(piece)
-        if shared:
-            region = region[slice(*relative_to(shared, piece[0])[0])]
-        part[slices(relative_to(shared, box))] = start_reading(region).wait().view(size_of(shared))
+        if overlap:  # () for a tensor without dimensions, which has no rows to select
+            first_dim = relative_to(overlap, piece[0])[0]
+            region = region[slice(*first_dim)]
+        rows[slices(relative_to(overlap, box))] = start_reading(region).wait().view(size_of(overlap))

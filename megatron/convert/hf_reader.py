@@ -1,6 +1,6 @@
-"""A Hugging Face folder as a checkpoint of ours: its tensors by our names, each a list of byte ranges of the folder's files.
+"""Open a Hugging Face folder as a checkpoint of ours: each tensor by our name, as byte ranges of the folder's files.
 
-So each rank of any layout reads its boxes from the files as they lie, without a conversion and without a copy.
+So each rank of any layout reads its boxes directly from the files, without a conversion and without a copy.
 """
 
 import json
@@ -12,15 +12,14 @@ from typing import Any
 
 import torch
 
-from megatron.convert.check_missing_keys import ABSENT_HEADS, absent_heads_of
-from megatron.convert.families.config_fields import Given, dtype_in
+from megatron.convert.check_missing_keys import ABSENT_HEADS, absent_head_parameters
+from megatron.convert.families.config_fields import ConfigReader, dtype_in
 from megatron.convert.families.config_json import family_of, settings_of
-from megatron.convert.families.family import OUTPUT, Family, Row
+from megatron.convert.families.family import OUTPUT_LAYER, Family, ParamMapping
 from megatron.convert.families.weight_layout import HeadCounts
 from megatron.convert.formats.read_hf_folder import CONFIG, HFFolder, are_equal, read_hf_folder, read_json
 from megatron.convert.formats.safetensors_header import FETCH_AGAIN, TensorInFile
-from megatron.convert.hf_origin import Provenance
-from megatron.convert.hf_tokenizer_config import TOKENIZER_CONFIG
+from megatron.convert.hf_origin import TOKENIZER_CONFIG, Provenance
 from megatron.convert.strided_checkpoint import StridedCheckpoint, record_of
 from megatron.core.dist_checkpointing.format import CheckpointError, Manifest, TensorRecord
 from megatron.core.parallel import collectives
@@ -31,75 +30,96 @@ from megatron.core.transformer.model_config import ModelConfig
 # ---------------------------------------------------------------- tensors
 
 
-def rows_of(family: Family, config: ModelConfig) -> Iterator[Row]:
-    """The rows of all layers, whether or not the model has the tensor."""
-    for row in family.rows:
-        if row.gated not in (None, config.is_gated):
+def param_mappings(family: Family, config: ModelConfig) -> Iterator[ParamMapping]:
+    """Yield the family's mappings for all layers of a model, whether or not the model has the parameter."""
+    for mapping in family.mappings:
+        if mapping.gated not in (None, config.is_gated):
             continue
-        layers = config.num_layers if "{i}" in row.ours else config.decoder_layers if "{j}" in row.ours else 1
+        layers = 1
+        if "{i}" in mapping.param:
+            layers = config.num_layers
+        elif "{j}" in mapping.param:
+            layers = config.decoder_layers
         for i in range(layers):
-            yield Row(row.ours.format(i=i, j=i), row.operation, tuple(name.format(i=i, j=i) for name in row.theirs))
+            hf_params = tuple(name.format(i=i, j=i) for name in mapping.hf_params)
+            yield ParamMapping(mapping.param.format(i=i, j=i), mapping.operation, hf_params)
 
 
-def heads_of(config: ModelConfig) -> HeadCounts:
+def head_counts_of(config: ModelConfig) -> HeadCounts:
+    """Return the sizes of a model's attention heads."""
     return HeadCounts(config.num_attention_heads, config.query_groups, config.head_width)
 
 
-def records_of(
+def tensor_records(
     family: Family, config: ModelConfig, tensors: Mapping[str, TensorInFile], root: Path
 ) -> dict[str, TensorRecord]:
-    """The tensors of ours, by name. Raises CheckpointError for what is left over, half there, or of another shape."""
-    rows = list(rows_of(family, config))
-    tensors = _by_todays_names(family, rows, tensors)
-    records, used = {}, set()
+    """Return our tensors, by name, made of a folder's `tensors`.
+
+    Raises CheckpointError, with all of them, for tensors that are unknown, incomplete, or of another shape than the config says.
+    """
+    mappings = list(param_mappings(family, config))
+    tensors = _by_current_names(family, mappings, tensors)
+    records = {}
+    used = set()
     problems = []
-    for ours, operation, theirs, _ in rows:
-        there = [name for name in theirs if name in tensors]
-        used.update(there)
-        if not there or (ours == f"{OUTPUT}.weight" and not config.untie_embeddings_and_output_weights):
+    for param, operation, hf_params, _ in mappings:
+        present = [name for name in hf_params if name in tensors]
+        used.update(present)
+        is_tied_output = param == f"{OUTPUT_LAYER}.weight" and not config.untie_embeddings_and_output_weights
+        if not present or is_tied_output:
             continue
-        if lacking := sorted({*theirs} - {*there}):
-            problems.append(f"holds {there[0]!r} without {', '.join(map(repr, lacking))}")
+        missing = sorted({*hf_params} - {*present})
+        if missing:
+            problems.append(f"holds {present[0]!r} without {', '.join(map(repr, missing))}")
             continue
         try:
-            records[ours] = record_of(operation, heads_of(config), [tensors[name] for name in theirs])
+            records[param] = record_of(operation, head_counts_of(config), [tensors[name] for name in hf_params])
         except ValueError as error:
-            problems.append(f"holds {', '.join(map(repr, theirs))} of other shapes than {CONFIG} says ({error})")
-    ignored = re.compile("|".join(family.ignored) or "(?!)")
-    left = [name for name in tensors if name not in used and not ignored.fullmatch(name)]
-    problems += [f"holds {name!r:.80}, for which the model has no place" for name in left]
+            problems.append(f"holds {', '.join(map(repr, hf_params))} of other shapes than {CONFIG} says ({error})")
+    ignored = _ignored_names(family)
+    unknown = [name for name in tensors if name not in used and not ignored.fullmatch(name)]
+    problems += [f"holds {name!r:.80}, for which the model has no place" for name in unknown]
     if problems:
         raise CheckpointError(root, problems, f"is it what {CONFIG} describes? Nothing was read")
     return records
 
 
-def _by_todays_names(family: Family, rows: list[Row], tensors: Mapping[str, TensorInFile]) -> dict[str, TensorInFile]:
-    """The tensors by the names of the table, also of an old file: its names end otherwise, or lack the family's prefix."""
-    known = {name for row in rows for name in row.theirs}
-    ignored = re.compile("|".join(family.ignored) or "(?!)")
+def _ignored_names(family: Family) -> re.Pattern[str]:
+    return re.compile("|".join(family.ignored_tensors) or "(?!)")  # (?!) matches nothing
 
-    def today(name: str) -> str:
+
+def _by_current_names(
+    family: Family, mappings: list[ParamMapping], tensors: Mapping[str, TensorInFile]
+) -> dict[str, TensorInFile]:
+    """Return the tensors by the names of the family's table. An old file has other suffixes, or lacks the prefix."""
+    known = {name for mapping in mappings for name in mapping.hf_params}
+    ignored = _ignored_names(family)
+
+    def current_name(name: str) -> str:
         if name in known:
             return name
-        for old, new in family.old_endings:
+        for old, new in family.old_suffixes:
             if name.endswith(old):
                 name = name.removesuffix(old) + new
-        whole = family.prefix + name.removeprefix(family.prefix)
-        return whole if whole in known or ignored.fullmatch(whole) else name
+        prefixed = family.prefix + name.removeprefix(family.prefix)
+        return prefixed if prefixed in known or ignored.fullmatch(prefixed) else name
 
-    return {today(name): x for name, x in tensors.items()}
+    return {current_name(name): x for name, x in tensors.items()}
 
 
 def check_tied(folder: HFFolder, family: Family, config: ModelConfig, root: Path) -> None:
-    """Refuse a head that differs from the word table with which the model is tied, and a copy that differs from its
-    tensor."""
-    tensors, pairs = _by_todays_names(family, list(family.rows), folder.tensors), list(family.copies)
+    """Refuse tensors that the model ties, such as output layer and word embeddings, and that differ in the files.
+
+    Reads both tensors. Raises CheckpointError.
+    """
+    tensors = _by_current_names(family, list(family.mappings), folder.tensors)
+    tied_pairs = list(family.tied_copies)
     if not config.untie_embeddings_and_output_weights:
-        pairs.append(family.head_and_table())
-    for one, other in pairs:
-        if one in tensors and other in tensors and not are_equal(root, tensors[one], tensors[other]):
+        tied_pairs.append(family.output_and_embedding_weights())
+    for first, second in tied_pairs:
+        if first in tensors and second in tensors and not are_equal(root, tensors[first], tensors[second]):
             raise CheckpointError(
-                root, f"{CONFIG} makes {one} and {other} one tensor, and one differs from the other", FETCH_AGAIN
+                root, f"{CONFIG} makes {first} and {second} one tensor, and one differs from the other", FETCH_AGAIN
             )
 
 
@@ -107,37 +127,43 @@ def check_tied(folder: HFFolder, family: Family, config: ModelConfig, root: Path
 
 
 def config_in(root: Path) -> dict[str, Any]:
-    """The config.json of a folder; reads the weights' headers where they say more."""
+    """Return the config.json of a folder; reads the headers of the weights where only they say whether weights are tied."""
     config = read_json(root / CONFIG)
-    return config if family_of(config, str(root / CONFIG)).untied(config) is None else _read(root).config
+    if family_of(config, str(root / CONFIG)).untied_config(config) is None:
+        return config
+    return _read(root).config
 
 
 def _read(root: Path) -> HFFolder:
+    """Read the config and the headers, with the config changed if it claims tied weights and the files have two."""
     folder = read_hf_folder(root)
     family = family_of(folder.config, str(root / CONFIG))
-    if (untied := family.untied(folder.config)) is None:
+    untied_config = family.untied_config(folder.config)
+    if untied_config is None:
         return folder
-    head, table = (folder.tensors.get(name) for name in family.head_and_table())
-    if head is None or table is None or are_equal(root, head, table):
+    output, embedding = (folder.tensors.get(name) for name in family.output_and_embedding_weights())
+    if output is None or embedding is None or are_equal(root, output, embedding):
         return folder
-    return replace(folder, config=untied)
+    return replace(folder, config=untied_config)
 
 
 def manifest_of(folder: HFFolder, root: Path) -> Manifest:
-    """The folder as a checkpoint of iteration 0: weights, and the settings of their model."""
+    """Return the folder as a checkpoint of iteration 0: weights, and the settings of their model."""
     settings, _ = settings_of(folder.config, str(root / CONFIG))
-    config, family = ModelConfig(**settings), family_of(folder.config, CONFIG)
-    return manifest_with(records_of(family, config, folder.tensors, root), folder, root)
+    config = ModelConfig(**settings)
+    family = family_of(folder.config, CONFIG)
+    return manifest_with(tensor_records(family, config, folder.tensors, root), folder, root)
 
 
 def manifest_with(records: Mapping[str, TensorRecord], folder: HFFolder, root: Path) -> Manifest:
-    """As `manifest_of`, of tensors whose places are known."""
-    settings, words = settings_of(folder.config, str(root / CONFIG))
-    config, family = ModelConfig(**settings), family_of(folder.config, CONFIG)
-    absent_heads = absent_heads_of(family, config, folder.config.get("architectures"), records)
-    ends: dict[str, int] = {}
+    """Return the manifest as `manifest_of` does, for tensors whose positions are known."""
+    settings, vocab_size = settings_of(folder.config, str(root / CONFIG))
+    config = ModelConfig(**settings)
+    family = family_of(folder.config, CONFIG)
+    absent_heads = absent_head_parameters(family, config, folder.config.get("architectures"), records)
+    file_ends: dict[str, int] = {}
     for x in folder.tensors.values():
-        ends[x.file] = max(ends.get(x.file, 0), x.start + x.nbytes)
+        file_ends[x.file] = max(file_ends.get(x.file, 0), x.start + x.nbytes)
     state = {
         "train": {"iteration": 0, "consumed_train_samples": 0},
         "log": None,
@@ -145,7 +171,7 @@ def manifest_with(records: Mapping[str, TensorRecord], folder: HFFolder, root: P
         "model": family.model,
         "origin": Provenance.of(folder.config, root).as_json(),
         ABSENT_HEADS: absent_heads,
-        "vocab_size": words,
+        "vocab_size": vocab_size,
         "config": {
             **components_of(folder.config, root / CONFIG, root),
             "data": {"seq_length": config.max_position_embeddings},
@@ -153,39 +179,47 @@ def manifest_with(records: Mapping[str, TensorRecord], folder: HFFolder, root: P
             "checkpoint": {"save_optim": False},
         },
     }
-    return Manifest(0, state, ends, {f"model/{name}": record for name, record in records.items()})
+    return Manifest(0, state, file_ends, {f"model/{name}": record for name, record in records.items()})
 
 
 _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 
 
 def components_of(config: Mapping[str, Any], source: Path, folder: Path | None) -> dict[str, dict[str, Any]]:
-    """The settings that a config.json gives to a run, by component. source: the file; folder: where its tokenizer may
-    lie."""
-    settings, words = settings_of(config, str(source))
-    dtype = dtype_in(Given(config, str(source)))
-    # A folder that says its dtype says what the run is not trained in, too: a script may have another by default.
-    precision = {flag: name == dtype for name, flag in _PRECISIONS.items()} if dtype is not None else {}
-    tokenizer = {"model_vocab_size": words} | ({} if folder is None else _tokenizer_in(folder))
+    """Return the settings that a config.json gives to a run, by component.
+
+    source: the config.json, for errors. folder: where its tokenizer may be; None: nowhere.
+    """
+    settings, vocab_size = settings_of(config, str(source))
+    dtype = dtype_in(ConfigReader(config, str(source)))
+    # A folder that names its dtype also sets the other precisions to False: a script may have another one by default.
+    precision = {} if dtype is None else {flag: name == dtype for name, flag in _PRECISIONS.items()}
+    tokenizer: dict[str, Any] = {"model_vocab_size": vocab_size}
+    if folder is not None:
+        tokenizer |= _tokenizer_in(folder)
     return {"transformer": settings | precision, "tokenizer": tokenizer}
 
 
 def _tokenizer_in(folder: Path) -> dict[str, Any]:
-    """The settings of a folder's tokenizer; none if it has no file that says all of it."""
-    if is_file(path := folder / "tokenizer.json"):
+    """Return the settings of a folder's tokenizer; {} if no single file of it describes the full tokenizer."""
+    path = folder / "tokenizer.json"
+    if is_file(path):
         return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(path)}
-    if not is_file(path := folder / "vocab.txt"):
+    path = folder / "vocab.txt"
+    if not is_file(path):
         return {}
-    beside = folder / TOKENIZER_CONFIG
-    lower = read_json(beside).get("do_lower_case", True) if is_file(beside) else True
-    kind = "BertWordPieceCase" if lower is False else "BertWordPieceLowerCase"
+    tokenizer_config = folder / TOKENIZER_CONFIG
+    lower_case = True
+    if is_file(tokenizer_config):
+        lower_case = read_json(tokenizer_config).get("do_lower_case", True)
+    kind = "BertWordPieceCase" if lower_case is False else "BertWordPieceLowerCase"
     return {"tokenizer_type": kind, "vocab_file": str(path)}
 
 
 def open_hf_folder(root: Path, world: Axis = ALONE, device: torch.device | str = "cpu") -> StridedCheckpoint:
-    """The model in a Hugging Face folder, as a checkpoint that any layout reads; reads no tensors.
+    """Open the model in a Hugging Face folder as a checkpoint that any layout can load; reads no tensors but tied ones.
 
-    Every rank of `world` must call. The first rank reads config and headers for all.
+    Every rank of `world` must call. The first rank reads config and headers, and broadcasts them.
     """
     text = None
     with collectives.raise_together(world, device):

@@ -1,63 +1,71 @@
-"""The tokens of the tokenizer that lies in a Hugging Face folder. Its files are read as data; none of them is run. No
-torch."""
+"""Read the vocabulary of the tokenizer in a Hugging Face folder. Its files are read as data; none of them is run. No torch."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron.convert.formats.read_hf_folder import json_of
-from megatron.convert.hf_origin import carried_in, read_carried
-from megatron.convert.hf_tokenizer_config import TOKENIZER_CONFIG
+from megatron.convert.hf_origin import TOKENIZER_CONFIG, aux_files_in, read_aux_file
 from megatron.core.base.lazy_imports import optional_package
 from megatron.core.tokenizers.vocabulary_diff import checked, in_tokenizer_json
 
 
-def vocabulary_in(folder: Path) -> dict[str, int] | None:
-    """Token -> id, of the folder's first file that holds a whole vocabulary; None without such a file.
+def read_vocabulary(folder: Path) -> dict[str, int] | None:
+    """Return token -> id, from the first file that holds a vocabulary; None for a folder without such a file.
 
     Raises ValueError, OSError or ImportError for a file that cannot be read.
     """
-    there = carried_in(folder)
+    files = aux_files_in(folder)
     for name, read in _READERS.items():
-        if name in there:
-            found = read(read_carried(folder, name), folder / name)
-            is_whole = name == "tokenizer.json" or "added_tokens.json" not in there
-            return found if is_whole else found | _plain(read_carried(folder, "added_tokens.json"), folder)
+        if name not in files:
+            continue
+        vocabulary = read(read_aux_file(folder, name), folder / name)
+        if name == "tokenizer.json" or "added_tokens.json" not in files:  # tokenizer.json has the added tokens itself
+            return vocabulary
+        return vocabulary | _read_json_vocabulary(read_aux_file(folder, "added_tokens.json"), folder)
     return None
 
 
-def end_ids_in(folder: Path) -> dict[str, int]:
-    """bos_token_id and eos_token_id, by the tokens that the files name; without an id that they do not say.
+def read_end_ids(folder: Path) -> dict[str, int]:
+    """Return bos_token_id and eos_token_id, by the tokens that the folder's files name; an id that they do not name is absent.
 
     Raises ValueError, OSError, ImportError or CheckpointError for a file that cannot be read.
     """
-    said = _object(folder, TOKENIZER_CONFIG)
-    if "added_tokens_decoder" not in said:  # the other file is older, and then counts, as in transformers
-        said |= _object(folder, "special_tokens_map.json")
-    tokens = {f"{name}_id": said.get(name) for name in ("bos_token", "eos_token")}
-    tokens = {key: token.get("content") if isinstance(token, dict) else token for key, token in tokens.items()}
-    ids = vocabulary_in(folder) or {} if any(tokens.values()) else {}
-    return {key: ids[token] for key, token in tokens.items() if isinstance(token, str) and token in ids}
+    config = _read_object(folder, TOKENIZER_CONFIG)
+    if "added_tokens_decoder" not in config:
+        # a folder from before this key: special_tokens_map.json then takes precedence, as in transformers
+        config |= _read_object(folder, "special_tokens_map.json")
+    tokens = {}
+    for name in ("bos_token", "eos_token"):
+        token = config.get(name)
+        tokens[f"{name}_id"] = token.get("content") if isinstance(token, dict) else token
+    vocabulary = {}
+    if any(tokens.values()):
+        vocabulary = read_vocabulary(folder) or {}
+    return {key: vocabulary[token] for key, token in tokens.items() if isinstance(token, str) and token in vocabulary}
 
 
-def _object(folder: Path, name: str) -> dict[str, Any]:
-    return json_of(read_carried(folder, name), folder / name) if name in carried_in(folder) else {}
+def _read_object(folder: Path, name: str) -> dict[str, Any]:
+    """Return a file's JSON object; {} if the folder does not have the file."""
+    if name not in aux_files_in(folder):
+        return {}
+    return json_of(read_aux_file(folder, name), folder / name)
 
 
-def _fast(data: bytes, path: Path) -> dict[str, int]:
+def _read_tokenizer_json(data: bytes, path: Path) -> dict[str, int]:
     return in_tokenizer_json(json_of(data, path))
 
 
-def _plain(data: bytes, path: Path) -> dict[str, int]:
+def _read_json_vocabulary(data: bytes, path: Path) -> dict[str, int]:
     return checked(json_of(data, path))
 
 
-def _lines(data: bytes, path: Path) -> dict[str, int]:
+def _read_lines(data: bytes, path: Path) -> dict[str, int]:
     lines = data.decode().removesuffix("\n").split("\n")
     return checked({line.rstrip("\r"): i for i, line in enumerate(lines)})
 
 
-def _pieces(data: bytes, path: Path) -> dict[str, int]:
+def _read_sentencepiece(data: bytes, path: Path) -> dict[str, int]:
     sentencepiece = optional_package("sentencepiece", "SentencePieceTokenizer")
     try:
         model = sentencepiece.SentencePieceProcessor(model_proto=data)
@@ -66,10 +74,11 @@ def _pieces(data: bytes, path: Path) -> dict[str, int]:
     return {model.id_to_piece(i): i for i in range(model.get_piece_size())}
 
 
+# in the order in which they are looked for
 _READERS: Mapping[str, Callable[[bytes, Path], dict[str, int]]] = {
-    "tokenizer.json": _fast,
-    "vocab.json": _plain,
-    "vocab.txt": _lines,
-    "tokenizer.model": _pieces,
-    "spiece.model": _pieces,
+    "tokenizer.json": _read_tokenizer_json,
+    "vocab.json": _read_json_vocabulary,
+    "vocab.txt": _read_lines,
+    "tokenizer.model": _read_sentencepiece,
+    "spiece.model": _read_sentencepiece,
 }

@@ -1,4 +1,4 @@
-"""A checkpoint of Megatron-LM as one of ours: its weights by our names, each a list of pieces of its files."""
+"""Open a checkpoint of Megatron-LM as one of ours: its weights by our names, each as pieces of its files."""
 
 import json
 from dataclasses import asdict
@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from megatron.convert.check_missing_keys import ABSENT_HEADS, without_order_of_sentences
-from megatron.convert.families.family import WORD_TABLE
+from megatron.convert.check_missing_keys import ABSENT_HEADS, binary_head_parameters
+from megatron.convert.families.family import WORD_EMBEDDINGS
 from megatron.convert.families.weight_layout import shape_of
 from megatron.convert.formats.find_megatron_folder import find_megatron
-from megatron.convert.formats.read_megatron_args import unclear
+from megatron.convert.formats.read_megatron_args import unknown_args_note
 from megatron.convert.formats.read_megatron_torch import MegatronModel, args_of, read_classic
 from megatron.convert.formats.read_megatron_torch_dist import args_of_dist, read_dist
 from megatron.convert.formats.safetensors_header import FETCH_AGAIN
@@ -27,88 +27,101 @@ _NOTE = "is a checkpoint of Megatron-LM: its weights are read, and not its optim
 def open_megatron(
     root: Path, iteration: int | None = None, world: Axis = ALONE, device: torch.device | str = "cpu"
 ) -> StridedCheckpoint:
-    """The model in a folder of Megatron-LM's checkpoints, as a checkpoint that any layout reads; reads no tensors.
+    """Open the model in a folder of Megatron-LM's checkpoints as one that any layout can load; reads no tensors.
 
-    Every rank of `world` must call. The first rank reads the files' indices for all.
+    Every rank of `world` must call. The first rank reads the files' indices, and broadcasts them.
     """
     text = None
     with collectives.raise_together(world, device):
         if world.is_first:
             folder = find_megatron(root, iteration)
-            read = {"classic": read_classic, "torch_dist": read_dist}[folder.kind]
+            read = read_classic if folder.kind == "classic" else read_dist
             model = read(folder.path)
             manifest = manifest_of_megatron(model, folder.iteration, folder.path)
-            doubt = unclear(model.args)
-            note = f"{folder.path} {_NOTE}" + (f"; {doubt}" if doubt else "")
+            note = f"{folder.path} {_NOTE}"
+            unknown_args = unknown_args_note(model.args)
+            if unknown_args:
+                note += f"; {unknown_args}"
             text = manifest_as_text(folder.path, note, manifest)
-    return opened_by_first(text, world, device)
+    return checkpoint_from_text(text, world, device)
 
 
 def manifest_as_text(path: Path, note: str, manifest: Manifest) -> str:
-    """What the first rank has read, for `opened_by_first`."""
+    """Return what the first rank has read as JSON, for `checkpoint_from_text`."""
     return json.dumps({"path": str(path), "note": note} | asdict(manifest))
 
 
-def opened_by_first(text: str | None, world: Axis, device: torch.device | str) -> StridedCheckpoint:
-    """The checkpoint of the first rank's `manifest_as_text`, on every rank. Every rank of `world` must call."""
+def checkpoint_from_text(text: str | None, world: Axis, device: torch.device | str) -> StridedCheckpoint:
+    """Broadcast the first rank's `manifest_as_text`, and return its checkpoint. Every rank of `world` must call."""
     raw = json.loads(collectives.broadcast_text(text, world, device))
-    path, note = raw.pop("path"), raw.pop("note")
+    path = raw.pop("path")
+    note = raw.pop("note")
     tensors = {name: _record(**record) for name, record in raw.pop("tensors").items()}
     return StridedCheckpoint(Path(path), Manifest(**raw, tensors=tensors), note)
 
 
 def _record(dtype: str, shape: list[int], pieces: list[dict[str, Any]]) -> TensorRecord:
-    found = []
+    typed_pieces = []
     for piece in pieces:
-        box, strides = tuple(map(tuple, piece.pop("box"))), tuple(piece.pop("strides"))
-        found.append(StridedPiece(**piece, box=box, strides=strides))
-    return TensorRecord(dtype, tuple(shape), tuple(found))
+        box = tuple(map(tuple, piece.pop("box")))
+        strides = tuple(piece.pop("strides"))
+        typed_pieces.append(StridedPiece(**piece, box=box, strides=strides))
+    return TensorRecord(dtype, tuple(shape), tuple(typed_pieces))
 
 
 def manifest_of_megatron(model: MegatronModel, iteration: int, path: Path) -> Manifest:
-    """The model as a checkpoint of ours. Raises CheckpointError for parts that do not fit together."""
-    records, problems = {}, []
+    """Return the manifest of the model as a checkpoint of ours. Raises CheckpointError for parts that do not fit together."""
+    records = {}
+    problems = []
     for name, parts in model.parts.items():
         try:
             pieces = tuple(piece_of(*part) for part in parts)
             records[f"model/{name}"] = TensorRecord(parts[0].tensor.dtype, shape_of([x.box for x in parts]), pieces)
         except ValueError as error:
             problems.append(f"{name!r:.90}: {error}")
-    if (table := records.get(f"model/{WORD_TABLE}")) is None or len(table.shape) != 2:
+    embedding = records.get(f"model/{WORD_EMBEDDINGS}")
+    if embedding is None or len(embedding.shape) != 2:
         problems.append("has no word table")
     if problems:
         raise CheckpointError(path, problems, FETCH_AGAIN)
+    vocab_size = embedding.shape[0]
     state = {
         "train": {"iteration": iteration, "consumed_train_samples": 0},
         "log": None,
         "optimizer_steps": 0,
         "model": "BertModel" if model.is_bert else "GPTModel",
-        "vocab_size": table.shape[0],
-        "config": _components(model.settings, model.args, table.shape[0]),
+        "vocab_size": vocab_size,
+        "config": _components(model.settings, model.args, vocab_size),
     }
-    ends: dict[str, int] = {}
-    for x in (part.tensor for parts in model.parts.values() for part in parts):
-        ends[x.file] = max(ends.get(x.file, 0), x.start + x.nbytes)
+    file_ends: dict[str, int] = {}
+    for parts in model.parts.values():
+        for part in parts:
+            x = part.tensor
+            file_ends[x.file] = max(file_ends.get(x.file, 0), x.start + x.nbytes)
     config = ModelConfig(**model.settings)
     if model.is_bert:
-        has_order = model.args.get("bert_binary_head", True) is not False
-        state[ABSENT_HEADS] = [] if has_order else without_order_of_sentences(config)
-    return Manifest(iteration, state, ends, records)
+        has_binary_head = model.args.get("bert_binary_head", True) is not False
+        state[ABSENT_HEADS] = [] if has_binary_head else binary_head_parameters(config)
+    return Manifest(iteration, state, file_ends, records)
 
 
 def settings_of_megatron(root: Path, iteration: int | None = None) -> dict[str, dict[str, Any]]:
-    """The settings that a checkpoint's args give to a run, by component."""
+    """Return the settings that a checkpoint's args give to a run, by component."""
     folder = find_megatron(root, iteration)
-    return _components(*{"classic": args_of, "torch_dist": args_of_dist}[folder.kind](folder.path))
+    read_args = args_of if folder.kind == "classic" else args_of_dist
+    settings, args, vocab_size = read_args(folder.path)
+    return _components(settings, args, vocab_size)
 
 
-def _components(settings: dict[str, Any], args: dict[str, Any], words: int) -> dict[str, dict[str, Any]]:
+def _components(settings: dict[str, Any], args: dict[str, Any], vocab_size: int) -> dict[str, dict[str, Any]]:
+    """args: the run's, whose seq_length may not be valid."""
     length = args.get("seq_length")
-    usable = type(length) is int and 0 < length <= settings["max_position_embeddings"]
+    most = settings["max_position_embeddings"]
+    is_valid = type(length) is int and 0 < length <= most
     return {
         "transformer": dict(settings),
-        "tokenizer": {"model_vocab_size": words},
-        "data": {"seq_length": length if usable else settings["max_position_embeddings"]},
+        "tokenizer": {"model_vocab_size": vocab_size},
+        "data": {"seq_length": length if is_valid else most},
         "optimizer": {},
         "checkpoint": {"save_optim": False},
     }

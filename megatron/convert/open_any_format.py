@@ -1,4 +1,4 @@
-"""Opening a folder: a checkpoint of ours, a Hugging Face folder or config, a checkpoint of Megatron-LM or torchtitan."""
+"""Open a folder: a checkpoint of ours, a Hugging Face folder or config, a checkpoint of Megatron-LM or torchtitan."""
 
 import json
 from dataclasses import replace
@@ -25,12 +25,14 @@ from megatron.core.storage.paths import is_url, path_of
 
 
 def is_foreign(root: Path | str, iteration: int | None = None) -> bool:
-    """Whether a folder, at an iteration if it has some, holds a model of another project that is read as it lies."""
-    return not is_url(root) and (is_hf_folder(path_of(root)) or is_megatron_folder(path_of(root), iteration))
+    """Return whether a folder (at an iteration, if it has some) holds a model of another project that can be read here."""
+    if is_url(root):
+        return False
+    return is_hf_folder(path_of(root)) or is_megatron_folder(path_of(root), iteration)
 
 
-def settings_in(root: Path, iteration: int | None = None) -> dict[str, dict[str, Any]]:
-    """The settings that another project's folder gives to a run, by component."""
+def settings_of_folder(root: Path, iteration: int | None = None) -> dict[str, dict[str, Any]]:
+    """Return the settings that another project's folder gives to a run, by component."""
     if is_hf_folder(root):
         return components_of(config_in(root), root / CONFIG, root)
     return settings_of_megatron(root, iteration)
@@ -41,13 +43,14 @@ class DescribedModel(NamedTuple):
 
     model: str  # the name of our class
     settings: dict[str, dict[str, Any]]  # by component
-    origin: Provenance  # where a run that starts from it begins
+    origin: Provenance  # recorded in the checkpoints of a run that starts from it
 
 
-def described_by(path: Path) -> DescribedModel:
-    """What a config.json, or a folder with one, says. A folder's tokenizer.json is given too; a file speaks of itself alone.
+def describe_model(path: Path) -> DescribedModel:
+    """Return the model that a config.json, or a folder with one, describes.
 
-    Raises ConfigError for a file that is not there, cannot be read, or says what its family's table does not know.
+    A folder adds its tokenizer's settings and files; a config.json on its own says nothing of the files beside it. Raises
+    ConfigError for a file that does not exist, cannot be read, or has keys that its family's table does not know.
     """
     folder = path if is_folder(path) else None
     source = path if folder is None else folder / CONFIG
@@ -57,21 +60,26 @@ def described_by(path: Path) -> DescribedModel:
         config = read_json(source)
     except CheckpointError as error:
         raise ConfigError(f"{source}: {error.wrong}") from error
-    model, settings = family_of(config, str(source)).model, components_of(config, source, folder)
+    model = family_of(config, str(source)).model
+    settings = components_of(config, source, folder)
     origin = Provenance.of(config, source.parent)
-    return DescribedModel(model, settings, origin if folder else replace(origin, files={}))
+    if folder is None:
+        origin = replace(origin, files={})
+    return DescribedModel(model, settings, origin)
 
 
 def open_any(
     root: Path | str, iteration: int | None = None, world: Axis = ALONE, device: torch.device | str = "cpu"
 ) -> Checkpoint:
-    """`open_checkpoint`, also of a folder of another project. Every rank of `world` must call."""
+    """Open a checkpoint as `open_checkpoint` does, or a folder of another project. Every rank of `world` must call."""
+    # The first rank looks at the folder, so that all ranks take the same branch.
     foreign = None
     with collectives.raise_together(world, device):
         if world.is_first:
-            if not (is_it := is_foreign(root, iteration)) and not is_url(root):
+            is_of_other_project = is_foreign(root, iteration)
+            if not is_of_other_project and not is_url(root):
                 check_readable(path_of(root))
-            foreign = json.dumps(is_it)
+            foreign = json.dumps(is_of_other_project)
     if json.loads(collectives.broadcast_text(foreign, world, device)):
         return open_foreign(root, world, device, iteration=iteration)
     return open_checkpoint(root, iteration, world, device)
@@ -80,16 +88,20 @@ def open_any(
 def open_foreign(
     root: Path | str, world: Axis = ALONE, device: torch.device | str = "cpu", *, iteration: int | None = None
 ) -> StridedCheckpoint:
-    """The model in a folder of another project, as a checkpoint that any layout reads; reads no tensors.
+    """Open the model in a folder of another project as a checkpoint that any layout can load; reads no tensors.
 
-    Every rank of `world` must call. The first rank reads what describes the tensors for all.
+    Every rank of `world` must call. The first rank reads the description of the tensors and broadcasts it.
     """
     root = path_of(root)
+    kinds = None
     with collectives.raise_together(world, device):
-        kinds = json.dumps([is_hf_folder(root), is_titan_folder(root)]) if world.is_first else None
+        if world.is_first:
+            kinds = json.dumps([is_hf_folder(root), is_titan_folder(root)])
     is_hf, is_titan = json.loads(collectives.broadcast_text(kinds, world, device))
     if not is_hf:
         return open_megatron(root, iteration, world, device)
     if iteration is not None:
         raise ConfigError(f"{root} is no folder of iterations: leave iteration {iteration} out")
-    return open_titan(root, world, device) if is_titan else open_hf_folder(root, world, device)
+    if is_titan:
+        return open_titan(root, world, device)
+    return open_hf_folder(root, world, device)

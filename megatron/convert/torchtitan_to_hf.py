@@ -1,14 +1,12 @@
-"""A checkpoint of torchtitan: a folder of torch.distributed.checkpoint, and the model's config.json. Reads no tensors.
-No torch.
+"""Give a checkpoint of torchtitan the names of a Hugging Face folder. Reads no tensors. No torch.
 
-    .metadata, __0_0.distcp, ...     tok_embeddings.weight, layers.0.attention.wq.weight, ...; optimizer.*, which is not read
-    config.json                      of the model in Hugging Face's form, put there by its user: the rest says nothing of
-                                     what it
-                                     computes
+    .metadata, __0_0.distcp, ...     torch.distributed.checkpoint: tok_embeddings.weight, layers.0.attention.wq.weight, ...;
+                                     optimizer.*, which is not read
+    config.json                      of the model in Hugging Face's form, put there by its user: the other files do not describe
+                                     what the model computes
 
-Tensors get the names of a Hugging Face folder, whose table then says where they belong. Each lies in chunks, one for
-each rank
-that held a part of it.
+With these names, the family's table maps the tensors to ours. Each tensor is in chunks, one for each rank that held a part of
+it.
 """
 
 import re
@@ -29,7 +27,8 @@ from megatron.core.dist_checkpointing.format import ITEM_BYTES, CheckpointError,
 from megatron.core.sharding.boxes import size_of
 from megatron.core.storage.file_layer import exists, is_file
 
-# Whether queries and keys rotate in neighbouring pairs, where Hugging Face's form rotates halves; by model_type.
+# By model_type: whether neighbouring features of queries and keys rotate as a pair. In Hugging Face's form the two halves of a
+# head do.
 ROTATES_PAIRS = {"llama": True, "qwen3": False}
 _NOT_WEIGHTS = re.compile(r"(optimizer|lr_scheduler|dataloader|train_state|ft_dataloader.*)(\..*|)|(.*\.)?freqs_cis")
 _LAYER = re.compile(r"layers\.(\d{1,6})\.(.+)")
@@ -51,86 +50,106 @@ _IN_LAYER = (
 
 
 def is_titan_folder(root: Path) -> bool:
-    """Whether a folder with a config.json has its weights in chunks of torch.distributed.checkpoint."""
+    """Return whether a folder with a config.json has its weights in chunks of torch.distributed.checkpoint."""
     return is_file(root / METADATA) and not exists(root / WEIGHTS) and not exists(root / INDEX)
 
 
-def in_their_form(name: str) -> str:
-    """A parameter's name in a Hugging Face folder; a name that is unknown stays as it is."""
+def hf_name_of(name: str) -> str:
+    """Return a parameter's name in a Hugging Face folder; a name that is unknown stays as it is."""
     name = name.removeprefix("model.")  # until 2025
-    if (layer := _LAYER.fullmatch(name)) is None:
+    layer = _LAYER.fullmatch(name)
+    if layer is None:
         return _replaced(name, _NAMES)
     return f"model.layers.{layer[1]}.{_replaced(layer[2], _IN_LAYER)}"
 
 
 def _replaced(name: str, table: tuple[tuple[str, str], ...]) -> str:
-    return next((re.sub(f"^{old}", new, name) for old, new in table if re.match(old, name)), name)
+    """Replace the beginning of a name by the first row of the table that matches it."""
+    for old, new in table:
+        if re.match(old, name):
+            return re.sub(f"^{old}", new, name)
+    return name
 
 
 def chunks_of_titan(root: Path) -> dict[str, list[BoxInFile]]:
-    """The chunks of each weight, by its name in a Hugging Face folder. Raises CheckpointError."""
-    folder, found = read_dcp(root), {}
+    """Return the chunks of each weight, by its name in a Hugging Face folder. Raises CheckpointError."""
+    folder = read_dcp(root)
+    chunks_by_name: dict[str, list[BoxInFile]] = {}
     for name in folder.tensors:
         if _NOT_WEIGHTS.fullmatch(name):
             continue
+        hf_name = hf_name_of(name)
         try:
-            if found.setdefault(theirs := in_their_form(name), chunks := folder.chunks_of(name)) is not chunks:
-                raise ValueError(f"another is {theirs} too")
+            chunks = folder.chunks_of(name)
+            if hf_name in chunks_by_name:
+                raise ValueError(f"another is {hf_name} too")
         except ValueError as error:
             raise CheckpointError(root, f"{name!r:.90}: {error}", FETCH_AGAIN) from error
-    return found
+        chunks_by_name[hf_name] = chunks
+    return chunks_by_name
 
 
-def as_whole(name: str, chunks: list[BoxInFile]) -> TensorInFile:
-    """A tensor as if it lay row-major in a file of its name: what `divided` takes apart again."""
+def as_one_tensor(name: str, chunks: list[BoxInFile]) -> TensorInFile:
+    """Return a tensor as if it were row-major in a file of its name; `split_into_chunks` replaces this file again."""
     shape = tuple(max(stop for _, stop in spans) for spans in zip(*(box for box, _ in chunks)))
     return TensorInFile(name, chunks[0].tensor.dtype, shape, 0)
 
 
 def family_of_titan(family: Family, kind: str, rotary_percent: float) -> Family:
-    """The family's table for weights of torchtitan. Raises ConfigError for a model_type that is not read."""
+    """Return the family's table for weights of torchtitan. Raises ConfigError for a model_type that is not supported."""
     if kind not in ROTATES_PAIRS or rotary_percent != 1:
-        whole = "" if rotary_percent == 1 else " with heads that rotate in part"
-        raise ConfigError(f"{CONFIG}: model_type is {kind}{whole}; read of torchtitan are {', '.join(ROTATES_PAIRS)}")
-    turned = {"qkv": "qkv_pairs"} if ROTATES_PAIRS[kind] else {}
-    return replace(
-        family, rows=tuple(row._replace(operation=turned.get(row.operation, row.operation)) for row in family.rows)
-    )
+        partly = "" if rotary_percent == 1 else " with heads that rotate in part"
+        raise ConfigError(f"{CONFIG}: model_type is {kind}{partly}; read of torchtitan are {', '.join(ROTATES_PAIRS)}")
+    if not ROTATES_PAIRS[kind]:
+        return family
+    mappings = []
+    for mapping in family.mappings:
+        is_qkv = mapping.operation == "qkv"
+        mappings.append(mapping._replace(operation="qkv_pairs") if is_qkv else mapping)
+    return replace(family, mappings=tuple(mappings))
 
 
-def divided(record: TensorRecord, chunks: Mapping[str, list[BoxInFile]]) -> TensorRecord:
-    """A tensor of ours, made of whole tensors of theirs, as one made of their chunks."""
-    pieces = (part for piece in record.pieces for part in _parts(piece, chunks[piece.file]))
+def split_into_chunks(record: TensorRecord, chunks: Mapping[str, list[BoxInFile]]) -> TensorRecord:
+    """Return a tensor of ours that is made of full tensors (`as_one_tensor`) as one made of their chunks."""
+    pieces: list[StridedPiece] = []
+    for piece in record.pieces:
+        pieces += _pieces_in_chunks(piece, chunks[piece.file])
     return replace(record, pieces=tuple(pieces))
 
 
-def _parts(piece: StridedPiece, chunks: list[BoxInFile]) -> Iterator[StridedPiece]:
-    """The rows of a piece that each chunk holds: from the row `first` on, each `step` rows of theirs, with all their
-    columns."""
+def _pieces_in_chunks(piece: StridedPiece, chunks: list[BoxInFile]) -> Iterator[StridedPiece]:
+    """Yield the part of a piece that each chunk holds.
+
+    The piece takes, of the full tensor, row `first` and each `step`th row after it, with all their columns.
+    """
+    columns_of_piece = piece.box[1:]
     width = prod(size_of(piece.box)[1:])
-    first, step = piece.offset // ITEM_BYTES[piece.dtype] // width, piece.strides[0] // width
+    first = piece.offset // ITEM_BYTES[piece.dtype] // width
+    step = piece.strides[0] // width
     rows = size_of(piece.box)[0]
-    for (span, *columns), x in chunks:
-        start, stop = (min(max(-(-(edge - first) // step), 0), rows) for edge in span)
-        if start < stop:
-            above = piece.box[0][0]
-            box = (
-                (above + start, above + stop),
-                *((low + a, low + b) for (low, _), (a, b) in zip(piece.box[1:], columns)),
-            )
-            view = View.of(0, x.shape)
-            begin = (first + start * step - span[0]) * view.strides[0]
-            strides = (step * view.strides[0], *view.strides[1:])
-            yield piece_of(box, View(0, size_of(box), strides, begin), x)
+    first_row_of_box = piece.box[0][0]
+    for (row_span, *column_spans), x in chunks:
+        # the piece's rows that are in the chunk: the first one at or after the chunk's first row, ...
+        start, stop = (min(max(-(-(edge - first) // step), 0), rows) for edge in row_span)
+        if start >= stop:
+            continue
+        columns = [(low + a, low + b) for (low, _), (a, b) in zip(columns_of_piece, column_spans)]
+        box = ((first_row_of_box + start, first_row_of_box + stop), *columns)
+        # the same rows in the chunk, which is row-major itself
+        chunk_view = View.of(0, x.shape)
+        row_stride = chunk_view.strides[0]
+        first_element = (first + start * step - row_span[0]) * row_stride
+        strides = (step * row_stride, *chunk_view.strides[1:])
+        yield piece_of(box, View(0, size_of(box), strides, first_element), x)
 
 
-def check_tied_chunks(root: Path, chunks: Mapping[str, list[BoxInFile]], one: str, other: str) -> None:
-    """Refuse a head that differs from the word table with which the model is tied. Raises CheckpointError."""
-    if one not in chunks or other not in chunks:
+def check_tied_chunks(root: Path, chunks: Mapping[str, list[BoxInFile]], output: str, embedding: str) -> None:
+    """Refuse an output layer that differs from the word embeddings that the model ties it to. Raises CheckpointError."""
+    if output not in chunks or embedding not in chunks:
         return
-    pairs = list(zip(chunks[one], chunks[other]))
-    same = len(chunks[one]) == len(chunks[other]) and all(a.box == b.box for a, b in pairs)
-    if not same or not all(are_equal(root, a.tensor, b.tensor) for a, b in pairs):
+    pairs = list(zip(chunks[output], chunks[embedding]))
+    same_boxes = len(chunks[output]) == len(chunks[embedding]) and all(a.box == b.box for a, b in pairs)
+    if not same_boxes or not all(are_equal(root, a.tensor, b.tensor) for a, b in pairs):
         raise CheckpointError(
-            root, f"{CONFIG} makes {one} and {other} one tensor, and one differs from the other", FETCH_AGAIN
+            root, f"{CONFIG} makes {output} and {embedding} one tensor, and one differs from the other", FETCH_AGAIN
         )

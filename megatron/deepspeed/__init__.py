@@ -1,13 +1,14 @@
 """DeepSpeed's names over this project's data parallelism, for scripts that call `deepspeed.initialize` (docs/deepspeed.md).
 
     engine, optimizer      `initialize(...)` -> engine, which runs any torch module, saves and loads; its optimizer
-    settings               every key of ds_config, answered by config_keys; what a file asks for
-    schedules, zero, comm  learning rates by steps; `zero.Init`, `zero.GatheredParameters`; `init_distributed`, `cdb`
-
+    settings, config_keys  a ds_config as settings of ours; which of its keys work, have no effect, or are refused
+    ds_config_scheduler    the learning rate schedule of a ds_config
+    zero                   `zero.Init`, `zero.GatheredParameters`
+    comm                   `init_distributed`, `cdb`, and the collectives
     accelerator            `get_accelerator()`: the device
 
 May import: everything. Nothing imports it but scripts.
-To add a key of ds_config: a line in `supported_config_keys.py`, and what it does in `settings.py`.
+To add a key of ds_config: write a line in `supported_config_keys.py`, and what the key does in `settings.py`.
 """
 
 from megatron.deepspeed import comm, zero

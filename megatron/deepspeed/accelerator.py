@@ -1,4 +1,4 @@
-"""`get_accelerator()`: the device of this process, under DeepSpeed's names."""
+"""Provide `get_accelerator()`: the device of this process, under DeepSpeed's names."""
 
 from functools import cache
 
@@ -13,15 +13,17 @@ class Accelerator:
         self.device = device
 
     def device_name(self, device_index: int | None = None) -> str:
-        """The name for torch, such as cpu, or with a number that of one device."""
+        """Return the name for torch, such as cpu or cuda; with an index that of one device, such as cuda:1."""
         name = self.device.name
-        return name if device_index is None or self.device.module is None else f"{name}:{device_index}"
+        if device_index is None or self.device.module is None:  # a CPU has no index
+            return name
+        return f"{name}:{device_index}"
 
     def current_device_name(self) -> str:
         return str(self.device.torch_device)
 
     def set_device(self, device_index: int) -> None:
-        """Take this device of the machine's."""
+        """Use this device of the machine."""
         self.device = Device(self.device.name, device_index)
 
     def device_count(self) -> int:

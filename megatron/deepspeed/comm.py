@@ -1,17 +1,17 @@
-"""`deepspeed.comm`: joining the job, and the collectives of torch.distributed under DeepSpeed's names and arguments.
+"""Provide `deepspeed.comm`: initialization, and the collectives of torch.distributed with DeepSpeed's names and arguments.
 
-    init_distributed()    adopts torch.distributed if it is initialised, else follows the launcher; never initialises twice
-    cdb                   the back end that is up: its name, rank and world size; None before `init_distributed`
+    init_distributed()    uses torch.distributed if the script has initialized it, else initializes it as the launcher says
+    cdb                   the active backend: its name, rank and world size; None before `init_distributed`
 
-The collectives are calls of the script, not of this project: each goes to torch.distributed, whose result it has. In all
-of them
+Scripts call these collectives; this project does not. Each calls the one of torch.distributed and returns its result. In all of
+them
 
-    group       a process group of torch's, for example of `new_group`, or an `Axis` of the mesh; default: all ranks
-    op          an operation of `ReduceOp`, which is torch's, a member of another enumeration with the same name, or the name
+    group       a process group of torch (`new_group`), or an `Axis` of the mesh; default: all ranks
+    op          torch's `ReduceOp`, a member of another enumeration with the same name, or the name
     src, dst    global ranks
-    async_op    True: return at once, a handle whose `wait()` completes the call; else the call has completed at its return
+    async_op    True: return a handle at once, whose `wait()` completes the call; False: the call is complete when it returns
 
-`prof`, `log_name` and `debug` belong to DeepSpeed's log of communication. That log is not built: they have no effect.
+`prof`, `log_name` and `debug` belong to DeepSpeed's communication log. That log is not built: they have no effect.
 """
 
 import atexit
@@ -46,22 +46,25 @@ _OPERATIONS |= {"prod": ReduceOp.PRODUCT, "mean": ReduceOp.AVG}
 
 
 class Backend:
-    """The back end that is up. name: gloo, nccl, ...; was_adopted: the script has initialised it."""
+    """The active backend. name: gloo, nccl, ...; was_adopted: the script had initialized it before."""
 
     def __init__(self, name: str, was_adopted: bool):
-        self.name, self.was_adopted = name, was_adopted
+        self.name = name
+        self.was_adopted = was_adopted
 
     @property
     def world(self) -> Axis:
         """The axis of all ranks."""
-        return get_mesh()["world"] if model_parallel_is_initialized() else initialize_distributed.world_axis()
+        if model_parallel_is_initialized():
+            return get_mesh()["world"]
+        return initialize_distributed.world_axis()
 
     def is_initialized(self) -> bool:
         return initialize_distributed.has_joined()
 
     def __repr__(self) -> str:
-        way = "adopted" if self.was_adopted else "initialised here"
-        return f"Backend({self.name}, {way}, rank {self.world.rank} of {self.world.size})"
+        initialized = "adopted" if self.was_adopted else "initialised here"
+        return f"Backend({self.name}, {initialized}, rank {self.world.rank} of {self.world.size})"
 
 
 cdb: Backend | None = None
@@ -79,67 +82,82 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Join the job. Every rank must call; later calls change nothing.
+    """Initialize torch.distributed, or use it if the script has initialized it. Every rank must call; later calls do nothing.
 
-    dist_backend: default that of the device. ConfigError if this torch does not have it on this machine, or if
-    torch.distributed is up with another. auto_mpi_discovery: False: the variables of mpirun, mpiexec and srun are not
-    followed, and a process that one of them has started needs torchrun's. distributed_port: where rank 0 listens, unless
-    MASTER_PORT says so. dist_init_required: False: torch.distributed must be initialised already, else RuntimeError. The
-    place in the job follows from the variables of torchrun, Open MPI, MPICH or SLURM (MASTER_ADDR included); a process
-    without any is a job of one. init_method, rank, world_size: read only where torch.distributed is initialised already,
-    and refused otherwise. config: a ds_config; its communication log is not built.
+    Rank and world size come from the variables of torchrun, Open MPI, MPICH or SLURM (MASTER_ADDR included); without any of
+    them, the process is a job of one rank.
+
+        dist_backend          default: the backend of the device
+        auto_mpi_discovery    False: ignore the variables of mpirun, mpiexec and srun; a process that one of them has started
+                              then needs torchrun's variables
+        distributed_port      the port of rank 0, unless MASTER_PORT is set
+        verbose               print the backend, on the first rank
+        timeout               of a collective
+        dist_init_required    False: torch.distributed must be initialized already
+        init_method, rank, world_size    accepted, without effect, only where torch.distributed is initialized already
+        config                a ds_config; its communication log is not built
+
+    Raises ConfigError if the backend is not available or torch.distributed is initialized with another one, RuntimeError for
+    arguments that need an initialized torch.distributed.
     """
     global cdb
-    dist_backend = dist_backend and dist_backend.lower()  # as torch
-    was_up = initialize_distributed.has_joined()
-    if was_up:
-        _check_backend_up(dist_backend)
-    if cdb is not None and was_up:
-        return
-    if not was_up and (dist_init_required is False or init_method is not None or rank >= 0 or world_size > 0):
+    if dist_backend:
+        dist_backend = dist_backend.lower()  # as torch does
+    was_initialized = initialize_distributed.has_joined()
+    if was_initialized:
+        _check_active_backend(dist_backend)
+        if cdb is not None:
+            return
+    expects_initialized = dist_init_required is False or init_method is not None or rank >= 0 or world_size > 0
+    if expects_initialized and not was_initialized:
         raise RuntimeError(
             "init_distributed(): dist_init_required=False, init_method, rank and world_size are for a script that has "
             "initialised torch.distributed, which is adopted, and this one has not; leave them out and start with torchrun"
         )
-    own = Device.select(local_rank=get_local_rank()).backend
-    if not was_up:
-        _check_backend_there(dist_backend, own)
-        _follow_launcher(auto_mpi_discovery, distributed_port)
+    device_backend = Device.select(local_rank=get_local_rank()).backend
+    if not was_initialized:
+        _check_backend_available(dist_backend, device_backend)
+        _check_launcher(auto_mpi_discovery, distributed_port)
     output_streams.keep_running(initialize_distributed.launched_rank())
     atexit.register(initialize_distributed.stop_distributed)
-    if not was_up and not initialize_distributed.will_join():
+    if not was_initialized and not initialize_distributed.will_join():
         initialize_distributed.join_alone(dist_backend or "gloo")
-    initialize_distributed.start_distributed(dist_backend or own, timeout.total_seconds() / 60)
-    cdb = Backend(initialize_distributed.backend_of(None), was_up)
+    initialize_distributed.start_distributed(dist_backend or device_backend, timeout.total_seconds() / 60)
+    cdb = Backend(initialize_distributed.backend_of(None), was_initialized)
     if verbose and cdb.world.is_first:
         print(f"deepspeed: {cdb}", flush=True)
 
 
-def _check_backend_there(asked: str | None, own: str) -> None:
-    """own: the back end of the device that this process computes on."""
-    if asked is None or asked == own:
+def _check_backend_available(requested: str | None, device_backend: str) -> None:
+    """Raise ConfigError for a backend that this process cannot use. device_backend: that of the device it computes on."""
+    if requested is None or requested == device_backend:
         return
-    wanted = [part.rpartition(":")[2] for part in asked.split(",")]  # "cpu:gloo,cuda:nccl" names two
-    missing = [name for name in wanted if not dist.is_backend_available(name)]
-    if not missing and own == "gloo" and wanted != ["gloo"] and "gloo" not in wanted and "mpi" not in wanted:
-        missing = wanted  # built in, but it works on accelerators alone, and this process computes on the CPU
+    names = [part.rpartition(":")[2] for part in requested.split(",")]  # "cpu:gloo,cuda:nccl" names two
+    missing = [name for name in names if not dist.is_backend_available(name)]
+    if not missing and device_backend == "gloo" and "gloo" not in names and "mpi" not in names:
+        missing = names  # torch has them, but they need an accelerator, and this process computes on the CPU
     if missing:
         raise ConfigError(
-            f"init_distributed(dist_backend={asked!r}): {', '.join(missing)} is not available here; leave it out, or give "
-            f"{own!r}, the back end of this process's device"
+            f"init_distributed(dist_backend={requested!r}): {', '.join(missing)} is not available here; leave it out, or "
+            f"give {device_backend!r}, the back end of this process's device"
         )
 
 
-def _check_backend_up(asked: str | None) -> None:
-    up = initialize_distributed.backend_of(None)
-    if asked is not None and asked != up and asked not in str(dist.get_backend_config()).replace(",", ":").split(":"):
+def _check_active_backend(requested: str | None) -> None:
+    """Raise ConfigError if torch.distributed is initialized with another backend."""
+    active = initialize_distributed.backend_of(None)
+    if requested is None or requested == active:
+        return
+    names = str(dist.get_backend_config()).replace(",", ":").split(":")  # "cpu:gloo,cuda:nccl"
+    if requested not in names:
         raise ConfigError(
-            f"init_distributed(dist_backend={asked!r}): torch.distributed is initialised already, with {up}; leave dist_backend "
-            f"out, or initialise torch.distributed with {asked!r}"
+            f"init_distributed(dist_backend={requested!r}): torch.distributed is initialised already, with {active}; leave "
+            f"dist_backend out, or initialise torch.distributed with {requested!r}"
         )
 
 
-def _follow_launcher(auto_mpi_discovery: bool, port: int | None) -> None:
+def _check_launcher(auto_mpi_discovery: bool, port: int | None) -> None:
+    """Refuse a launcher whose variables must not be read; set MASTER_PORT for one that does not set it."""
     launcher = discover(os.environ).launcher
     if launcher in ("torchrun", "none"):
         return
@@ -162,7 +180,7 @@ def is_initialized() -> bool:
 
 
 def destroy_process_group(group: ProcessGroup | None = None) -> None:
-    """End `group`; None: all, after which `init_distributed` may be called again."""
+    """Destroy `group`; None: all groups, after which `init_distributed` may be called again."""
     global cdb
     dist.destroy_process_group(group)
     if group is None:
@@ -178,7 +196,7 @@ def configure(
     verbose: bool | None = None,
     debug: bool | None = None,
 ) -> None:
-    """Of the log of communication, which is not built. NotImplementedError if it is switched on."""
+    """Configure the communication log, which is not built. Raises NotImplementedError if it is switched on."""
     if enabled:
         raise NotImplementedError(_NO_LOG)
 
@@ -196,23 +214,23 @@ _NO_LOG = (
 
 
 def new_group(ranks: Sequence[int]) -> ProcessGroup:
-    """The group of these global ranks. Every rank of the job must call, in it or not."""
-    _require_back_end()
+    """Return the group of these global ranks. Every rank of the job must call, in it or not."""
+    _require_backend()
     return dist.new_group(list(ranks))
 
 
 def get_world_group() -> ProcessGroup:
-    """The group of all ranks. RuntimeError while no back end is up."""
+    """Return the group of all ranks. Raises RuntimeError before `init_distributed`."""
     return _process_group(None)
 
 
 def get_rank(group: ProcessGroup | Axis | None = None) -> int:
-    """This rank's position in the group; -1 if it is not in it."""
+    """Return this rank's position in the group; -1 if it is not in it."""
     return group.rank if isinstance(group, Axis) else dist.get_rank(_process_group(group))
 
 
 def get_world_size(group: ProcessGroup | Axis | None = None) -> int:
-    """The number of ranks in the group; -1 if this rank is not in it."""
+    """Return the number of ranks in the group; -1 if this rank is not in it."""
     return group.size if isinstance(group, Axis) else dist.get_world_size(_process_group(group))
 
 
@@ -221,18 +239,18 @@ def get_local_rank() -> int:
 
 
 def get_global_rank(group: ProcessGroup | Axis | None = None, group_rank: int = 0) -> int:
-    """The global rank of the rank at position `group_rank` of the group."""
+    """Return the global rank of the rank at position `group_rank` of the group."""
     return get_all_ranks_from_group(group)[group_rank]
 
 
 def get_all_ranks_from_group(group: ProcessGroup | Axis | None = None) -> list[int]:
-    """The global ranks of the group, in the order of their positions."""
+    """Return the global ranks of the group, in the order of their positions."""
     return list(group.ranks) if isinstance(group, Axis) else dist.get_process_group_ranks(_process_group(group))
 
 
 def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> Any:
-    """Torch's device mesh. Every rank must call."""
-    _require_back_end()
+    """Return torch's device mesh. Every rank must call."""
+    _require_backend()
     device = Device.select(local_rank=get_local_rank()).torch_device.type
     return dist.init_device_mesh(device, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
 
@@ -250,17 +268,18 @@ def has_all_reduce_coalesced() -> bool:
 
 
 def has_coalescing_manager() -> bool:
-    """Torch's context manager that joins calls, which no function here uses."""
+    """Return False: no function here uses torch's context manager that coalesces calls."""
     return False
 
 
-def _require_back_end() -> None:
+def _require_backend() -> None:
     if not dist.is_initialized():
         raise RuntimeError("no back end is up; call init_distributed() first")
 
 
 def _process_group(group: Any) -> ProcessGroup:
-    _require_back_end()
+    """Return torch's group for a group, an axis, or None. Raises TypeError for anything else."""
+    _require_backend()
     if group is None:
         return dist.group.WORLD
     if not isinstance(group, Axis):
@@ -269,17 +288,19 @@ def _process_group(group: Any) -> ProcessGroup:
                 f"group is a {type(group).__name__}; give a process group of torch's (new_group), an Axis of the mesh, or None"
             )
         return group
-    return _group_of_this_rank() if group.size == 1 else group.group.process_group
+    if group.size == 1:
+        return _group_of_this_rank()
+    return group.group.process_group
 
 
 @cache
 def _group_of_this_rank() -> ProcessGroup:
-    """The mesh makes no group for an axis of one rank."""
+    """Return a group of this rank alone: the mesh makes none for an axis of one rank."""
     return dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
 def _operation(op: Any) -> Any:
-    """Torch's operation that `op` means. Raises ValueError rather than take an unknown one for a sum."""
+    """Return torch's operation. Raises ValueError for an unknown one, where DeepSpeed would compute a sum."""
     if isinstance(op, dist.ReduceOp | dist.ReduceOp.RedOpType):
         return op
     name = op.name if isinstance(op, Enum) else op
@@ -290,17 +311,20 @@ def _operation(op: Any) -> Any:
     return _OPERATIONS[name.lower()]
 
 
-# ---------------------------------------------------------------- how a call is made
+# ---------------------------------------------------------------- one call
 
 
 class Handle:
-    """A call that has begun."""
+    """A collective that has been issued."""
 
     def __init__(self, work: dist.Work, slot: int, finish: Callable[[], Any] | None):
-        self._work, self._slot, self._finish = work, slot, finish
+        """slot: of the call in this rank's status page. finish: what `wait` does with the result."""
+        self._work = work
+        self._slot = slot
+        self._finish = finish
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        """Complete the call. On an accelerator the compute stream waits, not the host."""
+        """Complete the call. On an accelerator the current stream waits, not the host."""
         rank_status.begin_wait(self._slot)
         result = self._work.wait() if timeout is None else self._work.wait(timeout)
         rank_status.end_wait()
@@ -310,7 +334,7 @@ class Handle:
         return result
 
     def is_completed(self) -> bool:
-        """False too while the result still has to be made by `wait`."""
+        """Return whether the call is complete; False also while `wait` still has to finish the result."""
         return self._finish is None and self._work.is_completed()
 
 
@@ -322,13 +346,17 @@ def _call(
     async_op: bool,
     finish: Callable[[], Any] | None = None,
 ) -> Handle | None:
-    """Start a call of torch's and, unless `async_op`, wait for it. op: its name where a hang is reported."""
-    members = _process_group(group)
-    if members is dist.GroupMember.NON_GROUP_MEMBER:
-        return None  # as torch, which has nothing to do on a rank outside of the group
-    ranks = tuple(dist.get_process_group_ranks(members))
+    """Issue a collective and, unless `async_op`, wait for it.
+
+    op: the collective's name in reports of a hang. start: torch's function but for group and async_op. tensors: what this rank
+    sends, for its size. finish: called once the result is there.
+    """
+    process_group = _process_group(group)
+    if process_group is dist.GroupMember.NON_GROUP_MEMBER:
+        return None  # as torch does on a rank outside of the group
+    ranks = tuple(dist.get_process_group_ranks(process_group))
     slot = rank_status.issue(op, "script", ranks, sum(x.nbytes for x in tensors), -1)
-    work = start(group=members, async_op=True)
+    work = start(group=process_group, async_op=True)
     rank_status.end_wait()
     if work is None:
         return None
@@ -339,16 +367,21 @@ def _call(
     return None
 
 
-def _reduction(op: Any, group: Any, result: Tensor, here: bool = True) -> tuple[Any, Callable[[], Any] | None]:
-    """(operation to ask torch for, what is left to do with the result). Gloo has no mean: a sum is divided, where it comes
-    `here`. Means of integers are rounded towards zero, as NCCL does."""
-    chosen = _operation(op)
-    has_mean = result.device.type != "cpu" and dist.get_backend(_process_group(group)) != "gloo"
-    if chosen != ReduceOp.AVG or has_mean:
-        return chosen, None
+def _reduction(op: Any, group: Any, result: Tensor, has_result: bool = True) -> tuple[Any, Callable[[], Any] | None]:
+    """Return (the operation for torch, what is left to do with the result).
+
+    Gloo has no mean: it computes a sum, which is divided on the ranks that have the result. Means of integers are rounded
+    towards zero, as NCCL does.
+    """
+    operation = _operation(op)
+    backend_has_mean = result.device.type != "cpu" and dist.get_backend(_process_group(group)) != "gloo"
+    if operation != ReduceOp.AVG or backend_has_mean:
+        return operation, None
     size = get_world_size(group)
-    rounding = None if result.is_floating_point() or result.is_complex() else "trunc"
-    return ReduceOp.SUM, partial(result.detach().div_, size, rounding_mode=rounding) if here else None
+    if not has_result:
+        return ReduceOp.SUM, None
+    is_integer = not (result.is_floating_point() or result.is_complex())
+    return ReduceOp.SUM, partial(result.detach().div_, size, rounding_mode="trunc" if is_integer else None)
 
 
 # ---------------------------------------------------------------- reductions
@@ -363,9 +396,9 @@ def all_reduce(
     log_name: str = "all_reduce",
     debug: Any = None,
 ) -> Any:
-    """Reduce the tensor over the ranks, in place; returns it, or the handle."""
-    torchs, finish = _reduction(op, group, tensor)
-    handle = _call("all_reduce", partial(dist.all_reduce, tensor, op=torchs), group, [tensor], async_op, finish)
+    """Reduce the tensor over the ranks, in place; return it, or the handle if `async_op`."""
+    operation, finish = _reduction(op, group, tensor)
+    handle = _call("all_reduce", partial(dist.all_reduce, tensor, op=operation), group, [tensor], async_op, finish)
     return handle if async_op else tensor
 
 
@@ -378,8 +411,8 @@ def inference_all_reduce(
 def all_reduce_coalesced(
     tensors: Sequence[Tensor], op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False, **_: Any
 ) -> "Handles | None":
-    """`all_reduce` of each tensor."""
-    return _together([all_reduce(x, op, group, True) for x in tensors], async_op)
+    """Call `all_reduce` for each tensor."""
+    return _wait_for_all([all_reduce(x, op, group, True) for x in tensors], async_op)
 
 
 def reduce(
@@ -392,9 +425,9 @@ def reduce(
     log_name: str = "reduce",
     debug: Any = None,
 ) -> Handle | None:
-    """Reduce the tensor over the ranks into that of `dst`. What the others' hold afterwards is not said, as in torch."""
-    torchs, finish = _reduction(op, group, tensor, here=dist.get_rank() == dst)
-    return _call("reduce", partial(dist.reduce, tensor, dst, op=torchs), group, [tensor], async_op, finish)
+    """Reduce the tensor over the ranks into that of the global rank `dst`; the others' values are undefined, as in torch."""
+    operation, finish = _reduction(op, group, tensor, has_result=dist.get_rank() == dst)
+    return _call("reduce", partial(dist.reduce, tensor, dst, op=operation), group, [tensor], async_op, finish)
 
 
 def reduce_scatter_tensor(
@@ -407,9 +440,9 @@ def reduce_scatter_tensor(
     log_name: str = "reduce_scatter_tensor",
     debug: Any = None,
 ) -> Handle | None:
-    """This rank's part, along dimension 0, of the reduction over the ranks, into `output_tensor`."""
-    torchs, finish = _reduction(op, group, output_tensor)
-    start = partial(_reduce_scatter_single, output_tensor, tensor, op=torchs)
+    """Reduce [ranks x n, ...] over the ranks, and write this rank's part [n, ...] into `output_tensor`."""
+    operation, finish = _reduction(op, group, output_tensor)
+    start = partial(_reduce_scatter_single, output_tensor, tensor, op=operation)
     return _call("reduce_scatter", start, group, [tensor], async_op, finish)
 
 
@@ -429,9 +462,9 @@ def reduce_scatter(
     log_name: str = "reduce_scatter",
     debug: Any = None,
 ) -> Handle | None:
-    """The reduction over the ranks of the tensors that lie at this rank's position of their lists, into `output`."""
-    torchs, finish = _reduction(op, group, output)
-    start = partial(dist.reduce_scatter, output, list(input_list), op=torchs)
+    """Reduce tensor i of all ranks' lists into `output` of the rank at position i."""
+    operation, finish = _reduction(op, group, output)
+    start = partial(dist.reduce_scatter, output, list(input_list), op=operation)
     return _call("reduce_scatter", start, group, input_list, async_op, finish)
 
 
@@ -447,14 +480,13 @@ def broadcast(
     log_name: str = "broadcast",
     debug: Any = None,
 ) -> Any:
-    """Copy the tensor of the global rank `src` into those of the others; returns it, or the handle."""
+    """Copy the tensor of the global rank `src` to the others; return it, or the handle if `async_op`."""
     handle = _call("broadcast", partial(dist.broadcast, tensor, src), group, [tensor], async_op)
     return handle if async_op else tensor
 
 
 def broadcast_object_list(object_list: list[Any], src: int, group: Any = None, device: Any = None) -> None:
-    """Copy the objects of the global rank `src` into the lists of the others. They go by pickle, between ranks of one
-    job."""
+    """Copy the objects of the global rank `src` into the lists of the others. Ranks of a job trust each other's pickles."""
     dist.broadcast_object_list(object_list, src, group=_process_group(group), device=device)
 
 
@@ -467,12 +499,12 @@ def all_gather(
     log_name: str = "all_gather",
     debug: Any = None,
 ) -> Handle | None:
-    """The ranks' tensors, into the tensors of the list."""
+    """Gather the ranks' tensors into the tensors of the list, in the order of ranks."""
     return _call("all_gather", partial(dist.all_gather, list(tensor_list), tensor), group, [tensor], async_op)
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: Any = None, **_: Any) -> None:
-    """The ranks' objects, into the list. They go by pickle, between ranks of one job."""
+    """Gather the ranks' objects into the list. Ranks of a job trust each other's pickles."""
     dist.all_gather_object(object_list, obj, group=_process_group(group))
 
 
@@ -485,7 +517,7 @@ def all_gather_into_tensor(
     log_name: str = "all_gather_into_tensor",
     debug: Any = None,
 ) -> Handle | None:
-    """The ranks' tensors, of one shape, one after the other."""
+    """Gather the ranks' tensors [n, ...] into `output_tensor` [ranks x n, ...]."""
     start = partial(_all_gather_single, output_tensor, tensor)
     return _call("all_gather", start, group, [tensor], async_op)
 
@@ -499,9 +531,9 @@ def allgather_fn(
 def all_gather_coalesced(
     output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], group: Any = None, async_op: bool = False
 ) -> "Handles | None":
-    """`all_gather_into_tensor` of each tensor."""
+    """Call `all_gather_into_tensor` for each tensor."""
     pairs = zip(output_tensors, input_tensors, strict=True)
-    return _together([all_gather_into_tensor(out, x, group, True) for out, x in pairs], async_op)
+    return _wait_for_all([all_gather_into_tensor(out, x, group, True) for out, x in pairs], async_op)
 
 
 def all_to_all_single(
@@ -515,8 +547,10 @@ def all_to_all_single(
     log_name: str = "all_to_all_single",
     debug: Any = None,
 ) -> Handle | None:
-    """Part i of dimension 0 goes to the rank at position i; `output` has the parts that came, in rank order. Default: equal
-    parts."""
+    """Send part i of dimension 0 to the rank at position i; `output` has the received parts, in rank order.
+
+    output_split_sizes, input_split_sizes: rows of each part; default: equal parts.
+    """
     splits = [None if sizes is None else list(sizes) for sizes in (output_split_sizes, input_split_sizes)]
     start = partial(dist.all_to_all_single, output, tensor, *splits)
     return _call("all_to_all", start, group, [tensor], async_op)
@@ -525,18 +559,21 @@ def all_to_all_single(
 def all_to_all(
     output_tensor_list: Sequence[Tensor], input_tensor_list: Sequence[Tensor], group: Any = None, async_op: bool = False
 ) -> Handle | None:
-    """Tensor i of the second list goes to the rank at position i, into the first list there. One transfer of flat tensors,
-    since gloo has none of lists; all tensors of a rank have one dtype."""
-    sent = torch.cat([x.reshape(-1) for x in input_tensor_list])
-    came = torch.empty(sum(x.numel() for x in output_tensor_list), dtype=sent.dtype, device=sent.device)
-    sizes = [[x.numel() for x in tensors] for tensors in (output_tensor_list, input_tensor_list)]
+    """Send tensor i of the input list to the rank at position i, which receives it in its output list.
+
+    One transfer of flat tensors, since gloo has no all-to-all of lists; all tensors of a rank have one dtype.
+    """
+    flat_input = torch.cat([x.reshape(-1) for x in input_tensor_list])
+    output_sizes = [x.numel() for x in output_tensor_list]
+    input_sizes = [x.numel() for x in input_tensor_list]
+    flat_output = torch.empty(sum(output_sizes), dtype=flat_input.dtype, device=flat_input.device)
 
     def unpack() -> None:
-        for out, part in zip(output_tensor_list, came.split(sizes[0])):
+        for out, part in zip(output_tensor_list, flat_output.split(output_sizes)):
             out.detach().copy_(part.view_as(out))
 
-    start = partial(dist.all_to_all_single, came, sent, *sizes)
-    return _call("all_to_all", start, group, [sent], async_op, unpack)
+    start = partial(dist.all_to_all_single, flat_output, flat_input, output_sizes, input_sizes)
+    return _call("all_to_all", start, group, [flat_input], async_op, unpack)
 
 
 def gather(
@@ -549,7 +586,7 @@ def gather(
     log_name: str = "gather",
     debug: Any = None,
 ) -> Handle | None:
-    """The ranks' tensors, into the list of the global rank `dst`; the others give none."""
+    """Gather the ranks' tensors into the list of the global rank `dst`; the others pass no list."""
     return _call("gather", partial(dist.gather, tensor, gather_list, dst), group, [tensor], async_op)
 
 
@@ -563,7 +600,7 @@ def scatter(
     log_name: str = "scatter",
     debug: Any = None,
 ) -> Handle | None:
-    """Tensor i of the list of the global rank `src`, into `tensor` of the rank at position i; the others give none."""
+    """Send tensor i of the global rank `src`'s list to `tensor` of the rank at position i; the others pass no list."""
     return _call("scatter", partial(dist.scatter, tensor, scatter_list, src), group, [tensor], async_op)
 
 
@@ -573,7 +610,7 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 
 class Handles:
-    """Several calls that have begun."""
+    """Several collectives that have been issued."""
 
     def __init__(self, handles: Sequence[Handle]):
         self._handles = handles
@@ -586,11 +623,12 @@ class Handles:
         return all(handle.is_completed() for handle in self._handles)
 
 
-def _together(handles: Sequence[Handle | None], async_op: bool) -> Handles | None:
-    begun = Handles([handle for handle in handles if handle is not None])
+def _wait_for_all(handles: Sequence[Handle | None], async_op: bool) -> Handles | None:
+    """Wait for all handles; return them instead if `async_op`. None is the handle of a rank outside of the group."""
+    issued = Handles([handle for handle in handles if handle is not None])
     if async_op:
-        return begun
-    begun.wait()
+        return issued
+    issued.wait()
     return None
 
 
@@ -598,12 +636,12 @@ def _together(handles: Sequence[Handle | None], async_op: bool) -> Handles | Non
 
 
 def send(tensor: Tensor, dst: int, group: Any = None, tag: int = 0, **_: Any) -> None:
-    """Send to the global rank `dst`; returns when the tensor may be changed."""
+    """Send to the global rank `dst`; return when the tensor may be changed."""
     dist.send(tensor, dst, group=_process_group(group), tag=tag)
 
 
 def recv(tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0, **_: Any) -> int:
-    """Receive from the global rank `src`, or from any; returns the sender."""
+    """Receive from the global rank `src`, default: any; return the sender."""
     return dist.recv(tensor, src, group=_process_group(group), tag=tag)
 
 
@@ -631,5 +669,5 @@ def barrier(
 def monitored_barrier(
     group: Any = None, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False, **_: Any
 ) -> None:
-    """`barrier` that names the ranks which have not come in time. Gloo's alone."""
+    """Wait as `barrier` does, with an error that names the ranks that did not call in time. For gloo alone."""
     dist.monitored_barrier(_process_group(group), timeout, wait_all_ranks)

@@ -1,4 +1,4 @@
-"""Every key of ds_config: what works, what has no effect, and what is refused. `docs/deepspeed.md` has the same tables.
+"""List every key of ds_config: what works, what has no effect, and what is refused. `docs/deepspeed.md` has the same tables.
 
 WORKS: key -> the kind of its value, what it does, and the lowest and highest value or the texts that it may be.
 NO_EFFECT, REFUSED: a reason, or what to do instead -> keys, by section. `key=value`: not refused with this value.
@@ -11,8 +11,8 @@ WORKS = {
         int, "samples of a step, over all ranks: micro batch x accumulation x ranks", lowest=1
     ),
     "train_micro_batch_size_per_gpu": WorkingKey(int, "samples of one forward on one rank", lowest=1),
-    "gradient_accumulation_steps": WorkingKey(int, "backwards of a step, on one rank", lowest=1),
-    "gradient_clipping": WorkingKey(float, "the greatest norm of the whole gradient; default 0: no clipping"),
+    "gradient_accumulation_steps": WorkingKey(int, "micro batches of a step, on one rank", lowest=1),
+    "gradient_clipping": WorkingKey(float, "the largest global norm of the gradient; default 0: no clipping"),
     "gradient_allreduce_op": WorkingKey(
         str, "mean (default) or sum of the ranks' gradients, in every stage", texts=("mean", "sum")
     ),
@@ -46,36 +46,38 @@ WORKS = {
         int, "elements per bucket, where buckets are cut by size", lowest=1
     ),
     "zero_optimization.offload_optimizer.device": WorkingKey(
-        str, "where optimizer state lies; default none", texts=("cpu", "nvme", "none")
+        str, "the device that keeps optimizer state; default none: no offload", texts=("cpu", "nvme", "none")
     ),
     "zero_optimization.offload_optimizer.nvme_path": WorkingKey(
-        str, "the folder of the files of device nvme, on a fast local disk"
+        str, "folder for the files of device nvme, on a fast local disk"
     ),
     "zero_optimization.offload_optimizer.ratio": WorkingKey(
         float, "share of the state that is offloaded; default 1", lowest=0, highest=1
     ),
     "zero_optimization.offload_param.device": WorkingKey(
-        str, "where shards of stage 3 lie; default none", texts=("cpu", "nvme", "none")
+        str,
+        "the device that keeps the parameter shards of stage 3; default none: no offload",
+        texts=("cpu", "nvme", "none"),
     ),
     "zero_optimization.offload_param.nvme_path": WorkingKey(
-        str, "the folder of the files of device nvme, on a fast local disk"
+        str, "folder for the files of device nvme, on a fast local disk"
     ),
 }
 
 NO_EFFECT = {
-    "the mean over ranks is taken once, after the sum, in the precision of the sums": {
+    "gradients are divided by the number of ranks once, after the reduction, in its precision": {
         "": (
             "prescale_gradients gradient_predivide_factor communication_data_type seq_parallel_communication_data_type"
         )
     },
-    "gradients lie in contiguous buffers, and are reduced to the shards that own them": {
+    "gradients are in contiguous buffers, and are reduced to the ranks that own their shards": {
         "zero_optimization": (
             "allgather_partitions allgather_bucket_size reduce_scatter contiguous_gradients "
             "use_multi_rank_bucket_allreduce round_robin_gradients legacy_stage1 "
             "ignore_unused_parameters"
         )
     },
-    "stage 3 has the parameters of one layer in memory, two with overlap_comm, and no others": {
+    "stage 3 has the full parameters of one layer in memory, of two with overlap_comm, and of no other": {
         "zero_optimization": (
             "stage3_max_live_parameters stage3_max_reuse_distance stage3_prefetch_bucket_size "
             "stage3_param_persistence_threshold stage3_model_persistence_threshold "
@@ -86,7 +88,7 @@ NO_EFFECT = {
             "module_granularity_threshold"
         )
     },
-    "an update goes slice by slice, with the next one on its way; memory that an accelerator reads is pinned": {
+    "the optimizer updates slice by slice and prefetches the next slice; memory that an accelerator reads is pinned": {
         "zero_optimization": "sub_group_size cpu_offload_use_pin_memory",
         "zero_optimization.offload_optimizer": (
             "pin_memory buffer_count pipeline pipeline_read pipeline_write fast_init"
@@ -94,7 +96,7 @@ NO_EFFECT = {
         "zero_optimization.offload_param": "pin_memory buffer_count buffer_size max_in_cpu",
         "": "aio",
     },
-    "any layout loads a checkpoint, which holds masters, and is verified": {
+    "a checkpoint holds float32 masters, can be loaded in any layout, and is verified": {
         "zero_optimization": (
             "load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint "
             "stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save "
@@ -116,7 +118,7 @@ NO_EFFECT = {
     "a norm that is not finite is an error, or under a loss scale an overflow, in every precision": {
         "": "bf16.check_overflow"
     },
-    "gradients are added up as they come": {"": "bf16.immediate_grad_update"},
+    "each backward accumulates its gradients at once": {"": "bf16.immediate_grad_update"},
 }
 
 REFUSED = {

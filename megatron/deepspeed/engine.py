@@ -1,9 +1,9 @@
-"""`initialize` and the engine: `megatron.training.zero_engine.Engine` with the settings of a ds_config, under DeepSpeed's names.
+"""Provide DeepSpeed's `initialize` and engine: `megatron.training.zero_engine.Engine` with the settings of a ds_config.
 
     for batch in loader:                 micro batches of this rank
         loss = engine(batch)             the module's forward
-        engine.backward(loss)            of loss x scale / accumulation steps
-        engine.step()                    every `gradient_accumulation_steps` calls: reduce, clip, update, next rate
+        engine.backward(loss)            gradients of loss x loss scale / accumulation steps
+        engine.step()                    every `gradient_accumulation_steps` calls: reduce, clip, update, next learning rate
 
 save_dir/latest               the tag
 save_dir/<tag>/iter_0000012/  weights, optimizer state, buffers and JSON (docs/checkpoint_format.md), no pickle
@@ -37,22 +37,22 @@ _MOST_TAG = 1 << 12  # bytes
 
 
 class DeepSpeedEngine(Engine):
-    """Runs `module` over the data-parallel ranks; made by `initialize`. What it was told is found under DeepSpeed's
-    names."""
+    """An engine that trains `module` over the data-parallel ranks, with DeepSpeed's methods. `initialize` makes it."""
 
     make_optimizer = ZeroOptimizer
     settings: Settings
 
     def __init__(self, module: nn.Module, settings: Settings, optimizer: Any, device: Device):
         super().__init__(module, optimizer, settings, get_mesh(), device.torch_device)
-        self.world_size, self.local_rank = self.mesh["world"].size, get_local_rank()
+        self.world_size = self.mesh["world"].size
+        self.local_rank = get_local_rank()
         self.training_dataloader: DataLoader | None = None
 
     def _update(self, **lr_kwargs: Any) -> None:
-        rates = self.optimizer.rates()
+        rates = self.optimizer.rates()  # of this update: the schedule sets the next ones
         super()._update(**lr_kwargs)
-        every = self.settings.steps_per_print
-        if every and self.global_steps % every == 0 and self.global_rank == 0:
+        interval = self.settings.steps_per_print
+        if interval and self.global_steps % interval == 0 and self.global_rank == 0:
             print(
                 f"step={self.global_steps}, skipped={self.skipped_steps}, lr={rates}, norm={self.optimizer.norm:.6g}",
                 flush=True,
@@ -80,7 +80,7 @@ class DeepSpeedEngine(Engine):
         return self.optimizer.rates()
 
     def get_global_grad_norm(self) -> float | None:
-        """The norm of the last step's gradient, before clipping."""
+        """Return the norm of the last step's gradient, before clipping; None before the first step."""
         return self.optimizer.norm
 
     def save_checkpoint(
@@ -91,15 +91,19 @@ class DeepSpeedEngine(Engine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write weights, optimizer, schedule and `client_state` (plain JSON) to save_dir/tag. Every rank must call, with one
-        tag: a text, or what its text is, such as a step's number. None: global_step<N>."""
+        """Save weights, optimizer, schedule and `client_state` (plain JSON) in save_dir/tag.
+
+        Every rank must call, with the same tag: a text, or a value that becomes one, such as a step's number; None:
+        global_step<N>. save_latest: write the tag into save_dir/latest. Raises CheckpointError.
+        """
         if exclude_frozen_parameters:
             raise NotImplementedError(
                 "save_checkpoint(exclude_frozen_parameters=True) is not built: all weights are saved"
             )
-        folder, world = path_of(save_dir), self.mesh["world"]
+        folder = path_of(save_dir)
+        world = self.mesh["world"]
         text = f"global_step{self.global_steps}" if tag is None else _tag_text(folder, tag)
-        self._check_one_tag(folder, text)
+        self._check_same_tag(folder, text)
         self.save(folder / text, client_state=dict(client_state or {}))
         with collectives.raise_together(world, self.device):
             if save_latest and world.is_first:
@@ -116,47 +120,50 @@ class DeepSpeedEngine(Engine):
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any]]:
-        """(folder, client state) of what `save_checkpoint` wrote, from any number of ranks and any stage. Every rank
-        must call.
+        """Load a checkpoint that any number of ranks saved in any ZeRO stage; return (its folder, its client state).
 
-        tag: as in `save_checkpoint`. None: the one that load_dir/latest names; (None, {}) and a warning without such a
-        file. The
-        counters of steps and samples are the checkpoint's, also without the optimizer's states, but not with
-        load_module_only.
-        load_module_strict: every weight must be there either way.
+        Every rank must call. tag: as in `save_checkpoint`; None: the one in load_dir/latest; without such a file, (None, {}) and
+        a warning. load_module_only: no optimizer, no schedule, and the counters of steps and samples stay as they are.
+        load_module_strict: has no effect, since every weight must be there. Raises CheckpointError.
         """
         if custom_load_fn is not None:
             raise NotImplementedError(
                 "load_checkpoint(custom_load_fn=) is not built; load the module's weights by yourself"
             )
-        root, world = path_of(load_dir), self.mesh["world"]
+        root = path_of(load_dir)
+        world = self.mesh["world"]
+
+        # the tag, which all ranks must agree on
         text = None if tag is None else _tag_text(root, tag)
-        self._check_one_tag(root, text or "(none)")
+        self._check_same_tag(root, text or "(none)")
         with collectives.raise_together(world, self.device):
             if text is not None and world.is_first and not file_layer.is_folder(root / text):
                 raise CheckpointError(root, f"there is no checkpoint of the tag {text!r}", "give a tag that was saved")
             if text is None and world.is_first:
                 text = _latest(root)
-        if not (text := collectives.broadcast_text(text, world, self.device)):
+        text = collectives.broadcast_text(text, world, self.device)
+        if not text:
             if world.is_first:
                 print(f"deepspeed: WARNING: {root} has no file latest: nothing is loaded; give a tag", flush=True)
             return None, {}
-        more = not load_module_only
+
         folder, state = self.load(
             root / text,
-            optimizer=load_optimizer_states and more,
-            schedule=load_lr_scheduler_states and more,
-            counters=more,
+            optimizer=load_optimizer_states and not load_module_only,
+            schedule=load_lr_scheduler_states and not load_module_only,
+            counters=not load_module_only,
         )
         return str(folder), state["client_state"]
 
-    def _check_one_tag(self, folder: Path, text: str) -> None:
+    def _check_same_tag(self, folder: Path, text: str) -> None:
+        """Raise CheckpointError on all ranks unless they give one tag. Every rank must call."""
         tags = set(collectives.all_gather_texts(text, self.mesh["world"], self.device))
         if len(tags) > 1:
             raise CheckpointError(folder, f"ranks give different tags: {', '.join(sorted(tags))}", "give one tag")
 
 
 def _tag_text(folder: Path, tag: Any) -> str:
+    """Return a tag as the name of a folder."""
     if not str(tag).strip():
         raise CheckpointError(folder, f"the tag {tag!r} names no folder", "give a name, or leave the tag out")
     if Path(str(tag)) == Path("latest"):
@@ -165,11 +172,11 @@ def _tag_text(folder: Path, tag: Any) -> str:
 
 
 def _latest(root: Path) -> str | None:
-    """The tag of the newest checkpoint; None without one."""
+    """Read the tag of the newest checkpoint; None if there is no file `latest`."""
     path = root / "latest"
     if not file_layer.is_file(path):
         return None
-    text = file_layer.read_start(path, _MOST_TAG).decode().rstrip("\r\n")  # of an editor
+    text = file_layer.read_start(path, _MOST_TAG).decode().rstrip("\r\n")  # an editor may have added it
     if not text.strip():
         raise CheckpointError(root, "its file latest is empty", "give a tag that was saved")
     return text
@@ -190,53 +197,72 @@ def initialize(
     mesh_param: Any = None,
     config_params: Any = None,
 ) -> tuple[DeepSpeedEngine, ZeroOptimizer, DataLoader | None, Any]:
-    """(engine, optimizer, loader, schedule) of any torch module. Every rank must call, with the same model.
+    """Return (engine, optimizer, data loader, schedule) for any torch module. Every rank must call, with the same model.
 
-    config: a path or a dict (`config_params` too, or `args.deepspeed_config`). optimizer: torch's Adam, AdamW or SGD, or a
-    function of the parameters that makes one; it takes the place of the file's. model_parameters: tensors or groups of them;
-    default: all that are trained. lr_scheduler: an object with `step`, or a function of the optimizer that makes one.
-    mpu: of a script that has called `initialize_model_parallel`, whose data-parallel ranks are then used.
+        config            a path or a dict; `config_params` and `args.deepspeed_config` are other names of it
+        optimizer         torch's Adam, AdamW or SGD, or a function that makes one of the parameters; replaces the config's
+        model_parameters  tensors or groups of them; default: all parameters that require gradients
+        training_data     a data set, for the data loader
+        lr_scheduler      an object with `step`, or a function that makes one of the optimizer; replaces the config's
+        mpu               given by a script that has called `initialize_model_parallel`: its data-parallel ranks are used
+
+    Raises ConfigError.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"initialize(): model is a {type(model).__name__}; give a torch.nn.Module")
     if mesh_param is not None:
         raise ConfigError("initialize(mesh_param=...): ranks that share a sequence are not supported; leave it out")
-    given = [one for one in (config, config_params, getattr(args, "deepspeed_config", None)) if one is not None]
-    if len(given) != 1:
-        raise ConfigError(f"initialize(): {len(given)} configurations; give one, as config= or --deepspeed_config")
+    configs = [x for x in (config, config_params, getattr(args, "deepspeed_config", None)) if x is not None]
+    if len(configs) != 1:
+        raise ConfigError(f"initialize(): {len(configs)} configurations; give one, as config= or --deepspeed_config")
     if mpu is not None and not model_parallel_is_initialized():
         raise ConfigError("initialize(mpu=...): call megatron.core.mpu.initialize_model_parallel() before it")
+
+    # process groups, settings, device
     join(dist_init_required, distributed_port)
-    samples = get_mesh().samples
-    settings = read_settings(load_ds_config(given[0]), samples.size)
+    samples = get_mesh().samples  # the axis of data-parallel ranks
+    settings = read_settings(load_ds_config(configs[0]), samples.size)
     device = Device.select(local_rank=get_local_rank())
     if samples.rank == 0:
         for note in settings.notes:
             print(f"ds_config: without effect: {note}", flush=True)
-    trained = (p for p in model.parameters() if p.requires_grad)
-    held = list(trained if model_parameters is None else model_parameters)
-    if model_parameters is not None and not held:
-        raise ConfigError(
-            "initialize(model_parameters=): it is empty; leave it out for all parameters that are trained"
-        )
-    if optimizer is not None:
-        made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(held)
+
+    # optimizer: an object, a function that makes one, or the config's
+    if model_parameters is None:
+        parameters = [p for p in model.parameters() if p.requires_grad]
+    else:
+        parameters = list(model_parameters)
+        if not parameters:
+            raise ConfigError(
+                "initialize(model_parameters=): it is empty; leave it out for all parameters that are trained"
+            )
+    if isinstance(optimizer, torch.optim.Optimizer):
+        optimizer_or_groups = optimizer
+    elif optimizer is not None:
+        optimizer_or_groups = optimizer(parameters)
     elif settings.optimizer is not None:
-        made = make_groups(settings.optimizer, held)
+        optimizer_or_groups = make_groups(settings.optimizer, parameters)
     else:
         raise ConfigError("ds_config names no optimizer; name one, or pass optimizer= to initialize()")
-    engine = DeepSpeedEngine(model, settings, made, device)
-    if lr_scheduler is not None:
-        is_made = hasattr(lr_scheduler, "step")
-        engine.lr_scheduler = (
-            lr_scheduler if is_made else lr_scheduler(as_torch_optimizer(engine.optimizer.param_groups))
-        )
+    engine = DeepSpeedEngine(model, settings, optimizer_or_groups, device)
+
+    # schedule: an object, a function that makes one, or the config's
+    if lr_scheduler is not None and hasattr(lr_scheduler, "step"):
+        engine.lr_scheduler = lr_scheduler
+    elif lr_scheduler is not None:
+        engine.lr_scheduler = lr_scheduler(as_torch_optimizer(engine.optimizer.param_groups))
     elif settings.scheduler is not None:
         engine.lr_scheduler = make_schedule(settings.scheduler, engine.optimizer)
+
+    # data loader
     if training_data is not None:
-        order = DistributedSampler(training_data, samples.size, samples.rank)
-        options = {"drop_last": settings.drop_last, "collate_fn": collate_fn}
-        engine.training_dataloader = DataLoader(training_data, settings.micro_batch, sampler=order, **options)
+        engine.training_dataloader = DataLoader(
+            training_data,
+            settings.micro_batch,
+            sampler=DistributedSampler(training_data, samples.size, samples.rank),
+            drop_last=settings.drop_last,
+            collate_fn=collate_fn,
+        )
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

@@ -1,4 +1,4 @@
-"""The optimizer that `initialize` returns, and the one that a file asks for."""
+"""Provide the optimizer that `initialize` returns, and make the one that a ds_config names."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -10,9 +10,13 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.optimizer.torch_optimizer_wrapper import TORCHS, GroupedOptimizer, Groups, check_arguments
 
 
-def make_groups(asked: Mapping[str, Any], parameters: Iterable[Any]) -> tuple[str, Groups]:
-    """(name in OPTIMIZERS, groups) of a file's `optimizer` section. parameters: tensors, or groups of them as torch has."""
-    kind, params = str(asked.get("type")), dict(asked.get("params") or {})
+def make_groups(section: Mapping[str, Any], parameters: Iterable[Any]) -> tuple[str, Groups]:
+    """Return (name in OPTIMIZERS, parameter groups) for the config's `optimizer` section.
+
+    parameters: tensors, or groups of them as torch has. Raises ConfigError.
+    """
+    kind = str(section.get("type"))
+    params = dict(section.get("params") or {})
     if kind.lower() not in ("adam", "adamw", "sgd"):
         raise ConfigError(
             f"ds_config: optimizer {kind!r} is not supported; use Adam, AdamW or SGD, or pass one of torch's to initialize()"
@@ -22,16 +26,20 @@ def make_groups(asked: Mapping[str, Any], parameters: Iterable[Any]) -> tuple[st
     if kind.lower() == "adam" and params.get("adam_w_mode", True) is False:
         name = "adam-l2"
     elif kind.lower() == "adamw" and params.get("torch_adam"):
-        defaults |= {"weight_decay": 1e-2}  # torch's own
+        defaults |= {"weight_decay": 1e-2}  # the default of torch's AdamW; DeepSpeed's is 0
     check_arguments(kind, params, defaults)
-    listed = list(parameters)
-    groups = [dict(group) for group in listed] if listed and isinstance(listed[0], Mapping) else [{"params": listed}]
+    parameters = list(parameters)
+    if parameters and isinstance(parameters[0], Mapping):
+        groups = [dict(group) for group in parameters]
+    else:
+        groups = [{"params": parameters}]
     for group in groups:
-        held = group["params"]
-        group["params"] = [held] if isinstance(held, Tensor) else list(held)
-        check_arguments(kind, {key: value for key, value in group.items() if key not in ("params", "name")}, defaults)
-    chosen = {key: params.get(key, value) for key, value in defaults.items()}
-    return name, [chosen | group for group in groups]
+        tensors = group["params"]
+        group["params"] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        arguments = {key: value for key, value in group.items() if key not in ("params", "name")}
+        check_arguments(kind, arguments, defaults)
+    common = {key: params.get(key, value) for key, value in defaults.items()}
+    return name, [common | group for group in groups]
 
 
 def FusedAdam(
@@ -45,7 +53,7 @@ def FusedAdam(
     amsgrad: bool = False,
     set_grad_none: bool = True,
 ) -> torch.optim.Optimizer:
-    """Torch's AdamW, or without `adam_w_mode` its Adam, for `initialize`, which updates by the device's fused kernel."""
+    """Return torch's AdamW (Adam if not `adam_w_mode`) for `initialize`, which updates with the device's fused kernel."""
     if amsgrad or not bias_correction:
         raise ConfigError("FusedAdam: amsgrad, and Adam without bias_correction, are not built; leave them out")
     kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
@@ -63,12 +71,12 @@ def DeepSpeedCPUAdam(
     adamw_mode: bool = True,
     fp32_optimizer_states: bool = True,
 ) -> torch.optim.Optimizer:
-    """`FusedAdam`: where the state lies and is updated, `offload_optimizer` says. States are float32."""
+    """Return what `FusedAdam` does. `offload_optimizer` of the config decides where the float32 state is kept and updated."""
     return FusedAdam(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
 
 
 class ZeroOptimizer(GroupedOptimizer):
-    """`step()` is the engine's to call. param_groups: as torch has them."""
+    """The optimizer of an engine. `engine.step()` updates, not `step()`; param_groups are those of torch."""
 
     cur_scale = GroupedOptimizer.loss_scale
 
@@ -76,7 +84,7 @@ class ZeroOptimizer(GroupedOptimizer):
         raise RuntimeError("optimizer.step() is part of engine.step(), which reduces the gradients first; call that")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing to do: engine.step() forgets the gradients of its step."""
+        """Do nothing: engine.step() zeroes the gradients of its step."""
 
     def state_dict(self) -> dict[str, Any]:
         raise RuntimeError("a rank has only its shard of the state; engine.save_checkpoint(folder) writes all of it")

@@ -1,4 +1,4 @@
-"""`zero.Init`: parameters in shards from the moment they are made; `zero.GatheredParameters`: whole again inside a block.
+"""Shard parameters when they are created: `zero.Init`; gather them inside a block: `zero.GatheredParameters`.
 
 with zero.Init(dtype=torch.bfloat16):
     model = Model()
@@ -18,12 +18,12 @@ from megatron.deepspeed.comm import init_distributed
 
 
 class Init:
-    """A block in which parameters are made in shards over the data-parallel ranks. Every rank must enter, and make the same
-    model; the first rank's values count.
+    """A context manager that shards new parameters over the data-parallel ranks.
 
-    module: one whose parameters are sharded at once, without a block. dtype: of floating parameters; default: as made.
-    enabled: False: nothing happens. The rest of DeepSpeed's arguments (config_dict_or_path, remote_device, ...) has no
-    effect: `initialize` reads the file, and puts the shards where it says.
+    Every rank must enter, and build the same model; the first rank's values are kept. module: shard its parameters at once,
+    without a block. dtype: of floating parameters; default: unchanged. enabled: False: nothing happens. DeepSpeed's other
+    arguments (config_dict_or_path, remote_device, ...) have no effect: `initialize` reads the config, and moves the shards
+    to where it says.
     """
 
     def __init__(
@@ -34,16 +34,17 @@ class Init:
         dtype: torch.dtype | None = None,
         **without_effect: Any,
     ):
-        self._enabled, self._dtype = enabled, dtype
+        self._enabled = enabled
+        self._dtype = dtype
         if enabled and module is not None:
-            self._making().take(module)
+            self._sharded_init().take(module)
 
-    def _making(self) -> ShardedInit:
+    def _sharded_init(self) -> ShardedInit:
         join()
         return ShardedInit(get_mesh().samples, self._dtype)
 
     def __enter__(self) -> "Init":
-        self._block = self._making().__enter__() if self._enabled else None
+        self._block = self._sharded_init().__enter__() if self._enabled else None
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -52,26 +53,29 @@ class Init:
 
 
 def join(dist_init_required: bool | None = None, distributed_port: int | None = None) -> None:
-    """Make the mesh of data-parallel ranks, unless the script has made one. Every rank must call."""
+    """Initialize the data-parallel process groups, unless the script has done so. Every rank must call."""
     if not model_parallel_is_initialized():
         init_distributed(dist_init_required=dist_init_required, distributed_port=distributed_port)
         initialize_model_parallel()
 
 
 class GatheredParameters(FullParameters):
-    """A block in which these parameters are whole. Every rank must enter.
+    """A context manager that gathers sharded parameters. Every rank must enter.
 
-    params: one or several. modifier_rank: the global rank whose changes count; None: changes are lost, or where the
-    parameter is whole anyway (stages 0 to 2), each rank keeps its own. After `initialize`, parameters that are rounded
+    params: one or several. modifier_rank: the global rank whose changes are kept, on all ranks; None: changes are lost, or
+    where parameters are not sharded (stages 0 to 2), each rank keeps its own. After `initialize`, parameters that are rounded
     copies of float32 masters cannot be changed: ValueError.
     """
 
     def __init__(
         self, params: Any, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True
     ):
-        listed = [params] if isinstance(params, Tensor) else list(params) if enabled else []
-        changed_on = None
-        if modifier_rank is not None and enabled:
-            samples = get_mesh().samples
-            changed_on = samples, samples.ranks.index(modifier_rank)
-        super().__init__([p for p in listed if isinstance(p, Tensor) and enabled], changed_on)
+        tensors: list[Tensor] = []
+        modifier = None  # (axis, position of the modifier rank on it)
+        if enabled:
+            candidates = [params] if isinstance(params, Tensor) else list(params)
+            tensors = [p for p in candidates if isinstance(p, Tensor)]
+            if modifier_rank is not None:
+                samples = get_mesh().samples
+                modifier = samples, samples.ranks.index(modifier_rank)
+        super().__init__(tensors, modifier)

@@ -1,10 +1,10 @@
-"""Tables of model families that other libraries have, read in both directions.
+"""Tables of Hugging Face model families, which serve reading and writing.
 
-    config_fields, rope, sliding_window    what keys of a config.json say
-    weight_layout                          how their tensors lie in ours (no torch)
-    family                                 a family: its fields, a row for each of its tensors
+    family                                 the table of a family: fields of its config.json, a mapping for each parameter
+    config_fields, rope, sliding_window    the fields: keys of a config.json <-> our settings
+    weight_layout                          the operations of mappings: tensors of a folder <-> our tensors (no torch)
     bert, gpt_like, llama_like, t5         the families; `registry` has all of them by model_type
-    config_json                            a config.json as settings of ours, and back
+    config_json                            a full config.json <-> our settings
 
 To add a family: a `Family` in a file of its own, and a line in `registry`.
 """

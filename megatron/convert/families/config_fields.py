@@ -1,7 +1,7 @@
-"""The fields of another library's config.json and our settings: rows that are read in both directions. No torch.
+"""Translate keys of another library's config.json to our settings and back, by rows that work in both directions. No torch.
 
 A `Field` names the keys that it understands, reads them into settings of ours (names of `ModelConfig`), and writes them from
-settings. A key that no field of a family names is refused: a setting that is guessed trains another model without a word.
+settings. A key that no field of a family names is refused: a guessed setting would silently train another model.
 """
 
 import math
@@ -11,147 +11,173 @@ from typing import Any, NamedTuple
 from megatron.core.base.dataclass_flags import ConfigError
 
 ModelSettings = dict[str, Any]
-_NEEDED = object()
-_MOST = 1 << 40  # of a number of heads or words: above it, sizes overflow
+_NEEDED = object()  # as a default: the key must be there
+_MOST = 1 << 40  # of a number of heads or tokens: above it, sizes overflow
 _MOST_LAYERS = 4096  # each is a row in several lists, whatever its tensors say
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers", "encoder_num_layers")
 
 
-class Given:
-    """A config.json that is being read: each value is checked, and the keys that were asked for are known."""
+class ConfigReader:
+    """A config.json while it is read: checks each value, and records which keys were read."""
 
     def __init__(self, values: Mapping[str, Any], source: str):
-        self.values, self.source = values, source
-        self.asked: set[str] = set()
+        """source: the file, for errors."""
+        self.values = values
+        self.source = source
+        self.keys_read: set[str] = set()
 
-    def wrong(self, name: str, wanted: str) -> ConfigError:
-        return ConfigError(f"{self.source}: {name} is {self.values.get(name)!r:.80}; {wanted}")
+    def error(self, key: str, expected: str) -> ConfigError:
+        """Return the error for a key's value. expected: what it must be, as the end of a sentence."""
+        return ConfigError(f"{self.source}: {key} is {self.values.get(key)!r:.80}; {expected}")
 
-    def get(self, name: str, default: Any = None) -> Any:
-        """The value as it stands; the default for a key that is absent or null. For keys that transformers reads so."""
-        self.asked.add(name)
-        value = self.values.get(name)
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value unchecked; the default for a key that is absent or null, for keys that transformers reads so."""
+        self.keys_read.add(key)
+        value = self.values.get(key)
         return default if value is None else value
 
-    def count(self, name: str, default: Any = _NEEDED) -> Any:
-        """A whole number, from 1 to a limit."""
-        value, most = self._needed(name, default), _MOST_LAYERS if name in _LAYERS else _MOST
+    def count(self, key: str, default: Any = _NEEDED) -> Any:
+        """Return an integer from 1 to a limit."""
+        value = self._checked_null(key, default)
+        most = _MOST_LAYERS if key in _LAYERS else _MOST
         if value is not default and (type(value) is not int or not 1 <= value <= most):
-            raise self.wrong(name, f"it must be a whole number from 1 to {most}")
+            raise self.error(key, f"it must be a whole number from 1 to {most}")
         return value
 
-    def number(self, name: str, default: Any = _NEEDED) -> Any:
-        """A finite number."""
-        value = self._needed(name, default)
+    def number(self, key: str, default: Any = _NEEDED) -> Any:
+        """Return a finite number, as a float."""
+        value = self._checked_null(key, default)
         if value is not default and (type(value) not in (int, float) or not math.isfinite(value)):
-            raise self.wrong(name, "it must be a finite number")
+            raise self.error(key, "it must be a finite number")
         return float(value) if type(value) is int else value
 
-    def choice(self, name: str, default: Any, allowed: Collection[Any]) -> Any:
-        value = self._needed(name, default)
-        if not any(type(value) is type(one) and value == one for one in allowed):
-            raise self.wrong(name, f"what is read is {' or '.join(map(repr, allowed))}")
+    def choice(self, key: str, default: Any, allowed: Collection[Any]) -> Any:
+        """Return a value that must be one of `allowed`, of the same type: True is not 1."""
+        value = self._checked_null(key, default)
+        if not any(type(value) is type(option) and value == option for option in allowed):
+            raise self.error(key, f"what is read is {' or '.join(map(repr, allowed))}")
         return value
 
-    def _needed(self, name: str, default: Any) -> Any:
-        if name in self.values and self.values[name] is None and default and default is not _NEEDED:
+    def _checked_null(self, key: str, default: Any) -> Any:
+        """Return the value or the default. Raises ConfigError for a needed key that is absent, and for an ambiguous null."""
+        if key in self.values and self.values[key] is None and default and default is not _NEEDED:
             # transformers 5 refuses it, and 4 computes with null, which is no default: as false, or not at all.
-            raise self.wrong(name, f"null says nothing; leave the key out for {default!r}, or give a value")
-        if (value := self.get(name, default)) is _NEEDED:
-            raise ConfigError(f"{self.source}: {name} is missing")
+            raise self.error(key, f"null says nothing; leave the key out for {default!r}, or give a value")
+        value = self.get(key, default)
+        if value is _NEEDED:
+            raise ConfigError(f"{self.source}: {key} is missing")
         return value
 
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
-def dtype_in(given: Given) -> str | None:
-    """The dtype of the weights, in the spelling of transformers 4.56 and later (dtype) or before (torch_dtype); None
-    without.
+def dtype_in(reader: ConfigReader) -> str | None:
+    """Return the dtype of the weights: `dtype` (transformers 4.56 and later) or `torch_dtype` (before); None without either.
 
-    Raises ConfigError for one that is not trained in, and where the two differ.
+    Raises ConfigError for a dtype that cannot be trained in, and where the two differ.
     """
-    new, old = (given.choice(name, None, (None, *_DTYPES)) for name in ("dtype", "torch_dtype"))
+    new, old = (reader.choice(key, None, (None, *_DTYPES)) for key in ("dtype", "torch_dtype"))
     if None not in (new, old) and new != old:
-        raise given.wrong("torch_dtype", f"dtype says {new}; which of them counts?")
+        raise reader.error("torch_dtype", f"dtype says {new}; which of them counts?")
     return new or old
 
 
 class Field(NamedTuple):
-    """Some keys of a config.json that say something of a model of ours.
+    """Some keys of a config.json that describe one property of a model.
 
-    read(given) -> settings, by names of `ModelConfig`; write(model, a `ModelConfig`) -> keys with their values.
+    read(reader) -> settings, by names of `ModelConfig`; write(model, a `ModelConfig`) -> keys with their values.
     """
 
     keys: tuple[str, ...]
-    read: Callable[[Given], ModelSettings]
+    read: Callable[[ConfigReader], ModelSettings]
     write: Callable[[Any], dict[str, Any]]
 
 
-def count(theirs: str, ours: str, default: Any = _NEEDED, *, said_by: str = "") -> Field:
-    """A number that both sides have. said_by: the property of a `ModelConfig` with the value in force."""
-    read = lambda given: {ours: given.count(theirs, default)}  # noqa: E731
-    return Field((theirs,), read, lambda model: {theirs: getattr(model, said_by or ours)})
+def count(key: str, setting: str, default: Any = _NEEDED, *, value_from: str = "") -> Field:
+    """A positive integer on both sides. value_from: the property of a `ModelConfig` with the effective value, for writing."""
+
+    def read(reader: ConfigReader) -> ModelSettings:
+        return {setting: reader.count(key, default)}
+
+    return Field((key,), read, lambda model: {key: getattr(model, value_from or setting)})
 
 
-def number(theirs: str, ours: str, default: float) -> Field:
-    return Field(
-        (theirs,), lambda given: {ours: given.number(theirs, default)}, lambda model: {theirs: getattr(model, ours)}
-    )
+def number(key: str, setting: str, default: float) -> Field:
+    """A number on both sides."""
+
+    def read(reader: ConfigReader) -> ModelSettings:
+        return {setting: reader.number(key, default)}
+
+    return Field((key,), read, lambda model: {key: getattr(model, setting)})
 
 
-def switch(theirs: str, ours: str, default: bool, *, opposite: bool = False) -> Field:
-    """A boolean; `opposite` if ours says the reverse of theirs."""
-    read = lambda given: {ours: given.choice(theirs, default, (False, True)) is not opposite}  # noqa: E731
-    return Field((theirs,), read, lambda model: {theirs: getattr(model, ours) is not opposite})
+def boolean(key: str, setting: str, default: bool, *, opposite: bool = False) -> Field:
+    """A boolean on both sides; opposite: our setting is the negation of the key."""
+
+    def read(reader: ConfigReader) -> ModelSettings:
+        return {setting: reader.choice(key, default, (False, True)) is not opposite}
+
+    return Field((key,), read, lambda model: {key: getattr(model, setting) is not opposite})
 
 
-def always(theirs: str, value: Any, *more: Any, default: Any = _NEEDED) -> Field:
-    """A key with one meaning that is built; `more`: other values with the same meaning. default: the class's own, if
-    absent."""
+def fixed(key: str, value: Any, *synonyms: Any, default: Any = _NEEDED) -> Field:
+    """A key of which one value is supported, and always written.
+
+    synonyms: other values with the same meaning. default: the class's own where the key is absent; without it, `value`.
+    """
     default = value if default is _NEEDED else default
 
-    def read(given: Given) -> ModelSettings:
-        given.choice(theirs, default, (value, *more))
+    def read(reader: ConfigReader) -> ModelSettings:
+        reader.choice(key, default, (value, *synonyms))
         return {}
 
-    return Field((theirs,), read, lambda model: {theirs: value})
+    return Field((key,), read, lambda model: {key: value})
 
 
-def share(theirs: str, ours: str, default: float = 0.0) -> Field:
-    """A dropout of training, which is taken and not written: it says nothing of the weights."""
-    return number(theirs, ours, default)._replace(write=lambda model: {})
+def fixed_if_present(key: str, value: Any) -> Field:
+    """A key of which one value is supported, and which is not written."""
+    return fixed(key, value)._replace(write=lambda model: {})
 
 
-def only(theirs: str, value: Any) -> Field:
-    """A key that is left out of files, and has one meaning that is built."""
-    return always(theirs, value)._replace(write=lambda model: {})
+def dropout_rate(key: str, setting: str, default: float = 0.0) -> Field:
+    """A dropout rate of training, which is read and not written: the weights do not depend on it."""
+    return number(key, setting, default)._replace(write=lambda model: {})
 
 
-def unused(*theirs: str) -> Field:
-    """Keys that change nothing of what the weights mean: dropout of their training, generation, the library's version."""
-    return Field(theirs, lambda given: {}, lambda model: {})
+def ignored_keys(*keys: str) -> Field:
+    """Keys that do not change what the weights compute: dropout of their training, generation, the library's version."""
+    return Field(keys, lambda reader: {}, lambda model: {})
 
 
 def heads(
     queries: str, groups: str, width: str | None, default_width: int | None = None, default_groups: int | None = None
 ) -> Field:
-    """Query heads, key/value heads, and the width of a head, which is hidden size / heads if it is not said.
+    """The keys of query heads, key/value heads, and the width of a head, which is hidden size / heads if it is absent.
 
-    default_width, default_groups: the class's own, where a config.json does not name the key. null means: as many as heads.
+    default_width, default_groups: the class's own, where a config.json does not name the key. null means: as many as query
+    heads.
     """
 
-    def read(given: Given) -> ModelSettings:
-        n = given.count(queries)
-        g = given.count(groups, None) or (default_groups if groups not in given.values else None) or n
+    def read(reader: ConfigReader) -> ModelSettings:
+        n = reader.count(queries)
+        class_default = default_groups if groups not in reader.values else None
+        g = reader.count(groups, None) or class_default or n
         if n % g:
-            raise given.wrong(groups, f"it must divide the {n} heads of {queries}")
-        grouped = {"group_query_attention": g != n, "num_query_groups": g if g != n else 1}
-        d = given.count(width, default_width) if width else None
-        return {"num_attention_heads": n, **grouped, "kv_channels": d}
+            raise reader.error(groups, f"it must divide the {n} heads of {queries}")
+        is_grouped = g != n
+        return {
+            "num_attention_heads": n,
+            "group_query_attention": is_grouped,
+            "num_query_groups": g if is_grouped else 1,
+            "kv_channels": reader.count(width, default_width) if width else None,
+        }
 
     def write(model: Any) -> dict[str, Any]:
-        said = {queries: model.num_attention_heads, groups: model.query_groups}
-        return said | ({width: model.head_width} if width else {})
+        values = {queries: model.num_attention_heads, groups: model.query_groups}
+        if width:
+            values[width] = model.head_width
+        return values
 
-    return Field((queries, groups, *([width] if width else [])), read, write)
+    keys = (queries, groups, width) if width else (queries, groups)
+    return Field(keys, read, write)

@@ -1,25 +1,27 @@
-"""A family of models that other libraries have, as a table: fields of config.json, and a row for each tensor."""
+"""Describe a family of Hugging Face models as a table: fields of config.json, and a mapping for each parameter."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatron.convert.families.config_fields import Field, Given, ModelSettings, only, unused
+from megatron.convert.families.config_fields import ConfigReader, Field, ModelSettings, fixed_if_present, ignored_keys
 
 
-class Row(NamedTuple):
-    """One tensor of ours, and the tensors of theirs that it is made of by an operation; {i} is a layer, {j} one of a decoder
-    behind an encoder. gated: the row is about a gated MLP, or about another; None: about both."""
+class ParamMapping(NamedTuple):
+    """One parameter of ours, and the Hugging Face tensors that an operation makes it of (as Megatron Bridge's mappings).
 
-    ours: str
-    operation: str
-    theirs: tuple[str, ...]
-    gated: bool | None = None
+    In names, {i} is a layer, {j} a layer of a decoder behind an encoder.
+    """
+
+    param: str
+    operation: str  # a key of `weight_layout.OPERATIONS`
+    hf_params: tuple[str, ...]
+    gated: bool | None = None  # True: for models with a gated MLP; False: for all others; None: for both
 
 
-_BASES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForPreTraining")  # ends of an `architecture`
-# Ends of architectures of transformers that have the layers of a family, and no head that scores words.
-NO_WORDS = (
+_BASES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForPreTraining")  # suffixes of an `architecture`
+# Suffixes of transformers' architectures that have the layers of a family, and no language modeling head.
+NO_LM_HEAD = (
     *("Model", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"),
     "ForMultipleChoice",
 )
@@ -28,104 +30,119 @@ NO_WORDS = (
 class Head(NamedTuple):
     """A part of our model that some architectures of a family do not have."""
 
-    ours: tuple[str, ...]  # what the names of its parameters begin with
-    lacking: tuple[str, ...]  # the ends of the architectures without it
+    prefixes: tuple[str, ...]  # of its parameters' names
+    absent_in: tuple[str, ...]  # the suffixes of the architectures without it
 
     def of(self, names: Iterable[str]) -> list[str]:
-        """Those of its parameters."""
-        return [name for name in names if name.startswith(self.ours)]
+        """Return those of `names` that are parameters of this head."""
+        return [name for name in names if name.startswith(self.prefixes)]
+
+
+def _has_no_untied_config(config: Mapping[str, Any]) -> None:
+    return None
 
 
 @dataclass(frozen=True)
 class Family:
     """One family: how its models are described and stored.
 
-    architecture: the class that transformers builds. settings: what all its models have, by names of `ModelConfig`. ignored:
-    names of tensors, as regular expressions, that hold nothing to learn.
-    vocab_size: the class's own, where a config.json says none. model: our class. untied: of a config.json that leaves it
-    to the
-    weights whether the head is the word table, the one that says that it is not; None: of any other. heads: parts of our
-    model
-    that some of its architectures lack.
+    architecture     the class that transformers builds
+    settings         what all models of the family have in common, by names of `ModelConfig`
+    fields           the keys of its config.json
+    mappings         its parameters
+    ignored_tensors  names, as regular expressions, of tensors that are no parameters
+    vocab_size       the class's own, for a config.json without one
+    model            our class
+    old_suffixes     (suffix in old files, suffix today) of tensors' names
+    tied_copies      (name, name) of tensors that must be equal
+    untied_config    for a config.json that leaves it to the weights whether the output layer is tied to the word
+                     embeddings: returns the config.json that says it is not; None for any other config.json
+    heads            parts of our model that some of its architectures lack
     """
 
     architecture: str
     settings: Mapping[str, Any]
     fields: tuple[Field, ...]
-    rows: tuple[Row, ...]
-    ignored: tuple[str, ...] = ()
+    mappings: tuple[ParamMapping, ...]
+    ignored_tensors: tuple[str, ...] = ()
     vocab_size: int | None = None
     model: str = "GPTModel"
-    old_endings: tuple[tuple[str, str], ...] = ()
-    copies: tuple[tuple[str, str], ...] = ()
-    untied: Callable[[Mapping[str, Any]], dict[str, Any] | None] = lambda config: None
-    heads: tuple[Head, ...] = (Head(("language_model.output_layer.",), NO_WORDS),)
+    old_suffixes: tuple[tuple[str, str], ...] = ()
+    tied_copies: tuple[tuple[str, str], ...] = ()
+    untied_config: Callable[[Mapping[str, Any]], dict[str, Any] | None] = _has_no_untied_config
+    heads: tuple[Head, ...] = (Head(("language_model.output_layer.",), NO_LM_HEAD),)
 
     @property
     def prefix(self) -> str:
-        """What names begin with in a model with a head, and not in one of the base class, nor in some old files: "bert."."""
-        _, table = self.head_and_table()
-        return table.split(".")[0] + "." if table.count(".") > 1 else ""  # a T5 has shared.weight
+        """The prefix, such as "bert.", of names in a model with a head. The base class and some old files lack it."""
+        _, embedding = self.output_and_embedding_weights()
+        if embedding.count(".") == 1:  # shared.weight of a T5
+            return ""
+        return embedding.split(".")[0] + "."
 
-    def head_and_table(self) -> tuple[str, str]:
-        """The names of the head's weight and of the word table."""
-        theirs = {row.ours: row.theirs[0] for row in self.rows}
-        return theirs[f"{OUTPUT}.weight"], theirs[WORD_TABLE]
+    def output_and_embedding_weights(self) -> tuple[str, str]:
+        """Return the Hugging Face names of the output layer's weight and of the word embeddings."""
+        hf_names = {mapping.param: mapping.hf_params[0] for mapping in self.mappings}
+        return hf_names[f"{OUTPUT_LAYER}.weight"], hf_names[WORD_EMBEDDINGS]
 
-    def heads_lacking(self, architectures: Any) -> tuple[Head, ...]:
-        """The heads that none of a config.json's architectures has. One that is unknown has all heads."""
+    def absent_heads(self, architectures: Any) -> tuple[Head, ...]:
+        """Return the heads that none of a config.json's architectures has. An unknown architecture has all heads."""
         if not isinstance(architectures, list) or not architectures:
             return ()
-        ends = [name.removeprefix(self._stem) if isinstance(name, str) else "" for name in architectures]
-        return tuple(head for head in self.heads if all(end in head.lacking for end in ends))
+        suffixes = [name.removeprefix(self._stem) if isinstance(name, str) else "" for name in architectures]
+        return tuple(head for head in self.heads if all(suffix in head.absent_in for suffix in suffixes))
 
-    def architecture_without(self, heads: Collection[Head]) -> str:
-        """The architecture with all but these heads."""
-        ends = dict.fromkeys(end for head in self.heads for end in head.lacking)
-        names = [self.architecture, *(self._stem + end for end in ends)]
-        wanted = {*heads}
-        return next((name for name in names if {*self.heads_lacking([name])} == wanted), self.architecture)
+    def architecture_lacking(self, heads: Collection[Head]) -> str:
+        """Return the architecture that has all heads but these; the family's own if there is none."""
+        suffixes = dict.fromkeys(suffix for head in self.heads for suffix in head.absent_in)
+        names = [self.architecture, *(self._stem + suffix for suffix in suffixes)]
+        for name in names:
+            if {*self.absent_heads([name])} == {*heads}:
+                return name
+        return self.architecture
 
     @property
     def _stem(self) -> str:
-        end = next((end for end in _BASES if self.architecture.endswith(end)), "")
-        return self.architecture.removesuffix(end)
+        """The architecture without its suffix, such as Llama of LlamaForCausalLM."""
+        for suffix in _BASES:
+            if self.architecture.endswith(suffix):
+                return self.architecture.removesuffix(suffix)
+        return self.architecture
 
 
-STAGE = "language_model."
-LAYER = f"{STAGE}decoder.layers.{{i}}."
-WORD_TABLE = f"{STAGE}embedding.word_embeddings.weight"
-OUTPUT = f"{STAGE}output_layer"
-START_ID = "decoder_start_token_id"  # with which the texts of a decoder begin
+# names of our parameters
+LANGUAGE_MODEL = "language_model."
+LAYER = f"{LANGUAGE_MODEL}decoder.layers.{{i}}."
+WORD_EMBEDDINGS = f"{LANGUAGE_MODEL}embedding.word_embeddings.weight"
+OUTPUT_LAYER = f"{LANGUAGE_MODEL}output_layer"
+START_ID = "decoder_start_token_id"  # the first id of a decoder's input
 
 
-def both(ours: str, operation: str, *theirs: str) -> Iterator[Row]:
-    """The rows of a weight and of a bias, which only some models of a family have."""
-    plain = {"transpose": "copy", "qkv_transpose": "qkv_rows"}
-    for part, how in (("weight", operation), ("bias", plain.get(operation, operation))):
-        yield Row(f"{ours}.{part}", how, tuple(f"{name}.{part}" for name in theirs))
+def weight_and_bias(module: str, operation: str, *hf_modules: str) -> Iterator[ParamMapping]:
+    """Yield the mappings of a module's weight and of its bias, which only some models of a family have."""
+    bias_operations = {"transpose": "copy", "qkv_transpose": "qkv_rows"}  # a bias has no second dimension
+    for suffix, part_operation in (("weight", operation), ("bias", bias_operations.get(operation, operation))):
+        hf_params = tuple(f"{name}.{suffix}" for name in hf_modules)
+        yield ParamMapping(f"{module}.{suffix}", part_operation, hf_params)
 
 
 # What a config.json says of how a model was trained, stored or is used, but not of what it computes.
-ABOUT = unused(
+UNUSED_KEYS = ignored_keys(
     *("model_type", "architectures", "transformers_version", "_name_or_path", "use_cache"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "pretraining_tp", "output_router_logits"),
     *("auto_map", "_attn_implementation", "output_attentions", "output_hidden_states", "return_dict", "name_or_path"),
     *("chunk_size_feed_forward", "problem_type", "id2label", "label2id", "finetuning_task", "task_specific_params"),
-    *(
-        "transformers.js_config",
-        "tokenizer_class",
-        "prefix",
-        "sep_token_id",
-        "decoder_start_token_id",
-        "tie_encoder_decoder",
-        "torchscript",
-    ),
+    *("transformers.js_config", "tokenizer_class", "prefix", "sep_token_id", "decoder_start_token_id"),
+    *("tie_encoder_decoder", "torchscript"),
     *("hidden_dropout", "resid_pdrop", "embd_pdrop", "residual_dropout", "embedding_dropout", "classifier_dropout"),
 )
-NOT_ENCODERS = (
-    *(only(name, False) for name in ("is_encoder_decoder", "add_cross_attention", "is_decoder", "use_bfloat16")),
-    only("pruned_heads", {}),
+# One stack of layers, without cross attention: what models of all families but T5 are.
+NOT_ENCODER_DECODER = (
+    fixed_if_present("is_encoder_decoder", False),
+    fixed_if_present("add_cross_attention", False),
+    fixed_if_present("is_decoder", False),
+    fixed_if_present("use_bfloat16", False),
+    fixed_if_present("pruned_heads", {}),
 )
 
 _ACTIVATIONS = {
@@ -133,33 +150,47 @@ _ACTIVATIONS = {
     **{"gelu": "gelu", "relu": "relu", "relu2": "squared-relu", "quick_gelu": "quick-gelu"},
     **dict.fromkeys(("silu", "swish"), "silu"),
 }
-_THEIR_NAMES = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
+# reversed, so that the first of several names is the one that is written
+_HF_ACTIVATIONS = {ours: hf_name for hf_name, ours in reversed(_ACTIVATIONS.items())}
 
 
 def activation(key: str, default: str, *, gated: bool) -> Field:
-    """The activation of the MLP; default: the class's own."""
+    """The activation of the MLP. default: the class's own."""
 
-    def read(given: Given) -> ModelSettings:
-        found = _ACTIVATIONS[given.choice(key, default, _ACTIVATIONS)]
-        return {"swiglu": True} if gated and found == "silu" else {"gated": gated, "activation": found}
+    def read(reader: ConfigReader) -> ModelSettings:
+        kind = _ACTIVATIONS[reader.choice(key, default, _ACTIVATIONS)]
+        if gated and kind == "silu":
+            return {"swiglu": True}
+        return {"gated": gated, "activation": kind}
 
-    return Field((key,), read, lambda model: {key: _THEIR_NAMES[model.activation_region.removeprefix("gated_")]})
-
-
-def bias(key: str, *ours: str, default: bool = False) -> Field:
-    """One switch for several biases of ours."""
-    read = lambda given: dict.fromkeys(ours, given.choice(key, default, (False, True)))  # noqa: E731
-    has = {"add_qkv_bias": "has_qkv_bias", "add_attention_output_bias": "has_proj_bias", "add_mlp_bias": "has_mlp_bias"}
-    return Field((key,), read, lambda model: {key: getattr(model, has.get(ours[-1], ours[-1]))})
+    return Field((key,), read, lambda model: {key: _HF_ACTIVATIONS[model.activation_region.removeprefix("gated_")]})
 
 
-def multiplier(key: str, ours: str, default: float, *, inverse: bool = False) -> Field:
-    """A factor, or its inverse."""
-    turned = (lambda x: 1 / x) if inverse else (lambda x: x)
+def bias(key: str, *settings: str, default: bool = False) -> Field:
+    """A key that switches several biases of ours. The value that is written is the effective one of the last."""
+    effective = {
+        "add_qkv_bias": "has_qkv_bias",
+        "add_attention_output_bias": "has_proj_bias",
+        "add_mlp_bias": "has_mlp_bias",
+    }
+    last = effective.get(settings[-1], settings[-1])
 
-    def read(given: Given) -> ModelSettings:
-        if not (value := given.number(key, default)) > 0:
-            raise given.wrong(key, "it must be positive")
-        return {ours: turned(value)}
+    def read(reader: ConfigReader) -> ModelSettings:
+        return dict.fromkeys(settings, reader.choice(key, default, (False, True)))
 
-    return Field((key,), read, lambda model: {key: turned(getattr(model, ours) or 1.0)})
+    return Field((key,), read, lambda model: {key: getattr(model, last)})
+
+
+def multiplier(key: str, setting: str, default: float, *, inverse: bool = False) -> Field:
+    """A positive factor; inverse: the key is its inverse."""
+
+    def convert(x: float) -> float:
+        return 1 / x if inverse else x
+
+    def read(reader: ConfigReader) -> ModelSettings:
+        value = reader.number(key, default)
+        if not value > 0:
+            raise reader.error(key, "it must be positive")
+        return {setting: convert(value)}
+
+    return Field((key,), read, lambda model: {key: convert(getattr(model, setting) or 1.0)})

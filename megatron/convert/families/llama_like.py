@@ -1,70 +1,83 @@
-"""Families with Llama's names: RMSNorm, rotary positions, a gated MLP, no biases, and what each of them does otherwise."""
+"""Tables of the families with Llama's names: RMSNorm, rotary positions, a gated MLP, no biases, and how each of them differs."""
 
 from math import sqrt
 from typing import Any
 
 from megatron.convert.families.config_fields import (
+    ConfigReader,
     Field,
-    Given,
-    always,
+    boolean,
     count,
+    dropout_rate,
+    fixed,
+    fixed_if_present,
     heads,
+    ignored_keys,
     number,
-    only,
-    share,
-    switch,
-    unused,
 )
 from megatron.convert.families.family import (
-    ABOUT,
+    LANGUAGE_MODEL,
     LAYER,
-    NO_WORDS,
-    NOT_ENCODERS,
-    OUTPUT,
-    STAGE,
-    WORD_TABLE,
+    NO_LM_HEAD,
+    NOT_ENCODER_DECODER,
+    OUTPUT_LAYER,
+    UNUSED_KEYS,
+    WORD_EMBEDDINGS,
     Family,
     Head,
-    Row,
+    ParamMapping,
     activation,
     bias,
-    both,
     multiplier,
+    weight_and_bias,
 )
 from megatron.convert.families.rope import rope
 from megatron.convert.families.sliding_window import all_but_each, windows
 
-_THEIRS = "model.layers.{i}."
-_BASE = {"normalization": "RMSNorm", "add_bias_linear": False, "hidden_dropout": 0.0, "position_embedding_type": "rope"}
-_IGNORED = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
+_HF_LAYER = "model.layers.{i}."
+_LLAMA = {
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "hidden_dropout": 0.0,
+    "position_embedding_type": "rope",
+}
+_IGNORED_TENSORS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
 
 
-def _attention(norms: str = "copy") -> tuple[Row, ...]:
+def _attention(qk_norm_operation: str = "copy") -> tuple[ParamMapping, ...]:
     return (
-        *both(f"{LAYER}self_attention.linear_qkv", "qkv", *(f"{_THEIRS}self_attn.{x}_proj" for x in "qkv")),
-        *both(f"{LAYER}self_attention.linear_proj", "copy", f"{_THEIRS}self_attn.o_proj"),
-        *both(f"{LAYER}self_attention.q_layernorm", norms, f"{_THEIRS}self_attn.q_norm"),
-        *both(f"{LAYER}self_attention.k_layernorm", norms, f"{_THEIRS}self_attn.k_norm"),
+        *weight_and_bias(
+            f"{LAYER}self_attention.linear_qkv", "qkv", *(f"{_HF_LAYER}self_attn.{x}_proj" for x in "qkv")
+        ),
+        *weight_and_bias(f"{LAYER}self_attention.linear_proj", "copy", f"{_HF_LAYER}self_attn.o_proj"),
+        *weight_and_bias(f"{LAYER}self_attention.q_layernorm", qk_norm_operation, f"{_HF_LAYER}self_attn.q_norm"),
+        *weight_and_bias(f"{LAYER}self_attention.k_layernorm", qk_norm_operation, f"{_HF_LAYER}self_attn.k_norm"),
     )
 
 
-def _norms(**names: str) -> tuple[Row, ...]:
-    return tuple(row for ours, theirs in names.items() for row in both(f"{LAYER}{ours}", "copy", f"{_THEIRS}{theirs}"))
+def _norms(**names: str) -> tuple[ParamMapping, ...]:
+    """names: our norm of a layer = its Hugging Face name."""
+    mappings = []
+    for ours, hf_name in names.items():
+        mappings += weight_and_bias(f"{LAYER}{ours}", "copy", f"{_HF_LAYER}{hf_name}")
+    return tuple(mappings)
 
 
-ENDS = (
-    Row(WORD_TABLE, "copy", ("model.embed_tokens.weight",)),
-    *both(f"{STAGE}decoder.final_layernorm", "copy", "model.norm"),
-    *both(OUTPUT, "copy", "lm_head"),
+EMBEDDING_NORM_AND_HEAD = (
+    ParamMapping(WORD_EMBEDDINGS, "copy", ("model.embed_tokens.weight",)),
+    *weight_and_bias(f"{LANGUAGE_MODEL}decoder.final_layernorm", "copy", "model.norm"),
+    *weight_and_bias(OUTPUT_LAYER, "copy", "lm_head"),
 )
-_GATED = (
-    *both(f"{LAYER}mlp.linear_fc1", "gate_up", f"{_THEIRS}mlp.gate_proj", f"{_THEIRS}mlp.up_proj"),
-    *both(f"{LAYER}mlp.linear_fc2", "copy", f"{_THEIRS}mlp.down_proj"),
+_GATED_MLP = (
+    *weight_and_bias(f"{LAYER}mlp.linear_fc1", "gate_up", f"{_HF_LAYER}mlp.gate_proj", f"{_HF_LAYER}mlp.up_proj"),
+    *weight_and_bias(f"{LAYER}mlp.linear_fc2", "copy", f"{_HF_LAYER}mlp.down_proj"),
 )
-_BEFORE = _norms(input_layernorm="input_layernorm", pre_mlp_layernorm="post_attention_layernorm")
-_AFTER = _norms(post_self_attn_layernorm="post_attention_layernorm", post_mlp_layernorm="post_feedforward_layernorm")
-_SANDWICH = _AFTER + _norms(input_layernorm="input_layernorm", pre_mlp_layernorm="pre_feedforward_layernorm")
-LLAMA_ROWS = (*ENDS, *_BEFORE, *_attention(), *_GATED)
+_PRE_NORMS = _norms(input_layernorm="input_layernorm", pre_mlp_layernorm="post_attention_layernorm")
+_POST_NORMS = _norms(
+    post_self_attn_layernorm="post_attention_layernorm", post_mlp_layernorm="post_feedforward_layernorm"
+)
+_SANDWICH_NORMS = _POST_NORMS + _norms(input_layernorm="input_layernorm", pre_mlp_layernorm="pre_feedforward_layernorm")
+LLAMA_MAPPINGS = (*EMBEDDING_NORM_AND_HEAD, *_PRE_NORMS, *_attention(), *_GATED_MLP)
 
 
 def _fields(
@@ -74,140 +87,166 @@ def _fields(
     epsilon: float = 1e-6,
     width: int | None = None,
     groups: int | None = None,
-) -> tuple:
-    """length, tied, epsilon, width, groups: the class's own max_position_embeddings, tied head, epsilon, width of a head and
-    key/value heads."""
-    named = {key for field in own for key in field.keys}
-    usual = (
+) -> tuple[Field, ...]:
+    """Return the fields of a family: those that all share, but for the keys that `own`, the family's own fields, have.
+
+    The class's own values, for a config.json without the key: length: max_position_embeddings; tied: tie_word_embeddings;
+    epsilon: rms_norm_eps; width: of a head; groups: key/value heads.
+    """
+    own_keys = {key for field in own for key in field.keys}
+    shared = (
         count("hidden_size", "hidden_size"),
         count("num_hidden_layers", "num_layers"),
-        count("intermediate_size", "ffn_hidden_size", said_by="ffn_size"),
+        count("intermediate_size", "ffn_hidden_size", value_from="ffn_size"),
         count("max_position_embeddings", "max_position_embeddings", length),
         heads("num_attention_heads", "num_key_value_heads", "head_dim", width, groups),
         number("rms_norm_eps", "norm_epsilon", epsilon),
         activation("hidden_act", "silu", gated=True),
-        switch("tie_word_embeddings", "untie_embeddings_and_output_weights", tied, opposite=True),
-        share("attention_dropout", "attention_dropout"),
-        *NOT_ENCODERS,
+        boolean("tie_word_embeddings", "untie_embeddings_and_output_weights", tied, opposite=True),
+        dropout_rate("attention_dropout", "attention_dropout"),
+        *NOT_ENCODER_DECODER,
     )
-    return (*(field for field in usual if not named & {*field.keys}), *own, ABOUT)
+    shared = tuple(field for field in shared if not own_keys & {*field.keys})
+    return (*shared, *own, UNUSED_KEYS)
 
 
-_BIASES = (bias("attention_bias", "add_qkv_bias", "add_attention_output_bias"), bias("mlp_bias", "add_mlp_bias"))
-# Keys of published files that transformers does not read. They say what it computes, and no other value is read.
-_OF_SMOLLM = (only("rope_interleaved", False), unused("is_llama_config"))
-_OF_PHI_4 = (
-    *(only(name, False) for name in ("attention_bias", "mlp_bias", "lm_head_bias")),
-    *(only(name, 1) for name in ("full_attn_mod", "interpolate_factor")),
+_ATTENTION_BIAS = bias("attention_bias", "add_qkv_bias", "add_attention_output_bias")
+_BIASES = (_ATTENTION_BIAS, bias("mlp_bias", "add_mlp_bias"))
+# Keys of published files that transformers does not read: they state what its code does, and no other value is accepted.
+_KEYS_OF_SMOLLM = (fixed_if_present("rope_interleaved", False), ignored_keys("is_llama_config"))
+_KEYS_OF_PHI_4 = (
+    *(fixed_if_present(name, False) for name in ("attention_bias", "mlp_bias", "lm_head_bias")),
+    *(fixed_if_present(name, 1) for name in ("full_attn_mod", "interpolate_factor")),
 )
-_OF_COMMAND_R7B = (
-    *(only(name, True) for name in ("use_embedding_sharing", "use_gated_activation", "use_parallel_block")),
-    *(only("order_of_interleaved_layers", "local_attn_first"), only("position_embedding_type", "rope_gptj")),
-    *(only("layer_switch", 4), always("rotary_pct", 1.0, 1)._replace(write=lambda model: {})),
-    unused("use_parallel_embedding", "cache_implementation"),
+_KEYS_OF_COMMAND_R7B = (
+    *(fixed_if_present(name, True) for name in ("use_embedding_sharing", "use_gated_activation", "use_parallel_block")),
+    fixed_if_present("order_of_interleaved_layers", "local_attn_first"),
+    fixed_if_present("position_embedding_type", "rope_gptj"),
+    fixed_if_present("layer_switch", 4),
+    fixed("rotary_pct", 1.0, 1)._replace(write=lambda model: {}),
+    ignored_keys("use_parallel_embedding", "cache_implementation"),
 )
 
-LLAMA = Family("LlamaForCausalLM", _BASE, _fields(rope(), *_BIASES, *_OF_SMOLLM, length=2048), LLAMA_ROWS, _IGNORED)
+LLAMA = Family(
+    "LlamaForCausalLM",
+    _LLAMA,
+    _fields(rope(), *_BIASES, *_KEYS_OF_SMOLLM, length=2048),
+    LLAMA_MAPPINGS,
+    _IGNORED_TENSORS,
+)
 MISTRAL = Family(
     "MistralForCausalLM",
-    _BASE,
+    _LLAMA,
     _fields(rope(), windows(4096, lists=False), length=131072, groups=8),
-    LLAMA_ROWS,
-    _IGNORED,
+    LLAMA_MAPPINGS,
+    _IGNORED_TENSORS,
 )
 
 
-def _from_layer(given: Given, layer: int) -> bool:
-    return layer >= given.number("max_window_layers", 28)
+def _from_max_window_layers(reader: ConfigReader, layer: int) -> bool:
+    return layer >= reader.number("max_window_layers", 28)
 
 
-def _first_with(layers: list[bool]) -> dict[str, Any]:
+def _max_window_layers(layers: list[bool]) -> dict[str, Any]:
     return {"max_window_layers": layers.index(True) if True in layers else len(layers)}
 
 
-_QWEN = windows(4096, _from_layer, keys=("max_window_layers",), switch="use_sliding_window", written=_first_with)
+_QWEN = windows(
+    4096, _from_max_window_layers, keys=("max_window_layers",), switch="use_sliding_window", written=_max_window_layers
+)
 QWEN2 = Family(
     "Qwen2ForCausalLM",
-    _BASE | {"add_qkv_bias": True},
-    _fields(rope(), _QWEN, unused("use_mrope"), length=32768, groups=32),
-    LLAMA_ROWS,
-    _IGNORED,
+    _LLAMA | {"add_qkv_bias": True},
+    _fields(rope(), _QWEN, ignored_keys("use_mrope"), length=32768, groups=32),
+    LLAMA_MAPPINGS,
+    _IGNORED_TENSORS,
 )
 QWEN3 = Family(
     "Qwen3ForCausalLM",
-    _BASE | {"qk_layernorm": True},
-    _fields(rope(), _QWEN, _BIASES[0], length=32768, width=128, groups=32),
-    LLAMA_ROWS,
-    _IGNORED,
+    _LLAMA | {"qk_layernorm": True},
+    _fields(rope(), _QWEN, _ATTENTION_BIAS, length=32768, width=128, groups=32),
+    LLAMA_MAPPINGS,
+    _IGNORED_TENSORS,
 )
 
 # ---------------------------------------------------------------- Gemma
 
-_GEMMA = _BASE | {"apply_layernorm_1p": True}
+_GEMMA = _LLAMA | {"apply_layernorm_1p": True}
 
 
-def _embedding_times_root() -> Field:
-    """Embeddings are multiplied by the square root of the width."""
-    return Field((), lambda given: {"embedding_multiplier": sqrt(given.count("hidden_size"))}, lambda model: {})
+def _embedding_multiplier() -> Field:
+    """Embeddings are multiplied by the square root of the hidden size; no key says so."""
+
+    def read(reader: ConfigReader) -> dict[str, Any]:
+        return {"embedding_multiplier": sqrt(reader.count("hidden_size"))}
+
+    return Field((), read, lambda model: {})
 
 
 _TANH = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
 
 
 def _gemma_activation(key: str, other: str) -> Field:
-    """key: what the class reads; other: the one of hidden_act and hidden_activation that it passes over.
+    """The activation under two keys. key: the one that the class reads; other: the one that it ignores.
 
-    gelu is refused where it is hidden_act: it has meant the tanh form to transformers for a time, and the exact one since.
+    gelu as hidden_act is refused: transformers computed the tanh form for it for a time, and has computed the exact one since.
     """
-    said = activation(key, _TANH[0], gated=True)
+    field = activation(key, _TANH[0], gated=True)
 
-    def read(given: Given) -> dict[str, Any]:
-        if key == "hidden_act" and given.get(key) == "gelu":
-            raise given.wrong(
+    def read(reader: ConfigReader) -> dict[str, Any]:
+        if key == "hidden_act" and reader.get(key) == "gelu":
+            raise reader.error(
                 key, f"write {_TANH[0]}, which Gemma was trained with; its versions read gelu in two ways"
             )
-        passed_over = (*_TANH, "gelu") if other == "hidden_act" else ()
-        given.choice(other, None, (None, given.get(key, _TANH[0]), *passed_over))
-        return said.read(given)
+        # The ignored key may repeat the value; published files of Gemma 2 and 3 also have another GELU as hidden_act.
+        ignored_values = (*_TANH, "gelu") if other == "hidden_act" else ()
+        reader.choice(other, None, (None, reader.get(key, _TANH[0]), *ignored_values))
+        return field.read(reader)
 
-    return Field((key, other), read, lambda model: said.write(model) | {other: said.write(model)[key]})
+    def write(model: Any) -> dict[str, Any]:
+        name = field.write(model)[key]
+        return {key: name, other: name}
+
+    return Field((key, other), read, write)
 
 
-def _score_scale(key: str) -> Field:
-    """The scores' scale as the width of a head that would have it."""
+def _attention_scale(key: str) -> Field:
+    """The scale of attention scores, given as the width of a head that would have it: scale = width ** -0.5."""
 
-    def read(given: Given) -> dict[str, Any]:
-        if not (width := given.number(key, 256)) > 0:
-            raise given.wrong(key, "it must be positive")
+    def read(reader: ConfigReader) -> dict[str, Any]:
+        width = reader.number(key, 256)
+        if not width > 0:
+            raise reader.error(key, "it must be positive")
         return {"softmax_scale": width**-0.5}
 
-    return Field(
-        (key,), read, lambda model: {key: _whole(model.softmax_scale**-2 if model.softmax_scale else model.head_width)}
-    )
+    def write(model: Any) -> dict[str, Any]:
+        width = model.softmax_scale**-2 if model.softmax_scale else model.head_width
+        is_integer = abs(width - round(width)) < 1e-9 * width  # but for rounding
+        return {key: round(width) if is_integer else width}
+
+    return Field((key,), read, write)
 
 
-def _whole(x: float) -> float | int:
-    return round(x) if abs(x - round(x)) < 1e-9 * x else x
+def _softcap(key: str, setting: str, default: float | None) -> Field:
+    """The cap of scores or logits. null: none; default: the class's own, where the key is absent."""
+
+    def read(reader: ConfigReader) -> dict[str, Any]:
+        value = reader.number(key, None if key in reader.values else default)
+        return {} if value is None else {setting: value}
+
+    return Field((key,), read, lambda model: {key: getattr(model, setting)})
 
 
-def _cap(key: str, ours: str, default: float | None) -> Field:
-    def read(given: Given) -> dict[str, Any]:
-        value = given.number(key, None if key in given.values else default)
-        return {} if value is None else {ours: value}
-
-    return Field((key,), read, lambda model: {key: getattr(model, ours)})
-
-
-_GEMMA_FIELDS = (_embedding_times_root(), _BIASES[0], always("use_bidirectional_attention", False, None))
+_GEMMA_FIELDS = (_embedding_multiplier(), _ATTENTION_BIAS, fixed("use_bidirectional_attention", False, None))
 _GEMMA_SIZES = {"length": 8192, "tied": True, "width": 256}
 GEMMA = Family(
     "GemmaForCausalLM",
     _GEMMA,
     _fields(rope(), _gemma_activation("hidden_act", "hidden_activation"), *_GEMMA_FIELDS, **_GEMMA_SIZES, groups=16),
-    LLAMA_ROWS,
-    _IGNORED,
+    LLAMA_MAPPINGS,
+    _IGNORED_TENSORS,
 )
-_GEMMA_ROWS = (*ENDS, *_SANDWICH, *_attention(), *_GATED)
+_GEMMA_MAPPINGS = (*EMBEDDING_NORM_AND_HEAD, *_SANDWICH_NORMS, *_attention(), *_GATED_MLP)
 GEMMA2 = Family(
     "Gemma2ForCausalLM",
     _GEMMA | {"norm_placement": "sandwich"},
@@ -215,122 +254,131 @@ GEMMA2 = Family(
         rope(),
         _gemma_activation("hidden_activation", "hidden_act"),
         *_GEMMA_FIELDS,
-        _score_scale("query_pre_attn_scalar"),
-        _cap("attn_logit_softcapping", "attn_logit_softcapping", 50.0),
-        _cap("final_logit_softcapping", "final_logit_softcapping", 30.0),
-        windows(4096, lambda given, layer: layer % 2 == 0),
-        unused("cache_implementation"),
+        _attention_scale("query_pre_attn_scalar"),
+        _softcap("attn_logit_softcapping", "attn_logit_softcapping", 50.0),
+        _softcap("final_logit_softcapping", "final_logit_softcapping", 30.0),
+        windows(4096, lambda reader, layer: layer % 2 == 0),
+        ignored_keys("cache_implementation"),
         **_GEMMA_SIZES,
         groups=4,
     ),
-    _GEMMA_ROWS,
-    _IGNORED,
+    _GEMMA_MAPPINGS,
+    _IGNORED_TENSORS,
 )
 GEMMA3 = Family(
     "Gemma3ForCausalLM",
     _GEMMA | {"norm_placement": "sandwich", "qk_layernorm": True},
     _fields(
-        rope(1e6, of_windows=("rope_local_base_freq", 1e4)),
+        rope(1e6, local_base=("rope_local_base_freq", 1e4)),
         _gemma_activation("hidden_activation", "hidden_act"),
         *_GEMMA_FIELDS,
-        _score_scale("query_pre_attn_scalar"),
-        _cap("final_logit_softcapping", "final_logit_softcapping", None),
+        _attention_scale("query_pre_attn_scalar"),
+        _softcap("final_logit_softcapping", "final_logit_softcapping", None),
         windows(
             4096, all_but_each("sliding_window_pattern", 6), keys=("sliding_window_pattern", "_sliding_window_pattern")
         ),
-        unused("attn_logit_softcapping", "cache_implementation"),  # in the config, and not used by its attention
+        ignored_keys("attn_logit_softcapping", "cache_implementation"),  # in the config, and not used by its attention
         **_GEMMA_SIZES | {"length": 131072, "groups": 4},
     ),
-    _GEMMA_ROWS,
-    _IGNORED,
-    heads=(Head((f"{OUTPUT}.",), ("TextModel", *NO_WORDS[1:])),),
+    _GEMMA_MAPPINGS,
+    _IGNORED_TENSORS,
+    heads=(Head((f"{OUTPUT_LAYER}.",), ("TextModel", *NO_LM_HEAD[1:])),),
 )
 
 # ---------------------------------------------------------------- Phi-3, OLMo 2 and 3, SmolLM 3, Granite, Cohere
 
 PHI3 = Family(
     "Phi3ForCausalLM",
-    _BASE,
-    _fields(rope(partial=1.0, only_longrope=4096), windows(None, lists=False), *_OF_PHI_4, length=4096, epsilon=1e-5),
-    (
-        *ENDS,
-        *_BEFORE,
-        *both(f"{LAYER}self_attention.linear_qkv", "qkv_rows", f"{_THEIRS}self_attn.qkv_proj"),
-        *both(f"{LAYER}self_attention.linear_proj", "copy", f"{_THEIRS}self_attn.o_proj"),
-        *both(f"{LAYER}mlp.linear_fc1", "copy", f"{_THEIRS}mlp.gate_up_proj"),
-        *both(f"{LAYER}mlp.linear_fc2", "copy", f"{_THEIRS}mlp.down_proj"),
+    _LLAMA,
+    _fields(
+        rope(partial=1.0, only_longrope=4096), windows(None, lists=False), *_KEYS_OF_PHI_4, length=4096, epsilon=1e-5
     ),
-    _IGNORED,
+    (
+        *EMBEDDING_NORM_AND_HEAD,
+        *_PRE_NORMS,
+        *weight_and_bias(f"{LAYER}self_attention.linear_qkv", "qkv_rows", f"{_HF_LAYER}self_attn.qkv_proj"),
+        *weight_and_bias(f"{LAYER}self_attention.linear_proj", "copy", f"{_HF_LAYER}self_attn.o_proj"),
+        *weight_and_bias(f"{LAYER}mlp.linear_fc1", "copy", f"{_HF_LAYER}mlp.gate_up_proj"),
+        *weight_and_bias(f"{LAYER}mlp.linear_fc2", "copy", f"{_HF_LAYER}mlp.down_proj"),
+    ),
+    _IGNORED_TENSORS,
 )
-_OLMO = _BASE | {"norm_placement": "branch", "qk_layernorm": True, "qk_norm_over": "width"}
-_OLMO_ROWS = (*ENDS, *_AFTER, *_attention(), *_GATED)
-_NO_WIDTH = heads("num_attention_heads", "num_key_value_heads", None)
+_OLMO = _LLAMA | {"norm_placement": "branch", "qk_layernorm": True, "qk_norm_over": "width"}
+_OLMO_MAPPINGS = (*EMBEDDING_NORM_AND_HEAD, *_POST_NORMS, *_attention(), *_GATED_MLP)
+_HEADS_WITHOUT_WIDTH = heads("num_attention_heads", "num_key_value_heads", None)
 _OLMO_SIZES = {"length": 2048, "epsilon": 1e-5}
 OLMO2 = Family(
     "Olmo2ForCausalLM",
     _OLMO,
-    _fields(rope(type_key="type"), _NO_WIDTH, _BIASES[0], **_OLMO_SIZES),
-    _OLMO_ROWS,
-    _IGNORED,
+    _fields(rope(type_key="type"), _HEADS_WITHOUT_WIDTH, _ATTENTION_BIAS, **_OLMO_SIZES),
+    _OLMO_MAPPINGS,
+    _IGNORED_TENSORS,
 )
 OLMO3 = Family(
     "Olmo3ForCausalLM",
     _OLMO,
     _fields(
-        rope(None, of_windows=("", None)),
-        _NO_WIDTH,
-        _BIASES[0],
-        windows(4096, lambda given, layer: (layer + 1) % 4 != 0),
+        rope(None, local_base=("", None)),
+        _HEADS_WITHOUT_WIDTH,
+        _ATTENTION_BIAS,
+        windows(4096, lambda reader, layer: (layer + 1) % 4 != 0),
         **_OLMO_SIZES,
     ),
-    _OLMO_ROWS,
-    _IGNORED,
+    _OLMO_MAPPINGS,
+    _IGNORED_TENSORS,
 )
 
 
-def _rotates() -> Field:
-    """no_rope_layers: 1 for a layer that rotates, 0 for one that does not."""
-    key, every = "no_rope_layers", "no_rope_layer_interval"
+def _rotary_layers() -> Field:
+    """The layers with rotary positions. no_rope_layers: 1 for a layer that has them, 0 for one that does not."""
+    key = "no_rope_layers"
+    interval_key = "no_rope_layer_interval"
 
-    def read(given: Given) -> dict[str, Any]:
-        layers, interval = given.count("num_hidden_layers"), given.count(every, 4)
-        rotates = given.get(key, [int((layer + 1) % interval != 0) for layer in range(layers)])
+    def read(reader: ConfigReader) -> dict[str, Any]:
+        layers = reader.count("num_hidden_layers")
+        interval = reader.count(interval_key, 4)
+        rotates = reader.get(key, [int((layer + 1) % interval != 0) for layer in range(layers)])
         if not isinstance(rotates, list) or len(rotates) != layers or not {*map(repr, rotates)} <= {"0", "1"}:
-            raise given.wrong(key, f"it must have a 1 or a 0 for each of {layers} layers")
-        return {} if all(rotates) else {"no_rope_freq": str([1 - one for one in rotates]).replace(" ", "")}
+            raise reader.error(key, f"it must have a 1 or a 0 for each of {layers} layers")
+        if all(rotates):
+            return {}
+        return {"no_rope_freq": str([1 - flag for flag in rotates]).replace(" ", "")}
 
-    rotating = lambda model: {key: [int(model.rope_of(i) is not None) for i in range(model.num_layers)]}  # noqa: E731
-    return Field((key, every), read, rotating)
+    def write(model: Any) -> dict[str, Any]:
+        return {key: [int(model.rope_of(i) is not None) for i in range(model.num_layers)]}
+
+    return Field((key, interval_key), read, write)
 
 
-def _listed_alone(given: Given, layer: int) -> bool:
-    raise given.wrong("use_sliding_window", "layer_types must say which layers have a window")
+def _only_listed(reader: ConfigReader, layer: int) -> bool:
+    """Refuse a window without a list of layers: the class has no rule for it."""
+    raise reader.error("use_sliding_window", "layer_types must say which layers have a window")
 
 
 SMOLLM3 = Family(
     "SmolLM3ForCausalLM",
-    _BASE,
+    _LLAMA,
     _fields(
         rope(2e6),
-        _rotates(),
-        windows(None, _listed_alone, switch="use_sliding_window"),
-        unused("max_window_layers"),
+        _rotary_layers(),
+        windows(None, _only_listed, switch="use_sliding_window"),
+        ignored_keys("max_window_layers"),
         heads("num_attention_heads", "num_key_value_heads", None, default_groups=4),
         *_BIASES,
         length=32768,
         tied=True,
     ),
-    LLAMA_ROWS,
-    _IGNORED,
+    LLAMA_MAPPINGS,
+    _IGNORED_TENSORS,
 )
 
 
 GRANITE = Family(
     "GraniteForCausalLM",
-    _BASE,
+    _LLAMA,
     _fields(
         rope(),
-        _NO_WIDTH,
+        _HEADS_WITHOUT_WIDTH,
         *_BIASES,
         multiplier("embedding_multiplier", "embedding_multiplier", 1.0),
         multiplier("attention_multiplier", "softmax_scale", 1.0),
@@ -338,33 +386,48 @@ GRANITE = Family(
         multiplier("logits_scaling", "logit_multiplier", 1.0, inverse=True),
         length=2048,
     ),
-    LLAMA_ROWS,
-    _IGNORED,
+    LLAMA_MAPPINGS,
+    _IGNORED_TENSORS,
 )
 
 
-def _each_head() -> Field:
-    def read(given: Given) -> dict[str, Any]:
-        has = given.choice("use_qk_norm", False, (False, True))
-        return {"qk_layernorm": True, "qk_norm_over": "each-head"} if has else {}
+def _qk_norm_of_each_head() -> Field:
+    """Norms of queries and keys with weights of their own for each head."""
+
+    def read(reader: ConfigReader) -> dict[str, Any]:
+        if not reader.choice("use_qk_norm", False, (False, True)):
+            return {}
+        return {"qk_layernorm": True, "qk_norm_over": "each-head"}
 
     return Field(("use_qk_norm",), read, lambda model: {"use_qk_norm": model.qk_layernorm})
 
 
-_COHERE = _BASE | {"normalization": "LayerNorm", "norm_bias": False, "norm_placement": "parallel-one-norm"}
-_COHERE_ROWS = (*ENDS, *_norms(input_layernorm="input_layernorm"), *_attention("flat"), *_GATED)
+_COHERE = _LLAMA | {"normalization": "LayerNorm", "norm_bias": False, "norm_placement": "parallel-one-norm"}
+_COHERE_MAPPINGS = (
+    *EMBEDDING_NORM_AND_HEAD,
+    *_norms(input_layernorm="input_layernorm"),
+    *_attention("flat"),
+    *_GATED_MLP,
+)
 _COHERE_FIELDS = (
     number("layer_norm_eps", "norm_epsilon", 1e-5),
-    unused("rms_norm_eps", "model_max_length"),
+    ignored_keys("rms_norm_eps", "model_max_length"),
     multiplier("logit_scale", "logit_multiplier", 0.0625),
     bias("attention_bias", "add_qkv_bias", "add_attention_output_bias"),
 )
 COHERE = Family(
     "CohereForCausalLM",
     _COHERE,
-    _fields(rope(None, interleaved=True), _NO_WIDTH, _each_head(), *_COHERE_FIELDS, length=8192, tied=True),
-    _COHERE_ROWS,
-    _IGNORED,
+    _fields(
+        rope(None, interleaved=True),
+        _HEADS_WITHOUT_WIDTH,
+        _qk_norm_of_each_head(),
+        *_COHERE_FIELDS,
+        length=8192,
+        tied=True,
+    ),
+    _COHERE_MAPPINGS,
+    _IGNORED_TENSORS,
 )
 COHERE2 = Family(
     "Cohere2ForCausalLM",
@@ -372,7 +435,7 @@ COHERE2 = Family(
     _fields(
         rope(interleaved=True),
         *_COHERE_FIELDS,
-        *_OF_COMMAND_R7B,
+        *_KEYS_OF_COMMAND_R7B,
         windows(
             4096,
             all_but_each("sliding_window_pattern", 4),
@@ -382,6 +445,6 @@ COHERE2 = Family(
         length=8192,
         tied=True,
     ),
-    _COHERE_ROWS,
-    _IGNORED,
+    _COHERE_MAPPINGS,
+    _IGNORED_TENSORS,
 )

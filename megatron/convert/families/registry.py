@@ -1,8 +1,7 @@
-"""The families of models that are read and written, by the model_type of their config.json.
+"""List the supported families of models by the model_type of their config.json.
 
-To add one: a `Family` in a file of its own, and a line here; a fork adds its line before it calls `pretrain`. Where a
-model fits
-several, it is written as the first.
+To add one: write a `Family` in a file of its own, and a line here; a fork adds its line before it calls `pretrain`. A model that
+several families can describe is written as the first of them.
 """
 
 from megatron.convert.families import bert, gpt_like, llama_like, t5

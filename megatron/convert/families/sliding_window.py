@@ -1,26 +1,31 @@
-"""Sliding windows in a config.json: their width, and which layers have one. No torch.
+"""Read and write the sliding windows of a config.json: their width, and which layers have one. No torch.
 
-transformers 5 lists every layer (`layer_types`), transformers 4 has a rule of each family; both are written. Their width
-counts
-the query's own key, ours the keys before it.
+transformers 5 lists every layer (`layer_types`), transformers 4 has a rule for each family; both are written. The width in a
+config.json counts the query's own key, ours only the keys before it.
 """
 
 from collections.abc import Callable
 from typing import Any
 
-from megatron.convert.families.config_fields import Field, Given, ModelSettings
+from megatron.convert.families.config_fields import ConfigReader, Field, ModelSettings
 
-_FULL, _WINDOW = "full_attention", "sliding_attention"
-Rule = Callable[[Given, int], bool]  # (config, layer from 0) -> whether it has a window
+_FULL = "full_attention"
+_WINDOW = "sliding_attention"
+Rule = Callable[[ConfigReader, int], bool]  # (config, layer from 0) -> whether the layer has a window
 
 
-def all_layers(given: Given, layer: int) -> bool:
+def all_layers(reader: ConfigReader, layer: int) -> bool:
     return True
 
 
 def all_but_each(key: str, default: int) -> Rule:
-    """Each Nth layer, N being the value of `key`, has none."""
-    return lambda given, layer: (layer + 1) % given.count(key, default) != 0
+    """Return the rule that every Nth layer has no window, N being the value of `key`."""
+    return lambda reader, layer: (layer + 1) % reader.count(key, default) != 0
+
+
+def _as_list_setting(flags: list[bool]) -> str:
+    """Return a list of 0 and 1 in the spelling of our settings, such as [1,0,1]."""
+    return str([int(flag) for flag in flags]).replace(" ", "")
 
 
 def windows(
@@ -33,46 +38,70 @@ def windows(
     rotates_with: bool = False,
     written: Callable[[list[bool]], dict[str, Any]] = lambda layers: {},
 ) -> Field:
-    """absent: the class's own width; None: no window. rule: the layers, where `layer_types` is absent; keys: that it reads.
+    """The sliding window of a class.
 
-    switch: the key without which there is no window. lists: whether the class has `layer_types`. rotates_with: layers
-    without a
-    window do not rotate. written: the rule's keys for a list of layers.
+    absent        the class's own width, for a config.json without sliding_window; None: no window
+    rule          which layers have a window, where `layer_types` is absent
+    keys          the keys that the rule reads
+    switch        a boolean key; while it is false there is no window
+    lists         whether the class has `layer_types`
+    rotates_with  layers without a window have no rotary positions
+    written       returns the rule's keys for a list with one boolean for each layer
     """
 
-    def read(given: Given) -> ModelSettings:
-        layers, width = given.count("num_hidden_layers"), given.count("sliding_window", None)
-        if width is None and "sliding_window" not in given.values:
+    def read(reader: ConfigReader) -> ModelSettings:
+        # the width
+        layers = reader.count("num_hidden_layers")
+        width = reader.count("sliding_window", None)
+        if width is None and "sliding_window" not in reader.values:
             width = absent
-        if switch and not given.choice(switch, False, (False, True)):
-            types = given.get("layer_types")
+        if switch and not reader.choice(switch, False, (False, True)):
+            types = reader.get("layer_types")
             if width is not None and isinstance(types, list) and _WINDOW in types:
-                raise given.wrong(switch, "layer_types has layers with a window; which of them counts?")
+                raise reader.error(switch, "layer_types has layers with a window; which of them counts?")
             width = None
-        if not lists or (types := given.get("layer_types")) is None:
-            has = [width is not None and rule(given, layer) for layer in range(layers)]
+
+        # the layers that have it
+        types = reader.get("layer_types") if lists else None
+        if types is None:
+            has_window = [width is not None and rule(reader, layer) for layer in range(layers)]
         else:
-            if not isinstance(types, list) or len(types) != layers or not all(one in (_FULL, _WINDOW) for one in types):
-                raise given.wrong("layer_types", f"it must have {_FULL} or {_WINDOW} for each of {layers} layers")
-            has = [one == _WINDOW for one in types]
-        if width is None or not any(has):
-            return {"no_rope_freq": str([1] * layers).replace(" ", "")} if rotates_with else {}
-        pattern = {} if all(has) else {"window_attn_skip_freq": str([int(one) for one in has]).replace(" ", "")}
-        if rotates_with and not all(has):
-            pattern["no_rope_freq"] = str([int(not one) for one in has]).replace(" ", "")
-        return {"window_size": f"{width - 1},0"} | pattern
+            is_list = isinstance(types, list) and len(types) == layers
+            if not is_list or not all(kind in (_FULL, _WINDOW) for kind in types):
+                raise reader.error("layer_types", f"it must have {_FULL} or {_WINDOW} for each of {layers} layers")
+            has_window = [kind == _WINDOW for kind in types]
+
+        # as settings of ours
+        settings: ModelSettings = {}
+        if width is None or not any(has_window):
+            if rotates_with:
+                settings["no_rope_freq"] = _as_list_setting([True] * layers)
+            return settings
+        settings["window_size"] = f"{width - 1},0"
+        if not all(has_window):
+            settings["window_attn_skip_freq"] = _as_list_setting(has_window)
+            if rotates_with:
+                settings["no_rope_freq"] = _as_list_setting([not has for has in has_window])
+        return settings
 
     def write(model: Any) -> dict[str, Any]:
-        before = [model.window_left(layer) for layer in range(model.num_layers)]
-        has, width = [keys is not None for keys in before], next((keys for keys in before if keys is not None), None)
-        # A class with layer_types alone wants a width, although no layer may use it.
-        said = {"sliding_window": (absent if lists and not switch else None) if width is None else width + 1}
+        window_left = [model.window_left(layer) for layer in range(model.num_layers)]
+        has_window = [count is not None for count in window_left]
+        width: int | None = None
+        if any(has_window):
+            width = next(count for count in window_left if count is not None) + 1
+        elif lists and not switch:
+            width = absent  # a class with layer_types alone needs a width, although no layer may use it
+        values: dict[str, Any] = {"sliding_window": width}
         if switch:
-            said[switch] = any(has)
+            values[switch] = any(has_window)
         if lists:
-            said["layer_types"] = [_WINDOW if one else _FULL for one in has]
-        return said | written(has)
+            values["layer_types"] = [_WINDOW if has else _FULL for has in has_window]
+        return values | written(has_window)
 
-    return Field(
-        ("sliding_window", *keys, *([switch] if switch else []), *(["layer_types"] if lists else [])), read, write
-    )
+    all_keys = ["sliding_window", *keys]
+    if switch:
+        all_keys.append(switch)
+    if lists:
+        all_keys.append("layer_types")
+    return Field(tuple(all_keys), read, write)

@@ -1,11 +1,12 @@
-"""How tensors of others lie in one of ours: pure rearrangements, each the same list of places for both directions. No torch.
+"""Map each weight of ours to the Hugging Face tensors that hold its elements, for reading and for writing. No torch.
 
-    places(heads, theirs) -> (box of ours, view of one of theirs that holds the same elements), ...
-    shapes(heads, ours)   -> the shapes of theirs, for writing
+Every operation is a pure rearrangement. It is described by one list of places, which serves both directions:
 
-Reading copies each view into its box, writing each box into its view, so the way back is exact to the bit. To add an
-operation:
-two functions and a line.
+    places(heads, hf_views) -> (box of our tensor, view of a Hugging Face tensor with the same elements), ...
+    shapes(heads, ours)     -> the shapes of the Hugging Face tensors, for writing
+
+Reading copies each view into its box, writing copies each box into its view, so a round trip is exact to the bit. To add an
+operation, write these two functions and add a line to `OPERATIONS`.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,41 +20,42 @@ Shape = tuple[int, ...]
 
 
 class View(NamedTuple):
-    """Elements of one of their tensors: from the element number `start` on, with a stride in elements for each dimension."""
+    """A strided view of one Hugging Face tensor, as `Tensor.as_strided` has it; all numbers count elements."""
 
-    which: int  # of their tensors
+    tensor_index: int  # which of the operation's Hugging Face tensors
     shape: Shape
     strides: Shape
     start: int = 0
 
     @classmethod
-    def of(cls, which: int, shape: Shape) -> "View":
-        """A whole tensor, row-major."""
-        return cls(which, shape, tuple(prod(shape[dim + 1 :]) for dim in range(len(shape))))
+    def of(cls, tensor_index: int, shape: Shape) -> "View":
+        """Return the view of a full row-major tensor."""
+        return cls(tensor_index, shape, tuple(prod(shape[dim + 1 :]) for dim in range(len(shape))))
 
     def transposed(self) -> "View":
         return self._replace(shape=self.shape[::-1], strides=self.strides[::-1])
 
     def rows(self, start: int, stop: int) -> "View":
+        """Return rows `start` to `stop` (exclusive) of the first dimension."""
         return self._replace(shape=(stop - start, *self.shape[1:]), start=self.start + start * self.strides[0])
 
     def parts(self, sizes: tuple[int, ...]) -> list["View"]:
-        """Cut along the first dimension. Raises ValueError if `sizes` do not fill it."""
+        """Split along the first dimension, as `torch.split`. Raises ValueError if `sizes` do not add up to it."""
         if sum(sizes) != self.shape[0]:
             raise ValueError(f"a tensor of shape {self.shape} is no {' + '.join(map(str, sizes))} rows")
         return [self.rows(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
 
 
 class HeadCounts(NamedTuple):
-    """The heads of a model's attention."""
+    """Sizes of a model's attention heads."""
 
-    queries: int
+    queries: int  # query heads
     groups: int  # key/value heads
-    width: int
+    width: int  # features of a head
 
     @property
     def rows(self) -> tuple[int, int, int]:
-        """Rows of all queries, keys and values."""
+        """Rows of the query, the key and the value weight."""
         return self.queries * self.width, self.groups * self.width, self.groups * self.width
 
 
@@ -61,114 +63,132 @@ Places = Iterator[tuple[Box, View]]
 
 
 class Operation(NamedTuple):
+    """One rearrangement; the module's docstring explains both functions."""
+
     places: Callable[[HeadCounts, list[View]], Places]
     shapes: Callable[[HeadCounts, Shape], list[Shape]]
 
 
-def _stacked(heads: HeadCounts, theirs: list[View]) -> Places:
-    """One below the other: gate over up."""
-    at = 0
-    for x in theirs:
-        rows, *others = x.shape or (1,)
-        box = ((at, at + rows), *whole(tuple(others)))
-        yield (box if x.shape else ()), x
-        at += rows
+def _stacked(heads: HeadCounts, hf_views: list[View]) -> Places:
+    """Concatenate along the first dimension, such as gate over up."""
+    first_row = 0
+    for view in hf_views:
+        rows, *other_dims = view.shape or (1,)
+        box = ((first_row, first_row + rows), *whole(tuple(other_dims)))
+        yield (box if view.shape else ()), view
+        first_row += rows
 
 
-def _transposed(heads: HeadCounts, theirs: list[View]) -> Places:
-    return _stacked(heads, [x.transposed() for x in theirs])
+def _transposed(heads: HeadCounts, hf_views: list[View]) -> Places:
+    return _stacked(heads, [view.transposed() for view in hf_views])
 
 
-def _qkv(heads: HeadCounts, theirs: list[View]) -> Places:
-    """Ours has, for each group, its query heads, its key head, its value head."""
+def _qkv(heads: HeadCounts, hf_views: list[View]) -> Places:
+    """Interleave q, k, v by group: Megatron's linear_qkv has, for each group, its query heads, its key head, its value head.
+
+    hf_views: q [queries x width, h], k and v [groups x width, h].
+    """
     g = heads.groups
-    parts = [x.parts((rows // g,) * g) for x, rows in zip(theirs, heads.rows)]
+    parts = [view.parts((rows // g,) * g) for view, rows in zip(hf_views, heads.rows)]
     return _stacked(heads, [x for group in zip(*parts) for x in group])
 
 
-def _qkv_pairs(heads: HeadCounts, theirs: list[View]) -> Places:
-    """As `_qkv`, from queries and keys whose neighbouring rows rotate together: ours are the even rows, then the odd
-    ones."""
-    g, d = heads.groups, heads.width
-    parts = [x.parts((rows // g,) * g) for x, rows in zip(theirs, heads.rows)]
-    found = []
-    for queries, key, value in zip(*parts):
-        for head in (*queries.parts((d,) * (queries.shape[0] // d)), key):
-            strides = (2 * head.strides[0], *head.strides[1:])
-            for start in (head.start, head.start + head.strides[0]):
-                found.append(head._replace(shape=(d // 2, *head.shape[1:]), strides=strides, start=start))
-        found.append(value)
-    return _stacked(heads, found)
+def _qkv_pairs(heads: HeadCounts, hf_views: list[View]) -> Places:
+    """Interleave as `_qkv`, from queries and keys whose neighbouring rows rotate as a pair (torchtitan, the original Llama).
 
-
-def _qkv_rows(heads: HeadCounts, theirs: list[View]) -> Places:
-    """Theirs has all queries, all keys, all values."""
-    return _qkv(heads, theirs[0].parts(heads.rows))
-
-
-def _qkv_transposed(heads: HeadCounts, theirs: list[View]) -> Places:
-    return _qkv_rows(heads, [x.transposed() for x in theirs])
-
-
-def _kv(heads: HeadCounts, theirs: list[View]) -> Places:
-    """Ours has, for each head, its key rows, its value rows."""
+    Ours rotates the first half of a head against the second, so a head here has the even rows, then the odd rows.
+    """
     g = heads.groups
-    parts = [x.parts((rows // g,) * g) for x, rows in zip(theirs, heads.rows[1:])]
+    d = heads.width
+    parts = [view.parts((rows // g,) * g) for view, rows in zip(hf_views, heads.rows)]
+    reordered = []
+    for queries, key, value in zip(*parts):
+        query_heads = queries.parts((d,) * (queries.shape[0] // d))
+        for head in (*query_heads, key):
+            every_other_row = (2 * head.strides[0], *head.strides[1:])
+            for start in (head.start, head.start + head.strides[0]):  # even rows, odd rows
+                half = head._replace(shape=(d // 2, *head.shape[1:]), strides=every_other_row, start=start)
+                reordered.append(half)
+        reordered.append(value)
+    return _stacked(heads, reordered)
+
+
+def _qkv_rows(heads: HeadCounts, hf_views: list[View]) -> Places:
+    """Interleave as `_qkv`, from one tensor with all queries, then all keys, then all values."""
+    return _qkv(heads, hf_views[0].parts(heads.rows))
+
+
+def _qkv_transposed(heads: HeadCounts, hf_views: list[View]) -> Places:
+    return _qkv_rows(heads, [view.transposed() for view in hf_views])
+
+
+def _kv(heads: HeadCounts, hf_views: list[View]) -> Places:
+    """Interleave k and v by head: linear_kv of cross attention has, for each head, its key rows, then its value rows."""
+    g = heads.groups
+    parts = [view.parts((rows // g,) * g) for view, rows in zip(hf_views, heads.rows[1:])]
     return _stacked(heads, [x for head in zip(*parts) for x in head])
 
 
-def _flat(heads: HeadCounts, theirs: list[View]) -> Places:
-    """Ours has no dimension of heads."""
-    for x in theirs:
-        yield whole((prod(x.shape),)), x._replace(shape=(prod(x.shape),), strides=(1,))
+def _flat(heads: HeadCounts, hf_views: list[View]) -> Places:
+    """Flatten [heads, width] to one dimension."""
+    for view in hf_views:
+        numel = prod(view.shape)
+        yield whole((numel,)), view._replace(shape=(numel,), strides=(1,))
 
 
-def _same(heads: HeadCounts, ours: Shape) -> list[Shape]:
+def _same_shape(heads: HeadCounts, ours: Shape) -> list[Shape]:
     return [ours]
 
 
-def _reversed(heads: HeadCounts, ours: Shape) -> list[Shape]:
+def _reversed_shape(heads: HeadCounts, ours: Shape) -> list[Shape]:
     return [ours[::-1]]
 
 
 OPERATIONS = {
-    "copy": Operation(_stacked, _same),
-    "transpose": Operation(_transposed, _reversed),  # GPT-2's Conv1D has [in, out]
+    "copy": Operation(_stacked, _same_shape),
+    "transpose": Operation(_transposed, _reversed_shape),  # GPT-2's Conv1D has [in, out]
     "flat": Operation(_flat, lambda heads, ours: [(ours[0] // heads.width, heads.width)]),
     "gate_up": Operation(_stacked, lambda heads, ours: [(ours[0] // 2, *ours[1:])] * 2),
     "kv": Operation(_kv, lambda heads, ours: [(ours[0] // 2, *ours[1:])] * 2),
     "qkv": Operation(_qkv, lambda heads, ours: [(rows, *ours[1:]) for rows in heads.rows]),
     "qkv_pairs": Operation(_qkv_pairs, lambda heads, ours: [(rows, *ours[1:]) for rows in heads.rows]),
-    "qkv_rows": Operation(_qkv_rows, _same),
-    "qkv_transpose": Operation(_qkv_transposed, _reversed),
+    "qkv_rows": Operation(_qkv_rows, _same_shape),
+    "qkv_transpose": Operation(_qkv_transposed, _reversed_shape),
 }
 
 
-class Stretch(NamedTuple):
-    """Elements of ours, in row-major order, and where they begin in theirs, laid end to end."""
+class CopyRange(NamedTuple):
+    """A contiguous range of our tensor's elements, row-major, that is contiguous in the Hugging Face tensors too."""
 
     start: int
     stop: int
-    to: int
+    hf_start: int  # where the range begins in the Hugging Face tensors, concatenated end to end
 
 
-def stretches_of(operation: str, heads: HeadCounts, ours: Shape) -> list[Stretch] | None:
-    """Where each stretch of ours lies in theirs; None if an operation takes neighbours apart, as a transposition does."""
+def copy_ranges_of(operation: str, heads: HeadCounts, ours: Shape) -> list[CopyRange] | None:
+    """Return the contiguous ranges that an operation copies, for a tensor of ours of shape `ours`.
+
+    None if the operation separates neighbouring elements, as a transposition does.
+    """
     shapes = OPERATIONS[operation].shapes(heads, ours)
-    begins = list(accumulate(map(prod, shapes), initial=0))
-    found = []
-    for box, view in OPERATIONS[operation].places(heads, [View.of(which, shape) for which, shape in enumerate(shapes)]):
-        if (run := contiguous_flat_range(box, ours)) is None or view.strides != View.of(0, view.shape).strides:
+    first_elements = list(accumulate(map(prod, shapes), initial=0))
+    views = [View.of(tensor_index, shape) for tensor_index, shape in enumerate(shapes)]
+    ranges = []
+    for box, view in OPERATIONS[operation].places(heads, views):
+        run = contiguous_flat_range(box, ours)
+        is_contiguous_view = view.strides == View.of(0, view.shape).strides
+        if run is None or not is_contiguous_view:
             return None
-        found.append(Stretch(*run, begins[view.which] + view.start))
-    return found
+        ranges.append(CopyRange(*run, first_elements[view.tensor_index] + view.start))
+    return ranges
 
 
 def shape_of(boxes: list[Box]) -> Shape:
-    """The shape of the tensor that these boxes cover. Raises ValueError if their sizes do not fit together."""
+    """Return the shape of the tensor that these boxes cover. Raises ValueError if their sizes do not fit together."""
     if len({len(box) for box in boxes}) != 1:
         raise ValueError("tensors of different dimensions are one of ours")
     shape = tuple(max(stop for _, stop in spans) for spans in zip(*boxes))
-    if (held := sum(prod(stop - start for start, stop in box) for box in boxes)) != prod(shape):
-        raise ValueError(f"parts with {held} elements for a tensor of shape {shape}")
+    numel = sum(prod(stop - start for start, stop in box) for box in boxes)
+    if numel != prod(shape):
+        raise ValueError(f"parts with {numel} elements for a tensor of shape {shape}")
     return shape

@@ -1,14 +1,15 @@
-"""What lies in a folder of Megatron-LM's checkpoints, and in those that are not read. No torch.
+"""Find the checkpoint in a folder of Megatron-LM's, and recognize folders that cannot be read. No torch.
 
     latest_checkpointed_iteration.txt              a number, or "release"
     iter_0000100/mp_rank_00/model_optim_rng.pt     classic: a file for each tensor- and pipeline-parallel rank
     iter_0000100/mp_rank_01_003/...                tensor-parallel rank 1, stage 3
     iter_0000100/.metadata, __0_0.distcp, ...      torch_dist, of all ranks together; common.pt or metadata.json beside them
 
-Only names that a folder lists are opened, and none that leads out of it.
+Only names that a folder lists are opened, and no link that leads out of it.
 """
 
 import re
+from itertools import product
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -21,12 +22,13 @@ from megatron.core.storage.file_layer import backend_of, is_file, is_folder, rea
 _RELEASE = "release"
 _RANK = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?")
 _FILES = ("model_optim_rng.pt", "model_rng.pt")  # the second from 2022-03 to 2023-05, with the distributed optimizer
-METADATA, COMMON = ".metadata", "common.pt"
-_BACKEND = "metadata.json"  # of Megatron-core: which format it is
+METADATA = ".metadata"
+COMMON = "common.pt"
+_BACKEND = "metadata.json"  # of Megatron-core: names the format
 
 
 class MegatronFolder(NamedTuple):
-    """One iteration of Megatron-LM's."""
+    """The folder of one iteration."""
 
     path: Path
     iteration: int  # 0 for a release
@@ -34,22 +36,25 @@ class MegatronFolder(NamedTuple):
 
 
 def is_megatron_folder(root: Path, iteration: int | None = None) -> bool:
-    """Whether `root`, or the iteration that it would give, holds a checkpoint of Megatron-LM."""
+    """Return whether `root`, or its folder of the iteration, holds a checkpoint of Megatron-LM."""
     try:
-        return _kind_of(_chosen(root, iteration)[0]) is not None
+        path, _ = _folder_of(root, iteration)
+        return _kind_of(path) is not None
     except (OSError, CheckpointError):
         return False
 
 
 def find_megatron(root: Path, iteration: int | None = None) -> MegatronFolder:
-    """The checkpoint of an iteration, by default the latest. Raises CheckpointError."""
-    path, number = _chosen(root, iteration)
-    if (kind := _kind_of(path)) is None:
+    """Return the checkpoint of an iteration, by default the latest. Raises CheckpointError."""
+    path, number = _folder_of(root, iteration)
+    kind = _kind_of(path)
+    if kind is None:
         raise CheckpointError(path, "holds no checkpoint of Megatron-LM", "give another folder or iteration")
     return MegatronFolder(path, number, kind)
 
 
-def _chosen(root: Path, iteration: int | None) -> tuple[Path, int]:
+def _folder_of(root: Path, iteration: int | None) -> tuple[Path, int]:
+    """Return (folder, number) of an iteration, by default the latest; (root, 0) for a root without a list of iterations."""
     if iteration is not None:
         return root / folder_name(iteration), iteration
     if not is_file(root / LATEST):
@@ -63,69 +68,85 @@ def _chosen(root: Path, iteration: int | None) -> tuple[Path, int]:
 
 
 def _kind_of(path: Path) -> Literal["classic", "torch_dist"] | None:
-    if not is_folder(path) or is_file(path / MANIFEST):  # which is ours
+    if not is_folder(path) or is_file(path / MANIFEST):  # a checkpoint with a manifest is ours
         return None
     if any(_RANK.fullmatch(name) and _file_of(path / name) for name in backend_of(path).names(path)):
         return "classic"
-    is_dist = is_file(path / METADATA) and (is_file(path / COMMON) or is_file(path / _BACKEND))
-    return "torch_dist" if is_dist else None
+    if is_file(path / METADATA) and (is_file(path / COMMON) or is_file(path / _BACKEND)):
+        return "torch_dist"
+    return None
 
 
 def _file_of(folder: Path) -> str | None:
+    """Return the name of a rank's file."""
     return next((name for name in _FILES if is_file(folder / name)), None)
 
 
 def rank_files(path: Path) -> dict[tuple[int, int], str]:
-    """(tensor-parallel rank, stage) -> the rank's file, relative to `path`. Raises CheckpointError if a rank is missing."""
-    found: dict[tuple[int, int], str] = {}
+    """Return (tensor-parallel rank, stage) -> the rank's file, relative to `path`. Raises CheckpointError if one is missing."""
+    files: dict[tuple[int, int], str] = {}
     for name in backend_of(path).names(path):
-        if (rank := _RANK.fullmatch(name)) is None:
+        rank = _RANK.fullmatch(name)
+        if rank is None:
             continue
         if rank[3] is not None:
             raise CheckpointError(path / name, "is of a mixture of experts", "experts are not read")
-        if (file := _file_of(path / name)) is None:
+        file = _file_of(path / name)
+        if file is None:
             raise CheckpointError(path / name, f"holds none of {', '.join(_FILES)}", FETCH_AGAIN)
         path_inside(path, f"{name}/{file}")
-        found[int(rank[1]), int(rank[2] or 0)] = f"{name}/{file}"
-    tp, pp = (1 + max(key[axis] for key in found) for axis in (0, 1))
-    if lacking := next(((t, p) for t in range(tp) for p in range(pp) if (t, p) not in found), None):
-        wrong = f"has files of {tp} tensor-parallel ranks and {pp} stages, and none of rank {lacking[0]}, stage {lacking[1]}"
-        raise CheckpointError(path, wrong, "fetch the folder again, with the files of all ranks")
-    return found
+        files[int(rank[1]), int(rank[2] or 0)] = f"{name}/{file}"
+    tp, pp = (1 + max(key[axis] for key in files) for axis in (0, 1))
+    for tp_rank, stage in product(range(tp), range(pp)):
+        if (tp_rank, stage) not in files:
+            wrong = (
+                f"has files of {tp} tensor-parallel ranks and {pp} stages, and none of rank {tp_rank}, stage {stage}"
+            )
+            raise CheckpointError(path, wrong, "fetch the folder again, with the files of all ranks")
+    return files
 
 
 # ---------------------------------------------------------------- folders that are not read
 
 
 def check_readable(root: Path) -> None:
-    """Refuse a checkpoint of another trainer, with the command that makes it one that is read. Raises ConfigError."""
-    if is_folder(root) and (said := unreadable(root)) is not None:
-        raise ConfigError(f"{root} {said}")
+    """Refuse a checkpoint of another trainer, naming the command that makes it readable. Raises ConfigError."""
+    if not is_folder(root):
+        return
+    reason = why_unreadable(root)
+    if reason is not None:
+        raise ConfigError(f"{root} {reason}")
 
 
 _TO_HF = "then give --load OUT, with the model's config.json and tokenizer beside the weights"
 _DEEPSPEED = re.compile(r"(bf16_)?(zero_pp_rank_\d+_)?mp_rank_\d+.*_(optim|model)_states\.pt|layer_\d+-model_.*\.pt")
 
 
-def unreadable(root: Path) -> str | None:
-    """What is in a folder that no reader here takes, and the command that turns it into one; None for other folders."""
-    names = backend_of(root).names(root)
-    inner = root
-    if (tag := next((name for name in ("latest", "latest_universal") if is_file(root / name)), None)) is not None:
-        text = read_start(root / tag, 200).decode("utf-8", "replace").strip()
-        inner = root / text if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]*", text) and is_folder(root / text) else root
-        names = backend_of(inner).names(inner)
-    if "zero" in names and is_folder(inner / "zero") and not any(name.endswith("_optim_states.pt") for name in names):
+def why_unreadable(root: Path) -> str | None:
+    """Return what is in a folder that no reader here supports, and the command that converts it; None for other folders.
+
+    The text is the end of a sentence that begins with the folder's name.
+    """
+    # DeepSpeed's `latest` names the folder that has the files.
+    folder = root
+    tag_file = next((name for name in ("latest", "latest_universal") if is_file(root / name)), None)
+    if tag_file is not None:
+        tag = read_start(root / tag_file, 200).decode("utf-8", "replace").strip()
+        if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]*", tag) and is_folder(root / tag):
+            folder = root / tag
+    names = backend_of(folder).names(folder)
+
+    has_optimizer_files = any(name.endswith("_optim_states.pt") for name in names)
+    if "zero" in names and is_folder(folder / "zero") and not has_optimizer_files:
         return (
             "holds a universal checkpoint of DeepSpeed; what is read is the weights of the checkpoint that it was "
-            "made of: in "
-            f"that folder, python zero_to_fp32.py . OUT --safe_serialization; {_TO_HF}"
+            f"made of: in that folder, python zero_to_fp32.py . OUT --safe_serialization; {_TO_HF}"
         )
     if METADATA in names and any(name.endswith(".distcp") for name in names):
         return (
             "holds a checkpoint of torch.distributed.checkpoint, as torchtitan writes them, whose model nothing "
-            "in it describes: "
-            f"put the model's config.json, of a llama or qwen3 in Hugging Face's form, and its tokenizer.json beside {METADATA}; "
+            "in it describes: put the model's config.json, of a llama or qwen3 in Hugging Face's form, and its "
+            f"tokenizer.json beside {METADATA}; "
             "then it is read as it lies. For other models: torchtitan's convert_to_hf.py; the tensors alone: "
             "python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIR FILE"
         )

@@ -1,16 +1,15 @@
-"""Arguments of Megatron-LM that say nothing of what a trained model computes. No torch.
+"""List the arguments of Megatron-LM that do not change what a trained model computes. No torch.
 
-An argument that is read nowhere and is not among these may change the model: whoever reads the checkpoint is told of it. The
-words and names are those of Megatron-LM's releases from 1.0 to core 0.16, and of its main branch of August 2026.
+An argument that is neither read nor listed here may change the model: a note names it to the reader of the checkpoint. The words
+and names are those of Megatron-LM's releases from 1.0 to core 0.16, and of its main branch of August 2026.
 """
 
 from collections.abc import Collection, Mapping
 from typing import Any
 
-# The first word of arguments of: optimizers, schedules and batches; data and tokenizers; logs, checks and checkpoints;
-# ranks and
-# their communication; memory and precision; parts that must be off (read_megatron_args.py) before what is said of them could
-# matter.
+# The first word of arguments of: optimizers, schedules and batches; data and tokenizers; logs, checks and checkpoints; ranks and
+# their communication; memory and precision; parts that must be off (read_megatron_args.py), so that further arguments about them
+# do not matter.
 _WORDS = """
 account accumulate activations adam adlr align allow app async autocast barrier batch bert beta biencoder block cache
 calc chat check checkpoint ckpt classes clip config consumed context cp cpu create cross cuda data dataloader ddp
@@ -28,7 +27,7 @@ standalone start step straggler strict suggested swin symmetric te tensor tensor
 timing titles tokenizer torch tp train transformer trust v valid validation variable verify virtual vision vocab wandb
 warmup wd weight wgrad world wsd yaml yarn
 """
-_WHOLE = """
+_FULL_NAMES = """
 DDP_impl activation_func_fp8_input_store activation_offload_fraction add_position_embedding
 apply_query_key_layer_scaling apply_rope_fusion apply_wd_to_qk_layernorm attention_backend attention_softmax_in_fp32
 auto_detect_ckpt_format bias_activation_fusion bias_dropout_fusion bias_gelu_fusion bias_swiglu_fusion
@@ -56,18 +55,19 @@ use_nsys_profiler use_one_sent_docs use_persistent_ckpt_worker use_precision_awa
 use_ring_exchange_p2p use_sharp use_te_activation_func use_te_rng_tracker use_tokenizer_model_from_checkpoint_args
 use_torch_fsdp2 use_torch_optimizer_for_cpu_offload use_tp_pp_dp_mapping use_transformer_engine_op_fuser
 """
-_FIRST_WORDS, _NAMES = frozenset(_WORDS.split()), frozenset(_WHOLE.split())
+_FIRST_WORDS = frozenset(_WORDS.split())
+_NAMES = frozenset(_FULL_NAMES.split())
 _OFF: tuple[Any, ...] = (None, False, 0, "", [], {}, "<dict>")
-_SHOWN = 8
+_SHOWN = 8  # names in a note
 
 
-def unclear_args(args: Mapping[str, Any], read: Collection[str]) -> str:
-    """What is said of arguments that are on, not read, and not known to leave the model as it is; "" if there are none."""
-    names = sorted(
-        name
-        for name, value in args.items()
-        if name not in read and name not in _NAMES and name.split("_")[0] not in _FIRST_WORDS and value not in _OFF
-    )
+def note_about_unknown_args(args: Mapping[str, Any], read: Collection[str]) -> str:
+    """Return a note about arguments that are on, not in `read`, and not listed here; "" if there are none."""
+    names = []
+    for name, value in sorted(args.items(), key=lambda item: item[0]):
+        is_listed = name in read or name in _NAMES or name.split("_")[0] in _FIRST_WORDS
+        if not is_listed and value not in _OFF:
+            names.append(name)
     if not names:
         return ""
     shown = ", ".join(f"{name:.60} ({args[name]!r:.40})" for name in names[:_SHOWN])

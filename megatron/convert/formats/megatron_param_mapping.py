@@ -1,4 +1,4 @@
-"""The names that Megatron-LM has given its parameters, as ours, and how the parts of ranks are one tensor. No torch.
+"""Map the names that Megatron-LM has given its parameters to ours, and concatenate tensor-parallel shards. No torch.
 
 language_model.transformer.layers.0.attention.dense.weight      2019 to 2021
 language_model.encoder.layers.0.self_attention.dense.weight     2021 to 2026
@@ -9,14 +9,14 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from megatron.convert.families.family import LAYER, OUTPUT, STAGE, WORD_TABLE
+from megatron.convert.families.family import LANGUAGE_MODEL, LAYER, OUTPUT_LAYER, WORD_EMBEDDINGS
 from megatron.convert.families.weight_layout import HeadCounts, View
 from megatron.convert.formats.safetensors_header import TensorInFile
 from megatron.core.sharding.boxes import Box, whole
 
-# Copies of the word table on the last stage of a tied model, and what is nothing to learn.
+# the copy of the word embeddings on the last stage of a tied model
 TIED_COPY = "word_embeddings_for_head.weight"
-_IGNORED = re.compile(
+_NO_PARAMETERS = re.compile(
     r"(.*\.)?_extra_state\d*(/.*)?|(.*\.)?rotary_(pos_)?emb\.inv_freq|.*\.attention\.(masked_)?bias|.*\.core_attention\..*scale.*"
 )
 _LAYERS = re.compile(r"(?:transformer|encoder|decoder)\.layers\.(\d{1,6})\.(.+)")
@@ -39,25 +39,28 @@ _BERT = (
 )
 
 
-class OurPlace(NamedTuple):
-    """A parameter of ours, with {i} for the layer; the layer as its own chunk counts it."""
+class ParamPlace(NamedTuple):
+    """A parameter of ours."""
 
-    name: str
-    layer: int | None = None
+    name: str  # with {i} for the layer
+    layer: int | None = None  # as the checkpoint's model chunk counts it
 
 
-def our_place_of(theirs: str) -> OurPlace | None:
-    """Where a tensor of theirs belongs; None for what is nothing to learn. A name that is unknown stays as it is."""
-    name = theirs.removeprefix("module.").removeprefix("language_model.")
-    if _IGNORED.fullmatch(name):
+def map_param_name(megatron_name: str) -> ParamPlace | None:
+    """Return our parameter for a tensor of Megatron-LM; None for a tensor that is no parameter.
+
+    A name that is unknown stays as it is.
+    """
+    name = megatron_name.removeprefix("module.").removeprefix("language_model.")
+    if _NO_PARAMETERS.fullmatch(name):
         return None
-    if found := _LAYERS.fullmatch(name):
-        return OurPlace(LAYER + _replaced(found[2], _IN_LAYER), int(found[1]))
-    if found := _FINAL.fullmatch(name):
-        return OurPlace(f"{STAGE}decoder.final_layernorm.{found[1]}")
+    if match := _LAYERS.fullmatch(name):
+        return ParamPlace(LAYER + _replaced(match[2], _IN_LAYER), int(match[1]))
+    if match := _FINAL.fullmatch(name):
+        return ParamPlace(f"{LANGUAGE_MODEL}decoder.final_layernorm.{match[1]}")
     if name.startswith("embedding.") or name == "output_layer.weight":
-        return OurPlace(STAGE + name)
-    return OurPlace(_replaced(name, _BERT))
+        return ParamPlace(LANGUAGE_MODEL + name)
+    return ParamPlace(_replaced(name, _BERT))
 
 
 def _replaced(name: str, table: Sequence[tuple[str, str]]) -> str:
@@ -66,108 +69,120 @@ def _replaced(name: str, table: Sequence[tuple[str, str]]) -> str:
     return name
 
 
-def are_of_bert(names: Iterable[str]) -> bool:
-    """Whether parameters, by names of ours, are those of a BERT: also of one that lacks some of its heads."""
+def has_bert_heads(names: Iterable[str]) -> bool:
+    """Return whether our parameters of these names are those of a BERT, which may lack some of its heads."""
     return any(name.startswith(("lm_head.", "word_bias.", "binary_head.", "pooler.")) for name in names)
 
 
-# ---------------------------------------------------------------- parts of ranks
+# ---------------------------------------------------------------- tensor-parallel shards
 
 
-class PartOf(NamedTuple):
-    """A box of ours, and the view of one rank's tensor that holds it."""
+class TensorPart(NamedTuple):
+    """A box of our tensor, and the view of one rank's tensor with the same elements."""
 
     box: Box
     view: View
     tensor: TensorInFile
 
 
-PartsOfRanks = Iterator[PartOf]
-Join = Callable[[Sequence[TensorInFile]], PartsOfRanks]
+TensorParts = Iterator[TensorPart]
+Join = Callable[[Sequence[TensorInFile]], TensorParts]  # the ranks' shards, by rank -> the full tensor
 
 
 def _views(tensors: Sequence[TensorInFile]) -> list[View]:
-    return [View.of(which, x.shape) for which, x in enumerate(tensors)]
+    return [View.of(rank, x.shape) for rank, x in enumerate(tensors)]
 
 
-def _stacked(views: Sequence[View], tensors: Sequence[TensorInFile], dim: int = 0) -> PartsOfRanks:
-    """One after the other along a dimension."""
-    at = 0
+def _concatenated(views: Sequence[View], tensors: Sequence[TensorInFile], dim: int = 0) -> TensorParts:
+    """Concatenate along a dimension."""
+    first = 0
     for view in views:
         if len(view.shape) <= dim:
             raise ValueError(f"a tensor of shape {view.shape} has no dimension {dim} to be divided in")
-        box = tuple((at, at + size) if d == dim else (0, size) for d, size in enumerate(view.shape))
-        yield PartOf(box, view, tensors[view.which])
-        at += view.shape[dim]
+        box = tuple((first, first + size) if d == dim else (0, size) for d, size in enumerate(view.shape))
+        yield TensorPart(box, view, tensors[view.tensor_index])
+        first += view.shape[dim]
 
 
-def rows(tensors: Sequence[TensorInFile]) -> PartsOfRanks:
-    return _stacked(_views(tensors), tensors)
+def concat_rows(tensors: Sequence[TensorInFile]) -> TensorParts:
+    """Join shards of a column-parallel weight or of a vocabulary: [rows / tp, ...] -> [rows, ...]."""
+    return _concatenated(_views(tensors), tensors)
 
 
-def columns(tensors: Sequence[TensorInFile]) -> PartsOfRanks:
-    return _stacked(_views(tensors), tensors, dim=1)
+def concat_columns(tensors: Sequence[TensorInFile]) -> TensorParts:
+    """Join shards of a row-parallel weight: [rows, columns / tp] -> [rows, columns]."""
+    return _concatenated(_views(tensors), tensors, dim=1)
 
 
-def copies(tensors: Sequence[TensorInFile]) -> PartsOfRanks:
-    """The same on every rank; the first is taken."""
+def take_first(tensors: Sequence[TensorInFile]) -> TensorParts:
+    """Join copies: every rank has the same tensor."""
     x = tensors[0]
-    yield PartOf(whole(x.shape), View.of(0, x.shape), x)
+    yield TensorPart(whole(x.shape), View.of(0, x.shape), x)
 
 
-def gated(tensors: Sequence[TensorInFile]) -> PartsOfRanks:
-    """Each rank has its gates, then its ups."""
-    halves = [view.parts((view.shape[0] // 2,) * 2) for view in _views(tensors)]
-    return _stacked([half[part] for part in (0, 1) for half in halves], tensors)
+def concat_gate_up(tensors: Sequence[TensorInFile]) -> TensorParts:
+    """Join shards of a gated MLP: each rank has rows of the gate, then rows of up; ours has all of the gate first."""
+    halves = [view.parts((view.shape[0] // 2,) * 2) for view in _views(tensors)]  # by rank: [gate, up]
+    gates = [gate for gate, _ in halves]
+    ups = [up for _, up in halves]
+    return _concatenated([*gates, *ups], tensors)
 
 
-def qkv_of_parts(heads: HeadCounts) -> Join:
-    """Before version 1.0: each rank has all its queries, all its keys, all its values."""
+def concat_qkv_version_0(heads: HeadCounts) -> Join:
+    """Return the join of linear_qkv before checkpoint version 1.0: each rank has all its queries, all keys, all values."""
 
-    def join(tensors: Sequence[TensorInFile]) -> PartsOfRanks:
-        found = []
+    def join(tensors: Sequence[TensorInFile]) -> TensorParts:
+        by_head = []
         for view in _views(tensors):
-            parts = [part.parts((heads.width,) * _heads(view, heads)) for part in view.parts((view.shape[0] // 3,) * 3)]
-            found += [x for head in zip(*parts) for x in head]
-        return _stacked(found, tensors)
+            q, k, v = view.parts((view.shape[0] // 3,) * 3)
+            local_heads = _local_heads(view, heads)
+            parts = [x.parts((heads.width,) * local_heads) for x in (q, k, v)]
+            for head in zip(*parts):
+                by_head += head
+        return _concatenated(by_head, tensors)
 
     return join
 
 
-def qkv_of_features(heads: HeadCounts) -> Join:
-    """Version 1.0: for each head, for each of its features, query, key and value."""
+def concat_qkv_version_1(heads: HeadCounts) -> Join:
+    """Return the join of linear_qkv of checkpoint version 1.0: for each head, for each feature, query, key and value."""
 
-    def join(tensors: Sequence[TensorInFile]) -> PartsOfRanks:
-        found = []
+    def join(tensors: Sequence[TensorInFile]) -> TensorParts:
+        by_head = []
         for view in _views(tensors):
-            row, others = view.strides[0], view.strides[1:]
-            for head in view.parts((3 * heads.width,) * _heads(view, heads)):
+            row_stride, *other_strides = view.strides
+            for head in view.parts((3 * heads.width,) * _local_heads(view, heads)):
                 shape = (heads.width, *view.shape[1:])
-                found += [View(view.which, shape, (3 * row, *others), head.start + part * row) for part in range(3)]
-        return _stacked(found, tensors)
+                strides = (3 * row_stride, *other_strides)  # every third row
+                for part in range(3):  # q, k, v
+                    by_head.append(View(view.tensor_index, shape, strides, head.start + part * row_stride))
+        return _concatenated(by_head, tensors)
 
     return join
 
 
-def _heads(view: View, heads: HeadCounts) -> int:
+def _local_heads(view: View, heads: HeadCounts) -> int:
+    """Return the number of heads in one rank's linear_qkv, [3 x heads x width, ...]."""
     if view.shape[0] % (3 * heads.width):
         raise ValueError(f"{view.shape[0]} rows are no heads of {heads.width} features")
     return view.shape[0] // (3 * heads.width)
 
 
-_DIVIDED: dict[str, Join] = {
-    **dict.fromkeys(
-        (WORD_TABLE, f"{OUTPUT}.weight", "word_bias.bias", f"{LAYER}self_attention.core_attention.softmax_offset"), rows
-    ),
-    **{f"{LAYER}{name}.weight": columns for name in ("self_attention.linear_proj", "mlp.linear_fc2")},
+_SHARDED: dict[str, Join] = {
+    WORD_EMBEDDINGS: concat_rows,
+    f"{OUTPUT_LAYER}.weight": concat_rows,
+    "word_bias.bias": concat_rows,
+    f"{LAYER}self_attention.core_attention.softmax_offset": concat_rows,
+    f"{LAYER}self_attention.linear_proj.weight": concat_columns,
+    f"{LAYER}mlp.linear_fc2.weight": concat_columns,
 }
 _FC1 = (f"{LAYER}mlp.linear_fc1.weight", f"{LAYER}mlp.linear_fc1.bias")
 _QKV = (f"{LAYER}self_attention.linear_qkv.weight", f"{LAYER}self_attention.linear_qkv.bias")
-_WHOLE = re.compile(
+_REPLICATED = re.compile(
     "|".join(
         (
-            re.escape(f"{STAGE}embedding.") + r"(position|tokentype)_embeddings\.weight",
-            re.escape(f"{STAGE}decoder.final_layernorm.") + "(weight|bias)",
+            re.escape(f"{LANGUAGE_MODEL}embedding.") + r"(position|tokentype)_embeddings\.weight",
+            re.escape(f"{LANGUAGE_MODEL}decoder.final_layernorm.") + "(weight|bias)",
             re.escape(LAYER) + r"(input|pre_mlp|post_self_attn|post_mlp)_layernorm\.(weight|bias)",
             re.escape(LAYER) + r"self_attention\.[qk]_layernorm\.(weight|bias)",
             re.escape(LAYER) + r"(self_attention\.linear_proj|mlp\.linear_fc2)\.bias",
@@ -177,17 +192,24 @@ _WHOLE = re.compile(
 )
 
 
-def join_of(name: str, heads: HeadCounts, version: float, is_gated: bool) -> Join | None:
-    """How a parameter's parts are one; None for a name that no model of ours has. name: with {i} for the layer."""
-    if name in _QKV and version < 2:
-        return (qkv_of_parts if version < 1 else qkv_of_features)(heads)
+def join_rule_of(name: str, heads: HeadCounts, version: float, is_gated: bool) -> Join | None:
+    """Return how a parameter's shards are joined; None for a name that no model of ours has.
+
+    name: with {i} for the layer. version: checkpoint_version.
+    """
     if name in _QKV:
-        return rows
+        if version < 1:
+            return concat_qkv_version_0(heads)
+        if version < 2:
+            return concat_qkv_version_1(heads)
+        return concat_rows
     if name in _FC1:
-        return gated if is_gated else rows
-    return _DIVIDED.get(name) or (copies if _WHOLE.fullmatch(name) else None)
+        return concat_gate_up if is_gated else concat_rows
+    if name in _SHARDED:
+        return _SHARDED[name]
+    return take_first if _REPLICATED.fullmatch(name) else None
 
 
 def is_known(name: str, heads: HeadCounts, is_gated: bool) -> bool:
-    """Whether a model of ours has this parameter."""
-    return join_of(name, heads, 3.0, is_gated) is not None
+    """Return whether a model of ours has this parameter. name: with {i} for the layer."""
+    return join_rule_of(name, heads, 3.0, is_gated) is not None

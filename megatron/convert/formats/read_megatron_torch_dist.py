@@ -1,5 +1,4 @@
-"""Megatron-core's checkpoints in torch_dist: each tensor whole, by its name, in chunks of a folder. Reads no tensors. No
-torch.
+"""Read Megatron-core's torch_dist checkpoints: each full tensor by its name, in chunks. Reads no tensors. No torch.
 
     decoder.layers.self_attention.linear_qkv.weight [layers, rows, columns]      where all layers are alike
     decoder.layers.3.self_attention.linear_qkv.weight [rows, columns]            where they are not
@@ -15,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.convert.families.config_fields import ModelSettings
-from megatron.convert.families.family import OUTPUT, WORD_TABLE
+from megatron.convert.families.family import OUTPUT_LAYER, WORD_EMBEDDINGS
 from megatron.convert.families.weight_layout import View
 from megatron.convert.formats.find_megatron_folder import COMMON
-from megatron.convert.formats.megatron_param_mapping import PartOf, are_of_bert, is_known, our_place_of
+from megatron.convert.formats.megatron_param_mapping import TensorPart, has_bert_heads, is_known, map_param_name
 from megatron.convert.formats.read_hf_folder import are_equal, path_inside
 from megatron.convert.formats.read_megatron_args import plain_args, settings_of_args
 from megatron.convert.formats.read_megatron_torch import MegatronModel, head_counts
@@ -33,35 +32,36 @@ from megatron.core.storage.file_layer import is_file
 _COMMON_STATE = "common_state/shard_0_1"  # since 2026
 _NOT_WEIGHTS = re.compile(r"(chained_\d+\.)?optimizer\..*|(rng_state|rerun_state_machine|opt_param_scheduler)\b.*")
 _STACKED = re.compile(r"((?:decoder|encoder)\.layers)\.(?!\d+\.)(.+)")
-_HALF = re.compile(r"(.*mlp\.linear_fc1\.(?:weight|bias))_([wv])")  # gates and ups as tensors of their own
+_GATE_OR_UP = re.compile(r"(.*mlp\.linear_fc1\.(?:weight|bias))_([wv])")  # gate (w) and up (v) as separate tensors
 
-# (our name, with {i} for the layer; the layer) -> where it lies
-PlacedParts = dict[tuple[str, int | None], list[PartOf]]
+# (our name, with {i} for the layer; the layer) -> its parts in the files
+PartsByParam = dict[tuple[str, int | None], list[TensorPart]]
 
 
 def read_dist(path: Path) -> MegatronModel:
-    """The model in the folder of one iteration. Raises CheckpointError, ConfigError."""
+    """Read the model in the folder of one iteration. Raises CheckpointError, ConfigError."""
     folder = read_dcp(path)
-    settings, args = _said(folder)
-    parts, problems = _parts_of(folder)
-    found = _joined(path, parts, settings, problems)
+    settings, args = _settings_and_args(folder)
+    parts_by_param, problems = _parts_by_param(folder)
+    parts = _checked_parts(path, parts_by_param, settings, problems)
     if problems:
         raise CheckpointError(path, problems, "is it one model's checkpoint? Nothing was read")
-    return MegatronModel(settings, args, found, is_bert=are_of_bert(found))
+    return MegatronModel(settings, args, parts, is_bert=has_bert_heads(parts))
 
 
 def args_of_dist(path: Path) -> tuple[ModelSettings, dict[str, Any], int]:
-    """(the settings of the model in the folder of one iteration, its args, the rows of its word table)."""
+    """Return (the model's settings, the run's args, the padded vocabulary size) of an iteration's folder."""
     folder = read_dcp(path)
-    places = ((our_place_of(theirs), x) for theirs, x in folder.tensors.items() if not _NOT_WEIGHTS.fullmatch(theirs))
-    table = next((x for place, x in places if place and place.name == WORD_TABLE and x.shape), None)
-    if table is None:
-        raise CheckpointError(path, "has no word table", FETCH_AGAIN)
-    return *_said(folder), table.shape[0]
+    for megatron_name, x in folder.tensors.items():
+        place = None if _NOT_WEIGHTS.fullmatch(megatron_name) else map_param_name(megatron_name)
+        if place is not None and place.name == WORD_EMBEDDINGS and x.shape:
+            settings, args = _settings_and_args(folder)
+            return settings, args, x.shape[0]
+    raise CheckpointError(path, "has no word table", FETCH_AGAIN)
 
 
-def _said(folder: DcpFolder) -> tuple[ModelSettings, dict[str, Any]]:
-    """The settings of the model, and the run's arguments."""
+def _settings_and_args(folder: DcpFolder) -> tuple[ModelSettings, dict[str, Any]]:
+    """Return (the model's settings, the run's arguments)."""
     if is_file(folder.path / COMMON):
         path_inside(folder.path, COMMON)
         file = read_torch_file(folder.path / COMMON, COMMON)
@@ -81,71 +81,83 @@ def _said(folder: DcpFolder) -> tuple[ModelSettings, dict[str, Any]]:
 # ---------------------------------------------------------------- tensors
 
 
-def _parts_of(folder: DcpFolder) -> tuple[PlacedParts, list[str]]:
-    """The tensors of the model by our names; what cannot be read."""
-    found: PlacedParts = {}
+def _parts_by_param(folder: DcpFolder) -> tuple[PartsByParam, list[str]]:
+    """Return (the parts of each parameter, the problems)."""
+    parts_by_param: PartsByParam = {}
     problems: list[str] = []
-    halves: dict[tuple[str, int | None], dict[str, list[PartOf]]] = {}
-    for theirs in folder.tensors:
-        if _NOT_WEIGHTS.fullmatch(theirs) or our_place_of(theirs) is None:
+    halves: dict[tuple[str, int | None], dict[str, list[TensorPart]]] = {}  # {"w": gate, "v": up}
+    for megatron_name in folder.tensors:
+        if _NOT_WEIGHTS.fullmatch(megatron_name) or map_param_name(megatron_name) is None:
             continue
-        half = _HALF.fullmatch(theirs)
+        half = _GATE_OR_UP.fullmatch(megatron_name)
         try:
-            for place, parts in _places_of(half[1] if half else theirs, folder.chunks_of(theirs)):
+            for place, parts in _parts_of_tensor(half[1] if half else megatron_name, folder.chunks_of(megatron_name)):
                 if half:
                     halves.setdefault(place, {})[half[2]] = parts
-                elif found.setdefault(place, parts) is not parts:
+                elif place in parts_by_param:
                     raise ValueError("it is there under two names")
+                else:
+                    parts_by_param[place] = parts
         except (ValueError, IndexError) as error:
-            problems.append(f"{theirs!r:.90}: {error}")
-    for place, both in halves.items():
-        if both.keys() != {"w", "v"} or place in found:
+            problems.append(f"{megatron_name!r:.90}: {error}")
+
+    # linear_fc1 of a gated MLP: the gate's rows, then those of up
+    for place, by_half in halves.items():
+        if by_half.keys() != {"w", "v"} or place in parts_by_param:
             problems.append(f"{place[0]!r:.90} lacks its gates or its ups, or has them twice")
             continue
-        rows = max(part.box[0][1] for part in both["w"])
-        lower = [part._replace(box=_moved(part, rows)) for part in both["v"]]
-        found[place] = [*both["w"], *lower]
-    return found, problems
+        gate_rows = max(part.box[0][1] for part in by_half["w"])
+        up = [part._replace(box=_moved_down(part.box, gate_rows)) for part in by_half["v"]]
+        parts_by_param[place] = [*by_half["w"], *up]
+    return parts_by_param, problems
 
 
-def _moved(part: PartOf, rows: int) -> Box:
-    start, stop = part.box[0]
-    return ((start + rows, stop + rows), *part.box[1:])
+def _moved_down(box: Box, rows: int) -> Box:
+    start, stop = box[0]
+    return ((start + rows, stop + rows), *box[1:])
 
 
-def _places_of(theirs: str, chunks: list[BoxInFile]) -> Iterator[tuple[tuple[str, int | None], list[PartOf]]]:
-    """Where a tensor belongs, and its parts; that of all layers belongs to each."""
-    if (stacked := _STACKED.fullmatch(theirs)) is None:
-        name, layer = our_place_of(theirs)
-        yield (name, layer), [PartOf(box, View.of(0, x.shape), x) for box, x in chunks]
+def _parts_of_tensor(
+    megatron_name: str, chunks: list[BoxInFile]
+) -> Iterator[tuple[tuple[str, int | None], list[TensorPart]]]:
+    """Yield ((our name, layer), parts) for a tensor of one parameter, or for each layer of a tensor that stacks all layers."""
+    stacked = _STACKED.fullmatch(megatron_name)
+    if stacked is None:
+        name, layer = map_param_name(megatron_name)
+        yield (name, layer), [TensorPart(box, View.of(0, x.shape), x) for box, x in chunks]
         return
-    name = our_place_of(f"{stacked[1]}.0.{stacked[2]}").name
-    layers: dict[int, list[PartOf]] = {}
-    for box, x in chunks:
+    name = map_param_name(f"{stacked[1]}.0.{stacked[2]}").name
+    layers: dict[int, list[TensorPart]] = {}
+    for box, x in chunks:  # [layers of the chunk, ...]
+        layer_span, *layer_box = box
         shape = size_of(box)[1:]
-        for i in range(*box[0]):
-            view = View.of(0, shape)._replace(start=(i - box[0][0]) * prod(shape))
-            layers.setdefault(i, []).append(PartOf(box[1:], view, x))
+        for i in range(*layer_span):
+            view = View.of(0, shape)._replace(start=(i - layer_span[0]) * prod(shape))
+            layers.setdefault(i, []).append(TensorPart(tuple(layer_box), view, x))
     for i, parts in layers.items():
         yield (name, i), parts
 
 
-def _joined(path: Path, parts: PlacedParts, settings: ModelSettings, problems: list[str]) -> Mapping[str, list[PartOf]]:
-    """The tensors by their full names. Adds to `problems` what does not fit the settings."""
-    heads, is_gated = head_counts(settings), bool(settings.get("swiglu") or settings.get("gated"))
-    is_tied, found = not settings["untie_embeddings_and_output_weights"], {}
-    for (general, layer), mine in parts.items():
-        name = general.replace("{i}", str(layer))
-        if not is_known(general, heads, is_gated):
+def _checked_parts(
+    path: Path, parts_by_param: PartsByParam, settings: ModelSettings, problems: list[str]
+) -> Mapping[str, list[TensorPart]]:
+    """Return the parts by our full names. Adds to `problems` what does not fit the settings."""
+    heads = head_counts(settings)
+    is_gated = bool(settings.get("swiglu") or settings.get("gated"))
+    is_tied = not settings["untie_embeddings_and_output_weights"]
+    by_name: dict[str, list[TensorPart]] = {}
+    for (name_with_i, layer), parts in parts_by_param.items():
+        name = name_with_i.replace("{i}", str(layer))
+        if not is_known(name_with_i, heads, is_gated):
             problems.append(f"{name!r:.90}: a model here has no such tensor")
-        elif is_tied and general == f"{OUTPUT}.weight":
-            table = parts.get((WORD_TABLE, None), [])
-            equal = [x.box for x in mine] == [x.box for x in table]
-            if not equal or not all(are_equal(path, x.tensor, y.tensor) for x, y in zip(mine, table)):
+        elif is_tied and name_with_i == f"{OUTPUT_LAYER}.weight":
+            embedding = parts_by_param.get((WORD_EMBEDDINGS, None), [])
+            same_boxes = [x.box for x in parts] == [x.box for x in embedding]
+            if not same_boxes or not all(are_equal(path, x.tensor, y.tensor) for x, y in zip(parts, embedding)):
                 problems.append(f"{name!r}: it differs from the word table, with which it is tied")
         else:
-            found[name] = mine
-    layers = {layer for _, layer in parts if layer is not None}
+            by_name[name] = parts
+    layers = {layer for _, layer in parts_by_param if layer is not None}
     if layers != {*range(settings["num_layers"])}:
         problems.append(f"it has {len(layers)} layers, and args say {settings['num_layers']}")
-    return found
+    return by_name

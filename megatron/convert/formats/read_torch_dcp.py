@@ -1,10 +1,10 @@
-"""Folders of torch.distributed.checkpoint: what they hold and where it lies, read without running a pickle. No torch.
+"""Read folders of torch.distributed.checkpoint: tensors and their positions, without running a pickle. No torch.
 
-    .metadata                 a pickle: the tensors by name, each with its shape and chunks, and where each chunk lies
+    .metadata                 a pickle: the tensors by name, each with its shape and chunks, and the position of each chunk
     __0_0.distcp, ...         one after another, as `torch.save` writes a file: a chunk of a tensor, or an object
 
-Megatron-core's `torch_dist` and torchtitan's checkpoints are such folders. A folder may be hostile: see pickle_as_data.py and
-read_torch_file.py; chunks must cover their tensor once, and no two of them may share bytes.
+Megatron-core's `torch_dist` and torchtitan's checkpoints are such folders. A folder may be hostile (see pickle_as_data.py and
+read_torch_file.py): chunks must cover their tensor exactly once, and no two of them may share bytes.
 """
 
 import re
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.convert.formats.find_megatron_folder import METADATA
-from megatron.convert.formats.pickle_as_data import MOST_BYTES, Made, Named, PickleError, read_pickle
+from megatron.convert.formats.pickle_as_data import MOST_BYTES, GlobalName, PickledObject, PickleError, read_pickle
 from megatron.convert.formats.read_hf_folder import path_inside
 from megatron.convert.formats.read_torch_file import Span, TorchFile, read_torch_file
 from megatron.convert.formats.safetensors_header import FETCH_AGAIN, TensorInFile
@@ -29,14 +29,14 @@ _STORED = "torch.distributed.checkpoint.filesystem._StorageInfo"
 
 
 class SavedAt(NamedTuple):
-    """Where one chunk or object lies."""
+    """The position of one chunk or object."""
 
     file: str
     span: Span
 
 
 class BoxInFile(NamedTuple):
-    """A box of a tensor, and the tensor in a file that holds it."""
+    """A box of a tensor, and its elements as a tensor in a file."""
 
     box: Box
     tensor: TensorInFile
@@ -51,20 +51,24 @@ class DcpTensor:
 
 @dataclass(frozen=True)
 class DcpFolder:
-    """What the metadata says; the files are not opened yet."""
+    """The content of the metadata; the files are not opened yet."""
 
     path: Path
     tensors: Mapping[str, DcpTensor]
     objects: Mapping[str, SavedAt]
 
     def file(self, stored: SavedAt) -> TorchFile:
-        """The values of one chunk or object. Raises CheckpointError."""
+        """Read the values of one chunk or object. Raises CheckpointError."""
         path_inside(self.path, stored.file)
         return read_torch_file(self.path / stored.file, stored.file, stored.span)
 
     def chunks_of(self, name: str) -> list[BoxInFile]:
-        """The chunks of a tensor, in the order of their boxes. Raises CheckpointError, ValueError (other than promised)."""
-        tensor, found = self.tensors[name], []
+        """Return the chunks of a tensor, in the order of their boxes.
+
+        Raises CheckpointError, or ValueError where a file does not hold what the metadata says.
+        """
+        tensor = self.tensors[name]
+        chunks = []
         if tensor.dtype not in ITEM_BYTES:
             raise ValueError(f"it has dtype {tensor.dtype:.30}; read are {', '.join(ITEM_BYTES)}")
         pieces = tuple(Piece(box, stored.file, 0, 0, "") for box, stored in tensor.chunks)
@@ -79,18 +83,19 @@ class DcpFolder:
             if x is None or x.dtype != tensor.dtype or x.shape != size_of(box):
                 shown = "no tensor" if x is None else f"a tensor of {x.dtype} and shape {x.shape}"
                 raise ValueError(f"its chunk {box} is {shown} in {stored.file}, and {tensor.dtype} in {METADATA}")
-            found.append(BoxInFile(box, x))
-        return found
+            chunks.append(BoxInFile(box, x))
+        return chunks
 
 
 def read_dcp(path: Path) -> DcpFolder:
-    """What lies in a folder; opens the metadata alone. Raises CheckpointError."""
+    """Read the metadata of a folder; opens no other file. Raises CheckpointError."""
     path_inside(path, METADATA)
     try:
-        found = backend_of(path).stat(path / METADATA)
-        if found is None or not found.is_file or found.size > MOST_BYTES:
+        stat = backend_of(path).stat(path / METADATA)
+        if stat is None or not stat.is_file or stat.size > MOST_BYTES:
             raise PickleError(f"is no file of at most {MOST_BYTES} bytes")
-        value, length = read_pickle(data := read_start(path / METADATA, found.size))
+        data = read_start(path / METADATA, stat.size)
+        value, length = read_pickle(data)
         if length != len(data):
             raise PickleError(f"has {len(data) - length} bytes after its pickle")
         fields = _fields(value, f"{_CLASSES}.Metadata")
@@ -104,23 +109,27 @@ def read_dcp(path: Path) -> DcpFolder:
 
 
 def _folder_of(path: Path, described: Any, places: Any) -> DcpFolder:
+    """described, places: the metadata's state_dict_metadata and storage_data, unchecked."""
     if not isinstance(described, dict) or not isinstance(places, dict):
         raise PickleError("lacks state_dict_metadata or storage_data")
     stored = _stored_by_key(places)
-    tensors, objects = {}, {}
+    tensors = {}
+    objects = {}
     for name, value in described.items():
         if not isinstance(name, str):
             raise PickleError("names a tensor by what is no text")
-        if isinstance(value, Made) and value.is_a(f"{_CLASSES}.BytesStorageMetadata"):
+        if isinstance(value, PickledObject) and value.is_a(f"{_CLASSES}.BytesStorageMetadata"):
             if (name, None) in stored:
                 objects[name] = stored.pop((name, None))
             continue
         fields = _fields(value, f"{_CLASSES}.TensorStorageMetadata")
-        shape, chunks = _numbers(fields.get("size")), []
-        if not isinstance(listed := fields.get("chunks"), list):
+        shape = _numbers(fields.get("size"))
+        chunk_list = fields.get("chunks")
+        if not isinstance(chunk_list, list):
             raise PickleError(f"has {name!r:.80} without chunks")
-        for one in listed:
-            box = _box_of(_fields(one, f"{_CLASSES}.ChunkStorageMetadata"))
+        chunks = []
+        for chunk in chunk_list:
+            box = _box_of(_fields(chunk, f"{_CLASSES}.ChunkStorageMetadata"))
             place = stored.pop((name, tuple(start for start, _ in box)), None)
             if place is None or not (is_within(box, shape) or 0 in shape):
                 where = "beyond its shape" if place else "that lies nowhere, or is listed twice"
@@ -133,39 +142,42 @@ def _folder_of(path: Path, described: Any, places: Any) -> DcpFolder:
 
 
 def _stored_by_key(places: Mapping[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], SavedAt]:
-    """(name, first corner of the chunk; None for an object) -> where it lies. Refuses bytes that two of them share."""
-    found = {}
+    """Return (name, first corner of the chunk; None for an object) -> its position. Refuses bytes that two of them share."""
+    by_key = {}
     for key, value in places.items():
-        index, place = _fields(key, f"{_CLASSES}.MetadataIndex"), _fields(value, _STORED)
-        name, offset = index.get("fqn"), index.get("offset")
+        index = _fields(key, f"{_CLASSES}.MetadataIndex")
+        place = _fields(value, _STORED)
+        name = index.get("fqn")
+        corner = index.get("offset")
         file = place.get("relative_path")
-        start, length = place.get("offset"), place.get("length")
+        start = place.get("offset")
+        length = place.get("length")
         if not isinstance(name, str) or not isinstance(file, str) or not _FILE.fullmatch(file):
             raise PickleError(f"says that {name!r:.80} lies in {file!r:.80}, which is no name of a file in this folder")
         if type(start) is not int or type(length) is not int or start < 0 or length <= 0:
             raise PickleError(f"says that {name!r:.80} lies at byte {start!r:.30}, {length!r:.30} bytes long")
         if place.get("transform_descriptors"):
             raise PickleError(f"has {name!r:.80} compressed or encrypted, which is not read")
-        full = name, None if offset is None else _numbers(offset)
-        if full in found:
+        full_key = (name, None if corner is None else _numbers(corner))
+        if full_key in by_key:
             raise PickleError(f"says twice where {name!r:.80} lies")
-        found[full] = SavedAt(file, Span(start, start + length))
-    for one, other in pairwise(sorted(found.values())):
-        if one.file == other.file and other.span.start < one.span.stop:
-            raise PickleError(f"has two values in bytes {other.span.start} to {one.span.stop} of {one.file}")
-    return found
+        by_key[full_key] = SavedAt(file, Span(start, start + length))
+    for first, second in pairwise(sorted(by_key.values())):
+        if first.file == second.file and second.span.start < first.span.stop:
+            raise PickleError(f"has two values in bytes {second.span.start} to {first.span.stop} of {first.file}")
+    return by_key
 
 
 def _fields(value: Any, kind: str) -> dict[str, Any]:
-    """The attributes of an object of a class."""
-    if not isinstance(value, Made) or not value.is_a(kind) or not isinstance(value.state, dict):
+    """Return the attributes of an object of the class `kind`."""
+    if not isinstance(value, PickledObject) or not value.is_a(kind) or not isinstance(value.state, dict):
         raise PickleError(f"has no {kind.rpartition('.')[2]} where one belongs")
     return value.state
 
 
 def _numbers(value: Any) -> tuple[int, ...]:
-    """A torch.Size."""
-    if isinstance(value, Made) and value.is_a("torch.Size") and len(value.arguments) == 1:
+    """Return the numbers of a torch.Size."""
+    if isinstance(value, PickledObject) and value.is_a("torch.Size") and len(value.arguments) == 1:
         value = value.arguments[0]
     if not isinstance(value, tuple | list) or len(value) > 64:
         raise PickleError("has a shape that is no numbers")
@@ -175,16 +187,18 @@ def _numbers(value: Any) -> tuple[int, ...]:
 
 
 def _box_of(fields: Mapping[str, Any]) -> Box:
-    starts, sizes = _numbers(fields.get("offsets")), _numbers(fields.get("sizes"))
+    starts = _numbers(fields.get("offsets"))
+    sizes = _numbers(fields.get("sizes"))
     if len(starts) != len(sizes):
         raise PickleError("has a chunk whose offsets and sizes differ in number")
     return tuple((start, start + size) for start, size in zip(starts, sizes))
 
 
 def _dtype_of(properties: Any) -> str:
-    """Of a tensor's properties, whose state is a tuple that begins with it."""
-    is_it = isinstance(properties, Made) and properties.is_a(f"{_CLASSES}.TensorProperties")
-    state = properties.state if is_it else None
-    if not isinstance(state, tuple) or not state or not isinstance(state[0], Named) or state[0].module != "torch":
+    """Return the dtype of a tensor's properties, whose state is a tuple that begins with it."""
+    state = None
+    if isinstance(properties, PickledObject) and properties.is_a(f"{_CLASSES}.TensorProperties"):
+        state = properties.state
+    if not isinstance(state, tuple) or not state or not isinstance(state[0], GlobalName) or state[0].module != "torch":
         raise PickleError("has a tensor without a dtype")
     return state[0].name

@@ -1,11 +1,11 @@
-"""The safetensors format: a length, a JSON header of names, dtypes, shapes and byte ranges, then the values. No torch.
+"""Read and write headers of the safetensors format. No torch.
 
     8 bytes          length N of the header, little-endian
-    N bytes          {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ..., "__metadata__": {"format":
-    "pt"}}
+    N bytes          {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ..., "__metadata__": {"format": "pt"}}
     the rest         the values, row-major and little-endian; offsets count from here, without gaps or overlaps
 
-A file may be hostile: the header is bounded and checked whole before anything is read by it. There is no code in the format.
+A file may be hostile: the size of the header is bounded, and all of it is checked before any tensor is read. There is no code in
+the format. Source: https://huggingface.co/docs/safetensors
 """
 
 import json
@@ -20,16 +20,17 @@ from megatron.core.storage.file_layer import backend_of, read_start
 
 _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _DTYPES |= {"I64": "int64", "I32": "int32", "U8": "uint8", "BOOL": "bool"}
-_NAMES = {name: short for short, name in _DTYPES.items()}
+_SHORT_NAMES = {name: short for short, name in _DTYPES.items()}
 _NOT_READ = ("I16", "I8", "U16", "U32", "U64", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "F6_E2M3", "F6_E3M2", "C64")
 
 FETCH_AGAIN = "the file is damaged or hostile; fetch it again from its source"
 _MOST_HEADER = 100_000_000  # bytes, as in the format's own library
-_MOST_DIMS, _MOST_BYTES = 64, 1 << 62
+_MOST_DIMS = 64
+_MOST_BYTES = 1 << 62
 
 
 class TensorInFile(NamedTuple):
-    """A tensor as it lies in a file: row-major from byte `start`."""
+    """A tensor in a file: row-major, from byte `start` on."""
 
     file: str
     dtype: str
@@ -42,48 +43,51 @@ class TensorInFile(NamedTuple):
 
 
 def read_header(path: Path) -> dict[str, TensorInFile]:
-    """The tensors of a file, by name. Raises CheckpointError unless they fill the file exactly."""
+    """Read the tensors of a file, by name. Raises CheckpointError unless they fill the file exactly."""
     try:
-        found = backend_of(path).stat(path)
-        if found is None or not found.is_file:
+        stat = backend_of(path).stat(path)
+        if stat is None or not stat.is_file:
             raise CheckpointError(path, "is no file", FETCH_AGAIN)
         (length,) = struct.unpack("<Q", read_start(path, 8).ljust(8, b"\0"))
-        if not 2 <= length <= min(_MOST_HEADER, found.size - 8):
-            wrong = f"says that its header has {length} bytes, and has {found.size} bytes itself"
+        if not 2 <= length <= min(_MOST_HEADER, stat.size - 8):
+            wrong = f"says that its header has {length} bytes, and has {stat.size} bytes itself"
             raise CheckpointError(path, wrong, FETCH_AGAIN)
         text = read_start(path, 8 + length)[8:]
     except OSError as error:
         raise CheckpointError(path, f"cannot be read ({error.strerror})", "check the path and its rights") from error
     try:
         header = json.loads(text.decode(), object_pairs_hook=without_repeats)
-        return dict(_tensors_of(header, path.name, 8 + length, found.size))
+        return dict(_tensors_of(header, path.name, 8 + length, stat.size))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(path, f"has a header that cannot be used: {str(error)[:200]}", FETCH_AGAIN) from error
 
 
 def _tensors_of(header: Any, file: str, data: int, size: int) -> Iterator[tuple[str, TensorInFile]]:
-    """The tensors of a parsed header, in the order of their bytes, which start at `data` and end at `size`."""
+    """Yield the tensors of a parsed header, in the order of their bytes, which start at byte `data` and end at byte `size`."""
     if not isinstance(header, dict):
         raise ValueError("it is no JSON object")
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or any(type(value) is not str for value in metadata.values()):
         raise ValueError("its __metadata__ is not an object of texts")
-    found = sorted(_checked(name, entry) for name, entry in header.items())
-    at = 0
-    for start, stop, name, dtype, shape in found:
-        if start != at:
-            raise ValueError(f"{name!r:.80} begins at byte {start} of the values, where the tensors before end at {at}")
+    entries = sorted(_checked_entry(name, entry) for name, entry in header.items())
+    end = 0
+    for start, stop, name, dtype, shape in entries:
+        if start != end:
+            raise ValueError(
+                f"{name!r:.80} begins at byte {start} of the values, where the tensors before end at {end}"
+            )
         yield name, TensorInFile(file, dtype, shape, data + start)
-        at = stop
-    if data + at != size:
-        raise ValueError(f"its tensors end at byte {data + at} of the file, which has {size}")
+        end = stop
+    if data + end != size:
+        raise ValueError(f"its tensors end at byte {data + end} of the file, which has {size}")
 
 
-def _checked(name: str, entry: Any) -> tuple[int, int, str, str, tuple[int, ...]]:
-    """(start, stop, name, dtype, shape) of one entry."""
+def _checked_entry(name: str, entry: Any) -> tuple[int, int, str, str, tuple[int, ...]]:
+    """Return (start, stop, name, dtype, shape) of a header's entry."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{name!r:.80} is not an object of dtype, shape and data_offsets")
-    dtype, shape = entry["dtype"], entry["shape"]
+    dtype = entry["dtype"]
+    shape = entry["shape"]
     offsets = entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         known = "quantized or packed values, which are not read" if dtype in _NOT_READ else "no dtype"
@@ -100,19 +104,21 @@ def _are_counts(values: Any) -> bool:
 
 
 def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For `json.loads`: an object that names a key twice is refused."""
-    if len(result := dict(pairs)) < len(pairs):
+    """Refuse an object that names a key twice; an object_pairs_hook for `json.loads`."""
+    result = dict(pairs)
+    if len(result) < len(pairs):
         raise ValueError("an object names one key twice")
     return result
 
 
 def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
-    """The head of a file whose values follow end to end in this order. tensors: name -> (dtype, shape)."""
+    """Return the length and header of a file whose tensors follow in this order. tensors: name -> (dtype, shape)."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers 4 refuses a file without it
     end = 0
     for name, (dtype, shape) in tensors.items():
-        start, end = end, end + math.prod(shape) * ITEM_BYTES[dtype]
-        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        start = end
+        end += math.prod(shape) * ITEM_BYTES[dtype]
+        header[name] = {"dtype": _SHORT_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # values of 8 bytes lie aligned
     return struct.pack("<Q", len(text)) + text

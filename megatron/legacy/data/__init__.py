@@ -1,1 +1,1 @@
-"""Data sets by Megatron's older functions."""
+"""Build data sets with Megatron's older functions."""

@@ -1,4 +1,4 @@
-"""The data sets of Megatron 2.5 and 23.04: `build_train_valid_test_datasets` of GPT and of BERT."""
+"""Build the data sets of Megatron 2.5 and 23.04: `build_train_valid_test_datasets` of GPT and of BERT."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,57 +12,64 @@ from megatron.core.datasets.gpt_samples import build_gpt_datasets
 from megatron.core.datasets.mask_selection import MaskedDataConfig
 from megatron.training.global_vars import get_args, get_runtime, get_tokenizer
 
-Words = Sequence[str] | None  # a prefix, or weights and prefixes in turn
+Paths = Sequence[str] | None  # a prefix, or weights and prefixes in turn, as --data-path has them
 
 
-def data_config(paths: Words, split: str | None, seq_length: int, of_splits: Sequence[Words] = ()) -> DataConfig:
-    """The run's data settings with these files. of_splits: files of each split's own, in place of `paths`."""
-    own = dict(zip(("train_data_path", "valid_data_path", "test_data_path"), map(_words, of_splits)))
-    has_own = any(own.values())
+def data_config(paths: Paths, split: str | None, seq_length: int, split_paths: Sequence[Paths] = ()) -> DataConfig:
+    """Return the run's data settings with these files.
+
+    split_paths: files of training, validation and test, which replace `paths` and `split`.
+    """
+    by_split = dict(zip(("train_data_path", "valid_data_path", "test_data_path"), map(_as_flag, split_paths)))
+    if any(by_split.values()):
+        paths = None
+        split = None
     return replace(
         get_runtime().config.data,
-        **{"data_path": None if has_own else _words(paths), "split": None if has_own else split} | own,
+        data_path=_as_flag(paths),
+        split=split,
         seq_length=seq_length,
         data_args_path=None,
         per_split_data_args_path=None,
+        **by_split,
     )
 
 
-def _words(paths: Words) -> list[str] | None:
-    """The words of a flag; a list of (prefixes, weights) has them in turn, as the flag does."""
-    return [str(word) for word in paths] if paths else None
+def _as_flag(paths: Paths) -> list[str] | None:
+    """Return the arguments of --data-path: weights and prefixes in turn."""
+    return [str(argument) for argument in paths] if paths else None
 
 
 @dataclass(eq=False)
 class Text:
-    """Samples as Megatron 2 and 3 have them: {"text": int64 [s + 1]}, whose labels are the inputs shifted by one."""
+    """Samples in the form of Megatron 2 and 3: {"text": int64 [s + 1]}, whose labels are the inputs shifted by one."""
 
-    samples: Any  # of tokens and labels
+    samples: Any  # a data set of {"tokens": [s], "labels": [s], ...}
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         item = self.samples[i]
-        return {"text": np.append(item["tokens"], item["labels"][-1:])}
+        return {"text": np.append(item["tokens"], item["labels"][-1:])}  # [s + 1]
 
 
 def build_gpt(
-    data_prefix: Words,
+    data_prefix: Paths,
     data_impl: str,
     splits_string: str,
     train_valid_test_num_samples: list[int],
     seq_length: int,
     seed: int,
     skip_warmup: bool,
-    train_data_prefix: Words = None,
-    valid_data_prefix: Words = None,
-    test_data_prefix: Words = None,
+    train_data_prefix: Paths = None,
+    valid_data_prefix: Paths = None,
+    test_data_prefix: Paths = None,
     return_doc_ids: bool = False,
 ) -> tuple[Text | None, ...]:
-    """(train, valid, test) for a GPT. Files are always memory-mapped, whatever `data_impl` and `skip_warmup` say.
+    """Return (train, valid, test) data sets for a GPT. Every rank must call: the first builds the indices.
 
-    Every rank must call: the first builds the indices.
+    data_impl, skip_warmup: without effect, since files are always memory-mapped. seq_length: tokens.
     """
     del data_impl, skip_warmup
     if return_doc_ids:
@@ -72,12 +79,12 @@ def build_gpt(
     config = data_config(
         data_prefix, splits_string, seq_length, (train_data_prefix, valid_data_prefix, test_data_prefix)
     )
-    made = build_gpt_datasets(config, get_tokenizer(), train_valid_test_num_samples, seed, **get_runtime().building)
-    return tuple(None if one is None else Text(one) for one in made)
+    datasets = build_gpt_datasets(config, get_tokenizer(), train_valid_test_num_samples, seed, **get_runtime().building)
+    return tuple(None if dataset is None else Text(dataset) for dataset in datasets)
 
 
 def build_bert(
-    data_prefix: Words,
+    data_prefix: Paths,
     *,
     splits_string: str,
     train_valid_test_num_samples: list[int],
@@ -91,14 +98,19 @@ def build_bert(
     max_seq_length_dec: int | None = None,
     dataset_type: str = "standard_bert",
 ) -> tuple[Any, ...]:
-    """(train, valid, test) for a BERT, as `build_gpt` for a GPT. Probabilities: None for those of the flags."""
+    """Return (train, valid, test) data sets for a BERT, as `build_gpt` does for a GPT.
+
+    masked_lm_prob, short_seq_prob: default: those of the flags.
+    """
     del data_impl, skip_warmup
     if dataset_type != "standard_bert" or max_seq_length_dec is not None:
         raise NotImplementedError(f"dataset_type {dataset_type}: only standard_bert is built")
-    of_flags = get_args()
-    masked = of_flags.mask_prob if masked_lm_prob is None else masked_lm_prob
-    short = of_flags.short_seq_prob if short_seq_prob is None else short_seq_prob
-    masking = MaskedDataConfig(masked, short, binary_head)
+    args = get_args()
+    if masked_lm_prob is None:
+        masked_lm_prob = args.mask_prob
+    if short_seq_prob is None:
+        short_seq_prob = args.short_seq_prob
+    masking = MaskedDataConfig(masked_lm_prob, short_seq_prob, binary_head)
     config = data_config(data_prefix, splits_string, max_seq_length)
     return build_bert_datasets(
         config, masking, get_tokenizer(), train_valid_test_num_samples, seed, **get_runtime().building

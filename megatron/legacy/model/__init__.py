@@ -1,4 +1,4 @@
-"""Models by Megatron's older constructors, which ask the run for its settings."""
+"""Build models with Megatron's older constructors, which take their settings from the run."""
 
 from typing import TYPE_CHECKING
 

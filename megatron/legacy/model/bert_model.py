@@ -1,4 +1,4 @@
-"""`BertModel` of Megatron 2.5 to core 0.5."""
+"""Provide `BertModel` of Megatron 2.5 to core 0.5."""
 
 from typing import Any
 
@@ -10,10 +10,11 @@ from megatron.legacy.model.language_model import parts_of_stage, settings_of
 
 
 class BertModel(bert_stage.BertModel):
-    """One stage of a BERT. config: as for GPTModel.
+    """One pipeline stage of a BERT. config: as for GPTModel.
 
-    forward(bert_model_input, attention_mask, tokentype_ids=None, lm_labels=None): (the loss of each token [b, s], or without
-    labels the scores; the scores of the two orders [b, 2] or None); before the last stage hidden states.
+    forward(bert_model_input, attention_mask, tokentype_ids=None, lm_labels=None), with input, token types and labels [b, s],
+    returns (loss of each token [b, s], or without labels the logits; logits of the binary head [b, 2] or None), and before
+    the last stage hidden states.
     """
 
     def __init__(
@@ -28,7 +29,8 @@ class BertModel(bert_stage.BertModel):
         options = {"num_tokentypes": num_tokentypes, "add_binary_head": add_binary_head}
         super().__init__(settings_of(config), **options, **parts_of_stage(pre_process, post_process))
         self.config = config or self.settings
-        self.parallel_output, self.returns_contiguous = parallel_output, True
+        self.parallel_output = parallel_output
+        self.returns_contiguous = True
 
     def forward(
         self,

@@ -1,4 +1,4 @@
-"""`GPTModel` of Megatron 2.5 to core 0.5."""
+"""Provide `GPTModel` of Megatron 2.5 to core 0.5."""
 
 from typing import Any
 
@@ -10,10 +10,11 @@ from megatron.legacy.model.language_model import check_token_types, parts_of_sta
 
 
 class GPTModel(gpt_stage.GPTModel):
-    """One stage of a GPT. config: of `core_transformer_config_from_args(args)`; None: the run's.
+    """One pipeline stage of a GPT. config: of `core_transformer_config_from_args(args)`; None: the run's settings.
 
-    forward(input_ids, position_ids, attention_mask, labels=None): the loss of each token [b, s]; without labels the scores
-    [b, s, v/t], whole ([b, s, v]) unless `parallel_output`; before the last stage hidden states [s, b, h].
+    forward(input_ids, position_ids, attention_mask, labels=None), with ids and labels [b, s], returns the loss of each token
+    [b, s]; without labels the logits, [b, s, v/t] if `parallel_output`, else [b, s, v]; before the last stage the hidden
+    states [s, b, h].
     """
 
     def __init__(
@@ -27,7 +28,8 @@ class GPTModel(gpt_stage.GPTModel):
         check_token_types("GPTModel", num_tokentypes, 0)
         super().__init__(settings_of(config), **parts_of_stage(pre_process, post_process))
         self.config = config or self.settings
-        self.parallel_output, self.returns_contiguous = parallel_output, True
+        self.parallel_output = parallel_output
+        self.returns_contiguous = True
 
     def forward(
         self,

@@ -1,4 +1,4 @@
-"""What the older constructors of models share: the stage's parts, and the settings of the run."""
+"""Share between the older constructors of models: the arguments of a stage, and the settings of the run."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from megatron.training.global_vars import get_runtime
 
 
 def parts_of_stage(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> dict[str, Any]:
-    """The arguments of a model's stage that follow from the run. vp_stage: the chunk; None: the one that is being built."""
+    """Return the arguments of a model's stage that follow from the run. vp_stage: default: the chunk that is being built."""
     join_alone()
     if vp_stage is None:
         vp_stage = parallel_state.get_virtual_pipeline_model_parallel_rank()
@@ -19,14 +19,17 @@ def parts_of_stage(pre_process: bool, post_process: bool, vp_stage: int | None =
 
 
 def settings_of(config: Any) -> ModelConfig:
-    """The run's settings of a model, with what `config` says instead; None: nothing."""
-    ours = get_runtime().config.transformer
-    return ours if config is None else model_config(config, ours)
+    """Return the run's settings of a model, changed by those of `config`, if it is not None."""
+    run_settings = get_runtime().config.transformer
+    if config is None:
+        return run_settings
+    return model_config(config, run_settings)
 
 
-def check_token_types(name: str, given: int, wanted: int) -> None:
-    if given != wanted:
-        raise ValueError(f"{name}: num_tokentypes is {given}; this model has {wanted}")
+def check_token_types(model: str, num_tokentypes: int, expected: int) -> None:
+    """Raise ValueError for another number of token types than the model has."""
+    if num_tokentypes != expected:
+        raise ValueError(f"{model}: num_tokentypes is {num_tokentypes}; this model has {expected}")
 
 
 __getattr__ = names_of_megatron(__name__)

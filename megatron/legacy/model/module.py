@@ -1,4 +1,4 @@
-"""`Float16Module` of Megatron 2.5 to core 0.5."""
+"""Provide `Float16Module` of Megatron 2.5 to core 0.5."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from megatron.core.transformer import module
 
 
 class Float16Module(module.Float16Module):
-    """A module in half precision, of Megatron's arguments."""
+    """A module in half precision. Megatron's older argument order: the module first, then the args."""
 
     def __init__(self, module: nn.Module, args: Any):
         super().__init__(args, module)

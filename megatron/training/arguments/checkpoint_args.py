@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.convert import is_foreign, settings_in
+from megatron.convert import is_foreign, settings_of_folder
 from megatron.core.base.dataclass_flags import (
     ConfigError,
     FlagParser,
@@ -80,7 +80,7 @@ def taken_from_checkpoint(given: Mapping[str, Any], parser: FlagParser, defaults
         return Taken([], {}, [f"{flag}: {config.load} holds no checkpoint yet, so nothing is taken from it"])
     step = next(iter(start.iterations), None)
     if is_foreign(start.root, step):
-        saved, where = settings_in(path_of(start.root), step), start.root
+        saved, where = settings_of_folder(path_of(start.root), step), start.root
     else:
         saved, iteration = _saved_settings(path_of(start.root), start.iterations)
         where = f"iteration {iteration} of {start.root}"

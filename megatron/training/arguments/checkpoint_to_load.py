@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.convert import is_foreign, unreadable
+from megatron.convert import is_foreign, why_unreadable
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing.checkpoint_folder import find, latest_iteration, read_manifest, saved_iterations
 from megatron.core.dist_checkpointing.commit import is_ours
@@ -188,7 +188,7 @@ def mistake_in(root: Path) -> str | None:
     names = backend_of(root).names(root) if is_folder(root) else []
     if is_url(root):  # where a save that was killed leaves objects under the iteration's own name
         names = [name for name in names if is_file(root / name / MANIFEST) or not is_ours(root / name)]
-    if names and not is_url(root) and (said := unreadable(root)) is not None:
+    if names and not is_url(root) and (said := why_unreadable(root)) is not None:
         return said
     iterations = sorted(number for name in names if (number := iteration_of(name)) is not None)
     if iterations and not is_url(root) and is_foreign(root / folder_name(iterations[-1])):

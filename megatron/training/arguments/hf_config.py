@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.convert import described_by, is_foreign
+from megatron.convert import describe_model, is_foreign
 from megatron.core.base.dataclass_flags import ConfigError, FlagParser, build, flag_of, option_fields
 from megatron.core.models.common.model_rules import ModelRules
 from megatron.core.transformer.model_config import ModelConfig
@@ -29,7 +29,7 @@ def taken_from_hf_config(given: Mapping[str, Any], parser: FlagParser, defaults:
         return NOTHING_TAKEN
     if problems := list(_other_sources(given)):
         raise ConfigError([f"--hf-config {path}: {problem}" for problem in problems])
-    saved, config = described_by(Path(path)).settings, build(CheckpointConfig, dict(given))
+    saved, config = describe_model(Path(path)).settings, build(CheckpointConfig, dict(given))
     wanted = dict(of_model_and_tokenizer(config, given, saved))
     kind = given.get("tokenizer_type", wanted.get("tokenizer_type", "NullTokenizer"))
     if kind == "NullTokenizer" and not any(given.get(name) for name in _TOKENIZER_FLAGS):
@@ -50,7 +50,7 @@ def hf_config_problems(config: Config, rules: ModelRules) -> list[str]:
     if (path := config.checkpoint.hf_config) is None:
         return []
     try:
-        described = described_by(Path(path))
+        described = describe_model(Path(path))
     except ConfigError as error:
         return error.problems
     theirs, mine = build(ModelConfig, described.settings["transformer"]), config.transformer

@@ -8,8 +8,15 @@ from typing import Any
 
 import torch
 
-from megatron.convert.check_missing_keys import ABSENT_HEADS, ALLOW, advice_of, both_names, heads_in_state, shown_heads
-from megatron.convert.hf_origin import origin_problems
+from megatron.convert.check_missing_keys import (
+    ABSENT_HEADS,
+    ALLOW_FLAG,
+    absent_heads_in,
+    describe_heads,
+    missing_tensors_advice,
+    with_hf_names,
+)
+from megatron.convert.hf_origin import provenance_problems
 from megatron.core.base.dataclass_flags import ConfigError, build, flags_of, misfits, option_fields
 from megatron.core.base.registry import FUNCTIONS
 from megatron.core.dist_checkpointing import Checkpoint, CheckpointError, LocalTensor
@@ -89,22 +96,22 @@ def absent_parameters(
     if not lacking:
         return set()
 
-    head_names = {*heads_in_state(state)}
+    head_names = {*absent_heads_in(state)}
     of_heads = [name for name in lacking if name in head_names]
     others = [name for name in lacking if name not in head_names]
     if others and (load_optimizer or not config.checkpoint.allow_missing_tensors):
         if load_optimizer:
             advice = (
                 "load it with the settings of the model that was saved; with --finetune or --no-load-optim "
-                f"{ALLOW} loads the weights that are there"
+                f"{ALLOW_FLAG} loads the weights that are there"
             )
         else:
-            advice = advice_of(state)
-        raise CheckpointError(checkpoint.folder, [f"lacks {both_names(state, name)}" for name in others], advice)
+            advice = missing_tensors_advice(state)
+        raise CheckpointError(checkpoint.folder, [f"lacks {with_hf_names(state, name)}" for name in others], advice)
     if of_heads:
-        print_rank_0(f"{source} has no {shown_heads(of_heads)}, as its architecture: they get first values")
+        print_rank_0(f"{source} has no {describe_heads(of_heads)}, as its architecture: they get first values")
     for name in others:
-        print_rank_0(f"WARNING: {source} lacks {both_names(state, name)}: it gets first values")
+        print_rank_0(f"WARNING: {source} lacks {with_hf_names(state, name)}: it gets first values")
     return {f"{_MODEL}{name}" for name in lacking}
 
 
@@ -187,7 +194,7 @@ def check_state(state: dict[str, Any], iteration: int, source: str) -> None:
         problems = [*_problems_of_sums(state["log"] or {}), *problems_of_scaler(state.get("grad_scaler", {}))]
     if not problems and state["train"]["iteration"] != iteration:
         problems = [f"train/iteration is {state['train']['iteration']}, in a checkpoint of iteration {iteration}"]
-    problems += origin_problems(state.get("origin"))
+    problems += provenance_problems(state.get("origin"))
     if problems:
         raise ConfigError([f"{source} holds a state that no run has written: {problem}" for problem in problems])
 

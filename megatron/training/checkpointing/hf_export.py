@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.convert.export_distributed import records_of_ranks, write_gathered
+from megatron.convert.export_distributed import gather_tensor_records, write_hf_folder_from_ranks
 from megatron.convert.export_plan import plan_folder
 from megatron.convert.formats.read_hf_folder import is_hf_folder
 from megatron.core.base.dataclass_flags import ConfigError
@@ -59,7 +59,7 @@ class HFExports:
             state_of_run["origin"] = state.origin.as_json()
 
         # plan the folder, which checks everything that can be checked without values
-        records = records_of_ranks(sharded_model_state(chunks, runtime.mesh), world, device)
+        records = gather_tensor_records(sharded_model_state(chunks, runtime.mesh), world, device)
         options = {"dtype": config.save_hf_dtype, "most_bytes": config.most_bytes}
         with collectives.raise_together(world, device):
             try:
@@ -103,7 +103,7 @@ class HFExports:
                 if world.is_first:
                     remove(partial)
             tensors = sharded_model_state(self._chunks, mesh)
-            write_gathered(self._plan, tensors, partial, world, device, note=self._print_once)
+            write_hf_folder_from_ranks(self._plan, tensors, partial, world, device, note=self._print_once)
             with collectives.raise_together(world, device):
                 if world.is_first:
                     _publish(partial, final)

@@ -14,9 +14,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from megatron.convert.families.family import OUTPUT, WORD_TABLE
+from megatron.convert.families.family import OUTPUT_LAYER, WORD_EMBEDDINGS
 from megatron.convert.hf_origin import Provenance
-from megatron.convert.hf_tokenizer_vocab import vocabulary_in
+from megatron.convert.hf_tokenizer_vocab import read_vocabulary
 from megatron.core.base.dataclass_flags import ConfigError, build
 from megatron.core.dist_checkpointing import Checkpoint, LocalTensor
 from megatron.core.parallel import collectives
@@ -39,7 +39,7 @@ from megatron.training.global_vars import Runtime, print_rank_0
 
 _FLAG = "--resize-token-embeddings"
 # Parameters with a row for each token, by their names in the model.
-_BY_TOKEN = (WORD_TABLE, f"{OUTPUT}.weight", f"{OUTPUT}.bias", "word_bias.bias")
+_BY_TOKEN = (WORD_EMBEDDINGS, f"{OUTPUT_LAYER}.weight", f"{OUTPUT_LAYER}.bias", "word_bias.bias")
 
 
 def check_same_tokens(runtime: Runtime, state: Mapping[str, Any], source: str) -> bool:
@@ -120,7 +120,7 @@ def _vocabulary_of_folder(state: Mapping[str, Any], source: str) -> Vocabulary |
     provenance = Provenance.in_state(state, source)
     if provenance is None:
         return None
-    return vocabulary_in(path_of(provenance.folder))
+    return read_vocabulary(path_of(provenance.folder))
 
 
 # ---------------------------------------------------------------- another vocabulary

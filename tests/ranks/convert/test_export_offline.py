@@ -10,8 +10,8 @@ import torch
 from local_ranks import run_ranks
 
 from megatron.convert import copy_checkpoint, export_checkpoint, open_any, write_hf_folder
-from megatron.convert.export_plan import their_tensors
-from megatron.convert.families.weight_layout import OPERATIONS, HeadCounts, stretches_of
+from megatron.convert.export_plan import to_hf_tensors
+from megatron.convert.families.weight_layout import OPERATIONS, HeadCounts, copy_ranges_of
 from megatron.core.dist_checkpointing import CheckpointError, LocalTensor, open_checkpoint, save_checkpoint
 from megatron.core.sharding.boxes import whole
 
@@ -38,9 +38,9 @@ def test_stretches_are_what_the_operation_does(operation: str, more: tuple[int, 
     x = torch.arange(rows * prod(more)).view(rows, *more)
     if operation == "flat" and more:
         pytest.skip("of one dimension")
-    theirs = torch.cat([one.reshape(-1) for one in their_tensors(operation, HEADS, x)])
+    theirs = torch.cat([one.reshape(-1) for one in to_hf_tensors(operation, HEADS, x)])
     scatters = {"qkv_pairs"} | ({"transpose", "qkv_transpose"} if more else set())
-    if (stretches := stretches_of(operation, HEADS, tuple(x.shape))) is None:
+    if (stretches := copy_ranges_of(operation, HEADS, tuple(x.shape))) is None:
         assert operation in scatters
         return
     assert operation not in scatters
@@ -56,7 +56,7 @@ def test_stretches_are_what_the_operation_does(operation: str, more: tuple[int, 
 def test_parts_of_any_size_make_the_same_folder(
     case: str, nbytes: int, ours: dict[str, Path], tmp_path: Path, monkeypatch
 ):
-    monkeypatch.setattr(export_checkpoint, "_PART", nbytes)
+    monkeypatch.setattr(export_checkpoint, "_PART_BYTES", nbytes)
     checkpoint = open_checkpoint(ours[case].with_name(f"{case}-ours"))
     write_hf_folder(checkpoint, tmp_path / "out", most_bytes=3000)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 3
@@ -84,7 +84,7 @@ def save_pieces(mesh, source: Path, root: Path) -> None:
 def test_pieces_of_rows_and_of_columns_make_the_same_folder(
     case: str, ours: dict[str, Path], tmp_path: Path, monkeypatch
 ):
-    monkeypatch.setattr(export_checkpoint, "_PART", 40)
+    monkeypatch.setattr(export_checkpoint, "_PART_BYTES", 40)
     run_ranks({"dp": 2}, partial(save_pieces, source=ours[case].with_name(f"{case}-ours"), root=tmp_path / "pieces"))
     checkpoint = open_checkpoint(tmp_path / "pieces")
     assert {checkpoint.has_runs(name) for name in checkpoint.names} == {False, True}

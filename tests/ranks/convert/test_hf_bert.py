@@ -13,10 +13,10 @@ from torch import Tensor
 
 from megatron.convert import open_foreign
 from megatron.convert.export_checkpoint import write_hf_folder
-from megatron.convert.export_plan import their_tensors
+from megatron.convert.export_plan import to_hf_tensors
 from megatron.convert.families.config_json import family_of
 from megatron.convert.formats.read_hf_folder import read_json
-from megatron.convert.hf_reader import heads_of, rows_of
+from megatron.convert.hf_reader import head_counts_of, param_mappings
 from megatron.core.dist_checkpointing import CheckpointError, placed_tensor
 from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.models.bert.bert_stage import BertModel
@@ -80,10 +80,10 @@ def test_scores_and_gradients_equal_transformers(folder: Path):
     assert (order - torch.tensor(RECORD["order"], dtype=torch.float64)).abs().max() < 1e-10
     loss_of(model).backward()
     config, found = model.config, {}
-    rows = {row.ours: row for row in rows_of(family_of(read_json(folder / "config.json"), ""), config)}
+    rows = {row.param: row for row in param_mappings(family_of(read_json(folder / "config.json"), ""), config)}
     for name, p in model.named_parameters():
         whole = p.grad[:31] if name.endswith(("word_embeddings.weight", "word_bias.bias")) else p.grad
-        found |= dict(zip(rows[name].theirs, their_tensors(rows[name].operation, heads_of(config), whole)))
+        found |= dict(zip(rows[name].hf_params, to_hf_tensors(rows[name].operation, head_counts_of(config), whole)))
     assert found.keys() == RECORD["gradients"].keys()
     for name, value in RECORD["gradients"].items():
         mine = (found[name] * torch.tensor(weight(f"direction of {name}", tuple(found[name].shape)))).sum().item()

@@ -19,7 +19,7 @@ from whole_run import run
 
 import pretrain_bert
 import pretrain_gpt
-from megatron.convert.families.config_json import settings_of, what_it_computes
+from megatron.convert.families.config_json import effective_settings, settings_of
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.models.common.model_rules import BERT_RULES, GPT_RULES, T5_RULES
 from megatron.core.parallel.mesh import Mesh
@@ -57,7 +57,9 @@ def test_a_published_description_makes_the_published_model(name: str, described,
     """The flags that are taken compute what the file says, and the planned job has the published number of parameters."""
     config, path = CONFIGS[name], described(CONFIGS[name])
     taken = parse_args(["--hf-config", path, *WORDS, *REST])
-    assert what_it_computes(taken.config.transformer) == what_it_computes(ModelConfig(**settings_of(config, name)[0]))
+    assert effective_settings(taken.config.transformer) == effective_settings(
+        ModelConfig(**settings_of(config, name)[0])
+    )
     assert sum(note.startswith(f"--hf-config: taken from {path}: ") for note in taken.notes) == 1
     kind = config["model_type"] if config["model_type"] in ("bert", "t5") else "gpt"
     sizes = ["--seq-length", "128", *(["--decoder-seq-length", "64"] if kind == "t5" else [])]

@@ -15,7 +15,7 @@ from megatron.convert import open_any, open_foreign
 from megatron.convert.export_checkpoint import write_hf_folder
 from megatron.convert.families.config_json import family_of
 from megatron.convert.formats.read_hf_folder import read_json
-from megatron.convert.hf_reader import rows_of
+from megatron.convert.hf_reader import param_mappings
 from megatron.core.dist_checkpointing import placed_tensor, save_checkpoint
 from megatron.core.dist_checkpointing.load_sharded import Checkpoint
 from megatron.core.models.gpt.gpt_stage import GPTModel
@@ -50,8 +50,8 @@ def group_of(name: str, placement: Any, *, vectors: set[str]) -> ParamGroup:
 def vectors_of(root: Path, record: dict[str, Any]) -> set[str]:
     """Parameters of ours that are vectors in theirs: what one of them calls a matrix, such as norms by head, decays."""
     config = ModelConfig(**open_foreign(root).state["config"]["transformer"])
-    rows = rows_of(family_of(read_json(root / "config.json"), ""), config)
-    return {row.ours for row in rows if len(record["shapes"].get(row.theirs[0], ())) == 1}
+    rows = param_mappings(family_of(read_json(root / "config.json"), ""), config)
+    return {row.param for row in rows if len(record["shapes"].get(row.hf_params[0], ())) == 1}
 
 
 def text(number: int) -> dict[str, torch.Tensor]:

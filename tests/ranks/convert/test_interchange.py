@@ -12,9 +12,9 @@ from whole_run import run
 
 from megatron.convert import open_foreign
 from megatron.convert.export_checkpoint import write_hf_folder
-from megatron.convert.export_plan import their_tensors
+from megatron.convert.export_plan import to_hf_tensors
 from megatron.convert.families.config_json import family_of
-from megatron.convert.hf_reader import heads_of, rows_of
+from megatron.convert.hf_reader import head_counts_of, param_mappings
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing import CheckpointError, placed_tensor, save_checkpoint
 from megatron.core.inference.load_model import load_gpt, single_rank_mesh
@@ -55,9 +55,9 @@ def theirs(root: Path, ours: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
     state = open_foreign(root).state
     config, kind = ModelConfig(**state["config"]["transformer"]), json.loads((root / "config.json").read_text())
     family, found = family_of(kind, "config.json"), {}
-    for row in rows_of(family, config):
-        if row.ours in ours:
-            found |= dict(zip(row.theirs, their_tensors(row.operation, heads_of(config), ours[row.ours])))
+    for row in param_mappings(family, config):
+        if row.param in ours:
+            found |= dict(zip(row.hf_params, to_hf_tensors(row.operation, head_counts_of(config), ours[row.param])))
     return found
 
 

@@ -74,7 +74,7 @@ def converted(root: Path, out: Path, *more: str) -> dict[str, bytes]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_write_the_bytes_of_one_process(layout: str, tmp_path: Path, monkeypatch):
     """In files of two kilobytes, and parts of 512 bytes at a time."""
-    monkeypatch.setattr(export_distributed, "_ROWS", 512)
+    monkeypatch.setattr(export_distributed, "_ROW_BLOCK_BYTES", 512)
     sizes, flags = LAYOUTS[layout]
     folders = f" --save {tmp_path}/own --save-interval 1 --save-hf {tmp_path}/hf --save-hf-interval 1 --save-hf-max-shard-size 2KB"
     run_ranks(sizes, partial(train, flags=SMALL + flags.format(tmp=tmp_path) + folders))
@@ -191,7 +191,7 @@ def test_a_kill_in_an_export_leaves_nothing_that_looks_whole_and_the_same_comman
 ):
     """At each file of weights, and before the last file is there."""
     flags = f"--save {tmp_path}/own --load {tmp_path}/own --save-hf {tmp_path}/hf --save-hf-max-shard-size 1KB --train-iters 1"
-    for name, count in (("write_rows", 2), ("finish_folder", 1)):
+    for name, count in (("write_weights_file", 2), ("finish_folder", 1)):
         with monkeypatch.context() as patched:
             patched.setattr(export_distributed, name, dying(getattr(export_distributed, name), count))
             with pytest.raises(Killed):
@@ -210,7 +210,7 @@ def test_a_full_disk_fails_on_all_ranks_and_the_checkpoint_is_there(tmp_path: Pa
     def full(*given) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(export_distributed, "write_rows", full)
+    monkeypatch.setattr(export_distributed, "write_weights_file", full)
     flags = f"{SMALL} --zero-stage 1 --save {tmp_path}/own --save-hf {tmp_path}/hf"
 
     def work(mesh) -> str:

@@ -10,7 +10,7 @@ from published_parameters import PARAMETERS
 
 from megatron.convert.families.config_json import config_of, family_of, settings_of
 from megatron.convert.formats.safetensors_header import TensorInFile
-from megatron.convert.hf_reader import records_of
+from megatron.convert.hf_reader import tensor_records
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.models.bert.bert_stage import BertModel
@@ -42,7 +42,9 @@ def placed(name: str, tensors: dict[str, list[int]]) -> dict[str, tuple[int, ...
     """Names and shapes of ours that a folder with these tensors gives. Raises CheckpointError for what is left over."""
     config = ModelConfig(**settings_of(CONFIGS[name], name)[0])
     files = {key: TensorInFile("model.safetensors", "bfloat16", tuple(shape), 0) for key, shape in tensors.items()}
-    return {key: x.shape for key, x in records_of(family_of(CONFIGS[name], name), config, files, Path(name)).items()}
+    return {
+        key: x.shape for key, x in tensor_records(family_of(CONFIGS[name], name), config, files, Path(name)).items()
+    }
 
 
 @pytest.mark.full

@@ -20,11 +20,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.convert import open_foreign
 from megatron.convert.export_checkpoint import write_hf_folder
-from megatron.convert.export_plan import their_tensors
+from megatron.convert.export_plan import to_hf_tensors
 from megatron.convert.families.config_json import family_of
 from megatron.convert.formats.read_hf_folder import read_json
-from megatron.convert.hf_reader import heads_of, rows_of
-from megatron.convert.open_any_format import settings_in
+from megatron.convert.hf_reader import head_counts_of, param_mappings
+from megatron.convert.open_any_format import settings_of_folder
 from megatron.core.dist_checkpointing import placed_tensor
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.inference.load_model import single_rank_mesh
@@ -85,9 +85,9 @@ def loss_of(model: T5Model) -> Tensor:
 def theirs(root: Path, ours: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of ours under their names."""
     config, found = ModelConfig(**open_foreign(root).state["config"]["transformer"]), {}
-    for row in rows_of(family_of(read_json(root / "config.json"), ""), config):
-        if row.ours in ours:
-            found |= dict(zip(row.theirs, their_tensors(row.operation, heads_of(config), ours[row.ours])))
+    for row in param_mappings(family_of(read_json(root / "config.json"), ""), config):
+        if row.param in ours:
+            found |= dict(zip(row.hf_params, to_hf_tensors(row.operation, head_counts_of(config), ours[row.param])))
     return found
 
 
@@ -165,7 +165,7 @@ def test_a_config_of_transformers_5_ties_a_head_that_is_the_table_alone(
     drawn_as = {"lm_head.weight": "shared.weight"} if is_tied else {}
     monkeypatch.setattr("cases.weight", lambda name, shape: weight(drawn_as.get(name, name), shape))
     write_folder(tmp_path, {"config": record["config"], "shapes": shapes})
-    checkpoint, settings = open_foreign(tmp_path), settings_in(tmp_path)["transformer"]
+    checkpoint, settings = open_foreign(tmp_path), settings_of_folder(tmp_path)["transformer"]
     assert settings["untie_embeddings_and_output_weights"] is not is_tied
     assert settings["scale_decoder_outputs"] is not is_tied
     assert checkpoint.state["config"]["transformer"] == settings

@@ -16,7 +16,7 @@ from script_run import trainer_of
 from whole_run import run
 
 import pretrain_gpt
-from megatron.convert.hf_tokenizer_vocab import vocabulary_in
+from megatron.convert.hf_tokenizer_vocab import read_vocabulary
 from megatron.core.dist_checkpointing import open_checkpoint
 from megatron.core.dist_checkpointing.state_dict_io import load_whole_tensors
 from megatron.core.sharding.boxes import whole
@@ -186,19 +186,19 @@ def test_rows_that_stay_as_a_table():
 
 def test_each_kind_of_file_gives_its_tokens(tmp_path: Path):
     expected = {token: i for i, token in enumerate(THEIRS)}
-    assert vocabulary_in(write_tokenizer(tmp_path, THEIRS)) == expected
+    assert read_vocabulary(write_tokenizer(tmp_path, THEIRS)) == expected
     unigram = {"model": {"type": "Unigram", "vocab": [[token, -1.0] for token in THEIRS]}, "added_tokens": []}
     (tmp_path / "tokenizer.json").write_text(json.dumps(unigram))
-    assert vocabulary_in(tmp_path) == expected
+    assert read_vocabulary(tmp_path) == expected
     (tmp_path / "tokenizer.json").unlink()
     (tmp_path / "vocab.txt").write_text("\n".join(THEIRS[:30]) + "\n")
     (tmp_path / "added_tokens.json").write_text(json.dumps({THEIRS[30]: 30}))
-    assert vocabulary_in(tmp_path) == expected
+    assert read_vocabulary(tmp_path) == expected
     (tmp_path / "vocab.txt").unlink()
     (tmp_path / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(THEIRS[:30])}))
-    assert vocabulary_in(tmp_path) == expected
+    assert read_vocabulary(tmp_path) == expected
     (tmp_path / "vocab.json").unlink()
-    assert vocabulary_in(tmp_path) is None
+    assert read_vocabulary(tmp_path) is None
 
 
 # ---------------------------------------------------------------- another vocabulary
@@ -293,7 +293,7 @@ def test_the_same_command_resumes_and_what_is_exported_has_the_new_words(folder:
     assert checkpoint_convert.main(words) == 0
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["vocab_size"] == len(NEW) and config["model_type"] == "llama" and config["eos_token_id"] is None
-    assert vocabulary_in(tmp_path / "out") == {token: i for i, token in enumerate(NEW)}
+    assert read_vocabulary(tmp_path / "out") == {token: i for i, token in enumerate(NEW)}
     run(f"--load {tmp_path / 'out'}", tiny=REST)  # a folder like any other
 
 

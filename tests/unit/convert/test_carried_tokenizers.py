@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.convert.hf_origin import Provenance
-from megatron.convert.hf_tokenizer_config import for_both_versions
+from megatron.convert.hf_origin import Provenance, readable_by_transformers_4
 from megatron.core.dist_checkpointing.format import CheckpointError
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
 from tools import checkpoint_convert
@@ -56,16 +55,16 @@ def test_what_goes_in_comes_out(name: str, tmp_path: Path):
     ],
 )
 def test_any_other_content_is_carried_to_the_byte(text: bytes):
-    assert for_both_versions(text) == text
+    assert readable_by_transformers_4(text) == text
 
 
 def test_what_both_versions_would_read_otherwise_stays():
     """Tokens with names, 4's own meaning of the key, and a list that is there under the older name."""
     config = {"tokenizer_class": "TokenizersBackend", "extra_special_tokens": {"image_token": "<i>"}, "x": "ü"}
-    written = json.loads(for_both_versions(json.dumps(config).encode()))
+    written = json.loads(readable_by_transformers_4(json.dumps(config).encode()))
     assert written == config | {"tokenizer_class": "PreTrainedTokenizerFast"}
     config |= {"extra_special_tokens": ["a"], "additional_special_tokens": ["b"]}
-    assert json.loads(for_both_versions(json.dumps(config).encode()))["extra_special_tokens"] == ["a"]
+    assert json.loads(readable_by_transformers_4(json.dumps(config).encode()))["extra_special_tokens"] == ["a"]
 
 
 @pytest.mark.parametrize(

@@ -256,7 +256,7 @@ def test_a_call_of_what_is_allowed_is_not_made(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found, _ = read_pickle(pickle.dumps({"a": Calls(torch.save, 1, "ran")}, 2))
     assert not (tmp_path / "ran").exists()
-    assert str(found["a"].of) == "torch.serialization.save" and found["a"].arguments == (1, "ran")
+    assert str(found["a"].constructor) == "torch.serialization.save" and found["a"].arguments == (1, "ran")
 
 
 BAD_PICKLES = {
