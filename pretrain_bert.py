@@ -20,7 +20,11 @@ from megatron.training.batch_utils import get_batch_on_this_cp_rank, loss_report
 
 
 def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> nn.Module:
-    """This pipeline stage's part of the model. Without the binary head there are no token types."""
+    """Build this pipeline stage's part of the model.
+
+    pre_process: the part contains the embedding. post_process: it contains the heads and the losses. vp_stage: index of
+    the model chunk on this rank, with virtual pipeline stages. Without the binary head there are no token types.
+    """
     runtime = get_runtime()
     binary_head = runtime.config.masked_data.bert_binary_head
     return BertModel(
@@ -32,7 +36,11 @@ def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage
 
 
 def train_valid_test_datasets_provider(num_samples: list[int]) -> tuple[Any, Any, Any]:
-    """The data sets. The first rank builds their sample maps; the others wait. Every rank must call."""
+    """Build the training, validation and test sets.
+
+    num_samples: samples to provide of each of the three. The first rank builds the sample maps and the others wait, so
+    every rank must call.
+    """
     runtime = get_runtime()
     return build_bert_datasets(
         runtime.config.data,
@@ -45,44 +53,66 @@ def train_valid_test_datasets_provider(num_samples: list[int]) -> tuple[Any, Any
 
 
 def get_batch(data_iterator: Iterator | None) -> dict[str, Tensor]:
-    """The batch: is_random [b], padding_mask [b, s], all other entries [b, s] of this rank's tokens. Read on the first
-    tensor-parallel rank, broadcast to the others."""
+    """Read one microbatch on the first tensor-parallel rank and broadcast it to the others.
+
+    Returns int64 tensors: is_random [b]; padding_mask [b, s]; text, types, labels, loss_mask [b, s / cp], this
+    context-parallel rank's tokens. Every tensor-parallel rank of the stage must call.
+    """
     runtime = get_runtime()
-    b, s = runtime.config.training.micro_batch_size, runtime.config.data.seq_length
+    b = runtime.config.training.micro_batch_size
+    s = runtime.config.data.seq_length
+    tp = runtime.mesh["tp"]
+    device = runtime.device.torch_device
+
     data = next(data_iterator) if data_iterator is not None else None
-    where = (runtime.mesh["tp"], runtime.device.torch_device)
     keys = ["text", "types", "labels", "loss_mask", "padding_mask"]
-    whole = dict(zip(keys, broadcast_batch(keys, data, torch.int64, (b, s), *where)))
-    batch = get_batch_on_this_cp_rank(whole) | {"padding_mask": whole["padding_mask"]}  # of keys, which all are seen
-    (batch["is_random"],) = broadcast_batch(["is_random"], data, torch.int64, (b,), *where)
+    full_batch = dict(zip(keys, broadcast_batch(keys, data, torch.int64, (b, s), tp, device)))  # each [b, s]
+
+    batch = get_batch_on_this_cp_rank(full_batch)  # each [b, s / cp]
+    # The padding mask stays unsharded: it masks keys, and queries attend to the keys of every context-parallel rank.
+    batch["padding_mask"] = full_batch["padding_mask"]
+    (batch["is_random"],) = broadcast_batch(["is_random"], data, torch.int64, (b,), tp, device)
     return batch
 
 
 def loss_func(
     batch: dict[str, Tensor], is_training: bool, output: tuple[Tensor, Tensor | None]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """(loss, report). The loss is the mean over a microbatch's masked words, plus the mean over its sentence pairs.
+    """Return (loss of the microbatch, values to log).
 
-    output: losses of all words [b, s], and scores of the two sentence orders [b, 2] or None. A step's loss is the mean over its
-    microbatches, as in Megatron; the report holds means over all words and all pairs.
+    output: the losses of all tokens [b, s] and the sentence-order logits [b, 2]; None instead of them without the
+    binary head. The loss is the mean over the microbatch's masked tokens, plus the mean over its sentence pairs. A
+    step's loss is the mean over its microbatches, as in Megatron; the logged values are means over all masked tokens
+    and all pairs of the step.
     """
-    losses, order = output
-    mask = batch["loss_mask"].to(losses.dtype)
-    words = (losses * mask).sum(), mask.sum()
-    loss, report = mean_over_shared_samples(*words), loss_report(losses, mask, *words)
-    if order is None:
+    losses, binary_logits = output
+
+    # the masked language model's loss
+    loss_mask = batch["loss_mask"].to(losses.dtype)
+    loss_sum = (losses * loss_mask).sum()  # []
+    num_tokens = loss_mask.sum()  # []
+    loss = mean_over_shared_samples(loss_sum, num_tokens)
+    report = loss_report(losses, loss_mask, loss_sum, num_tokens)
+    if binary_logits is None:
         return loss, report
-    scores = order.to(torch.promote_types(order.dtype, torch.float32))
-    order_loss = functional.cross_entropy(scores, batch["is_random"])
-    pairs = torch.full_like(order_loss, len(scores))
-    report["sop loss"] = torch.stack((order_loss.detach() * pairs, pairs))
+
+    # the loss of the sentence order (sop), in float32 or wider
+    binary_logits = binary_logits.to(torch.promote_types(binary_logits.dtype, torch.float32))
+    sop_loss = functional.cross_entropy(binary_logits, batch["is_random"])
+    num_pairs = torch.full_like(sop_loss, len(binary_logits))
+    report["sop loss"] = torch.stack((sop_loss.detach() * num_pairs, num_pairs))
     if not is_training:
-        report["sop accuracy"] = torch.stack(((scores.argmax(dim=1) == batch["is_random"]).sum(), pairs))
-    return loss + order_loss, report
+        num_correct = (binary_logits.argmax(dim=1) == batch["is_random"]).sum()
+        report["sop accuracy"] = torch.stack((num_correct, num_pairs))
+    return loss + sop_loss, report
 
 
 def forward_step(data_iterator: Iterator | None, model: nn.Module) -> tuple[Any, Any]:
-    """One microbatch through this stage. Every stage needs the padding mask."""
+    """Run one microbatch through this pipeline stage; return its output and the loss function to apply to it.
+
+    The output is (losses [b, s], sentence-order logits [b, 2] or None) on the last stage, hidden states [s, b, h] on
+    the others. Every stage reads the batch, because attention needs its padding mask.
+    """
     with get_timers()("batch-generator", log_level=2):
         batch = get_batch(data_iterator)
     types = batch["types"] if get_runtime().config.masked_data.bert_binary_head else None

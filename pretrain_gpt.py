@@ -18,13 +18,21 @@ from megatron.training.batch_utils import get_batch_on_this_cp_rank, get_batch_o
 
 
 def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> nn.Module:
-    """This pipeline stage's part of the model."""
+    """Build this pipeline stage's part of the model.
+
+    pre_process: the part contains the embedding. post_process: it contains the output layer and the loss. vp_stage:
+    index of the model chunk on this rank, with virtual pipeline stages.
+    """
     runtime = get_runtime()
     return GPTModel(runtime.config.transformer, **runtime.model_parts(pre_process, post_process, vp_stage))
 
 
 def train_valid_test_datasets_provider(num_samples: list[int]) -> tuple[Any, Any, Any]:
-    """The data sets. The first rank builds their indices; the others wait. Every rank must call."""
+    """Build the training, validation and test sets.
+
+    num_samples: samples to provide of each of the three. The first rank builds the indices and the others wait, so
+    every rank must call.
+    """
     runtime = get_runtime()
     return build_gpt_datasets(
         runtime.config.data,
@@ -37,23 +45,39 @@ def train_valid_test_datasets_provider(num_samples: list[int]) -> tuple[Any, Any
 
 
 def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """(sum of losses over unmasked tokens, number of unmasked tokens, report). Both inputs are [b, s]."""
+    """Return (sum of the losses of unmasked tokens, number of unmasked tokens, values to log).
+
+    loss_mask, losses: [b, s], this rank's tokens of one microbatch. The training step divides the sum over all
+    microbatches and data-parallel ranks by the number of tokens.
+    """
     loss_mask = loss_mask.to(losses.dtype)
-    loss_sum, num_tokens = (losses * loss_mask).sum(), loss_mask.sum()
+    loss_sum = (losses * loss_mask).sum()  # []
+    num_tokens = loss_mask.sum()  # []
     return loss_sum, num_tokens, loss_report(losses, loss_mask, loss_sum, num_tokens)
 
 
 def forward_step(data_iterator: Iterator | None, model: nn.Module) -> tuple[Tensor, Any]:
-    """One microbatch through this stage. Middle stages need no batch, unless --reset-attention-mask needs its documents, or
-    --reset-position-ids its positions, from which rotary angles restart."""
-    is_end = mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage()
+    """Run one microbatch through this pipeline stage; return its output and the loss function to apply to it.
+
+    The output is losses [b, s] on the last stage, hidden states [s, b, h] on the others.
+    """
+    # A middle stage receives hidden states and needs no batch, with two exceptions: --reset-attention-mask needs the
+    # document of each token, and --reset-position-ids the positions from which rotary angles restart.
     config = get_runtime().config
-    if not is_end and not (config.data.reset_attention_mask or config.restarts_angles):
+    is_end_stage = mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage()
+    needs_batch = is_end_stage or config.data.reset_attention_mask or config.restarts_angles
+    if not needs_batch:
         return model(None, None), None
+
     with get_timers()("batch-generator", log_level=2):
-        batch = get_batch_on_this_cp_rank(get_batch_on_this_tp_rank(data_iterator))
+        batch = get_batch_on_this_tp_rank(
+            data_iterator
+        )  # read on the first tensor-parallel rank, broadcast to the others
+        batch = get_batch_on_this_cp_rank(batch)  # [b, s] -> this context-parallel rank's tokens
         tokens, labels, loss_mask, documents, position_ids = batch.values()
-    return model(tokens, position_ids, documents, labels=labels), partial(loss_func, loss_mask)
+
+    output = model(tokens, position_ids, documents, labels=labels)
+    return output, partial(loss_func, loss_mask)
 
 
 if __name__ == "__main__":

@@ -19,14 +19,25 @@ from megatron.training.batch_utils import get_batch_on_this_cp_rank, loss_report
 
 
 def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> nn.Module:
-    """This pipeline stage's part of the model."""
+    """Build this pipeline stage's part of the model.
+
+    pre_process: the part contains the embedding. post_process: it contains the output layer and the loss. vp_stage:
+    index of the model chunk on this rank, with virtual pipeline stages.
+    """
     runtime = get_runtime()
-    length, parts = runtime.config.data.decoder_seq_length, runtime.model_parts(pre_process, post_process, vp_stage)
-    return T5Model(runtime.config.transformer, decoder_seq_length=length, **parts)
+    return T5Model(
+        runtime.config.transformer,
+        decoder_seq_length=runtime.config.data.decoder_seq_length,
+        **runtime.model_parts(pre_process, post_process, vp_stage),
+    )
 
 
 def train_valid_test_datasets_provider(num_samples: list[int]) -> tuple[Any, Any, Any]:
-    """The data sets. The first rank builds their sample maps; the others wait. Every rank must call."""
+    """Build the training, validation and test sets.
+
+    num_samples: samples to provide of each of the three. The first rank builds the sample maps and the others wait, so
+    every rank must call.
+    """
     runtime = get_runtime()
     return build_t5_datasets(
         runtime.config.data,
@@ -39,37 +50,56 @@ def train_valid_test_datasets_provider(num_samples: list[int]) -> tuple[Any, Any
 
 
 def get_batch(data_iterator: Iterator | None) -> dict[str, Tensor]:
-    """The batch: enc_mask [b, s]; text_enc [b, s] and text_dec, labels, loss_mask [b, t] of this rank's tokens. Read on the first
-    tensor-parallel rank, broadcast to the others."""
+    """Read one microbatch on the first tensor-parallel rank and broadcast it to the others.
+
+    s, t: sequence length of the encoder and of the decoder. Returns int64 tensors: enc_mask [b, s]; text_enc [b, s /
+    cp] and text_dec, labels, loss_mask [b, t / cp], this context-parallel rank's tokens. Every tensor-parallel rank of
+    the stage must call.
+    """
     runtime = get_runtime()
-    b, lengths = runtime.config.training.micro_batch_size, runtime.config.data
+    b = runtime.config.training.micro_batch_size
+    s = runtime.config.data.seq_length
+    t = runtime.config.data.decoder_seq_length
+    tp = runtime.mesh["tp"]
+    device = runtime.device.torch_device
+
     data = next(data_iterator) if data_iterator is not None else None
-    where = (runtime.mesh["tp"], runtime.device.torch_device)
-    whole = {}
-    for length, keys in (
-        (lengths.seq_length, ["text_enc", "enc_mask"]),
-        (lengths.decoder_seq_length, ["text_dec", "labels", "loss_mask"]),
-    ):
-        whole |= dict(zip(keys, broadcast_batch(keys, data, torch.int64, (b, length), *where)))
-    return get_batch_on_this_cp_rank(whole) | {"enc_mask": whole["enc_mask"]}  # of keys, which all are seen
+    full_batch = {}
+    for keys, length in ((["text_enc", "enc_mask"], s), (["text_dec", "labels", "loss_mask"], t)):
+        tensors = broadcast_batch(keys, data, torch.int64, (b, length), tp, device)  # each [b, length]
+        full_batch |= dict(zip(keys, tensors))
+
+    batch = get_batch_on_this_cp_rank(full_batch)  # each [b, length / cp]
+    # The encoder's mask stays unsharded: it masks keys, and queries attend to the keys of every context-parallel rank.
+    batch["enc_mask"] = full_batch["enc_mask"]
+    return batch
 
 
 def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """(sum of losses over the spans' tokens, their number, report). Both inputs are [b, t]."""
+    """Return (sum of the losses of the spans' tokens, number of these tokens, values to log).
+
+    loss_mask, losses: [b, t], this rank's tokens of one microbatch. The training step divides the sum over all
+    microbatches and data-parallel ranks by the number of tokens.
+    """
     loss_mask = loss_mask.to(losses.dtype)
-    loss_sum, num_tokens = (losses * loss_mask).sum(), loss_mask.sum()
+    loss_sum = (losses * loss_mask).sum()  # []
+    num_tokens = loss_mask.sum()  # []
     return loss_sum, num_tokens, loss_report(losses, loss_mask, loss_sum, num_tokens)
 
 
 def forward_step(data_iterator: Iterator | None, model: nn.Module) -> tuple[Any, Any]:
-    """One microbatch through this stage. Every stage needs the encoder's padding."""
+    """Run one microbatch through this pipeline stage; return its output and the loss function to apply to it.
+
+    The output is losses [b, t] on the last stage, hidden states on the others. Every stage reads the batch, because
+    attention needs the encoder's padding mask.
+    """
     with get_timers()("batch-generator", log_level=2):
         batch = get_batch(data_iterator)
     output = model(batch["text_enc"], batch["text_dec"], batch["enc_mask"], batch["labels"])
     return output, partial(loss_func, batch["loss_mask"])
 
 
-# What the published models of version 1.0 compute; version 1.1: --gated --activation gelu-tanh and an output layer of its own.
+# The architecture of the published T5 1.0. Version 1.1 has --gated --activation gelu-tanh and an untied output layer.
 DEFAULTS = {
     "tokenizer_type": "BertWordPieceLowerCase",
     "position_embedding_type": "relative",

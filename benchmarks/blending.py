@@ -1,4 +1,4 @@
-"""Time to choose which data set of a blend gives each sample, here and in megatron-core's compiled helper, in turns.
+"""Measure how fast a blend chooses the data set of each sample, here and in megatron-core's compiled helper.
 
     MEGATRON_CORE_PATH=FOLDER python benchmarks/blending.py --datasets 5 1000 --samples 10000000
 
@@ -25,7 +25,7 @@ from megatron.core.datasets.blend import normalized, weighted_indices
 
 
 def compiled_helper() -> Callable[[list[float], int], tuple[np.ndarray, np.ndarray]] | None:
-    """The helper's choices, in the form of ours; None without MEGATRON_CORE_PATH."""
+    """Return the helper as a function with our signature; None without MEGATRON_CORE_PATH."""
     if "MEGATRON_CORE_PATH" not in os.environ:
         return None
     (path,) = glob.glob(f"{os.environ['MEGATRON_CORE_PATH']}/megatron/core/datasets/helpers_cpp*.so")
@@ -34,9 +34,10 @@ def compiled_helper() -> Callable[[list[float], int], tuple[np.ndarray, np.ndarr
     spec.loader.exec_module(helpers)
 
     def choose(shares: list[float], size: int) -> tuple[np.ndarray, np.ndarray]:
-        chosen, numbers = np.zeros(size, np.int16), np.zeros(size, np.int64)
-        helpers.build_blending_indices(chosen, numbers, np.array(shares), len(shares), size, False)
-        return chosen, numbers
+        dataset_index = np.zeros(size, np.int16)
+        sample_index = np.zeros(size, np.int64)
+        helpers.build_blending_indices(dataset_index, sample_index, np.array(shares), len(shares), size, False)
+        return dataset_index, sample_index
 
     return choose
 
@@ -44,15 +45,22 @@ def compiled_helper() -> Callable[[list[float], int], tuple[np.ndarray, np.ndarr
 def timed(
     choose: Callable, shares: list[float], size: int
 ) -> tuple[tuple[float, float], tuple[np.ndarray, np.ndarray]]:
-    """((elapsed, processor) microseconds a sample, the choices)."""
-    started, before = time.perf_counter(), time.process_time()
+    """Return ((elapsed, processor) microseconds a sample, the choices)."""
+    start = time.perf_counter()
+    cpu_start = time.process_time()
     result = choose(shares, size)
-    return tuple(1e6 * s / size for s in (time.perf_counter() - started, time.process_time() - before)), result
+    elapsed = time.perf_counter() - start
+    cpu = time.process_time() - cpu_start
+    return (1e6 * elapsed / size, 1e6 * cpu / size), result
 
 
 def compare(count: int, size: int, rounds: int) -> None:
+    """Blend `count` data sets with random weights by each contender in turns, and print their times."""
     shares = normalized(np.random.RandomState(count).rand(count).tolist())
-    contenders = {"ours": weighted_indices} | ({"helper": helper} if (helper := compiled_helper()) else {})
+    contenders = {"ours": weighted_indices}
+    helper = compiled_helper()
+    if helper is not None:
+        contenders["helper"] = helper
     spent: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     for _ in range(rounds):
         choices = []
@@ -64,7 +72,7 @@ def compare(count: int, size: int, rounds: int) -> None:
             sys.exit(f"{count} data sets: the choices differ")
     print(f"{count} data sets, {size:,} samples, {rounds} rounds")
     for kind, label in enumerate(("by the clock", "by processor time")):
-        medians = {name: statistics.median(times[kind] for times in found) for name, found in spent.items()}
+        medians = {name: statistics.median(times[kind] for times in rounds) for name, rounds in spent.items()}
         line = ", ".join(f"{name} {median:.3f} us a sample" for name, median in medians.items())
         if "helper" in spent:
             ratios = [a[kind] / b[kind] for a, b in zip(spent["ours"], spent["helper"])]

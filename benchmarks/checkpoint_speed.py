@@ -1,4 +1,4 @@
-"""How fast a checkpoint is saved and loaded, against the disk and the hash alone, in one run.
+"""Measure how fast a checkpoint is saved and loaded, against the disk and the hash alone, in one run.
 
     python benchmarks/checkpoint_speed.py                         one process, 512 MiB
     python benchmarks/checkpoint_speed.py --processes 2 --mib 256 --folder /scratch
@@ -7,9 +7,10 @@
     load     `open_checkpoint`, `read_into`        against   reading a file of as many bytes and hashing them
     stall    what `AsyncSaver.start` takes    against   copying the tensors within memory
 
-As many processes do each side, each its own part; they take turns, `--rounds` turns, and a turn lasts until the last process is done.
-Prints the median of both sides in seconds, and ours relative to the other: speeds for save and load (1 is as fast), times for the stall.
-Reads come from the system's cache on both sides. Also the most memory that a save and a load have taken beside the tensors.
+Both sides use as many processes, each for its own part. They take turns, `--rounds` times, and a turn lasts until the last
+process is done. Prints the median of both sides in seconds, and ours relative to the other: speeds for save and load (1 is as
+fast), times for the stall. Reads come from the system's cache on both sides. Also prints the peak memory of a save and of a
+load, without the tensors.
 """
 
 import argparse
@@ -38,65 +39,70 @@ TENSORS = 8
 
 
 def parts(world: Axis, mib: int) -> dict[str, LocalTensor]:
-    """This process's rows of each tensor: `mib` MiB in all."""
-    rows, columns = (mib << 20) // (TENSORS * 4 * 1024), 1024
-    draw = torch.Generator().manual_seed(world.rank)
+    """Make this process's rows of each tensor: `mib` MiB in all."""
+    columns = 1024
+    rows = (mib << 20) // (TENSORS * 4 * columns)
+    generator = torch.Generator().manual_seed(world.rank)
     tensors = {}
     for number in range(TENSORS):
-        x = torch.rand((rows, columns), generator=draw)
+        x = torch.rand((rows, columns), generator=generator)
         box = ((world.rank * rows, (world.rank + 1) * rows), (0, columns))
         tensors[f"x{number}"] = LocalTensor(x, (rows * world.size, columns), [(box, whole(x.shape))], True)
     return tensors
 
 
 def write_plainly(path: Path, tensors: dict[str, LocalTensor]) -> None:
+    """Write and hash the bytes of the tensors, with fsync."""
     digest = hashlib.sha256()
     with open(path, "wb", buffering=0) as file:
         for local in tensors.values():
             data = memoryview(local.tensor.view(-1).view(torch.uint8).numpy())
-            for at in range(0, len(data), CHUNK):
-                digest.update(data[at : at + CHUNK])
-                file.write(data[at : at + CHUNK])
+            for start in range(0, len(data), CHUNK):
+                digest.update(data[start : start + CHUNK])
+                file.write(data[start : start + CHUNK])
         os.fsync(file.fileno())
 
 
-def read_plainly(path: Path, room: memoryview) -> None:
+def read_plainly(path: Path, buffer: memoryview) -> None:
+    """Read and hash a file."""
     digest = hashlib.sha256()
     with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(room):
-            digest.update(room[:count])
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
 
 
 def timed(world: Axis, work: Callable[[], object]) -> float:
-    """Seconds until the last process is done."""
+    """Return the seconds until the last process is done. Every rank must call."""
     collectives.barrier(world)
-    began = time.perf_counter()
+    start = time.perf_counter()
     work()
     collectives.barrier(world)
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
-def most_memory(work: Callable[[], object]) -> float:
-    """MiB by which this process has grown at most while it worked."""
+def peak_memory(work: Callable[[], object]) -> float:
+    """Return the peak MiB by which this process grows during the work."""
     with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the peak begins anew
+        file.write("5")  # resets the peak
     before = _resident("VmRSS")
     work()
     return (_resident("VmHWM") - before) / 1024
 
 
 def _resident(field: str) -> int:
-    """KiB."""
+    """Return a field of the process's status, in KiB."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(lines[field].split()[0])
 
 
 def measure(options: argparse.Namespace, world: Axis) -> dict[str, list[tuple[float, float]]]:
-    """(ours, the other's) of each round in seconds."""
-    tensors, folder = parts(world, options.mib), Path(options.folder)
-    plain, root = folder / f"plain_{world.rank}", folder / "ours"
+    """Return (ours, the other's) seconds of each round, for save, load and stall. Every rank must call."""
+    tensors = parts(world, options.mib)
+    folder = Path(options.folder)
+    plain = folder / f"plain_{world.rank}"
+    root = folder / "ours"
     copies = [torch.empty_like(local.tensor) for local in tensors.values()]
-    room = memoryview(bytearray(CHUNK))
+    buffer = memoryview(bytearray(CHUNK))
     background = AsyncSaver(world)
     background.reserve(tensors)
     results: dict[str, list[tuple[float, float]]] = {"save": [], "load": [], "stall": []}
@@ -111,16 +117,22 @@ def measure(options: argparse.Namespace, world: Axis) -> dict[str, list[tuple[fl
     def save() -> None:
         save_checkpoint(root, 1, tensors, {}, world)
 
-    memory = most_memory(save), most_memory(load)  # first: a heap that has grown hides what a later call takes
+    # Memory is measured first: a heap that has grown hides what a later call takes.
+    save_mib = peak_memory(save)
+    load_mib = peak_memory(load)
     if world.is_first:
         box = options.mib / TENSORS
-        print(f"memory beside the tensors: save {memory[0]:.0f} MiB, load {memory[1]:.0f} MiB; a box has {box:.0f} MiB")
+        print(f"memory beside the tensors: save {save_mib:.0f} MiB, load {load_mib:.0f} MiB; a box has {box:.0f} MiB")
     for _ in range(options.rounds):
-        written = timed(world, lambda: write_plainly(plain, tensors))
-        results["save"].append((timed(world, save), written))
-        results["load"].append((timed(world, load), timed(world, lambda: read_plainly(plain, room))))
-        copied = timed(world, copy)
-        results["stall"].append((timed(world, lambda: background.start(folder / "beside", 1, tensors, {})), copied))
+        write_seconds = timed(world, lambda: write_plainly(plain, tensors))
+        save_seconds = timed(world, save)
+        results["save"].append((save_seconds, write_seconds))
+        load_seconds = timed(world, load)
+        read_seconds = timed(world, lambda: read_plainly(plain, buffer))
+        results["load"].append((load_seconds, read_seconds))
+        copy_seconds = timed(world, copy)
+        stall_seconds = timed(world, lambda: background.start(folder / "beside", 1, tensors, {}))
+        results["stall"].append((stall_seconds, copy_seconds))
         background.finish()
         collectives.barrier(world)
         if world.is_first:
@@ -153,6 +165,7 @@ def main() -> None:
 
 
 def launch(processes: int, folder: str) -> int:
+    """Start the ranks; return the largest exit code."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

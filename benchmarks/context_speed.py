@@ -1,18 +1,18 @@
-"""Attention of a long sample that two processes share round the ring, beside one process with two threads and beside torch's own ring.
+"""Measure ring attention of a sample on two processes, beside one process with two threads and beside torch's own ring.
 
     python benchmarks/context_speed.py results.jsonl                         four shapes at 8,192 tokens, about four minutes of a quiet machine
     python benchmarks/context_speed.py results.jsonl --rounds 9 --shapes 0 2
     python benchmarks/context_speed.py --profile                             where a rank's time goes, of the first shape
 
-Two processes over gloo, one thread each; while rank 0 computes alone with two threads, rank 1 waits. All ways begin with heads as a
-layer has them, [s, b, n, d]; their kernels want each head's rows side by side, and each way copies them. In each round all ways take
-their turn, each round beginning with another, forward and backward, causal, without dropout; before the first round their results are
-compared. A line of the record has the median seconds of each way, processor seconds of both processes, and two ratios, each the median over rounds, with their least
-and largest beside them:
+Two processes over gloo have one thread each; while rank 0 computes alone with two threads, rank 1 waits. All contenders begin
+with heads as a layer has them, [s, b, n, d]; their kernels need [b, n, s, d], and each contender copies them. In each round all
+contenders take a turn, in an order that rotates: forward and backward, causal, without dropout. Before the first round their
+results are compared. A record has the median seconds of each contender, processor seconds of both processes, and two ratios,
+each the median over rounds, with the smallest and the largest beside it:
 
     of one process     one process' seconds / ours: at least 0.85
-    of torch's ring    seconds of torch's ring / ours: at least 1. Of its two ways to pass keys on that with the smaller median (the
-                       faster one of each round would be the luckier one)
+    of torch's ring    seconds of torch's ring / ours: at least 1. Of torch's two methods to rotate keys, the one with the smaller
+                       median counts. (The faster one of each round would be favoured by noise.)
 
 Exit code 1 if a ratio is less. Other work on the machine makes the seconds noise; processor seconds are robust.
 """
@@ -42,14 +42,16 @@ LEAST = {"of one process": 0.85, "of torch's ring": 1.0}
 CLOSE = {"float32": 1e-5, "bfloat16": 3e-2}  # of a tensor's largest value
 RANKS = 2
 
-Way = Callable[[], "list"]  # forward and backward once: the result and the gradients of q, k, v, of my rows
+Contender = Callable[
+    [], "list"
+]  # one forward and backward: the output and the gradients of q, k, v, of this rank's rows
 
 
 # ---------------------------------------------------------------- one rank
 
 
-def ways_of(shape: tuple[int, int, int, str], length: int) -> dict[str, Way]:
-    """Every rank must call each of them."""
+def make_contenders(shape: tuple[int, int, int, str], length: int) -> dict[str, Contender]:
+    """Return all contenders by name. Every rank must call each of them."""
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
@@ -59,82 +61,97 @@ def ways_of(shape: tuple[int, int, int, str], length: int) -> dict[str, Way]:
     from megatron.core.parallel.global_state import get_mesh
 
     heads, groups, width, dtype = shape
-    axis, draw = get_mesh()["cp"], torch.Generator().manual_seed(7)
-    whole = [
-        torch.randn(length, 1, n, width, generator=draw).to(getattr(torch, dtype))
+    axis = get_mesh()["cp"]
+    generator = torch.Generator().manual_seed(7)
+    # q, k, v and the gradient of the output
+    full_inputs = [
+        torch.randn(length, 1, n, width, generator=generator).to(getattr(torch, dtype))
         for n in (heads, groups, groups, heads)
-    ]
-    mine = [shard_sequence(x, axis, dim=0) for x in whole]  # [s / c, 1, n, d]
+    ]  # [s, 1, n, d]
+    local_inputs = [shard_sequence(x, axis, dim=0) for x in full_inputs]  # [s / c, 1, n, d]
 
     def ours(kind: str) -> list[torch.Tensor]:
-        q, k, v = (x.detach().requires_grad_() for x in mine[:3])
+        q, k, v = (x.detach().requires_grad_() for x in local_inputs[:3])
         dropout = AttentionDropout(0.0, DropoutKeys(0), 0, 0)
         out = METHODS[kind].attend(AttentionInputs(q, k, v, None, dropout, "auto", plain), ContextParallel(axis))
-        out.backward(mine[3])
+        out.backward(local_inputs[3])
         return [out.detach(), q.grad, k.grad, v.grad]
 
     def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: None) -> torch.Tensor:
-        of_heads = (x.permute(1, 2, 0, 3).contiguous() for x in (q, k, v))  # float32 is faster so
-        return scaled_dot_product_attention(*of_heads, is_causal=True, enable_gqa=heads != groups).permute(2, 0, 1, 3)
+        # [s, b, n, d] -> [b, n, s, d]; contiguous, since float32 is faster then
+        q, k, v = (x.permute(1, 2, 0, 3).contiguous() for x in (q, k, v))
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != groups)
+        return out.permute(2, 0, 1, 3)  # [s, b, n, d]
 
     def alone() -> list[torch.Tensor]:
         if axis.rank > 0:
             return []
         torch.set_num_threads(RANKS)
-        q, k, v = (x.detach().requires_grad_() for x in whole[:3])
+        q, k, v = (x.detach().requires_grad_() for x in full_inputs[:3])
         out = plain(q, k, v, None)
-        out.backward(whole[3])
+        out.backward(full_inputs[3])
         torch.set_num_threads(1)
         return [shard_sequence(x, axis, dim=0) for x in (out.detach(), q.grad, k.grad, v.grad)]
 
     def torchs(rotate: str) -> list[torch.Tensor]:
-        return of_torch([x.permute(1, 2, 0, 3).contiguous() for x in mine], rotate)
+        return of_torch([x.permute(1, 2, 0, 3).contiguous() for x in local_inputs], rotate)
 
-    ways: dict[str, Way] = {
-        "one process": alone,
-        **{kind: partial(ours, kind) for kind in ("p2p", "all_gather", "a2a")},
-    }
-    return ways | {f"torch, {rotate}": partial(torchs, rotate) for rotate in ("alltoall", "allgather")}
+    contenders: dict[str, Contender] = {"one process": alone}
+    for kind in ("p2p", "all_gather", "a2a"):
+        contenders[kind] = partial(ours, kind)
+    for rotate in ("alltoall", "allgather"):
+        contenders[f"torch, {rotate}"] = partial(torchs, rotate)
+    return contenders
 
 
 def of_torch(heads: list, rotate: str) -> list:
-    """torch's public entry has no kernel on CPUs; its two inner functions have. heads: q, k, v and a gradient [b, n, s / c, d]."""
-    import torch
-    from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
+    """Run torch's ring attention forward and backward; return the output and gradients, [s / c, b, n, d].
 
-    theirs.set_rotate_method(rotate)
+    heads: q, k, v and the gradient of the output, [b, n, s / c, d]. Called are two inner functions, because torch's
+    public entry has no kernel for CPUs.
+    """
+    import torch
+    from torch.distributed.tensor.experimental._context_parallel import _attention as torch_ring
+
+    torch_ring.set_rotate_method(rotate)
     q, k, v, grad = heads
-    group, aten = torch.distributed.group.WORLD, torch.ops.aten
+    group = torch.distributed.group.WORLD
+    aten = torch.ops.aten
     forward = aten._scaled_dot_product_flash_attention_for_cpu.default
     backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    out, log_sums, *_ = theirs._templated_ring_attention(group, 2, forward, q, k, v, is_causal=True)
-    given = (grad, "grad_out", q, k, v, out, log_sums)
-    grads = theirs._templated_ring_attention_backward(group, 2, backward, *given, is_causal=True, dropout_p=0.0)
-    return [x.permute(2, 0, 1, 3) for x in (out, *grads[:3])]
+    out, logsumexp, *_ = torch_ring._templated_ring_attention(group, 2, forward, q, k, v, is_causal=True)
+    saved = (q, k, v, out, logsumexp)
+    dq, dk, dv, *_ = torch_ring._templated_ring_attention_backward(
+        group, 2, backward, grad, "grad_out", *saved, is_causal=True, dropout_p=0.0
+    )
+    return [x.permute(2, 0, 1, 3) for x in (out, dq, dk, dv)]
 
 
-def measured(way: Way) -> tuple[float, float, list]:
-    """Seconds until all ranks are done, processor seconds of this one, and what the way returns."""
+def measured(contender: Contender) -> tuple[float, float, list]:
+    """Return the seconds until all ranks are done, the processor seconds of this one, and the contender's results."""
     import torch.distributed as dist
 
     dist.barrier()
-    began, used = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF)
-    found = way()
-    now = resource.getrusage(resource.RUSAGE_SELF)
+    start = time.monotonic()
+    usage_before = resource.getrusage(resource.RUSAGE_SELF)
+    results = contender()
+    usage = resource.getrusage(resource.RUSAGE_SELF)
     dist.barrier()
-    return time.monotonic() - began, now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime, found
+    seconds = time.monotonic() - start
+    cpu_seconds = usage.ru_utime + usage.ru_stime - usage_before.ru_utime - usage_before.ru_stime
+    return seconds, cpu_seconds, results
 
 
-def same(found: dict[str, list], dtype: str) -> None:
-    """Raises AssertionError if a way's numbers are not those of the ring, up to rounding."""
-    for name, tensors in found.items():
-        for what, x, expected in zip(("result", "dq", "dk", "dv"), tensors, found["p2p"]):
+def check_same(results: dict[str, list], dtype: str) -> None:
+    """Raise AssertionError if a contender's numbers are not those of our ring, up to rounding."""
+    for name, tensors in results.items():
+        for part, x, expected in zip(("result", "dq", "dk", "dv"), tensors, results["p2p"]):
             worst = ((x.float() - expected.float()).abs().max() / expected.float().abs().max()).item()
-            assert worst <= CLOSE[dtype], f"{name}: {what} differs by {worst}"
+            assert worst <= CLOSE[dtype], f"{name}: {part} differs by {worst}"
 
 
 def rank_main(folder: Path, shapes: list[int], length: int, rounds: int) -> None:
-    """Measures these shapes, and writes what this rank saw to a file of its own in `folder`."""
+    """Measure these shapes, and write this rank's times to a file of its own in `folder`."""
     sys.path.insert(0, str(ROOT))
     import torch
     import torch.distributed as dist
@@ -148,20 +165,23 @@ def rank_main(folder: Path, shapes: list[int], length: int, rounds: int) -> None
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(context_parallel_size=RANKS)
-    seen = []
-    for shape in (SHAPES[number] for number in shapes):
-        ways, times = ways_of(shape, length), []
-        same({name: measured(way)[2] for name, way in ways.items()}, shape[-1])  # warm, too
-        names = sorted(ways)
+    times_of_shapes = []
+    for number in shapes:
+        shape = SHAPES[number]
+        contenders = make_contenders(shape, length)
+        results = {name: measured(contender)[2] for name, contender in contenders.items()}  # a warm-up, too
+        check_same(results, shape[-1])
+        names = sorted(contenders)
+        times = []
         for turn in range(rounds):
             order = names[turn % len(names) :] + names[: turn % len(names)]
-            times.append({name: measured(ways[name])[:2] for name in order})
-        seen.append(times)
-    (folder / str(dist.get_rank())).write_text(json.dumps(seen))
+            times.append({name: measured(contenders[name])[:2] for name in order})
+        times_of_shapes.append(times)
+    (folder / str(dist.get_rank())).write_text(json.dumps(times_of_shapes))
 
 
 def profile_main(length: int) -> None:
-    """Prints rank 0's table of the ring, by time of its own."""
+    """Print the profile of our ring on rank 0, by self time."""
     sys.path.insert(0, str(ROOT))
     import torch
     import torch.distributed as dist
@@ -175,10 +195,10 @@ def profile_main(length: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(context_parallel_size=RANKS)
-    way = ways_of(SHAPES[0], length)["p2p"]
-    way()
+    ring = make_contenders(SHAPES[0], length)["p2p"]
+    ring()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        way()
+        ring()
     dist.barrier()
     if dist.get_rank() == 0:
         print(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=60))
@@ -187,14 +207,14 @@ def profile_main(length: int) -> None:
 # ---------------------------------------------------------------- the command
 
 
-def started(*arguments: str) -> None:
-    """This file as two ranks, until both have ended. Raises CalledProcessError if one fails."""
+def run_ranks(*arguments: str) -> None:
+    """Run this file as two ranks, until both have ended. Raises CalledProcessError if one fails."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    place = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": str(RANKS)}
+    shared = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": str(RANKS)}
     command = [sys.executable, __file__, *arguments]
-    processes = [subprocess.Popen(command, env=os.environ | place | {"RANK": str(rank)}) for rank in range(RANKS)]
+    processes = [subprocess.Popen(command, env=os.environ | shared | {"RANK": str(rank)}) for rank in range(RANKS)]
     for process in processes:
         if process.wait():
             for other in processes:
@@ -203,23 +223,23 @@ def started(*arguments: str) -> None:
 
 
 def record(shape: tuple[int, int, int, str], length: int, ranks: list[list[dict]]) -> dict:
-    """One line. ranks: of each rank its rounds, way -> (seconds, processor seconds)."""
+    """Return the record of a shape. ranks: the rounds of each rank, contender -> (seconds, processor seconds)."""
     rounds = [{name: max(rank[name][0] for rank in both) for name in both[0]} for both in zip(*ranks)]
     used = [{name: sum(rank[name][1] for rank in both) for name in both[0]} for both in zip(*ranks)]
     seconds = {name: round(statistics.median(times[name] for times in rounds), 4) for name in sorted(rounds[0])}
     faster = min((name for name in seconds if name.startswith("torch")), key=seconds.__getitem__)
     peers = {"of one process": "one process", "of torch's ring": faster}
     ratios = {name: [times[peer] / times["p2p"] for times in rounds] for name, peer in peers.items()}
-    middle = {name: round(statistics.median(values), 3) for name, values in ratios.items()}
+    medians = {name: round(statistics.median(values), 3) for name, values in ratios.items()}
     return {
         **dict(zip(("heads", "groups", "width", "dtype"), shape)),
         "length": length,
         "rounds": len(rounds),
         "seconds": seconds,
         "processor seconds": {name: round(statistics.median(times[name] for times in used), 4) for name in used[0]},
-        **middle,
-        "ranges": {name: [round(pick(values), 3) for pick in (min, max)] for name, values in ratios.items()},
-        "ok": all(middle[name] >= least for name, least in LEAST.items()),
+        **medians,
+        "ranges": {name: [round(min(values), 3), round(max(values), 3)] for name, values in ratios.items()},
+        "ok": all(medians[name] >= least for name, least in LEAST.items()),
     }
 
 
@@ -236,26 +256,29 @@ def main() -> int:
     )
     parser.add_argument("--profile", action="store_true", help="print rank 0's table of the ring, and measure nothing")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    options = parser.parse_args()
     if "RANK" in os.environ:
-        profile_main(given.length) if given.profile else rank_main(
-            given.folder, given.shapes, given.length, given.rounds
-        )
+        if options.profile:
+            profile_main(options.length)
+        else:
+            rank_main(options.folder, options.shapes, options.length, options.rounds)
         return 0
-    if given.profile:
-        started("--profile", "--length", str(given.length))
+    if options.profile:
+        run_ranks("--profile", "--length", str(options.length))
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        shapes = ("--shapes", *map(str, given.shapes))
-        started("--folder", folder, "--length", str(given.length), "--rounds", str(given.rounds), *shapes)
+        shapes = ("--shapes", *map(str, options.shapes))
+        run_ranks("--folder", folder, "--length", str(options.length), "--rounds", str(options.rounds), *shapes)
         ranks = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(RANKS)]
-    lines = [record(SHAPES[number], given.length, list(both)) for number, *both in zip(given.shapes, *ranks)]
-    for line in lines:
+    records = []
+    for number, *times_of_ranks in zip(options.shapes, *ranks):
+        records.append(record(SHAPES[number], options.length, times_of_ranks))
+    for line in records:
         print(json.dumps(line))
-    if given.results:
-        with given.results.open("a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
-    return 0 if all(line["ok"] for line in lines) else 1
+    if options.results:
+        with options.results.open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in records)
+    return 0 if all(line["ok"] for line in records) else 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Memory and speed of tools/checkpoint_convert.py, in both directions, against a copy of as many bytes.
+"""Measure memory and speed of tools/checkpoint_convert.py, in both directions, against a copy of as many bytes.
 
     python benchmarks/conversion.py --results conversion.jsonl               a Llama of 2.2 GB in bfloat16, in files of 500 MB
     python benchmarks/conversion.py --layers 4 --rounds 1 --folder /scratch
@@ -39,7 +39,7 @@ from megatron.convert.formats.safetensors_header import header_of, read_header  
 
 CHUNK = 16 << 20  # bytes that pass at a time on the plain side
 MARGIN = 100_000_000  # bytes
-MORE = 1 << 29  # bytes of memory for a process beside its output
+EXTRA_MEMORY = 1 << 29  # bytes of memory for a process beside its output
 ITEM = {"bfloat16": 2, "float32": 4}
 HEAD, QUERIES, GROUPS = 64, 32, 8
 
@@ -48,11 +48,12 @@ HEAD, QUERIES, GROUPS = 64, 32, 8
 
 
 def shapes_of(layers: int, ffn: int, words: int) -> dict[str, tuple[int, ...]]:
-    """A Llama's tensors by their names."""
-    hidden, groups = HEAD * QUERIES, HEAD * GROUPS
+    """Return the shapes of a Llama's tensors, by their names."""
+    hidden = HEAD * QUERIES
+    kv_width = HEAD * GROUPS
     shapes = {"model.embed_tokens.weight": (words, hidden)}
     for i in range(layers):
-        rows = {"q": hidden, "k": groups, "v": groups, "o": hidden}
+        rows = {"q": hidden, "k": kv_width, "v": kv_width, "o": hidden}
         layer = {f"self_attn.{x}_proj": (count, hidden) for x, count in rows.items()}
         layer |= {"mlp.gate_proj": (ffn, hidden), "mlp.up_proj": (ffn, hidden), "mlp.down_proj": (hidden, ffn)}
         layer |= {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
@@ -61,10 +62,11 @@ def shapes_of(layers: int, ffn: int, words: int) -> dict[str, tuple[int, ...]]:
 
 
 def make_folder(folder: Path, options: argparse.Namespace) -> None:
-    """config.json, and random weights in files of at most 500 MB."""
+    """Write a Hugging Face folder: config.json, and random weights in files of at most 500 MB."""
     import numpy as np
 
-    shapes, item = shapes_of(options.layers, options.ffn, options.words), ITEM[options.dtype]
+    shapes = shapes_of(options.layers, options.ffn, options.words)
+    item = ITEM[options.dtype]
     config = {
         **{
             "model_type": "llama",
@@ -82,77 +84,84 @@ def make_folder(folder: Path, options: argparse.Namespace) -> None:
         if files[-1] and sum(map(int, map(np.prod, [*files[-1].values(), shape]))) * item > 500_000_000:
             files.append({})
         files[-1][name] = shape
-    dice, index = np.random.default_rng(0), {}
+    generator = np.random.default_rng(0)
+    index = {}  # tensor -> file
     for number, tensors in enumerate(files, 1):
         path = folder / f"model-{number:05d}-of-{len(files):05d}.safetensors"
         with open(path, "wb") as file:
             file.write(header_of({name: (options.dtype, shape) for name, shape in tensors.items()}))
             for name, shape in tensors.items():
-                index[name], left = path.name, int(np.prod(shape))
+                index[name] = path.name
+                left = int(np.prod(shape))
                 while left:
-                    some = dice.standard_normal(min(left, CHUNK // 4), dtype=np.float32)
-                    file.write(some if item == 4 else (some.view(np.uint32) >> 16).astype(np.uint16))
-                    left -= len(some)
+                    values = generator.standard_normal(min(left, CHUNK // 4), dtype=np.float32)
+                    if item == 4:
+                        file.write(values)
+                    else:  # bfloat16 is the upper half of float32
+                        file.write((values.view(np.uint32) >> 16).astype(np.uint16))
+                    left -= len(values)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
 
 
 def hashes_of(folder: Path) -> dict[str, str]:
-    """Each tensor's dtype, shape and SHA-256."""
-    found = {}
+    """Return each tensor's dtype, shape and SHA-256."""
+    hashes = {}
     for path in folder.glob("*.safetensors"):
         with open(path, "rb") as file:
             for name, x in read_header(path).items():
                 file.seek(x.start)
-                digest, left = hashlib.sha256(), x.nbytes
+                digest = hashlib.sha256()
+                left = x.nbytes
                 while left:
-                    digest.update(some := file.read(min(left, CHUNK)))
-                    left -= len(some)
-                found[name] = f"{x.dtype} {x.shape} {digest.hexdigest()}"
-    return found
+                    chunk = file.read(min(left, CHUNK))
+                    digest.update(chunk)
+                    left -= len(chunk)
+                hashes[name] = f"{x.dtype} {x.shape} {digest.hexdigest()}"
+    return hashes
 
 
 # ---------------------------------------------------------------- runs
 
 
 def copy_files(source: Path, target: Path) -> None:
-    """The plain side."""
+    """Copy and hash the files of a folder: the plain side."""
     target.mkdir()
-    room = memoryview(bytearray(CHUNK))
+    buffer = memoryview(bytearray(CHUNK))
     for path in sorted(path for path in source.rglob("*") if path.is_file()):
         digest = hashlib.sha256()
-        with open(path, "rb", buffering=0) as one, open(target / path.name, "wb", buffering=0) as other:
-            while count := one.readinto(room):
-                digest.update(room[:count])
-                rest = room[:count]
+        with open(path, "rb", buffering=0) as input_file, open(target / path.name, "wb", buffering=0) as output_file:
+            while count := input_file.readinto(buffer):
+                digest.update(buffer[:count])
+                rest = buffer[:count]
                 while rest:
-                    rest = rest[other.write(rest) :]
-            os.fsync(other.fileno())
+                    rest = rest[output_file.write(rest) :]
+            os.fsync(output_file.fileno())
 
 
 def run(*command: str) -> dict[str, float]:
-    """Seconds, processor seconds and most resident bytes of a process."""
-    began = time.perf_counter()
+    """Run a Python process; return its seconds, processor seconds and peak resident bytes."""
+    start = time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, *command], stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
-    _, status, used = os.wait4(process.pid, 0)
+    _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         sys.exit(f"{' '.join(command)}: exit code {process.returncode}")
-    seconds = time.perf_counter() - began
-    return {"seconds": seconds, "processor": used.ru_utime + used.ru_stime, "peak": 1024 * used.ru_maxrss}
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "processor": usage.ru_utime + usage.ru_stime, "peak": 1024 * usage.ru_maxrss}
 
 
 def get_ready(source: Path, scratch: Path, nbytes: int) -> None:
-    """Have the files of `source` in the page cache, and `nbytes` of free memory that has just been in use as page cache."""
-    room = memoryview(bytearray(CHUNK))
+    """Read the files of `source` into the page cache, and free `nbytes` of memory that has just been page cache."""
+    buffer = memoryview(bytearray(CHUNK))
     with open(scratch, "wb", buffering=0) as file:
         for _ in range(0, nbytes, CHUNK):
-            file.write(room)
+            file.write(buffer)
     for path in source.rglob("*"):
         if path.is_file():
             with open(path, "rb", buffering=0) as file:
-                while file.readinto(room):
+                while file.readinto(buffer):
                     pass
     scratch.unlink()
 
@@ -169,20 +178,23 @@ def bytes_in(folder: Path) -> int:
 
 
 def one_run(side: str, name: str, source: Path, work: Path) -> dict[str, float]:
-    """A run of a side of a direction. The output of the tool stays in `work/name`."""
-    command, target = [TOOL, "--load", str(source), *DIRECTIONS[name][1]], work / name
+    """Run one side, tool or copy, of a direction. The output of the tool stays in `work/name`."""
     if side == "copy":
-        command, target = [__file__, "--copy", str(source)], work / "copy"
+        command = [__file__, "--copy", str(source)]
+        target = work / "copy"
+    else:
+        command = [TOOL, "--load", str(source), *DIRECTIONS[name][1]]
+        target = work / name
     shutil.rmtree(target, ignore_errors=True)
     os.sync()
-    run(__file__, "--ready", str(source), str(work / "scratch"), str(bytes_in(source) + MORE))
+    run(__file__, "--ready", str(source), str(work / "scratch"), str(bytes_in(source) + EXTRA_MEMORY))
     took = run(*command, str(target))
     shutil.rmtree(work / "copy", ignore_errors=True)
     return took
 
 
 def measure(work: Path, model: Path, rounds: int) -> dict[str, list[dict[str, dict[str, float]]]]:
-    """For each direction, for each round, the run of each side."""
+    """Return the runs of each direction: for each round, the run of each side."""
     took: dict[str, list[dict[str, dict[str, float]]]] = {name: [] for name in DIRECTIONS}
     for turn in range(rounds):
         imports = run(TOOL, "--help")
@@ -249,9 +261,12 @@ def main() -> int:
     options = parser.parse_args()
     if options.copy or options.make or options.ready:  # the processes that this command starts
         if options.ready:
-            get_ready(*map(Path, options.ready[:2]), int(options.ready[2]))
+            source, scratch, nbytes = options.ready
+            get_ready(Path(source), Path(scratch), int(nbytes))
+        elif options.copy:
+            copy_files(*options.copy)
         else:
-            copy_files(*options.copy) if options.copy else make_folder(options.make, options)
+            make_folder(options.make, options)
         return 0
     fine = True
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
@@ -270,9 +285,10 @@ def main() -> int:
             if options.results:
                 with options.results.open("a") as file:
                     file.write(json.dumps(result) + "\n")
-        if not (same := hashes_of(model) == hashes_of(work / "out")):
+        is_same = hashes_of(model) == hashes_of(work / "out")
+        if not is_same:
             print("what came out differs from what went in")
-    return 0 if fine and same else 1
+    return 0 if fine and is_same else 1
 
 
 if __name__ == "__main__":

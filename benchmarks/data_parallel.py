@@ -1,4 +1,4 @@
-"""How fast a training step is on data-parallel ranks, against torch's own wrappers of the same model, in one run.
+"""Measure a training step on data-parallel ranks, against torch's own wrappers of the same model, in one run.
 
     python benchmarks/data_parallel.py                                two processes over gloo, one thread each, a minute or two
     python benchmarks/data_parallel.py --layers 8 --hidden 512 --limit-seconds 600
@@ -6,12 +6,12 @@
     ours 0        ZeRO stage 0                      ddp       torch.nn.parallel.DistributedDataParallel
     ours 3        ZeRO stage 3                      fsdp2     torch's fully_shard on every layer and on the whole
 
-Each contender has a GPTModel of its own with the same weights, trains on the same batches in float32 with AdamW (torch's fused one) and
-a norm clipped to 1, and overlaps communication with the backward as it does by default, or with our two flags. fully_shard gives up
-a layer's parameters after its forward, its default, as our stage 3 does. They take turns, `--steps` steps a turn, `--rounds` turns or
-as many as there is time for; the order goes round too. Prints milliseconds a step of each contender, and of processor time of one rank,
-which tells more on a machine that has other work (median, and the fastest and slowest turn), and the ratio of medians of ours to
-torch's: below 1 is faster.
+Each contender has a GPTModel of its own with the same weights, trains on the same batches in float32 with AdamW (torch's fused
+one) and clips the norm to 1. Communication overlaps with the backward, by default or by our two flags. fully_shard frees a
+layer's parameters after its forward, which is its default, as our stage 3 does. The contenders take turns of `--steps` steps,
+`--rounds` times or as often as there is time; the order rotates. Prints milliseconds a step of each contender by the clock, and
+by processor time of one rank, which tells more on a busy machine (median, and the fastest and slowest turn), and the ratio of
+medians of ours to torch's: below 1 is faster.
 """
 
 import argparse
@@ -42,12 +42,15 @@ from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.step import train_step
 
-LR, CLIP, DECAY = 1e-4, 1.0, 0.01
+LR = 1e-4
+CLIP = 1.0
+DECAY = 0.01
 PAIRS = (("ours 0", "ddp"), ("ours 3", "fsdp2"))
 Step = Callable[[], float]  # one step; its loss on this rank
 
 
 def build_model(options: argparse.Namespace, mesh: Mesh) -> tuple[GPTModel, DropoutKeys]:
+    """Build the model; its weights are the same for every contender."""
     config = ModelConfig(
         num_layers=options.layers,
         hidden_size=options.hidden,
@@ -68,23 +71,27 @@ def build_model(options: argparse.Namespace, mesh: Mesh) -> tuple[GPTModel, Drop
 
 
 def batches(options: argparse.Namespace, rank: int) -> Iterator[Tensor]:
-    """Tokens [b, s + 1], the same for every contender."""
+    """Yield random tokens [b, s + 1], the same for every contender."""
     generator = torch.Generator().manual_seed(rank)
     while True:
         yield torch.randint(0, options.vocab, (options.batch, options.sequence + 1), generator=generator)
 
 
 def forward(data: Iterator[Tensor], model: nn.Module, positions: Tensor) -> tuple[Tensor, Callable]:
-    tokens = next(data)
-    losses = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
-    return losses, lambda x: (
-        x.sum(),
-        torch.tensor(float(x.numel())),
-        {"loss": torch.stack((x.detach().sum(), x.new_tensor(x.numel())))},
-    )
+    """Run one microbatch; return the losses [b, s] and the loss function, as Megatron's forward_step does."""
+    tokens = next(data)  # [b, s + 1]
+    losses = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:])  # [b, s]
+
+    def loss_func(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        loss_sum = losses.sum()
+        report = {"loss": torch.stack((losses.detach().sum(), losses.new_tensor(losses.numel())))}
+        return loss_sum, torch.tensor(float(losses.numel())), report
+
+    return losses, loss_func
 
 
 def ours(options: argparse.Namespace, mesh: Mesh, *, stage: int) -> Step:
+    """Return a step of our trainer at a ZeRO stage."""
     model, keys = build_model(options, mesh)
     config = DataParallelConfig(
         zero_stage=stage, overlap_grad_reduce=True, overlap_param_gather=stage > 0, ddp_bucket_size=6_000_000
@@ -104,7 +111,8 @@ def ours(options: argparse.Namespace, mesh: Mesh, *, stage: int) -> Step:
     return lambda: train_step(pipeline, adam, data, first_sample=0, lr=LR).losses["loss"]
 
 
-def theirs(options: argparse.Namespace, mesh: Mesh, *, shards: bool) -> Step:
+def torchs(options: argparse.Namespace, mesh: Mesh, *, shards: bool) -> Step:
+    """Return a step with torch's wrapper: fully_shard if `shards`, else DistributedDataParallel."""
     model, _ = build_model(options, mesh)
     if shards:
         for layer in model.language_model.decoder.layers.values():
@@ -114,8 +122,8 @@ def theirs(options: argparse.Namespace, mesh: Mesh, *, shards: bool) -> Step:
         wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     parameters = list(wrapped.parameters())
     groups = [
-        {"params": [p for p in parameters if (p.dim() > 1) == decays], "weight_decay": DECAY if decays else 0.0}
-        for decays in (True, False)
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": DECAY},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
     ]
     adam = torch.optim.AdamW(groups, lr=LR, fused=True)
     positions = torch.arange(options.sequence).expand(options.batch, -1)
@@ -136,35 +144,42 @@ def theirs(options: argparse.Namespace, mesh: Mesh, *, shards: bool) -> Step:
 
 
 def run_rank(options: argparse.Namespace) -> None:
+    """Build all contenders, check that they train alike, and measure them in turns."""
     torch.set_num_threads(1)
     parallel_state.start_distributed("gloo", 2)
     mesh = parallel_state.initialize_model_parallel()
     make = {
         "ours 0": partial(ours, stage=0),
-        "ddp": partial(theirs, shards=False),
+        "ddp": partial(torchs, shards=False),
         "ours 3": partial(ours, stage=3),
-        "fsdp2": partial(theirs, shards=True),
+        "fsdp2": partial(torchs, shards=True),
     }
     steps = {name: build(options, mesh) for name, build in make.items()}
-    losses = {name: [step() for _ in range(2)] for name, step in steps.items()}  # and a warm-up
-    for name, found in losses.items():
-        assert all(abs(a - b) < 1e-3 for a, b in zip(found, losses["ddp"])), f"{name} trains otherwise: {losses}"
+
+    # two steps as a warm-up, in which all must have the same losses
+    losses = {name: [step() for _ in range(2)] for name, step in steps.items()}
+    for name, own_losses in losses.items():
+        assert all(abs(a - b) < 1e-3 for a, b in zip(own_losses, losses["ddp"])), f"{name} trains otherwise: {losses}"
+
     times: dict[str, list[float]] = {name: [] for name in steps}
     cpu: dict[str, list[float]] = {name: [] for name in steps}
-    order, began_all, late = list(steps), time.monotonic(), torch.zeros(1)
+    order = list(steps)
+    start_of_all = time.monotonic()
+    is_late = torch.zeros(1)
     for _ in range(options.rounds):
-        late[0] = time.monotonic() - began_all > options.limit_seconds
-        dist.broadcast(late, 0)  # all stop after the same turn
-        if late.item():
+        is_late[0] = time.monotonic() - start_of_all > options.limit_seconds
+        dist.broadcast(is_late, 0)  # all ranks stop after the same turn
+        if is_late.item():
             break
         for name in order:
             dist.barrier()
-            began, used = time.perf_counter(), time.process_time()
+            start = time.perf_counter()
+            cpu_start = time.process_time()
             for _ in range(options.steps):
                 steps[name]()
-            cpu[name].append((time.process_time() - used) / options.steps * 1000)
+            cpu[name].append((time.process_time() - cpu_start) / options.steps * 1000)
             dist.barrier()
-            times[name].append((time.perf_counter() - began) / options.steps * 1000)
+            times[name].append((time.perf_counter() - start) / options.steps * 1000)
         order = order[1:] + order[:1]
     if mesh["dp"].is_first:
         print_table(options, times, cpu, sum(p.numel() for p in build_model(options, mesh)[0].parameters()))
@@ -172,6 +187,7 @@ def run_rank(options: argparse.Namespace) -> None:
 
 
 def print_table(options: argparse.Namespace, times: dict[str, list[float]], cpu: dict, parameters: int) -> None:
+    """Print the milliseconds of each contender, by the clock and by processor time, and the ratios."""
     turns = len(next(iter(times.values())))
     print(
         f"{parameters:,} parameters, {options.ranks} ranks of {options.batch} x {options.sequence} tokens, {turns} turns of "
@@ -181,19 +197,21 @@ def print_table(options: argparse.Namespace, times: dict[str, list[float]], cpu:
     print(f"{'':8} {'ms a step':>29}   {'of processor time':>29}")
     print(f"{'':8}" + "".join(f" {column:>9}" for column in columns) + "  " + "".join(f" {c:>9}" for c in columns))
     for name in times:
-        wall, used = (
-            "".join(f" {value:9.1f}" for value in (statistics.median(found), min(found), max(found)))
-            for found in (times[name], cpu[name])
-        )
-        print(f"{name:8}{wall}  {used}")
-    for mine, other in PAIRS:
-        by_wall, by_cpu = (ratio_of_medians(found[mine], found[other]) for found in (times, cpu))
-        print(f"{mine} / {other}: {by_wall}; by processor time {by_cpu}")
+        print(f"{name:8}{median_and_range(times[name])}  {median_and_range(cpu[name])}")
+    for our_name, torch_name in PAIRS:
+        by_clock = ratio_of_medians(times[our_name], times[torch_name])
+        by_cpu = ratio_of_medians(cpu[our_name], cpu[torch_name])
+        print(f"{our_name} / {torch_name}: {by_clock}; by processor time {by_cpu}")
 
 
-def ratio_of_medians(mine: list[float], other: list[float]) -> str:
-    ratios = [a / b for a, b in zip(mine, other)]
-    ratio = statistics.median(mine) / statistics.median(other)
+def median_and_range(numbers: list[float]) -> str:
+    return "".join(f" {value:9.1f}" for value in (statistics.median(numbers), min(numbers), max(numbers)))
+
+
+def ratio_of_medians(ours: list[float], other: list[float]) -> str:
+    """Return the ratio of medians, with the range of the ratios of turns."""
+    ratios = [a / b for a, b in zip(ours, other)]
+    ratio = statistics.median(ours) / statistics.median(other)
     return f"{ratio:.3f} (by turn {min(ratios):.2f} to {max(ratios):.2f})"
 
 
@@ -215,7 +233,7 @@ def main() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    together = {
+    shared = {
         "WORLD_SIZE": str(options.ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -224,7 +242,7 @@ def main() -> int:
     ranks = [
         subprocess.Popen(
             [sys.executable, __file__, *sys.argv[1:]],
-            env=os.environ | together | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(options.ranks)
     ]

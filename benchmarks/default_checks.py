@@ -1,12 +1,12 @@
-"""What the checks that are on by default cost of a step: each switched off in every other turn of one process.
+"""Measure the cost of the checks that are on by default: each is switched off in every other turn of one process.
 
     python benchmarks/default_checks.py                  a GPT of 5.3 M parameters, 2 microbatches of 256 tokens
     python benchmarks/default_checks.py --turns 40 --steps 3
     python benchmarks/default_checks.py --alone          beside other work: the checks' own calls, timed alone
 
     finite    NaN and infinity in losses and gradients (off: --no-check-for-nan-in-loss-and-grad)
-    rerun     the batches of a step kept, to compute it again after wrong numbers (off: --rerun-mode disabled)
-    hangs     the watch for ranks that hang (off: --hang-timeout 0)
+    rerun     a cache of the step's batches, to rerun it after bad numbers (off: --rerun-mode disabled)
+    hangs     detection of ranks that hang (off: --hang-timeout 0)
 
 A turn is `--steps` steps of the loop with all of them, then as many with one of them off, in an order that turns round. Prints for each
 check the median over the turns of the difference of processor time, of all threads, and of wall time, in milliseconds a step and as a
@@ -66,7 +66,7 @@ class Run:
         self.keeps = list(self.trainer.guard._kept)
 
     def turn(self, without: str | None, steps: int) -> tuple[float, float]:
-        """(processor time, wall time) of a step in milliseconds."""
+        """Train some steps without one of the checks; return (processor time, wall time) of a step in milliseconds."""
         finite = replace(self.config.training, check_for_nan_in_loss_and_grad=without != "finite")
         self.trainer.config = replace(self.config, training=finite)
         self.trainer.guard._kept = [] if without == "rerun" else self.keeps
@@ -83,9 +83,11 @@ class Run:
 
 
 def with_bounds(numbers: list[float]) -> tuple[float, float, float]:
-    """(median, and the bounds between which it lies with 95 %)."""
-    ordered, half = sorted(numbers), 0.98 * math.sqrt(len(numbers))
-    low, high = (round(len(ordered) / 2 + side * half) for side in (-1, 1))
+    """Return the median, and the bounds of its 95 % confidence interval, by order statistics."""
+    ordered = sorted(numbers)
+    half_width = 0.98 * math.sqrt(len(numbers))
+    low = round(len(ordered) / 2 - half_width)
+    high = round(len(ordered) / 2 + half_width)
     return statistics.median(ordered), ordered[max(low, 0)], ordered[min(high, len(ordered) - 1)]
 
 
@@ -93,18 +95,18 @@ def with_bounds(numbers: list[float]) -> tuple[float, float, float]:
 
 
 def timed(call: Callable[[], object], calls: int = 1000, rounds: int = 30) -> tuple[float, float]:
-    """(median, most) of the rounds: milliseconds of the thread's processor time for one call."""
-    took = []
+    """Return (median, maximum) over the rounds of the thread's processor time for one call, in milliseconds."""
+    times = []
     for _ in range(rounds):
-        began = time.thread_time()
+        start = time.thread_time()
         for _ in range(calls):
             call()
-        took.append(1000 * (time.thread_time() - began) / calls)
-    return statistics.median(took), max(took)
+        times.append(1000 * (time.thread_time() - start) / calls)
+    return statistics.median(times), max(times)
 
 
 def alone(run: Run, collectives: int) -> None:
-    """Print what the calls that each check adds to a step cost, as a share of it."""
+    """Print the cost of the calls that each check adds to a step, as a share of the step."""
     seen: dict[str, tuple] = {}
     judge, problem_of = run.trainer.guard.judge, train_step.problem_of
     run.trainer.guard.judge = lambda *given: seen.setdefault("judge", given) and judge(*given)
@@ -165,11 +167,11 @@ def main() -> None:
             both = {which: run.turn(which, options.steps) for which in order}
             whole.append(both[None])
             took[name].append(tuple(a - b for a, b in zip(both[None], both[name])))
-    for at, clock in enumerate(("processor", "wall")):
-        step = statistics.median(pair[at] for pair in whole)
+    for index, clock in enumerate(("processor", "wall")):
+        step = statistics.median(pair[index] for pair in whole)
         print(f"{clock} time: {step:.1f} ms a step")
         for name, pairs in took.items():
-            cost, *bounds = with_bounds([pair[at] for pair in pairs])
+            cost, *bounds = with_bounds([pair[index] for pair in pairs])
             share = ", ".join(f"{100 * x / step:+.2f} %" for x in bounds)
             print(f"  {name:7} {cost:+8.3f} ms   {100 * cost / step:+.2f} % ({share})")
 

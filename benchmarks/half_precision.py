@@ -1,13 +1,14 @@
-"""What half precision costs on a CPU: a training step with --bf16 or --fp16 against the same step in float32, in one run.
+"""Measure half precision on a CPU: a training step with --bf16 or --fp16 against the same step in float32, in one run.
 
     python benchmarks/half_precision.py                                  27.6 million parameters, a step of 2 x 512 tokens
     python benchmarks/half_precision.py --mask avx512 --native           as on a CPU that has AVX-512 without bfloat16
     python benchmarks/half_precision.py --mask avx2 --rounds 15          as on one that has no AVX-512 either
 
-Each contender is a process that stays alive and trains the same model by the code of a run (`tools/benchmarking`); they take a step in
-turns, and the order turns round. --mask keeps the libraries of all of them from instructions that the CPU has: oneDNN's and torch's own
-kernels by ONEDNN_MAX_CPU_ISA and ATEN_CPU_CAPABILITY. Prints seconds a step and of processor time (median, fastest, slowest), and
-ratios of medians to float32's, with the least and the largest of a round: above 1 float32 is faster.
+Each contender is a process that trains the same model by the code of a run (`tools/benchmarking`). They train a step in turns,
+and the order reverses every turn. --mask hides instructions of the CPU from the libraries of all contenders: from oneDNN's and
+torch's own kernels by ONEDNN_MAX_CPU_ISA and ATEN_CPU_CAPABILITY. Prints seconds a step by the clock and by processor time
+(median, fastest, slowest), and ratios of medians to float32's, with the smallest and the largest of a round: above 1 float32 is
+faster.
 """
 
 import argparse
@@ -31,6 +32,7 @@ MASKS = {
 
 
 def contenders(options: argparse.Namespace) -> dict[str, Work]:
+    """Return the work of each contender, by its name."""
     work = Work(
         options.layers,
         options.hidden,
@@ -40,16 +42,16 @@ def contenders(options: argparse.Namespace) -> dict[str, Work]:
         options.batch,
         options.batch,
     )
-    found = {"float32": work}
+    works = {"float32": work}
     for name in options.precisions:
-        found[name] = replace(work, **{name: True})
+        works[name] = replace(work, **{name: True})
         if options.native:
-            found[f"{name}, native"] = replace(found[name], cpu_half_products="native")
-    return found
+            works[f"{name}, native"] = replace(works[name], cpu_half_products="native")
+    return works
 
 
 def measure(works: dict[str, Work], rounds: int) -> dict[str, list[dict]]:
-    """Of each contender, what it says of its steps."""
+    """Return the measurements of each contender's steps."""
     running = {name: Process(OURS, "cpu", work) for name, work in works.items()}
     try:
         for process in running.values():
@@ -57,7 +59,8 @@ def measure(works: dict[str, Work], rounds: int) -> dict[str, list[dict]]:
             process.ask("step")
         steps: dict[str, list[dict]] = {name: [] for name in works}
         for turn in range(rounds):
-            for name in list(works)[:: 1 if turn % 2 == 0 else -1]:
+            names = list(works) if turn % 2 == 0 else list(reversed(works))
+            for name in names:
                 steps[name].append(running[name].ask("step"))
         return steps
     finally:
@@ -66,27 +69,28 @@ def measure(works: dict[str, Work], rounds: int) -> dict[str, list[dict]]:
 
 
 def table(works: dict[str, Work], steps: dict[str, list[dict]]) -> list[str]:
-    columns, lines = ("median", "fastest", "slowest"), []
-    lines.append(f"{'':16}{'s a step':>27}   {'of processor time':>27}")
-    lines.append(f"{'':16}" + 2 * ("".join(f" {name:>8}" for name in columns) + "   "))
-    taken = {
-        kind: {name: [step[kind] for step in of] for name, of in steps.items()} for kind in ("seconds", "cpu_seconds")
-    }
+    """Return the lines of the table of seconds, and of the ratios to float32."""
+    columns = "".join(f" {name:>8}" for name in ("median", "fastest", "slowest"))
+    lines = [f"{'':16}{'s a step':>27}   {'of processor time':>27}", f"{'':16}{columns}   {columns}   "]
+    seconds = {name: [step["seconds"] for step in steps_of_name] for name, steps_of_name in steps.items()}
+    cpu_seconds = {name: [step["cpu_seconds"] for step in steps_of_name] for name, steps_of_name in steps.items()}
     for name in works:
-        cells = [
-            "".join(f" {value:8.3f}" for value in (statistics.median(of[name]), min(of[name]), max(of[name])))
-            for of in taken.values()
-        ]
-        lines.append(f"{name:16}" + "   ".join(cells))
+        lines.append(f"{name:16}{median_and_range(seconds[name])}   {median_and_range(cpu_seconds[name])}")
     for name in list(works)[1:]:
-        by_wall, by_cpu = (slower(of[name], of["float32"]) for of in taken.values())
-        lines.append(f"{name} / float32: {by_wall}; by processor time {by_cpu}")
+        by_clock = ratio_of_medians(seconds[name], seconds["float32"])
+        by_cpu = ratio_of_medians(cpu_seconds[name], cpu_seconds["float32"])
+        lines.append(f"{name} / float32: {by_clock}; by processor time {by_cpu}")
     return lines
 
 
-def slower(mine: list[float], other: list[float]) -> str:
-    ratios = [a / b for a, b in zip(mine, other)]
-    return f"{statistics.median(mine) / statistics.median(other):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+def median_and_range(numbers: list[float]) -> str:
+    return "".join(f" {value:8.3f}" for value in (statistics.median(numbers), min(numbers), max(numbers)))
+
+
+def ratio_of_medians(numbers: list[float], base: list[float]) -> str:
+    """Return the ratio of medians, with the range of the ratios of rounds."""
+    ratios = [a / b for a, b in zip(numbers, base)]
+    return f"{statistics.median(numbers) / statistics.median(base):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def main() -> int:

@@ -1,13 +1,13 @@
-"""Time and memory of building GPT indices here and with megatron-core's compiled helper, side by side.
+"""Measure time and memory of building GPT indices here and with megatron-core's compiled helper, side by side.
 
     MEGATRON_CORE_PATH=FOLDER python benchmarks/index_building.py --samples 10000000
     python benchmarks/index_building.py --samples 100000000 --mean-length 7000 --open
 
 FOLDER: see tests/compat/test_megatron_core.py; without it our own figures are printed alone. Each build is a process of
-its own, ours and theirs in turn; medians are printed, and their ratio with the least and the largest of a round. All is one
-thread, so processor time says the same as the clock on a machine that has nothing else to do. The other side runs the same
-three steps: numpy's shuffles, and the helper that walks from document to document. Peak memory is that of the build, less
-what the process had.
+its own, here and there in turn; medians are printed, and their ratio with the smallest and the largest of a round. All is one
+thread, so processor time equals the time by the clock on a quiet machine. The other side runs the same three steps: numpy's
+shuffles, and the helper that walks from document to document. Peak memory is that of the build, less what the process had
+before.
 
 --open instead: a data set of so many samples is built once into a cache (8 bytes a sample and 4 a document, and an index of
 20 bytes a document beside tokens that take no space), then opened by one process after the other.
@@ -25,18 +25,19 @@ import types
 
 import numpy as np
 
-SEQ_LENGTH, SEED = 1024, 1234
+SEQ_LENGTH = 1024
+SEED = 1234
 
 
 def document_lengths(samples: int, epochs: int, mean: int) -> np.ndarray:
-    """Documents of about `mean` tokens that give `samples` samples of 1024 tokens in `epochs` epochs."""
+    """Draw document lengths, `mean` tokens on average, for `samples` samples of 1024 tokens in `epochs` epochs."""
     count = samples * SEQ_LENGTH // (mean * epochs)
-    count += int(4 * count**0.5)  # or chance would ask for one more epoch
+    count += int(4 * count**0.5)  # a margin, so that a random shortage of tokens does not cause one more epoch
     return np.random.RandomState(0).geometric(1 / mean, count).astype(np.int32)
 
 
 def build_here(lengths: np.ndarray, samples: int) -> int:
-    """Bytes of the arrays that megatron.core.datasets.index_map builds."""
+    """Build the arrays of megatron.core.datasets.index_map; return their bytes."""
     from megatron.core.datasets.index_map import IndexRequest, build_indices
 
     request = IndexRequest((0, len(lengths)), samples, SEQ_LENGTH, SEED)
@@ -44,7 +45,10 @@ def build_here(lengths: np.ndarray, samples: int) -> int:
 
 
 def build_there(lengths: np.ndarray, samples: int) -> int:
-    """The same arrays from numpy and the compiled helper of megatron-core. The final epoch is never separate here."""
+    """Build the same arrays with numpy and the compiled helper of megatron-core; return their bytes.
+
+    The final epoch is never separate here.
+    """
     from megatron.core.datasets import helpers
 
     tokens = int(lengths.sum(dtype=np.int64))
@@ -59,33 +63,37 @@ def build_there(lengths: np.ndarray, samples: int) -> int:
 
 
 def memory(field: str) -> int:
-    """Bytes of this process now (VmRSS) or at its worst since the last reset (VmHWM), as Linux counts them."""
+    """Return the resident bytes of this process now (VmRSS) or their peak since the last reset (VmHWM). Linux."""
     with open("/proc/self/status") as status:
         return next(1024 * int(line.split()[1]) for line in status if line.startswith(field))
 
 
-def reset_worst_memory() -> None:
+def reset_peak_memory() -> None:
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
 
 
 def build_once(options: argparse.Namespace) -> dict[str, float]:
-    """Build, in a process that does nothing else: seconds by the clock and of the processor, bytes written, bytes of memory."""
+    """Build once in this process, which does nothing else; return seconds, bytes written and peak bytes of memory."""
     if options.side == "there":
-        here = [p for p in sys.path if os.path.exists(os.path.join(p or ".", "megatron", "__init__.py"))]
-        sys.path[:] = [os.environ["MEGATRON_CORE_PATH"]] + [p for p in sys.path if p not in here]
+        # replace our package by megatron-core on the path
+        ours = [p for p in sys.path if os.path.exists(os.path.join(p or ".", "megatron", "__init__.py"))]
+        sys.path[:] = [os.environ["MEGATRON_CORE_PATH"]] + [p for p in sys.path if p not in ours]
     build = build_here if options.side == "here" else build_there
-    build(document_lengths(1000, 1, 700), 500)  # imports and first calls are no part of the time
+    build(document_lengths(1000, 1, 700), 500)  # a small build first: imports and first calls are not measured
     lengths = document_lengths(options.samples, options.epochs, options.mean_length)
-    reset_worst_memory()
-    memory_before, started, before = memory("VmRSS"), time.perf_counter(), time.process_time()
+    reset_peak_memory()
+    memory_before = memory("VmRSS")
+    start = time.perf_counter()
+    cpu_start = time.process_time()
     written = build(lengths, options.samples)
-    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - before
+    seconds = time.perf_counter() - start
+    cpu_seconds = time.process_time() - cpu_start
     return {"seconds": seconds, "cpu": cpu_seconds, "written": written, "peak": memory("VmHWM") - memory_before}
 
 
 def write_token_file(prefix: str, lengths: np.ndarray) -> None:
-    """PREFIX.idx as preprocessing writes it, a document a sequence, and a PREFIX.bin of zeros that takes no space on disk."""
+    """Write PREFIX.idx like preprocessing, with one sequence a document, and a sparse PREFIX.bin of zeros."""
     from megatron.core.datasets.mmap_indexed_dataset import HEADER, MAGIC, VERSION
 
     ends = np.cumsum(2 * lengths.astype(np.int64))
@@ -98,7 +106,7 @@ def write_token_file(prefix: str, lengths: np.ndarray) -> None:
 
 
 def open_once(options: argparse.Namespace) -> dict[str, float]:
-    """Seconds until the data set in `options.folder` can be read; the first time it is written and built."""
+    """Return the seconds until the data set in `options.folder` can be read. The first call writes and builds it."""
     from megatron.core.datasets import DataConfig, build_gpt_datasets
 
     prefix = f"{options.folder}/x"
@@ -106,21 +114,25 @@ def open_once(options: argparse.Namespace) -> dict[str, float]:
         write_token_file(prefix, document_lengths(options.samples, options.epochs, options.mean_length))
     config = DataConfig(data_path=[prefix], split="1", seq_length=SEQ_LENGTH, data_cache_path=f"{options.folder}/cache")
     tokenizer = types.SimpleNamespace(vocab_size=50257, eod=50256, pad=None)
-    started, before = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
+    cpu_start = time.process_time()
     train, _, _ = build_gpt_datasets(config, tokenizer, [options.samples, 0, 0], SEED)
     train[len(train) // 2]
-    return {"seconds": time.perf_counter() - started, "cpu": time.process_time() - before, "samples": len(train)}
+    seconds = time.perf_counter() - start
+    cpu_seconds = time.process_time() - cpu_start
+    return {"seconds": seconds, "cpu": cpu_seconds, "samples": len(train)}
 
 
 def run_alone(options: argparse.Namespace, *extra: str) -> dict[str, float]:
-    """What `build_once` or `open_once` says in a process of its own."""
+    """Return the result of `build_once` or `open_once` in a process of its own."""
     sizes = ["--samples", options.samples, "--epochs", options.epochs, "--mean-length", options.mean_length]
     command = [sys.executable, "-W", "ignore", __file__, *map(str, sizes), *extra]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    result = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+    return json.loads(result.stdout.splitlines()[-1])
 
 
 def compare_builds(options: argparse.Namespace) -> None:
+    """Build here and there in turns, and print medians and ratios."""
     sides = ["here", "there"] if "MEGATRON_CORE_PATH" in os.environ else ["here"]
     results: dict[str, list[dict]] = {side: [] for side in sides}
     for _ in range(options.runs):
@@ -133,12 +145,15 @@ def compare_builds(options: argparse.Namespace) -> None:
         )
         times = f"{seconds:8.2f} s by the clock {cpu:8.2f} s of the processor"
         print(f"  {name:<24} {times}   {written / 1e6:6.0f} MB written   peak memory {peak / written:5.2f} x that")
-    for kind, label in (("seconds", "by the clock"), ("cpu", "of the processor")) if len(sides) == 2 else ():
-        ratios = [ours[kind] / theirs[kind] for ours, theirs in zip(results["here"], results["there"])]
+    if len(sides) == 1:
+        return
+    for kind, label in (("seconds", "by the clock"), ("cpu", "of the processor")):
+        ratios = [here[kind] / there[kind] for here, there in zip(results["here"], results["there"])]
         print(f"  here / there, {label}: {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})")
 
 
 def time_opening(options: argparse.Namespace) -> None:
+    """Build a data set, open it in one process after the other, and print medians."""
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
         built, *opened = (run_alone(options, "--open", "--folder", folder) for _ in range(options.runs + 1))
     seconds, cpu = (statistics.median(run[k] for run in opened) for k in ("seconds", "cpu"))

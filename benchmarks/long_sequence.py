@@ -1,14 +1,14 @@
-"""A step on 262,144 tokens within half of the memory that it takes without tiles, offload and recompute, which fails there.
+"""Train a step on 262,144 tokens within half of the memory that it needs without tiling, offload and recompute.
 
-    python benchmarks/long_sequence.py results.jsonl                    goes on where it stopped
+    python benchmarks/long_sequence.py results.jsonl                    runs that are recorded already are not repeated
     python benchmarks/long_sequence.py results.jsonl --length 32768 --words 8192
 
-A GPT of 2 layers with one head of width 64, on one process and on two that share the sample. The limit is one on private memory
-(`ulimit -d`) of each process, Python and torch within it: half of what tools/estimate_memory.py predicts of the plain run. Attention's
-work grows with the square of the length: one head of 64 takes the least of it.
+The model is a GPT of 2 layers with one head of width 64, on one process and on two that share the sample. The limit is on the
+private memory (`ulimit -d`) of each process, including Python and torch: half of what tools/estimate_memory.py predicts for the
+plain run, which must fail there. Attention's work grows with the square of the length, and is smallest with one head of 64.
 
-A record has what was predicted beforehand, and what the kernel measured of each process: the largest resident memory, and processor
-seconds. A run on 128 tokens tells how much of that Python and torch are.
+A record has the prediction, and what the kernel measured of each process: peak resident memory and processor seconds. A run on
+128 tokens shows how much of that Python and torch take.
 """
 
 import argparse
@@ -42,73 +42,89 @@ def flags_of(length: int, words: int, ranks: int) -> list[str]:
 
 
 def predicted(flags: list[str], ranks: int) -> int:
-    """Bytes of a rank, by tools/estimate_memory.py; nothing is allocated."""
+    """Predict the bytes of the worst rank by tools/estimate_memory.py, which allocates nothing."""
     command = [sys.executable, str(ROOT / "tools/estimate_memory.py"), "--world-size", str(ranks), *flags]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return int(re.search(r"worst rank: stage \d+, ([\d,]+) bytes", said)[1].replace(",", ""))
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"worst rank: stage \d+, ([\d,]+) bytes", output)[1].replace(",", ""))
 
 
 def trained(flags: list[str], ranks: int, limit: int | None, timeout: float) -> dict:
-    """One step over `ranks` processes, each of at most `limit` bytes: its end, loss and seconds, and each process' memory and time."""
+    """Train one step in `ranks` processes, each limited to `limit` bytes of private memory.
+
+    Returns exit codes, loss and seconds, and the peak memory and processor time of each process.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    began, most = time.monotonic(), "unlimited" if limit is None else limit // 1024
+    start = time.monotonic()
+    limit_kib = "unlimited" if limit is None else limit // 1024
     with tempfile.TemporaryDirectory() as folder:
-        outs, processes = [Path(folder, f"rank{rank}") for rank in range(ranks)], []
-        for rank, out in enumerate(outs):
-            place = {
+        outputs = [Path(folder, f"rank{rank}") for rank in range(ranks)]
+        processes = []
+        for rank, output in enumerate(outputs):
+            rank_env = {
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(ranks),
                 "LOCAL_WORLD_SIZE": str(ranks),
             }
-            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            rank_env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             command = [
                 "sh",
                 "-c",
-                f'ulimit -d {most}; exec "$@"',
+                f'ulimit -d {limit_kib}; exec "$@"',
                 "sh",
                 sys.executable,
                 "pretrain_gpt.py",
                 *flags,
                 *split(RUN),
             ]
-            command += ["--offload-dir", folder] if "--tiled-loss" in flags else []
-            env = os.environ | {"OMP_NUM_THREADS": "1"} | (place if ranks > 1 else {})
-            with out.open("w") as file:
+            if "--tiled-loss" in flags:
+                command += ["--offload-dir", folder]
+            env = os.environ | {"OMP_NUM_THREADS": "1"}
+            if ranks > 1:
+                env |= rank_env
+            with output.open("w") as file:
                 processes.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT))
-        ends = waited_for(processes, timeout)
-        said = "".join(out.read_text() for out in outs)
-    loss = re.search(r"lm loss: (\S+)", said)
+        usages = wait_for(processes, timeout)
+        text = "".join(output.read_text() for output in outputs)
+    loss = re.search(r"lm loss: (\S+)", text)
     return {
         "codes": [process.returncode for process in processes],
         "loss": float(loss[1]) if loss else None,
-        "out of memory": "out of memory" in said,
-        "resident": [end.ru_maxrss * 1024 for end in ends],
-        "seconds": round(time.monotonic() - began, 1),
-        "processor seconds": [round(end.ru_utime + end.ru_stime, 1) for end in ends],
-        "end": said[-600:] if loss is None else "",
+        "out of memory": "out of memory" in text,
+        "resident": [usage.ru_maxrss * 1024 for usage in usages],
+        "seconds": round(time.monotonic() - start, 1),
+        "processor seconds": [round(usage.ru_utime + usage.ru_stime, 1) for usage in usages],
+        "end": text[-600:] if loss is None else "",
     }
 
 
-def waited_for(processes: list[subprocess.Popen], timeout: float) -> list[Any]:
-    """What the kernel says of each process that has ended (`os.wait4`); those that run longer than `timeout` seconds are killed."""
-    began, ends = time.monotonic(), {}
-    while len(ends) < len(processes):
+def wait_for(processes: list[subprocess.Popen], timeout: float) -> list[Any]:
+    """Wait until all processes have ended; return the resource usage of each (`os.wait4`).
+
+    Processes that run longer than `timeout` seconds are killed.
+    """
+    start = time.monotonic()
+    usage_of: dict[int, Any] = {}
+    while len(usage_of) < len(processes):
         for process in processes:
-            if process.pid not in ends and (ended := os.wait4(process.pid, os.WNOHANG))[0]:
-                process.returncode, ends[process.pid] = os.waitstatus_to_exitcode(ended[1]), ended[2]
-        if time.monotonic() - began > timeout:
+            if process.pid in usage_of:
+                continue
+            pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+            if pid:
+                process.returncode = os.waitstatus_to_exitcode(status)
+                usage_of[process.pid] = usage
+        if time.monotonic() - start > timeout:
             for process in processes:
-                process.kill()  # does nothing to those that have ended
+                process.kill()  # has no effect on those that have ended
         time.sleep(0.1)
-    return [ends[process.pid] for process in processes]
+    return [usage_of[process.pid] for process in processes]
 
 
 @cache
 def needs(kind: str, length: int, words: int, ranks: int) -> tuple[list[str], int]:
-    """The flags of a run, and the bytes that it is predicted to need. kind: "small" with tiles, offload and recompute; or "plain"."""
+    """Return the flags of a run, and its predicted bytes. kind: "plain", or "small" with tiling, offload, recompute."""
     flags = flags_of(length, words, ranks)
     if kind == "plain":
         return flags, predicted(flags, ranks)
@@ -116,33 +132,39 @@ def needs(kind: str, length: int, words: int, ranks: int) -> tuple[list[str], in
 
 
 def case(length: int, words: int, ranks: int, kind: str, timeout: float) -> dict:
-    """kind: "small", "plain", or "short": as "small" on 128 tokens and without a limit."""
-    found = {"length": length, "words": words, "ranks": ranks, "kind": kind, "limit": None}
+    """Return the record of a run. kind: "small", "plain", or "short": like "small" on 128 tokens, without a limit."""
+    record = {"length": length, "words": words, "ranks": ranks, "kind": kind, "limit": None}
     if kind == "short":
-        return found | trained([*flags_of(128, words, ranks), *split(SMALL)], ranks, None, timeout)
-    flags, here = needs(kind, length, words, ranks)
+        return record | trained([*flags_of(128, words, ranks), *split(SMALL)], ranks, None, timeout)
+    flags, predicted_bytes = needs(kind, length, words, ranks)
     limit = needs("plain", length, words, ranks)[1] // 2
-    return found | {"limit": limit, "predicted": here} | trained(flags, ranks, limit, timeout)
+    return record | {"limit": limit, "predicted": predicted_bytes} | trained(flags, ranks, limit, timeout)
 
 
-def held(one: dict) -> bool:
-    """The step was made, or ended by want of memory if it is the plain one."""
-    made = not any(one["codes"]) and one["loss"] is not None
-    return not made and one["out of memory"] if one["kind"] == "plain" else made
+def is_as_expected(record: dict) -> bool:
+    """Whether the run trained a step; the plain one is expected to run out of memory instead."""
+    has_trained = not any(record["codes"]) and record["loss"] is not None
+    if record["kind"] == "plain":
+        return not has_trained and record["out of memory"]
+    return has_trained
 
 
-def told(one: dict) -> str:
-    """One line."""
-    end = f"loss {one['loss']}" if one["loss"] else "out of memory" if one["out of memory"] else one["end"]
-    limit = (
-        f"predicted {one['predicted'] / 2**30:.3f} GiB, limit {one['limit'] / 2**30:.3f} GiB"
-        if one["limit"]
-        else "no limit"
-    )
-    resident = ", ".join(f"{x / 2**30:.3f}" for x in one["resident"])
-    seconds = ", ".join(map(str, one["processor seconds"]))
+def as_text(record: dict) -> str:
+    """Return a record as one line."""
+    if record["loss"]:
+        end = f"loss {record['loss']}"
+    elif record["out of memory"]:
+        end = "out of memory"
+    else:
+        end = record["end"]
+    limit = "no limit"
+    if record["limit"]:
+        limit = f"predicted {record['predicted'] / 2**30:.3f} GiB, limit {record['limit'] / 2**30:.3f} GiB"
+    resident = ", ".join(f"{x / 2**30:.3f}" for x in record["resident"])
+    seconds = ", ".join(map(str, record["processor seconds"]))
     return (
-        f"{one['ranks']} rank(s), {one['kind']}: {limit}: {end}, resident {resident} GiB, {seconds} s of processor time"
+        f"{record['ranks']} rank(s), {record['kind']}: {limit}: {end}, resident {resident} GiB, "
+        f"{seconds} s of processor time"
     )
 
 
@@ -153,20 +175,22 @@ def main() -> int:
     parser.add_argument("--words", type=int, default=4096)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--timeout-minutes", type=float, default=60)
-    given = parser.parse_args()
-    known = [json.loads(line) for line in given.results.read_text().splitlines()] if given.results.exists() else []
-    mine = []
-    for ranks in given.ranks:
+    options = parser.parse_args()
+    recorded = []
+    if options.results.exists():
+        recorded = [json.loads(line) for line in options.results.read_text().splitlines()]
+    records = []
+    for ranks in options.ranks:
         for kind in ("small", "plain", "short"):
-            key = {"length": given.length, "words": given.words, "ranks": ranks, "kind": kind}
-            one = next((x for x in known if key.items() <= x.items()), None)
-            if one is None:
-                one = case(given.length, given.words, ranks, kind, 60 * given.timeout_minutes)
-                with given.results.open("a") as file:
-                    file.write(json.dumps(one) + "\n")
-            mine.append(one)
-            print(told(one), flush=True)
-    return 0 if all(map(held, mine)) else 1
+            key = {"length": options.length, "words": options.words, "ranks": ranks, "kind": kind}
+            record = next((earlier for earlier in recorded if key.items() <= earlier.items()), None)
+            if record is None:
+                record = case(options.length, options.words, ranks, kind, 60 * options.timeout_minutes)
+                with options.results.open("a") as file:
+                    file.write(json.dumps(record) + "\n")
+            records.append(record)
+            print(as_text(record), flush=True)
+    return 0 if all(map(is_as_expected, records)) else 1
 
 
 if __name__ == "__main__":

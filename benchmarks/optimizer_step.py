@@ -1,4 +1,4 @@
-"""Time of an optimizer's step, AdamW's and Muon's, of the same model in one process, in turns.
+"""Measure an optimizer's step, AdamW's and Muon's, on the same model in one process, in turns.
 
     python benchmarks/optimizer_step.py                                  the quickstart's model, 1.0 million parameters
     python benchmarks/optimizer_step.py --layers 8 --hidden 512 --vocab 16384
@@ -70,7 +70,7 @@ def make_optimizer(options: argparse.Namespace, mesh: Mesh, settings: dict) -> F
 
 
 def operations(optimizer: FlatOptimizer, mesh: Mesh) -> int:
-    """Of the products of Muon's update."""
+    """Return the floating-point operations of the matrix products of Muon's update."""
     total, config = 0, optimizer.config
     for parameters in (buffer.parameters for buffer in optimizer.buffers):
         whole = config.full_matrix_params({name: p.placement for name, p in parameters.items()}, default_group)
@@ -108,14 +108,14 @@ def in_turns(
     clock: Callable[[], float],
     meet: Callable[[], None] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Milliseconds of each step, by optimizer."""
+    """Measure steps of all optimizers in turns; return the milliseconds of each step, by optimizer."""
     times: dict[str, list[float]] = {name: [] for name in optimizers}
     for _ in range(rounds + 1):  # the first is a warm-up
         for name, optimizer in optimizers.items():
             meet()
-            began = clock()
+            start = clock()
             optimizer.step(1e-3)
-            times[name].append(1000 * (clock() - began))
+            times[name].append(1000 * (clock() - start))
     return {name: spent[1:] for name, spent in times.items()}
 
 

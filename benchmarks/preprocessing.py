@@ -1,12 +1,12 @@
-"""How fast tools/preprocess_data.py is, against the tokenizer library alone and against a plain loop.
+"""Measure how fast tools/preprocess_data.py is, against the tokenizer library alone and against a plain loop.
 
     python benchmarks/preprocessing.py --vocab-file vocab.json --merge-file merges.txt --input corpus.jsonl --workers 2
 
 Three contenders turn the same JSON lines into GPT-2 tokens, in turns, `--rounds` times:
 
     ours        tools/preprocess_data.py with --workers N, from its start to the finished files
-    library     `encode_batch` of the package tokenizers in a loop, with N threads, texts already in memory, ids thrown away
-    loop        transformers' GPT2Tokenizer called for one document after the other, ids kept
+    library     `encode_batch` of the package tokenizers in a loop, with N threads; texts are in memory, ids are discarded
+    loop        transformers' GPT2Tokenizer called for one document after the other, ids in a list
 
 Prints MB of text a second of each round, the medians, and two ratios with the least and the largest of a round: ours / library,
 ours / loop; then the same by seconds of CPU time, which tell more on a machine that has other work, but do not credit `ours`
@@ -28,7 +28,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-BATCH = 1000  # texts that the library gets at once
+BATCH = 1000  # texts of a call of the library
 
 LIBRARY = """
 import json, sys, time
@@ -54,7 +54,7 @@ print(time.perf_counter() - started, time.process_time() - cpu)
 
 
 def seconds_of(program: str, options: argparse.Namespace, **environment: str) -> tuple[float, float]:
-    """The (elapsed, CPU) seconds that `program` says it took, not counting its imports."""
+    """Run `program`; return the (elapsed, CPU) seconds that it prints, which do not count its imports."""
     program = program.replace("BATCH", str(BATCH))
     command = [sys.executable, "-c", program, str(ROOT), options.vocab_file, options.merge_file, options.input]
     run = subprocess.run(command, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True, check=True)
@@ -63,20 +63,22 @@ def seconds_of(program: str, options: argparse.Namespace, **environment: str) ->
 
 
 def seconds_of_ours(options: argparse.Namespace) -> tuple[float, float]:
-    """(elapsed, CPU) seconds of the whole command, with the start of Python and of every worker."""
+    """Return the (elapsed, CPU) seconds of the whole command, with the start of Python and of every worker."""
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
         command = [sys.executable, ROOT / "tools/preprocess_data.py", "--input", options.input, "--append-eod"]
         command += ["--output-prefix", f"{folder}/o", "--workers", str(options.workers)]
         command += ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", options.vocab_file]
         command += ["--merge-file", options.merge_file, "--log-interval", str(10**9)]
-        started, before = time.perf_counter(), cpu_of_children()
+        start = time.perf_counter()
+        cpu_start = cpu_of_children()
         subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
-        return time.perf_counter() - started, cpu_of_children() - before
+        return time.perf_counter() - start, cpu_of_children() - cpu_start
 
 
 def cpu_of_children() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+    """Return the CPU seconds of all ended child processes."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def main() -> None:
@@ -108,12 +110,12 @@ def main() -> None:
         for name, run in contenders.items():
             elapsed, cpu = run()
             rates[name].append((megabytes / elapsed, megabytes / cpu))
-        print("  ".join(f"{name} {found[-1][0]:.2f} MB/s" for name, found in rates.items()), flush=True)
+        print("  ".join(f"{name} {rounds[-1][0]:.2f} MB/s" for name, rounds in rates.items()), flush=True)
     for kind, unit in enumerate(("MB/s", "MB per CPU second")):
-        medians = {name: statistics.median(rate[kind] for rate in found) for name, found in rates.items()}
+        medians = {name: statistics.median(rate[kind] for rate in rounds) for name, rounds in rates.items()}
         print(f"medians, {unit}: " + ", ".join(f"{name} {rate:.2f}" for name, rate in medians.items()))
         for name in list(medians)[1:]:
-            ratios = [ours[kind] / theirs[kind] for ours, theirs in zip(rates["ours"], rates[name])]
+            ratios = [ours[kind] / other[kind] for ours, other in zip(rates["ours"], rates[name])]
             print(f"  ours / {name}: {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})")
 
 

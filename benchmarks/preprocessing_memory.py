@@ -1,10 +1,10 @@
-"""Peak memory of tools/preprocess_data.py with an input and with one ten times as long, for every kind of file.
+"""Measure the peak memory of tools/preprocess_data.py with an input and with one ten times as long, for every kind of file.
 
     python benchmarks/preprocessing_memory.py --tokenizer-model tokenizer.json --documents 100000 --kinds jsonl gz zst parquet
 
-Short documents are made up: common words, and a few that no other document has, so that also what a worker remembers
-comes to its limit. Prints for each kind of file the peak of the largest process and the documents a second, at `--documents` and at
-ten times as many, and the ratio of the two peaks. Linux; zst needs the package zstandard, parquet the package pyarrow.
+The documents are short and random: common words, and a few that no other document has, so that a worker's cache of words
+reaches its limit. Prints for each kind of file the peak of the largest process and the documents a second, at `--documents` and
+at ten times as many, and the ratio of the two peaks. Linux; zst needs the package zstandard, parquet the package pyarrow.
 """
 
 import argparse
@@ -26,26 +26,30 @@ ROWS = 10_000  # documents that are made and written at a time
 
 
 def batches(count: int) -> Iterator[list[str]]:
-    """`count` texts of about 100 characters, the same in every run."""
-    dice = random.Random(0)
+    """Yield `count` texts of about 100 characters in batches, the same in every run."""
+    generator = random.Random(0)
     letters = "etaoinshrdlu"
-    common = ["".join(dice.choices(letters, k=dice.randint(1, 9))) for _ in range(5000)]
+    common_words = ["".join(generator.choices(letters, k=generator.randint(1, 9))) for _ in range(5000)]
     for first in range(0, count, ROWS):
-        numbers = range(first, min(first + ROWS, count))
-        yield [
-            f"{' '.join([*dice.choices(common, k=10), *map(str, dice.choices(range(10**9), k=5))])}." for _ in numbers
-        ]
+        texts = []
+        for _ in range(first, min(first + ROWS, count)):
+            words = generator.choices(common_words, k=10)
+            words += map(str, generator.choices(range(10**9), k=5))
+            texts.append(f"{' '.join(words)}.")
+        yield texts
 
 
 def write_lines(path: str, count: int) -> None:
-    """JSON lines; the ending of `path` says how they are compressed."""
+    """Write JSON lines, compressed as the ending of `path` says."""
     if path.endswith(".zst"):
         import zstandard
 
-        opened = zstandard.open(path, "wb")
+        output = zstandard.open(path, "wb")
+    elif path.endswith(".gz"):
+        output = gzip.open(path, "wb", compresslevel=1)  # noqa: SIM115
     else:
-        opened = gzip.open(path, "wb", compresslevel=1) if path.endswith(".gz") else open(path, "wb")  # noqa: SIM115
-    with opened as file:
+        output = open(path, "wb")  # noqa: SIM115
+    with output as file:
         for texts in batches(count):
             file.write(b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts))
 
@@ -61,14 +65,17 @@ def write_parquet(path: str, count: int) -> None:
 
 
 def write(kind: str, folder: str, count: int) -> str:
-    """The path of a new file of this kind."""
+    """Write a file of this kind; return its path."""
     path = os.path.join(folder, {"gz": "x.jsonl.gz", "zst": "x.jsonl.zst"}.get(kind, f"x.{kind}"))
-    (write_parquet if kind == "parquet" else write_lines)(path, count)
+    if kind == "parquet":
+        write_parquet(path, count)
+    else:
+        write_lines(path, count)
     return path
 
 
 def run_tool(path: str, folder: str, options: argparse.Namespace) -> tuple[int, float]:
-    """(bytes of the largest process, seconds) of the command on the file `path`."""
+    """Preprocess the file `path`; return (peak bytes of the largest process, seconds)."""
     command = [
         sys.executable,
         str(ROOT / "tools/preprocess_data.py"),
@@ -82,21 +89,22 @@ def run_tool(path: str, folder: str, options: argparse.Namespace) -> tuple[int, 
     started = time.perf_counter()
     subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
     seconds = time.perf_counter() - started
-    # of all that have ended: so this runs in a process that is there for one command
+    # The maximum over all ended children: so this function must run in a process of its own.
     return 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, seconds
 
 
 def measure(kind: str, count: int, options: argparse.Namespace) -> tuple[int, float]:
-    """`run_tool` on `count` documents, in processes of their own for the file and for the run."""
+    """Return `run_tool` on `count` documents, with a process for writing the file and one for the run."""
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
         path = in_process(write, kind, folder, count)
         return tuple(in_process(run_tool, path, folder, options))
 
 
 def in_process(function, *arguments):
-    """What `function` returns, called in a child; so the memory of one call is not that of another."""
+    """Call `function` in a child process and return its result, so that each call has its own memory."""
     reading, writing = os.pipe()
-    if (child := os.fork()) == 0:
+    child = os.fork()
+    if child == 0:
         os.write(writing, json.dumps(function(*arguments)).encode())
         os._exit(0)
     os.close(writing)

@@ -1,14 +1,14 @@
-"""Processor time of one rank's step outside kernels and communication, at data-parallel sizes of 1, 2, 4 and 8 with equal local work.
+"""Measure the framework's own CPU time of a step on one rank, at several data-parallel sizes with equal local work.
 
     python benchmarks/rank_overhead.py                                  ZeRO stage 0
     python benchmarks/rank_overhead.py --zero-stage 3 --sizes 1 8
 
-Each size is one process: rank 0 of a job of which no other rank exists. Its collectives copy this rank's part into the result and return,
-so that nothing communicates or waits, and no call of torch.distributed is counted or has to be taken off by a clock of its own (which
-would cost as much as it measures). The model is so small (4 layers of 16, 2 x 8 tokens) that its kernels take almost nothing: what is
-left is the framework. The processes take turns of `--steps` steps, in an order that turns round. Prints milliseconds of processor time
-a step (median, least and most of a turn) and its ratio to the first size: of the least turns, which other programs disturb least, and
-the median of the rounds.
+Each size is one process: rank 0 of a job without any other rank. Its collectives copy this rank's part into the result and
+return, so that nothing communicates or waits, and no time of torch.distributed is counted. (To subtract it by a clock would cost
+as much as it measures.) The model is so small (4 layers of 16, 2 x 8 tokens) that its kernels take almost no time: the rest is
+the framework. The processes take turns of `--steps` steps, and the order reverses every turn. Prints milliseconds of processor
+time a step (median, smallest and largest of a turn) and its ratio to the first size: of the smallest turns, which other programs
+disturb least, and the median of the rounds.
 """
 
 import argparse
@@ -33,38 +33,40 @@ def work_of(size: int, options: argparse.Namespace) -> Work:
     return Work(4, options.hidden, 2, **sizes, parallel=kind, ranks=size)
 
 
-class Nothing:
-    """A collective that is complete."""
+class CompletedWork:
+    """Handle of a collective that is complete."""
 
     def wait(self) -> None:
         return
 
 
 def replace_collectives() -> None:
-    """From now on the calls of `core/parallel/collectives.py` fill a result of the right size from this rank's part, and do no more."""
+    """Let the calls of `core/parallel/collectives.py` fill a result of the right size from this rank's part alone."""
     from megatron.core.parallel import collectives
 
-    done = Nothing()
+    completed = CompletedWork()
 
-    def reduced(*_: Any, **__: Any) -> Nothing:
-        return done
+    def keep(*_: Any, **__: Any) -> CompletedWork:
+        return completed
 
-    def gathered(out: Any, x: Any, **_: Any) -> Nothing:
+    def repeat(out: Any, x: Any, **_: Any) -> CompletedWork:
         out.view(-1, *x.shape).copy_(x)
-        return done
+        return completed
 
-    def scattered(out: Any, x: Any, **_: Any) -> Nothing:
+    def take_first(out: Any, x: Any, **_: Any) -> CompletedWork:
         out.copy_(x[: len(out)])
-        return done
+        return completed
 
-    collectives.dist.all_reduce, collectives.dist.all_to_all_single = reduced, scattered
-    collectives._all_gather_single, collectives._reduce_scatter_single = gathered, scattered
-    # Between two ranks an exchange and a sum are the reduce-scatter, whose sum is gloo's own work between more.
-    collectives.TorchGroup._sum_of_two = lambda group, out, x: group._start(scattered, out, x)
+    collectives.dist.all_reduce = keep
+    collectives.dist.all_to_all_single = take_first
+    collectives._all_gather_single = repeat
+    collectives._reduce_scatter_single = take_first
+    # Two ranks reduce-scatter by an exchange and a sum of our own; with more ranks gloo does it.
+    collectives.TorchGroup._sum_of_two = lambda group, out, x: group._start(take_first, out, x)
 
 
 def run_rank(size: int, options: argparse.Namespace) -> None:
-    """Answers each line of stdin with seconds of processor time of a step."""
+    """Answer each line of stdin with the processor seconds of a step."""
     import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed import fake_pg  # registers the backend
@@ -72,24 +74,27 @@ def run_rank(size: int, options: argparse.Namespace) -> None:
     from megatron.core.parallel import collectives
     from tools.benchmarking.ours import Ours
 
-    read = collectives.StoreGroup._get  # agreement at the start, where other ranks say what rank 0 says
+    # The agreement at the start reads an answer of every rank from the store: read rank 0's for all.
+    read = collectives.StoreGroup._get
     collectives.StoreGroup._get = lambda group, key, x: read(group, re.sub(r"(agreement/\d+)/\d+$", r"\1/0", key), x)
     torch.set_num_threads(1)
     assert fake_pg
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=size)
-    answers, sys.stdout = sys.stdout, sys.stderr
+    answers = sys.stdout
+    sys.stdout = sys.stderr  # other prints must not look like answers
     contender = Ours(Contender("ours"), work_of(size, options), "cpu")
     replace_collectives()
     for _ in range(5):
         contender.step()
     for _ in sys.stdin:
-        began = time.process_time()
+        start = time.process_time()
         for _ in range(options.steps):
             contender.step()
-        print(json.dumps((time.process_time() - began) / options.steps), file=answers, flush=True)
+        print(json.dumps((time.process_time() - start) / options.steps), file=answers, flush=True)
 
 
 def start(size: int) -> subprocess.Popen:
+    """Start the process of a data-parallel size."""
     env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "OMP_NUM_THREADS": "1"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -99,7 +104,7 @@ def start(size: int) -> subprocess.Popen:
 
 
 def ask(process: subprocess.Popen) -> float:
-    """Milliseconds of a step."""
+    """Measure a turn; return the milliseconds of a step."""
     print("step", file=process.stdin, flush=True)
     return 1000 * json.loads(process.stdout.readline())
 
@@ -120,7 +125,8 @@ def main() -> int:
     taken: dict[int, list[float]] = {size: [] for size in running}
     try:
         for turn in range(options.rounds):
-            for size in list(running)[:: 1 if turn % 2 == 0 else -1]:
+            sizes = list(running) if turn % 2 == 0 else list(reversed(running))
+            for size in sizes:
                 taken[size].append(ask(running[size]))
     finally:
         for process in running.values():
@@ -128,10 +134,10 @@ def main() -> int:
     first = taken[options.sizes[0]]
     print(f"ZeRO stage {options.zero_stage}, {options.rounds} turns of {options.steps} steps")
     print("data-parallel size   ms a step (least to most)   ratio of the least   of the rounds")
-    for size, found in taken.items():
-        ratio = statistics.median(a / b for a, b in zip(found, first))
-        shown = f"{statistics.median(found):9.3f} ({min(found):.3f} to {max(found):.3f})"
-        print(f"{size:18}   {shown}   {min(found) / min(first):18.3f}   {ratio:.3f}")
+    for size, turns in taken.items():
+        ratio = statistics.median(a / b for a, b in zip(turns, first))
+        milliseconds = f"{statistics.median(turns):9.3f} ({min(turns):.3f} to {max(turns):.3f})"
+        print(f"{size:18}   {milliseconds}   {min(turns) / min(first):18.3f}   {ratio:.3f}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What a sliding window saves: the attention of a layer, forward and backward, in windows of several widths and without one.
+"""Measure what a sliding window saves: attention forward and backward, with windows of several widths and without one.
 
     python benchmarks/window_attention.py                                1 x 8 heads of 64, 8,192 tokens, float32
     python benchmarks/window_attention.py --windows 1024 --half --rounds 15
@@ -27,19 +27,25 @@ DEFAULT = [512, 2048]
 
 
 def seconds(heads: list[torch.Tensor], grad: torch.Tensor, before: int | None) -> tuple[float, float]:
-    """Of a forward and a backward: by the clock, and of the processor."""
+    """Return the seconds of a forward and a backward, by the clock and of the processor.
+
+    heads: q, k, v [b, n, s, d]. before: keys of the window before a query; None: no window.
+    """
     for x in heads:
         x.grad = None
-    mask, dropout = with_window(None, before, heads[1].shape[2]), AttentionDropout(0.0, DropoutKeys(0), 0, 0)
-    clock, processor = time.perf_counter(), time.process_time()
-    kernel_for("fused", AttentionCase(*heads[:2], mask, 0.0)).compute(*heads, mask, dropout).backward(grad)
-    return time.perf_counter() - clock, time.process_time() - processor
+    mask = with_window(None, before, heads[1].shape[2])
+    dropout = AttentionDropout(0.0, DropoutKeys(0), 0, 0)
+    start = time.perf_counter()
+    cpu_start = time.process_time()
+    kernel = kernel_for("fused", AttentionCase(*heads[:2], mask, 0.0))
+    kernel.compute(*heads, mask, dropout).backward(grad)
+    return time.perf_counter() - start, time.process_time() - cpu_start
 
 
-def of_rounds(own: list[float], base: list[float]) -> str:
-    """The ratio of medians, and of the rounds."""
-    ratios = [a / b for a, b in zip(own, base)]
-    return f"{statistics.median(own) / statistics.median(base):.3f} ({min(ratios):.3f}-{max(ratios):.3f})"
+def ratio_of_medians(numbers: list[float], base: list[float]) -> str:
+    """Return the ratio of medians, with the range of the ratios of rounds."""
+    ratios = [a / b for a, b in zip(numbers, base)]
+    return f"{statistics.median(numbers) / statistics.median(base):.3f} ({min(ratios):.3f}-{max(ratios):.3f})"
 
 
 def main() -> int:
@@ -60,22 +66,27 @@ def main() -> int:
     contenders = {f"{w} keys": w - 1 for w in options.windows} | {"no window": None}
     took: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     for turn in range(options.rounds + 1):
-        for name in list(contenders)[:: 1 if turn % 2 else -1]:
+        names = list(contenders) if turn % 2 else list(reversed(contenders))
+        for name in names:
             took[name].append(seconds(heads, grad, contenders[name]))
-    clock, processor = ({name: [s[kind] for s in all_of[1:]] for name, all_of in took.items()} for kind in (0, 1))
-    first, full = next(iter(contenders)), "no window"
+    clock = {name: [by_clock for by_clock, _ in turns[1:]] for name, turns in took.items()}  # without the warm-up turn
+    processor = {name: [by_processor for _, by_processor in turns[1:]] for name, turns in took.items()}
+    first = next(iter(contenders))
+    full = "no window"
     print(f"{torch.get_num_threads()} thread(s), torch {torch.__version__}, {options.rounds} rounds")
     for name, own in clock.items():
         print(
             f"{name:>10}  {1e3 * statistics.median(own):8.0f} ms ({1e3 * min(own):.0f}-{1e3 * max(own):.0f})"
-            f"  processor {1e3 * statistics.median(processor[name]):8.0f} ms  of no window {of_rounds(own, clock[full])}"
-            f"  of {first} {of_rounds(own, clock[first])}  by processor {of_rounds(processor[name], processor[full])}"
+            f"  processor {1e3 * statistics.median(processor[name]):8.0f} ms  of no window {ratio_of_medians(own, clock[full])}"
+            f"  of {first} {ratio_of_medians(own, clock[first])}"
+            f"  by processor {ratio_of_medians(processor[name], processor[full])}"
         )
     if options.windows != DEFAULT:
         return 0
-    middle = {name: statistics.median(own) for name, own in processor.items()}
-    longer, shorter = middle["2048 keys"] / middle["512 keys"], middle["512 keys"] / middle[full]
-    return 0 if 2.5 <= longer <= 4.5 and shorter <= 0.3 else 1
+    medians = {name: statistics.median(own) for name, own in processor.items()}
+    wide_to_narrow = medians["2048 keys"] / medians["512 keys"]
+    narrow_to_full = medians["512 keys"] / medians[full]
+    return 0 if 2.5 <= wide_to_narrow <= 4.5 and narrow_to_full <= 0.3 else 1
 
 
 if __name__ == "__main__":

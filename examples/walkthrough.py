@@ -1,15 +1,16 @@
-"""Shows what stands behind the names of Megatron and DeepSpeed, on a CPU and in seconds. docs/walkthrough.md is the text to it.
+"""Show what the functions of Megatron and DeepSpeed do here, on a CPU and in seconds. docs/walkthrough.md explains the output.
 
     python examples/walkthrough.py groups           the groups that initialize_model_parallel makes of 16 ranks, TP 2, PP 4
     python examples/walkthrough.py model --rank 5   one rank's part of the model: its parameters, and how each is sharded
     python examples/walkthrough.py buffers --rank 5 the contiguous buffers of its DistributedDataParallel
-    python examples/walkthrough.py step --rank 5    the calls that it issues in a training step, by phase
-    python examples/walkthrough.py zero             ZeRO 0 to 3, or the stage given: what a rank holds, and which hook communicates
-    torchrun --nproc-per-node 4 examples/walkthrough.py start       processes that join by initialize_megatron
+    python examples/walkthrough.py step --rank 5    the collectives that it issues in a training step, by phase
+    python examples/walkthrough.py zero             ZeRO 0 to 3, or the stage given: what a rank stores, and which hook communicates
+    torchrun --nproc-per-node 4 examples/walkthrough.py start       processes that join through initialize_megatron
     torchrun --nproc-per-node 2 examples/walkthrough.py engine      DeepSpeed's engine over a plain torch model
 
-The first five need one process: the rank is real, built by pretrain_gpt.py's own functions, and its neighbours are silent. Further
-flags are those of pretrain_gpt.py, and --world-size N: `step --world-size 8 --tensor-model-parallel-size 4 --zero-stage 3`.
+The first five need one process: the rank is real, built by pretrain_gpt.py's own functions, and its peers are simulated: their
+collectives return without communication. Further flags are those of pretrain_gpt.py, and --world-size N:
+`step --world-size 8 --tensor-model-parallel-size 4 --zero-stage 3`.
 """
 
 import contextlib
@@ -58,50 +59,65 @@ SHARDED = f"--world-size 4 {SMALL} --num-layers 2 --global-batch-size 8"
 
 
 def groups(job: Job) -> None:
-    """The groups of every rank's mesh, in the words of Megatron's docstring."""
-    config, ranks = job.runtime.config, job.runtime.world_size
-    meshes = [mesh_of(config, ranks, rank) for rank in range(ranks)]
-    named = {
+    """Print the process groups of all ranks, in the words of the docstring of Megatron's initialize_model_parallel."""
+    config = job.runtime.config
+    world_size = job.runtime.world_size
+    meshes = [mesh_of(config, world_size, rank) for rank in range(world_size)]
+
+    # for each name, the group that each rank is in
+    axis_of_name = {
         "data_parallel": "dp",
         "tensor model-parallel": "tp",
         "pipeline model-parallel": "pp",
         "model-parallel": "mp",
     }
-    ranks_of = {name: [mesh[axis].ranks for mesh in meshes] for name, axis in named.items()}
+    group_per_rank = {name: [mesh[axis].ranks for mesh in meshes] for name, axis in axis_of_name.items()}
     if meshes[0]["cp"].size > 1:
-        ranks_of["context-parallel"] = [mesh["cp"].ranks for mesh in meshes]
-    ranks_of["embedding"] = [mesh.embedding_ranks for mesh in meshes]
-    for name, of_each_rank in ranks_of.items():
-        found = list(dict.fromkeys(of_each_rank))
-        shown = ", ".join(f"[{', '.join(f'g{rank}' for rank in group)}]" for group in found)
-        print(f"{len(found)} {name} groups: {shown}")
+        group_per_rank["context-parallel"] = [mesh["cp"].ranks for mesh in meshes]
+    group_per_rank["embedding"] = [mesh.embedding_ranks for mesh in meshes]
+
+    # the members of a group name the same group: print it once
+    for name, all_groups in group_per_rank.items():
+        distinct_groups = list(dict.fromkeys(all_groups))
+        texts = []
+        for group in distinct_groups:
+            members = ", ".join(f"g{rank}" for rank in group)
+            texts.append(f"[{members}]")
+        print(f"{len(distinct_groups)} {name} groups: {', '.join(texts)}")
 
 
-# ---------------------------------------------------------------- one rank of a job, its neighbours silent
+# ---------------------------------------------------------------- one rank of a job, its peers simulated
 
 
 @contextlib.contextmanager
 def one_rank(job: Job, rank: int) -> Iterator[tuple[Mesh, RankParts]]:
-    """A rank's mesh, and its chunks, optimizer and pipeline."""
+    """Build one rank of the job; yield its mesh, and its chunks, optimizer and pipeline."""
     mesh = mesh_of(job.runtime.config, job.runtime.world_size, rank)
     with alone(job.runtime, mesh) as runtime:
         yield mesh, parts_of(runtime, job)
 
 
 def buffers_of(parts: RankParts) -> list[ParamAndGradBuffer]:
+    """Return the contiguous buffers of all chunks of a rank."""
     return [buffer for chunk in parts.chunks.values() for buffer in chunk.buffers]
 
 
-def place_of(mesh: Mesh) -> str:
-    """rank 5: tp 1 of 2, dp 0 of 2, pp 1 of 4"""
-    names = ("tp", "cp", "dp", "pp") if mesh["cp"].size > 1 else ("tp", "dp", "pp")
-    return f"rank {mesh['world'].rank}: " + ", ".join(f"{n} {mesh[n].rank} of {mesh[n].size}" for n in names)
+def coordinates_as_text(mesh: Mesh) -> str:
+    """Return this rank's index on each axis, as in "rank 5: tp 1 of 2, dp 0 of 2, pp 1 of 4"."""
+    axes = ("tp", "cp", "dp", "pp") if mesh["cp"].size > 1 else ("tp", "dp", "pp")
+    return f"rank {mesh['world'].rank}: " + ", ".join(f"{axis} {mesh[axis].rank} of {mesh[axis].size}" for axis in axes)
 
 
-def summed_over(placement: Placement, mesh: Mesh) -> list[str]:
-    """The axes over which a parameter's gradient is summed: those of its data-parallel replicas, and those with partial sums."""
-    replicas = mesh.grad_axes(placement.reduce_over).reduce.name.split("_")  # its parts: data, context
-    return [name for name in (*replicas, *sorted(partial_axes(placement))) if mesh[name].size > 1]
+def grad_sum_axes(placement: Placement, mesh: Mesh) -> list[str]:
+    """Return the names of the axes over which a parameter's gradient is summed.
+
+    These are the axes of its data-parallel replicas, and those whose ranks each compute a partial sum.
+    """
+    replica_axes = mesh.grad_axes(placement.reduce_over).reduce.name.split(
+        "_"
+    )  # an axis of data and context ranks has both names
+    partial_sum_axes = sorted(partial_axes(placement))
+    return [name for name in (*replica_axes, *partial_sum_axes) if mesh[name].size > 1]
 
 
 def released(buffers: Iterable[ParamAndGradBuffer]) -> dict[str, int]:
@@ -115,28 +131,33 @@ def released(buffers: Iterable[ParamAndGradBuffer]) -> dict[str, int]:
 
 
 def model(job: Job, rank: int) -> None:
-    """The parameters of `model_provider`'s chunk, with the facts of their placements."""
+    """Print the parameters of each chunk that `model_provider` builds: full and local shape, sharding, gradient sum."""
     with one_rank(job, rank) as (mesh, parts):
         for stage, chunk in parts.chunks.items():
-            print(f"{place_of(mesh)}; stage {stage} of {mesh.stages.last + 1}: {type(chunk.module).__name__}")
+            print(
+                f"{coordinates_as_text(mesh)}; stage {stage} of {mesh.stages.last + 1}: {type(chunk.module).__name__}"
+            )
             rows = [["parameter", "in the model", "here", "sharded over", "gradient summed over"]]
             kept = released(chunk.buffers)
             for name, parameter in chunk.module.named_parameters():
-                where, here = parameter.placement, str(tuple(parameter.shape))
-                shards = [f"{axis} (dim {dim})" for axis, dim in where.shard.items() if mesh[axis].size > 1]
+                placement = parameter.placement
+                full_shape = str(tuple(placement.shape))
+                local_shape = str(tuple(parameter.shape))
+                shards = [f"{axis} (dim {dim})" for axis, dim in placement.shard.items() if mesh[axis].size > 1]
                 if name in kept:
-                    here += f", {kept[name]:,} kept"
-                    replicas = mesh.grad_axes(where.reduce_over, shards=True).shard
-                    shards += [f"{replicas.name} (elements)"] if replicas.size > 1 else []
-                sums = " ".join(summed_over(where, mesh)) or "-"
-                rows.append([name, str(tuple(where.shape)), here, " ".join(shards) or "-", sums])
+                    local_shape += f", {kept[name]:,} kept"
+                    shard_axis = mesh.grad_axes(placement.reduce_over, shards=True).shard
+                    if shard_axis.size > 1:
+                        shards.append(f"{shard_axis.name} (elements)")
+                sums = " ".join(grad_sum_axes(placement, mesh)) or "-"
+                rows.append([name, full_shape, local_shape, " ".join(shards) or "-", sums])
             print("\n".join(table(rows)))
 
 
 def buffers(job: Job, rank: int) -> None:
-    """The layout of `DistributedDataParallel`: which elements belong to which parameter, bucket and shard."""
+    """Print the layout of `DistributedDataParallel`: which elements belong to which parameter, bucket and shard."""
     with one_rank(job, rank) as (mesh, parts):
-        print(place_of(mesh))
+        print(coordinates_as_text(mesh))
         for buffer in buffers_of(parts):
             axes = buffer.axes
             print(
@@ -145,39 +166,48 @@ def buffers(job: Job, rank: int) -> None:
             )
             for number, bucket in enumerate(buffer.plan.buckets):
                 print(f"  bucket {number}: elements {bucket.start:,} to {bucket.stop:,}")
-                for slot in (slot for slot in buffer.plan.param_ranges if slot.name in bucket.names):
-                    print(f"    {slot.start:>8,} {slot.stop:>8,}  {slot.name}")
-            held = ", ".join(f"{start:,} to {stop:,}" for start, stop in buffer.owned_runs)
-            print(f"  this rank updates elements {held}: shard {axes.shard.rank} of {axes.shard.size}")
+                for param_range in buffer.plan.param_ranges:
+                    if param_range.name in bucket.names:
+                        print(f"    {param_range.start:>8,} {param_range.stop:>8,}  {param_range.name}")
+            owned_elements = ", ".join(f"{start:,} to {stop:,}" for start, stop in buffer.owned_runs)
+            print(f"  this rank updates elements {owned_elements}: shard {axes.shard.rank} of {axes.shard.size}")
 
 
 # ---------------------------------------------------------------- a step
 
 
-class Phases:
-    """The timers of `train_step`, which name its phases; and its actions."""
+class CollectivesByPhase:
+    """Counts the collectives of a training step by phase.
+
+    It is given to `train_step` as its timers, whose names are the phases outside of the pipeline, and to the pipeline
+    as the context manager that is entered for each action (forward, backward, ...).
+    """
 
     def __init__(self, calls: list[Call]):
-        self.calls, self.of = calls, dict[str, Counter[tuple]]()
+        self.calls = calls  # all collectives since the start of the step, appended by the ledger
+        self.counts: dict[str, Counter[tuple]] = {}  # phase -> (op, axis, bytes passed, bytes sent) -> number of calls
 
     def __call__(self, name: str) -> contextlib.AbstractContextManager:
-        return self.within(name) if name != "forward-backward" else contextlib.nullcontext()
+        """Return the context manager of a timer. Within forward-backward the pipeline's actions are counted instead."""
+        return self.phase(name) if name != "forward-backward" else contextlib.nullcontext()
 
     @contextlib.contextmanager
-    def within(self, name: object) -> Iterator[None]:
-        before = len(self.calls)
+    def phase(self, name: object) -> Iterator[None]:
+        """Count the collectives of the block. name: a text, or an action of the pipeline, counted by its operation."""
+        num_before = len(self.calls)
         yield
-        name = getattr(name, "op", name)  # an action by its operation
-        found = self.of.setdefault(getattr(name, "name", name), Counter())
-        found.update((call.op, call.axis, call.bytes, bytes_sent(call)) for call in self.calls[before:])
+        operation = getattr(name, "op", name)
+        counts = self.counts.setdefault(getattr(operation, "name", operation), Counter())
+        counts.update((call.op, call.axis, call.bytes, bytes_sent(call)) for call in self.calls[num_before:])
 
 
-def one_step(job: Job, mesh: Mesh, parts: RankParts) -> Phases:
-    """Train a step, the second one: buckets learn their order in the first."""
+def second_step(job: Job, mesh: Mesh, parts: RankParts) -> CollectivesByPhase:
+    """Train two steps and return the collectives of the second: in the first, buckets learn the order of gradients."""
     data = batches_of(job.runtime) if mesh["tp"].is_first else None
     for _ in range(2):
         with mesh.ledger.record() as calls:
-            parts.pipeline.around = (phases := Phases(calls)).within
+            phases = CollectivesByPhase(calls)
+            parts.pipeline.around = phases.phase
             iterators = dict.fromkeys(parts.chunks, data)
             train_step(
                 parts.pipeline, parts.optimizer, iterators, first_sample=0, lr=1e-3, check_finite=False, timers=phases
@@ -186,105 +216,123 @@ def one_step(job: Job, mesh: Mesh, parts: RankParts) -> Phases:
 
 
 def step(job: Job, rank: int) -> None:
-    """The schedule of the pipeline, and the ledger of one rank's step."""
+    """Print the schedule of the pipeline, and the collectives of one rank's training step."""
     with one_rank(job, rank) as (mesh, parts):
-        config, pipeline = job.runtime.config, parts.pipeline
+        config = job.runtime.config
+        pipeline = parts.pipeline
         microbatches = pipeline.batch.num_microbatches
-        print(f"{place_of(mesh)}; {config.schedule_name}, {microbatches} microbatches")
+        print(f"{coordinates_as_text(mesh)}; {config.schedule_name}, {microbatches} microbatches")
         print(plot_text(make_schedule(config.schedule_name, mesh["pp"].size, microbatches, config.stages.chunks)))
         actions = " ".join(map(str, pipeline.schedule()[mesh["pp"].rank]))
         print("\n" + textwrap.fill(f"this rank: {actions}", 118))
         rows = [["\nphase or action", "calls", "", "axis", "handed in", "sent"]]
-        for phase, calls in one_step(job, mesh, parts).of.items():
-            for (op, axis, size, sent), times in calls.items():
-                rows.append([phase, str(times), op, axis, amount(size), amount(int(times * sent))])
-                phase = ""
+        for phase, counts in second_step(job, mesh, parts).counts.items():
+            for (op, axis, size, sent), num_calls in counts.items():
+                rows.append([phase, str(num_calls), op, axis, amount(size), amount(int(num_calls * sent))])
+                phase = ""  # the name stands in the first row of a phase alone
         print("\n".join(table(rows)))
 
 
 # ---------------------------------------------------------------- ZeRO
 
 
-def held_by(buffers: Iterable[ParamAndGradBuffer]) -> dict[str, int]:
-    """Elements that a rank keeps between steps."""
-    found = Counter()
+def resident_elements(buffers: Iterable[ParamAndGradBuffer]) -> dict[str, int]:
+    """Count the elements that a rank stores between steps: parameters, gradients, each optimizer moment."""
+    counts = Counter()
     for buffer in buffers:
-        shard, owned = (sum(stop - start for start, stop in runs) for runs in (buffer.shard_runs, buffer.owned_runs))
-        found["parameters"] += shard if buffer.params is None else buffer.plan.numel
-        found["gradients"] += shard if buffer.grads is None else buffer.plan.numel
-        found["of each moment"] += owned
-    return dict(found)
+        shard_numel = sum(stop - start for start, stop in buffer.shard_runs)
+        updated_numel = sum(stop - start for start, stop in buffer.owned_runs)
+        # A buffer that is None exists only while it is needed; between steps the rank has its shard.
+        counts["parameters"] += shard_numel if buffer.params is None else buffer.plan.numel
+        counts["gradients"] += shard_numel if buffer.grads is None else buffer.plan.numel
+        counts["of each moment"] += updated_numel
+    return dict(counts)
 
 
-def in_words(held: dict[str, int]) -> str:
-    return ", ".join(f"{name} {number:,}" for name, number in held.items())
+def counts_as_text(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {number:,}" for name, number in counts.items())
 
 
 def hook_of_caller() -> str:
-    """The function of core/distributed by which a call was asked for, or the function that made the call itself."""
-    frame, found = sys._getframe(1), None
+    """Return the outermost function of core/distributed behind this collective, else the function that issued it."""
+    frame = sys._getframe(1)
+    hook = None
     while frame is not None:
-        file, name = frame.f_code.co_filename, frame.f_code.co_qualname
-        if "core/distributed/" in file or (
-            found is None and not file.endswith(("core/parallel/collectives.py", "walkthrough.py"))
-        ):
-            found = name
-        elif found is not None and file != contextlib.__file__:  # a decorator's own frame stands between two of ours
+        file = frame.f_code.co_filename
+        is_plumbing = file.endswith(("core/parallel/collectives.py", "walkthrough.py"))
+        if "core/distributed/" in file or (hook is None and not is_plumbing):
+            hook = frame.f_code.co_qualname
+        elif hook is not None and file != contextlib.__file__:  # a frame of contextlib may separate two of ours
             break
         frame = frame.f_back
-    hook, inside, _ = found.partition(".<locals>")  # a function that a forward hook leaves to the backward
-    return f"{hook}, in the backward" if inside else hook
+    # A nested function of a hook is one that the forward registers and the backward calls.
+    outer, nested, _ = hook.partition(".<locals>")
+    return f"{outer}, in the backward" if nested else outer
 
 
-def by_hook(mesh: Mesh) -> dict[tuple[str, str], list[int]]:
-    """Filled from now on: (hook, call) -> bytes of each call that the rank issues."""
-    calls: dict[tuple[str, str], list[int]] = defaultdict(list)
+def record_by_hook(mesh: Mesh) -> dict[tuple[str, str], list[int]]:
+    """Record every further collective of the rank in the returned dict: (hook, op) -> bytes of each call."""
+    sizes: dict[tuple[str, str], list[int]] = defaultdict(list)
     note = mesh.ledger.note
-    mesh.ledger.note = lambda call: (calls[hook_of_caller(), call.op].append(call.bytes), note(call))
-    return calls
+
+    def note_with_hook(call: Call) -> None:
+        sizes[hook_of_caller(), call.op].append(call.bytes)
+        note(call)
+
+    mesh.ledger.note = note_with_hook
+    return sizes
 
 
 def stages_to_show(words: Sequence[str]) -> Iterable[int]:
-    """The ZeRO stage that the flags ask for, in whatever words, or all."""
-    given = read([*SHARDED.split(), *words]).job.runtime.config.data_parallel
-    asks = given.use_distributed_optimizer, given.zero_stage is not None, given.data_parallel_sharding_strategy
-    return [given.stage] if any(asks) else range(4)
+    """Return the ZeRO stage that the flags choose, by whichever flag, or all stages."""
+    config = read([*SHARDED.split(), *words]).job.runtime.config.data_parallel
+    is_chosen = (
+        config.use_distributed_optimizer
+        or config.zero_stage is not None
+        or bool(config.data_parallel_sharding_strategy)
+    )
+    return [config.stage] if is_chosen else range(4)
 
 
 def zero(words: Sequence[str]) -> None:
-    """Who holds what in a stage, and the hook behind each data-parallel call of a step."""
+    """Print what a rank stores in each ZeRO stage, and the hook that issues each data-parallel collective of a step."""
     for stage in stages_to_show(words):
         job, args = read([*SHARDED.split(), *words, "--zero-stage", str(stage)])
         rank = args.rank or 0
         with one_rank(job, rank) as (mesh, parts):
-            held = held_by(buffers_of(parts))
-            one_step(job, mesh, parts)
-            calls = by_hook(mesh)
-            one_step(job, mesh, parts)
+            counts = resident_elements(buffers_of(parts))
+            second_step(job, mesh, parts)  # the buckets learn the order of gradients
+            sizes_by_hook = record_by_hook(mesh)
+            second_step(job, mesh, parts)  # trains two steps, both recorded
         microbatches = parts.pipeline.batch.num_microbatches
-        print(f"ZeRO {stage}, rank {rank} of {job.runtime.world_size} keeps elements: {in_words(held)}")
-        head = [f"  in a step of {microbatches} microbatches, hook", "calls", "", "handed in"]
-        rows = [["  " + hook, str(len(sizes) // 2), op, amount(sum(sizes) // 2)] for (hook, op), sizes in calls.items()]
-        print("\n".join([*table([head, *rows]), ""]))
+        print(f"ZeRO {stage}, rank {rank} of {job.runtime.world_size} keeps elements: {counts_as_text(counts)}")
+        rows = [[f"  in a step of {microbatches} microbatches, hook", "calls", "", "handed in"]]
+        for (hook, op), sizes in sizes_by_hook.items():
+            calls_per_step = len(sizes) // 2
+            bytes_per_step = sum(sizes) // 2
+            rows.append(["  " + hook, str(calls_per_step), op, amount(bytes_per_step)])
+        print("\n".join([*table(rows), ""]))
 
 
 # ---------------------------------------------------------------- processes
 
 
 def start(words: Sequence[str]) -> None:
-    """Join the job by Megatron's names. Every rank says where it is, and rank 0 prints that in the order of ranks."""
+    """Initialize by Megatron's functions and print, on rank 0, each rank's groups. Every rank must call."""
     flags = f"{SMALL} --global-batch-size 4 --tensor-model-parallel-size 2 --mock-data --tokenizer-type NullTokenizer "
     runtime = initialize_megatron(argv=[*f"{flags} --train-iters 1 --lr 1e-3".split(), *words])
-    tensor, data = list(runtime.mesh["tp"].ranks), list(runtime.mesh.samples.ranks)
-    say_in_order(
+    tensor_ranks = list(runtime.mesh["tp"].ranks)
+    data_ranks = list(runtime.mesh.samples.ranks)
+    print_in_rank_order(
         f"rank {runtime.mesh['world'].rank} of {get_args().world_size}, {backend_of(mpu.get_data_parallel_group())}: "
-        f"tensor-parallel rank {mpu.get_tensor_model_parallel_rank()} of {tensor}, "
-        f"data-parallel rank {mpu.get_data_parallel_rank()} of {data}",
+        f"tensor-parallel rank {mpu.get_tensor_model_parallel_rank()} of {tensor_ranks}, "
+        f"data-parallel rank {mpu.get_data_parallel_rank()} of {data_ranks}",
         runtime.mesh["world"],
     )
 
 
-def say_in_order(text: str, world: Axis | None = None) -> None:
+def print_in_rank_order(text: str, world: Axis | None = None) -> None:
+    """Print the text of every rank, on rank 0. Every rank must call. world: default: DeepSpeed's world group."""
     world = world or deepspeed.comm.cdb.world
     texts = collectives.all_gather_texts(text, world, "cpu")
     if world.is_first:
@@ -292,11 +340,11 @@ def say_in_order(text: str, world: Axis | None = None) -> None:
 
 
 def engine(words: Sequence[str]) -> None:
-    """A plain torch model under `deepspeed.initialize`, in each ZeRO stage. Every rank must call."""
+    """Train a plain torch model with `deepspeed.initialize`, in each ZeRO stage. Every rank must call."""
     if words:
         sys.exit("engine takes no flags; edit its config")
     deepspeed.init_distributed(verbose=False)
-    say_in_order(f"cdb: {deepspeed.comm.cdb}")
+    print_in_rank_order(f"cdb: {deepspeed.comm.cdb}")
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": 2,
@@ -305,48 +353,60 @@ def engine(words: Sequence[str]) -> None:
     for stage in range(4):
         torch.manual_seed(0)
         layers = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
-        made, *_ = deepspeed.initialize(model=layers, config={**config, "zero_optimization": {"stage": stage}})
-        batches = torch.randn(4, 4, 16, generator=torch.Generator().manual_seed(made.global_rank))
-        losses, lines = zip(*(micro_step(made, batch) for batch in batches))
-        elements = in_words(held_by(made.chunk.buffers))
-        say_in_order(f"ZeRO {stage}, rank {made.global_rank} keeps elements: {elements}; loss {losses[-1]:.6f}")
-        if made.global_rank == 0:
-            print("\n".join(line for some in lines[2:] for line in some), flush=True)  # of the second step
+        ds_engine, *_ = deepspeed.initialize(model=layers, config={**config, "zero_optimization": {"stage": stage}})
+        generator = torch.Generator().manual_seed(ds_engine.global_rank)
+        batches = torch.randn(4, 4, 16, generator=generator)  # [microbatches of two steps, b, input features]
+        losses, lines = zip(*(micro_step(ds_engine, batch) for batch in batches))
+        elements = counts_as_text(resident_elements(ds_engine.chunk.buffers))
+        print_in_rank_order(
+            f"ZeRO {stage}, rank {ds_engine.global_rank} keeps elements: {elements}; loss {losses[-1]:.6f}"
+        )
+        if ds_engine.global_rank == 0:
+            for lines_of_microbatch in lines[2:]:  # the two microbatches of the second step
+                print("\n".join(lines_of_microbatch), flush=True)
 
 
-def micro_step(made: deepspeed.DeepSpeedEngine, batch: torch.Tensor) -> tuple[float, list[str]]:
-    """The loss, and the data-parallel calls behind each line of a script of DeepSpeed."""
-    with made.mesh.ledger.record() as calls:
-        phases = Phases(calls)
-        with phases.within("engine(batch)"):
-            loss = made(batch).square().mean()
-        with phases.within("engine.backward(loss)"):
-            made.backward(loss)
-        with phases.within("engine.step()"):
-            made.step()
+def micro_step(ds_engine: deepspeed.DeepSpeedEngine, batch: torch.Tensor) -> tuple[float, list[str]]:
+    """Train one microbatch; return its loss, and for each line of a DeepSpeed script the collectives that it issues.
+
+    batch: [b, input features].
+    """
+    with ds_engine.mesh.ledger.record() as calls:
+        phases = CollectivesByPhase(calls)
+        with phases.phase("engine(batch)"):
+            loss = ds_engine(batch).square().mean()  # []
+        with phases.phase("engine.backward(loss)"):
+            ds_engine.backward(loss)
+        with phases.phase("engine.step()"):
+            ds_engine.step()
     lines = []
-    for name, of_phase in phases.of.items():
-        found = Counter()
-        for (op, *_), times in of_phase.items():
-            found[op] += times
-        lines.append(f"    {name:<22} {', '.join(f'{times} x {op}' for op, times in found.items()) or 'no call'}")
+    for name, counts in phases.counts.items():
+        calls_by_op = Counter()
+        for (op, *_), num_calls in counts.items():
+            calls_by_op[op] += num_calls
+        summary = ", ".join(f"{num_calls} x {op}" for op, num_calls in calls_by_op.items())
+        lines.append(f"    {name:<22} {summary or 'no call'}")
     return loss.item(), lines
 
 
 def main(arguments: Sequence[str]) -> None:
+    """Run the command that the first argument names, with the other arguments as its flags."""
     if not arguments or arguments[0] not in ("groups", "model", "buffers", "step", "zero", "start", "engine"):
         sys.exit(__doc__)
     name, *words = arguments
-    show = globals()[name]
+    command = globals()[name]
     if name in ("zero", "start", "engine"):
-        show(words)
+        command(words)
         return
     job, args = read([*MEGATRON.split(), *words])
-    show(job) if name == "groups" else show(job, args.rank or 0)
+    if name == "groups":
+        command(job)
+    else:
+        command(job, args.rank or 0)
 
 
 if __name__ == "__main__":
-    if launched_world_size() > 1:  # the other ranks need this one to the end
+    if launched_world_size() > 1:  # a rank must not exit early when its output is closed: the others wait for it
         keep_running()
         main(sys.argv[1:])
     else:

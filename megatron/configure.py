@@ -1,4 +1,4 @@
-"""Choose the layout of a job: `python -m megatron.configure [--help]`, which is `python tools/configure.py`."""
+"""Choose the layout of a job: `python -m megatron.configure [--help]` runs tools/configure.py."""
 
 import runpy
 

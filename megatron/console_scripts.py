@@ -1,7 +1,7 @@
-"""The programs as console commands: `megatron-preprocess-data ...` is `python tools/preprocess_data.py ...`.
+"""Run the programs as console commands: `megatron-preprocess-data ...` is `python tools/preprocess_data.py ...`.
 
-A command's name is its program's, after `megatron-` and with hyphens. The programs lie in a checkout's root and its
-tools/; a wheel has them in megatron/_programs, laid out as there (setup.py). Several processes: `torchrun
+A command's name is `megatron-` and the program's name with hyphens. The programs are in a checkout's root and its
+tools/; a wheel has them in megatron/_programs, in the same layout (setup.py). With several processes: `torchrun
 --nproc-per-node 4 --no-python megatron-pretrain-gpt ...`.
 """
 
@@ -16,18 +16,18 @@ _PACKAGE = Path(megatron.__file__).resolve().parent
 
 
 def programs_folder(package: Path = _PACKAGE) -> Path:
-    """The folder of pretrain_gpt.py and tools/: inside the package in a wheel, else its parent."""
-    inside = package / "_programs"
-    return inside if inside.is_dir() else package.parent
+    """Return the folder of pretrain_gpt.py and tools/: inside the package in a wheel, else the package's parent."""
+    installed = package / "_programs"
+    return installed if installed.is_dir() else package.parent
 
 
 def program_of(command: str, folder: Path) -> Path:
-    """The file that a console command runs."""
+    """Return the file that a console command runs. Raises FileNotFoundError."""
     name = Path(command).stem.removeprefix("megatron-").replace("-", "_") + ".py"
-    found = [path for path in (folder / name, folder / "tools" / name) if path.is_file()]
-    if not found:
-        raise FileNotFoundError(f"{command}: there is no {name} in {folder} or its tools/; install the package again")
-    return found[0]
+    for path in (folder / name, folder / "tools" / name):
+        if path.is_file():
+            return path
+    raise FileNotFoundError(f"{command}: there is no {name} in {folder} or its tools/; install the package again")
 
 
 def main() -> NoReturn:

@@ -1,6 +1,6 @@
 """Describe the machine for a bug report: `python -m megatron.report [--json]`.
 
-Changes nothing and never fails: a part that cannot be found out says why in its place, even if torch cannot be imported.
+It changes nothing and never fails: a part that cannot be determined says why, even if torch cannot be imported.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.output_streams import until_reader_ends
 from megatron.core.parallel.launcher_environment import discover, threads_per_rank
 
-PACKAGES = {  # package -> its use
+PACKAGES = {  # package -> what needs it
     "torch": "everything",
     "numpy": "token files, the order of samples",
     "tokenizers": "HuggingFaceTokenizer, tools/train_tokenizer.py",
@@ -56,15 +56,15 @@ Facts = dict[str, Any]
 
 
 def collect() -> dict[str, Facts]:
-    """All parts by name. A part that fails is {"unknown": why}."""
+    """Return all parts of the report by name. A part that fails is {"unknown": why}."""
     parts = (_system, _packages, _devices, _launcher, _threads, _memory, _disk)
-    return {part.__name__.removeprefix("_"): _guarded(part) for part in parts}
+    return {part.__name__.removeprefix("_"): _facts_or_error(part) for part in parts}
 
 
-def _guarded(part: Callable[[], Facts]) -> Facts:
+def _facts_or_error(part: Callable[[], Facts]) -> Facts:
     try:
         return part()
-    except Exception as error:  # a broken part is the very subject of the report
+    except Exception as error:  # what is broken is what the bug report is about
         return {"unknown": f"{type(error).__name__}: {error}"}
 
 
@@ -76,18 +76,18 @@ def _system() -> Facts:
         "machine": platform.machine(),
         "code": _commit(),
         "package": str(_PACKAGE),
-        "hidden by it": ", ".join(_hidden()) or "no other package of its name",
+        "hidden by it": ", ".join(_shadowed_packages()) or "no other package of its name",
     }
 
 
-def _hidden() -> list[str]:
-    """Other packages named `megatron` on the path (megatron-core, a Megatron-LM checkout) that this one hides."""
+def _shadowed_packages() -> list[str]:
+    """Return the other packages named `megatron` on the path (megatron-core, a Megatron-LM checkout)."""
     folders = (Path(entry or ".").resolve() / "megatron" for entry in sys.path)
     return [str(folder) for folder in dict.fromkeys(folders) if folder != _PACKAGE and (folder / "core").is_dir()]
 
 
 def _commit() -> str:
-    """The commit of this checkout, `-dirty` if files have changed."""
+    """Return the commit of this checkout, with `-dirty` if files have changed."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         return subprocess.check_output(command, cwd=_PACKAGE, stderr=subprocess.DEVNULL, text=True, timeout=10).strip()
@@ -116,8 +116,11 @@ def _devices() -> Facts:
         for i in range(torch.accelerator.device_count()):
             free, total = module.mem_get_info(i)
             part[f"device {i}"] = f"{module.get_device_name(i)}, {free / _GIB:.1f} of {total / _GIB:.1f} GiB free"
-    built = {n: v for n, v in vars(torch.version).items() if isinstance(v, str) and not n.startswith(("_", "git"))}
-    part["torch is built for"] = built or "the CPU"
+    versions = {}  # cuda, hip, ...: of what torch was built for
+    for name, value in vars(torch.version).items():
+        if isinstance(value, str) and not name.startswith(("_", "git")):
+            versions[name] = value
+    part["torch is built for"] = versions or "the CPU"
     part["back ends"] = importlib.import_module("megatron.core.parallel_state").available_backends()
     return part
 
@@ -136,19 +139,24 @@ def _launcher() -> Facts:
 
 
 def _threads() -> Facts:
-    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    part: Facts = {"cores": os.cpu_count(), "cores this process may use": mine}
-
+    usable_cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        usable_cores = len(os.sched_getaffinity(0))
+    part: Facts = {"cores": os.cpu_count(), "cores this process may use": usable_cores}
     try:
-        part["threads of a rank"] = threads_per_rank(os.environ, discover(os.environ), mine) or "those of torch"
+        threads = threads_per_rank(os.environ, discover(os.environ), usable_cores)
+        part["threads of a rank"] = threads or "those of torch"
     except ConfigError:
         part["threads of a rank"] = "unknown, see launcher"
     return part
 
 
 def _memory() -> Facts:
+    sizes = {}  # name -> GiB
     with open("/proc/meminfo") as file:
-        sizes = {name: int(rest.split()[0]) / 2**20 for name, _, rest in (line.partition(":") for line in file)}
+        for line in file:
+            name, _, rest = line.partition(":")
+            sizes[name] = int(rest.split()[0]) / 2**20
     return {"total GiB": round(sizes["MemTotal"], 1), "available GiB": round(sizes["MemAvailable"], 1)}
 
 
@@ -160,7 +168,7 @@ def _disk() -> Facts:
 
 
 def _writable(folder: str) -> str:
-    """Whether a file can be written, found by writing: permissions do not show a read-only or full file system."""
+    """Say whether a file can be written, after writing one: permissions do not show a read-only or full file system."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"x")
@@ -170,24 +178,30 @@ def _writable(folder: str) -> str:
 
 
 def as_text(parts: dict[str, Facts]) -> str:
+    """Return the report as text: each part has a heading and a line for each fact."""
     lines = []
     for name, part in parts.items():
+        lines.append(name)
         width = max(map(len, part))
-        lines += [name, *(f"  {key:<{width}}  {_shown(value)}" for key, value in part.items())]
+        lines += [f"  {key:<{width}}  {_value_as_text(value)}" for key, value in part.items()]
     return "\n".join(lines)
 
 
-def _shown(value: Any) -> str:
+def _value_as_text(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{key} {one}" for key, one in value.items())
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+        return ", ".join(f"{key} {item}" for key, item in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return str(value)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Print the report; return the exit status, 0."""
     parser = argparse.ArgumentParser("python -m megatron.report", description="Describe this machine for a bug report.")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    as_json, parts = parser.parse_args(argv).json, collect()
-    print(json.dumps(parts, indent=2, default=str) if as_json else as_text(parts))
+    options = parser.parse_args(argv)
+    parts = collect()
+    print(json.dumps(parts, indent=2, default=str) if options.json else as_text(parts))
     return 0
 
 

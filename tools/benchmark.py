@@ -1,11 +1,11 @@
-"""Measure a training step: against the device's limits, and side by side with other code at the same work.
+"""Measure a training step: against the limits of the device, and side by side with other code that trains the same.
 
     python tools/benchmark.py --model gpt2-small --bf16
     python tools/benchmark.py --model gpt2-small --num-layers 4 --bf16 --peers none --json result.json
     python tools/benchmark.py --model gpt-28m --parallel tp
     python tools/benchmark.py --works readme --peers plain-compiled transformers-compiled --records readme.jsonl
 
-Each contender is a process, or one a rank; they take steps in turns. Prints Markdown.
+Each contender is a process, or a process for each rank; they train in turns. The tool prints Markdown.
 """
 
 import importlib.util
@@ -93,12 +93,16 @@ class BenchmarkConfig(FlagConfig):
     picture: str | None = option(None, "PNG with a bar for each contender and a dot for each round", metavar="FILE")
 
     def problems(self) -> Iterator[str]:
-        if unknown := [name for name in self.peers if name not in (*PEERS, "none")]:
-            yield f"--peers {' '.join(unknown)}: there are {', '.join(PEERS)}, and none"
-        if unknown := [name for name in self.compile if name not in COMPILED]:
-            yield f"--compile {' '.join(unknown)}: there are {', '.join(COMPILED)}"
-        if unknown := works.unknown(self.works):
-            yield f"--works {' '.join(unknown)}: there are {', '.join([*works.GROUPS, *works.chosen(works.GROUPS)])}"
+        unknown_peers = [name for name in self.peers if name not in (*PEERS, "none")]
+        if unknown_peers:
+            yield f"--peers {' '.join(unknown_peers)}: there are {', '.join(PEERS)}, and none"
+        unknown_ways = [name for name in self.compile if name not in COMPILED]
+        if unknown_ways:
+            yield f"--compile {' '.join(unknown_ways)}: there are {', '.join(COMPILED)}"
+        unknown_works = works.unknown(self.works)
+        if unknown_works:
+            known_works = [*works.GROUPS, *works.chosen(works.GROUPS)]
+            yield f"--works {' '.join(unknown_works)}: there are {', '.join(known_works)}"
         if self.records and not self.works:
             yield "--records holds the rounds of --works; give works, or --json for the measurements of one model"
         if self.picture and Path(self.picture).suffix.lower() != ".png":
@@ -108,32 +112,43 @@ class BenchmarkConfig(FlagConfig):
     @property
     def work(self) -> Work:
         """The work of --model."""
-        given = {f.name: getattr(self, f.name) for f in fields(Work) if getattr(self, f.name, None) is not None}
-        given["ranks"] = 1 if self.parallel == "none" else self.ranks
-        sizes = {**MODELS[self.model], **given}
-        one = Work(**sizes)
-        batch = one.micro_batch_size * one.replicas * (4 if self.parallel == "pp" else 1)
-        return Work(**{"global_batch_size": batch, **sizes})
+        sizes = dict(MODELS[self.model])
+        for field in fields(Work):
+            value = getattr(self, field.name, None)
+            if value is not None:
+                sizes[field.name] = value
+        sizes["ranks"] = 1 if self.parallel == "none" else self.ranks
+        if "global_batch_size" not in sizes:
+            work = Work(**sizes)
+            num_microbatches = 4 if self.parallel == "pp" else 1
+            sizes["global_batch_size"] = work.micro_batch_size * work.replicas * num_microbatches
+        return Work(**sizes)
 
     def contenders(self, work: Work) -> list[Contender]:
+        """Return ours and the peers that train this work."""
         peers = [PEERS[name] for name in self.peers if name != "none"]
-        if work.ranks > 1:  # transformers leaves the layout to the same parts of torch
-            peers = [one for one in peers if one.library == "plain"]
-        ours = [Contender("ours", way) for way in dict.fromkeys(self.compile)]
-        return [*ours, *(replace(one, same_allocator=self.same_allocator) for one in peers)]
+        if work.ranks > 1:  # on several ranks transformers would be wrapped by the same parts of torch as plain PyTorch
+            peers = [peer for peer in peers if peer.library == "plain"]
+        ours = [Contender("ours", compile_choice) for compile_choice in dict.fromkeys(self.compile)]
+        return [*ours, *(replace(peer, same_allocator=self.same_allocator) for peer in peers)]
 
 
 def installed(contenders: list[Contender], work: Work) -> tuple[list[Contender], dict[str, str]]:
-    """(contenders that can run, {title of another: reason})"""
+    """Return (contenders that can run here, {title of a contender that cannot: reason})."""
     if importlib.util.find_spec("transformers") is not None:
         return contenders, {}
-    reason = "transformers is not installed (pip install -e '.[benchmark]')"
-    without = {one.title(work.parallel): reason for one in contenders if one.library == "transformers"}
-    return [one for one in contenders if one.library != "transformers"], without
+    runnable = []
+    missing = {}
+    for contender in contenders:
+        if contender.library == "transformers":
+            missing[contender.title(work.parallel)] = "transformers is not installed (pip install -e '.[benchmark]')"
+        else:
+            runnable.append(contender)
+    return runnable, missing
 
 
 def measure(config: BenchmarkConfig, work: Work, limits: dict[str, float], rounds: int, until: float) -> Record:
-    """A contest at one work. limits: the ceilings of the device; until: no turn begins later, by `time.monotonic()`."""
+    """Measure all contenders at one work. limits: the ceilings of the device; until: time of the last turn's begin."""
     contenders, missing = installed(config.contenders(work), work)
     contest = Contest(contenders, work, config.device, Plan(rounds, config.warmup, config.steps, until, config.profile))
     contest.run()
@@ -141,48 +156,69 @@ def measure(config: BenchmarkConfig, work: Work, limits: dict[str, float], round
 
 
 def limits_of(config: BenchmarkConfig) -> dict[str, float]:
+    """Measure the ceilings of the device; none with --no-ceilings."""
     return ceilings(config.device) if config.ceilings else {}
 
 
 def measure_works(config: BenchmarkConfig, until: float) -> tuple[dict[str, Record], dict[str, str]]:
-    """(the works of --works by name, with rounds from --records and those that are missing there; works that failed, and why)"""
+    """Measure the works of --works, as far as --records does not have their rounds already.
+
+    Returns (records by name of the work, reasons by name of a work that failed).
+    """
+    # the works that this device can do
     half = multiplies_bfloat16(Device.select(config.device).torch_device)
+    selected = works.chosen(config.works, half=half)
+    skipped = [name for name in works.chosen(config.works) if name not in selected]
+    if skipped:
+        print(f"left out, as the device has no units for bfloat16: {', '.join(skipped)}", file=sys.stderr)
+
+    # the rounds that are recorded already, of the same code, machine and contenders
     path = Path(config.records) if config.records else None
-    chosen = works.chosen(config.works, half=half)
-    if lacking := [name for name in works.chosen(config.works) if name not in chosen]:
-        print(f"left out, as the device has no units for bfloat16: {', '.join(lacking)}", file=sys.stderr)
-    known: dict[str, list[Record]] = {}
-    for name, work in chosen.items():
-        wanted = records.identity(work, installed(config.contenders(work), work)[0])
-        known[name] = records.same(records.read_records(path), wanted) if path else []
-    missing = {name: config.rounds - records.rounds_of(mine) for name, mine in known.items()}
-    limits = limits_of(config) if any(rounds > 0 for rounds in missing.values()) else {}
-    tell_plan(config, {chosen[name]: (name, rounds) for name, rounds in missing.items() if rounds > 0}, limits)
+    records_of: dict[str, list[Record]] = {}
+    missing_rounds: dict[str, int] = {}
+    for name, work in selected.items():
+        records_of[name] = []
+        if path:
+            identity = records.identity(work, installed(config.contenders(work), work)[0])
+            records_of[name] = records.same(records.read_records(path), identity)
+        missing_rounds[name] = config.rounds - records.rounds_of(records_of[name])
+    todo = {selected[name]: (name, rounds) for name, rounds in missing_rounds.items() if rounds > 0}
+    limits = limits_of(config) if todo else {}
+    tell_plan(config, todo, limits)
+
+    # measure the others
     failed: dict[str, str] = {}
-    for name, mine in known.items():
-        if missing[name] > 0 and time.monotonic() < until:
+    for name, records_of_work in records_of.items():
+        if missing_rounds[name] > 0 and time.monotonic() < until:
             try:
-                mine.append(measure(config, chosen[name], limits, missing[name], until))
-            except (Stopped, ValueError) as error:  # the works after it are measured all the same
+                record = measure(config, selected[name], limits, missing_rounds[name], until)
+            except (Stopped, ValueError) as error:  # go on with the next work
                 failed[name] = str(error)
                 print(f"{name}: {error}", file=sys.stderr)
                 continue
+            records_of_work.append(record)
             if path:
-                records.append_record(path, mine[-1])
-        if mine:
-            print(f"{name}: {records.rounds_of(mine)} of {config.rounds} rounds", file=sys.stderr)
-    return {name: records.merged(mine) for name, mine in known.items() if mine}, failed
+                records.append_record(path, record)
+        if records_of_work:
+            print(f"{name}: {records.rounds_of(records_of_work)} of {config.rounds} rounds", file=sys.stderr)
+    merged = {name: records.merged(items) for name, items in records_of.items() if items}
+    return merged, failed
 
 
 def tell_plan(config: BenchmarkConfig, todo: dict[Work, tuple[str, int]], limits: dict[str, float]) -> None:
-    """What each work may take, to stderr. todo: its name and missing rounds. Nothing without --ceilings."""
+    """Print to stderr how long each work may take. todo: work -> (its name, missing rounds).
+
+    Without ceilings nothing is known, and nothing is printed.
+    """
+    if not limits:
+        return
     total = 0.0
-    for work, (name, rounds) in todo.items() if limits else ():
-        contenders = len(installed(config.contenders(work), work)[0])
-        seconds = seconds_of(work, limits, contenders * (rounds + config.warmup))
+    for work, (name, rounds) in todo.items():
+        num_contenders = len(installed(config.contenders(work), work)[0])
+        seconds = seconds_of(work, limits, num_contenders * (rounds + config.warmup))
         total += seconds
         print(
-            f"{name}: {rounds} rounds of {contenders} contenders, about {seconds:.0f} s and their starts",
+            f"{name}: {rounds} rounds of {num_contenders} contenders, about {seconds:.0f} s and their starts",
             file=sys.stderr,
         )
     if total:
@@ -191,25 +227,26 @@ def tell_plan(config: BenchmarkConfig, todo: dict[Work, tuple[str, int]], limits
 
 
 def seconds_of(work: Work, limits: dict[str, float], turns: int) -> float:
-    """Of turns of at least `TURN` seconds, at half the measured GEMM ceiling."""
+    """Estimate the seconds of some turns: at half the measured GEMM ceiling, and at least `TURN` seconds each."""
     ceiling = limits["bf16_tflops" if work.bf16 else "fp32_tflops"] * 1e12
     return turns * max(TURN, 2 * work.flops_per_token * work.tokens / ceiling)
 
 
 def run(config: BenchmarkConfig) -> None:
+    """Measure, print, and write the files that were asked for. Raises Stopped if a work failed."""
     until = time.monotonic() + (config.limit_seconds or float("inf"))
     failed: dict[str, str] = {}
     if config.works:
         measured, failed = measure_works(config, until)
         print(overview(measured))
     else:
-        only = records.merged([measure(config, config.work, limits_of(config), config.rounds, until)])
-        measured = {config.model: only}
-        print(markdown(only))
+        record = measure(config, config.work, limits_of(config), config.rounds, until)
+        measured = {config.model: records.merged([record])}
+        print(markdown(measured[config.model]))
     if config.json:
         with naming_flag("--json", config.json, "choose a file that can be written"):
-            written = measured if config.works else only
-            Path(config.json).write_text(json.dumps(written, indent=1) + "\n")
+            content = measured if config.works else measured[config.model]
+            Path(config.json).write_text(json.dumps(content, indent=1) + "\n")
     if config.picture:
         draw(measured, config.picture)
     if failed:

@@ -5,8 +5,9 @@
     python tools/checkpoint_convert.py --load Llama-3.2-1B --save checkpoints/llama
     python tools/checkpoint_convert.py --load checkpoints/books --save-dcp books-dcp
 
---load is a folder of checkpoints, or another folder that the trainer reads as it lies. --save-hf and --save need memory for two
-tensors, --save-dcp for the whole model, and it writes a pickle (.metadata), which loading runs.
+--load is a folder of checkpoints, or a folder of another project in a format that the trainer reads directly. --save-hf and
+--save need memory for two tensors. --save-dcp needs memory for the whole model, and writes a pickle (.metadata), which
+loading executes.
 """
 
 import sys
@@ -33,7 +34,7 @@ from megatron.core.storage.paths import is_url, path_of
 from megatron.training.arguments.hf_export_config import DEFAULT_SHARD_SIZE, bytes_of, read_size
 from tools.errors import missing, run_tool
 
-_MODEL = "model/"  # what the names of a model's tensors begin with in a checkpoint
+_MODEL = "model/"  # prefix of the names of a model's tensors in a checkpoint
 
 
 @dataclass(frozen=True)
@@ -66,41 +67,50 @@ class ConvertConfig(FlagConfig):
     allow_missing_tensors: bool = option(False, "write a model that lacks tensors, without them; each is named")
 
     def problems(self) -> list[str]:
-        found = missing(self, "load")
-        if sum(out is not None for out in (self.save_hf, self.save, self.save_dcp)) != 1:
-            found.append("give one of --save-hf, --save and --save-dcp")
-        folders = {"--save-hf": self.save_hf, "--save-dcp": self.save_dcp, "--tokenizer": self.tokenizer}
-        urls = {flag: given for flag, given in folders.items() if given is not None and is_url(given)}
-        found += [
-            f"{flag} {url} is a URL, and a folder of this machine is needed; give one" for flag, url in urls.items()
-        ]
+        problems = missing(self, "load")
+        outputs = [self.save_hf, self.save, self.save_dcp]
+        if outputs.count(None) != 2:
+            problems.append("give one of --save-hf, --save and --save-dcp")
+        local_folders = {"--save-hf": self.save_hf, "--save-dcp": self.save_dcp, "--tokenizer": self.tokenizer}
+        for flag, folder in local_folders.items():
+            if folder is not None and is_url(folder):
+                problems.append(f"{flag} {folder} is a URL, and a folder of this machine is needed; give one")
         if self.save_hf is None:
-            for_hf = {
+            hf_flags = {
                 "--model-type": self.model_type,
                 "--tokenizer": self.tokenizer,
                 "--max-shard-size": self.max_shard_size,
             }
-            found += [f"{flag} is for --save-hf: leave it out" for flag, value in for_hf.items() if value is not None]
-        return found
+            for flag, value in hf_flags.items():
+                if value is not None:
+                    problems.append(f"{flag} is for --save-hf: leave it out")
+        return problems
 
 
 def convert(config: ConvertConfig) -> None:
+    """Convert --load into the one output that was asked for."""
     checkpoint = open_any(config.load, config.iteration)
     if note := note_of_lost_buffers(checkpoint.state):
         print(note)
+
+    # --save: a checkpoint of ours from a folder of another project
     if config.save is not None:
         if not isinstance(checkpoint, StridedCheckpoint):
             raise ConfigError(f"--save: {config.load} is a checkpoint of ours already, which any layout loads")
         copy_checkpoint(checkpoint, config.save, config.dtype, allow_missing=config.allow_missing_tensors, note=print)
         print(f"{config.load}: written to {config.save}, weights alone; a run takes it as --pretrained-checkpoint")
         return
+
+    # --save-dcp: a folder of torch.distributed.checkpoint
     if config.save_dcp is not None:
-        names, source = checkpoint.manifest.tensors, str(checkpoint.folder)
-        check_complete(checkpoint.state, names, source, allow=config.allow_missing_tensors, note=print)
+        names = checkpoint.manifest.tensors
+        check_complete(checkpoint.state, names, str(checkpoint.folder), allow=config.allow_missing_tensors, note=print)
         write_dcp_folder(checkpoint, path_of(config.save_dcp), config.dtype)
         print(f"{config.load}: written to {config.save_dcp}; its .metadata is a pickle, which torch runs when it loads")
         return
-    kind = write_hf_folder(
+
+    # --save-hf
+    model_type = write_hf_folder(
         checkpoint,
         path_of(config.save_hf),
         kind=config.model_type,
@@ -110,31 +120,37 @@ def convert(config: ConvertConfig) -> None:
         allow_missing=config.allow_missing_tensors,
         note=print,
     )
-    print(f"{config.load}: written to {config.save_hf} as a {kind}")
+    print(f"{config.load}: written to {config.save_hf} as a {model_type}")
 
 
 def write_dcp_folder(checkpoint: Checkpoint, out: Path, dtype: str | None = None) -> None:
-    """Write the model's tensors, under the names of its parameters, by torch's own writer. dtype: default: as they are.
+    """Write the model's tensors with torch.distributed.checkpoint, under the names of the parameters.
 
-    The folder `out` must not exist, and gets its name when it is complete. It holds a pickle, as torch's format does. Raises
-    ConfigError, CheckpointError, OSError; ValueError if torch's writer fails.
+    out: must not exist; the folder gets this name when it is complete. dtype: default: as in the checkpoint. The format
+    contains a pickle. Raises ConfigError, CheckpointError, OSError; ValueError if torch's writer fails.
     """
     partial = out.with_name(out.name + ".partial")
     if exists(out):
         raise ConfigError(f"{out} is there already; a folder is written anew: choose another")
     if exists(partial):
         remove_tree(partial)
+
+    # read the full tensors
     tensors = {}
     for name, record in checkpoint.manifest.tensors.items():
         if name.startswith(_MODEL):
-            tensor, box = torch.empty(record.shape, dtype=getattr(torch, dtype or record.dtype)), whole(record.shape)
-            checkpoint.read_into({name: LocalTensor(tensor, record.shape, [(box, box)], False)}, convert=True)
+            tensor = torch.empty(record.shape, dtype=getattr(torch, dtype or record.dtype))
+            box = whole(record.shape)
+            target = LocalTensor(tensor, record.shape, [(box, box)], is_writer=False)
+            checkpoint.read_into({name: target}, convert=True)
             tensors[name.removeprefix(_MODEL)] = tensor
+
+    # write them under a temporary name, then rename
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         try:
             dcp.save(tensors, checkpoint_id=partial, no_dist=True)
-        except dcp.CheckpointException as error:  # it is no Exception
+        except dcp.CheckpointException as error:  # derives from BaseException
             raise ValueError(f"{partial}: torch's writer failed: {error}") from error
     backend_of(partial).rename(partial, out)
     backend_of(out).sync_folder(out.parent)

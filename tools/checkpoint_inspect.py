@@ -1,12 +1,12 @@
-"""Inspect a checkpoint: what is in it, a check of every hash, a comparison with another one.
+"""Inspect a checkpoint: list its content, check every hash, compare it with another one.
 
     python tools/checkpoint_inspect.py --load checkpoints/books
     python tools/checkpoint_inspect.py --load checkpoints/books --ckpt-step 100 --verify
     python tools/checkpoint_inspect.py --load s3://bucket/books --verify
     python tools/checkpoint_inspect.py --load checkpoints/books --compare checkpoints/again --png differ.png
 
-A folder is that of all iterations or of one, on this machine or in an object store. Checkpoints of any layout are compared:
-tensors are put together from their pieces. Exit code 1 if there is damage or a difference.
+A folder contains all iterations or one, on this machine or in an object store. Checkpoints of any layouts can be compared,
+because tensors are assembled from their shards. Exit code 1 if there is damage or a difference.
 """
 
 import json
@@ -31,9 +31,10 @@ from megatron.core.sharding.boxes import size_of, whole
 from megatron.core.storage.paths import path_of
 from tools.errors import missing, run_tool
 
-_ROWS, _COLUMNS = 12, 64  # of a picture, in characters
-_SHADES = " .:-=+*#%@"  # from no element that differs to all
-_SHOWN = 20  # differences of the state, and tensors in a PNG
+_ROWS = 12  # of a picture, in characters
+_COLUMNS = 64
+_SHADES = " .:-=+*#%@"  # by the share of elements that differ
+_SHOWN = 20  # number of differences of the state, and of tensors in a PNG
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class CheckpointInspectConfig(FlagConfig):
 
 
 def opened(folder: str, step: int | None) -> Checkpoint:
-    """The checkpoint of a folder of iterations, or of one iteration."""
+    """Open the checkpoint of a folder of iterations, or of one iteration. step: default: the latest."""
     path = path_of(folder)
     number = iteration_of(path.absolute().name)
     if number is None:
@@ -72,40 +73,46 @@ def opened(folder: str, step: int | None) -> Checkpoint:
     return open_checkpoint(path.absolute().parent, number)
 
 
-# ---------------------------------------------------------------- what is in it
+# ---------------------------------------------------------------- content
 
 
 def summary(checkpoint: Checkpoint) -> Iterator[str]:
-    """Counts and sizes by kind of tensor, and the state's main entries."""
-    manifest, state = checkpoint.manifest, checkpoint.state
-    size = sum(manifest.files.values())
-    yield f"{checkpoint.folder}: iteration {checkpoint.iteration}, {size:,} bytes in {len(manifest.files)} file(s)"
+    """Yield lines with counts and sizes by kind of tensor, and the main entries of the state."""
+    manifest = checkpoint.manifest
+    state = checkpoint.state
+    num_bytes = sum(manifest.files.values())
+    yield f"{checkpoint.folder}: iteration {checkpoint.iteration}, {num_bytes:,} bytes in {len(manifest.files)} file(s)"
     if checkpoint.warning:
         yield f"WARNING: {checkpoint.warning}"
     if note := note_of_lost_buffers(state):
         yield note
-    kinds: dict[tuple[str, str], list[TensorRecord]] = {}
+
+    # the tensors: model/... and optimizer/master/... are kinds
+    records_of_kind: dict[tuple[str, str], list[TensorRecord]] = {}
     for name, record in manifest.tensors.items():
         kind = "/".join(name.split("/")[:-1]) or name
-        kinds.setdefault((kind, record.dtype), []).append(record)
-    for (kind, dtype), records in kinds.items():
+        records_of_kind.setdefault((kind, record.dtype), []).append(record)
+    for (kind, dtype), records in records_of_kind.items():
         elements = sum(torch.Size(record.shape).numel() for record in records)
         pieces = sum(len(record.pieces) for record in records)
         bytes_in = sum(item_bytes_of(record.shape, dtype) for record in records)
         yield f"  {kind}: {len(records)} tensors of {dtype}, {elements:,} elements, {bytes_in:,} bytes, {pieces} piece(s)"
+
+    # the state
     for key in ("model", "origin", "vocab_size", "global_batch_size", "optimizer_steps", "checkpoints"):
         if key in state:
             yield f"  {key}: {shortened(state[key])}"
     train = state.get("train")
-    for key, value in train.items() if isinstance(train, dict) else ():
-        if not isinstance(value, dict):
-            yield f"  train/{key}: {shortened(value)}"
+    if isinstance(train, dict):
+        for key, value in train.items():
+            if not isinstance(value, dict):
+                yield f"  train/{key}: {shortened(value)}"
     others = [str(number) for number in saved_iterations(checkpoint.folder.parent) if number != checkpoint.iteration]
     yield f"  other iterations beside it: {', '.join(others) or 'none'}"
 
 
 def listing(checkpoint: Checkpoint, pattern: str) -> Iterator[str]:
-    """One line for each tensor, and one for each of its pieces where it has several."""
+    """Yield one line for each tensor whose name matches, and one for each of its pieces."""
     for name, record in checkpoint.manifest.tensors.items():
         if re.search(pattern, name):
             yield f"  {name}: {record.dtype} {tuple(record.shape)}"
@@ -114,126 +121,151 @@ def listing(checkpoint: Checkpoint, pattern: str) -> Iterator[str]:
 
 
 def shortened(value: Any) -> str:
-    return f"{value if isinstance(value, str) else json.dumps(value)!s:.100}"
+    """Return the first 100 characters of a text, or of the JSON of another value."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text[:100]
 
 
 # ---------------------------------------------------------------- every hash
 
 
 def damages(checkpoint: Checkpoint) -> Iterator[str]:
-    """Reads every piece, with the zeros before it, and compares its hash; one line for each that is damaged."""
+    """Read every piece, with the alignment zeros before it, and check its hash; yield a line for each damaged one."""
     for name, record in checkpoint.manifest.tensors.items():
         for piece in record.pieces:
             try:
-                room = torch.empty(size_of(piece.box), dtype=getattr(torch, record.dtype))
-                checkpoint.read_into({name: LocalTensor(room, record.shape, [(piece.box, whole(room.shape))], False)})
+                tensor = torch.empty(size_of(piece.box), dtype=getattr(torch, record.dtype))
+                boxes = [(piece.box, whole(tensor.shape))]
+                checkpoint.read_into({name: LocalTensor(tensor, record.shape, boxes, is_writer=False)})
             except CheckpointError as error:
                 yield f"  DAMAGED {error.file}: {error.wrong}"
 
 
-# ---------------------------------------------------------------- two of them
+# ---------------------------------------------------------------- comparison of two checkpoints
 
 
 class Difference(NamedTuple):
-    """Where two tensors of one shape and dtype differ."""
+    """The elements in which two tensors of one shape and dtype differ."""
 
     name: str
     count: int
-    where: Tensor  # bool [rows, columns], the tensor as a matrix
-    largest: float  # of |a - b|, of those that are numbers
+    mask: Tensor  # bool [rows, columns]: True where the tensors, as matrices, differ
+    largest: float  # maximum of |a - b| over the finite differences
 
     def __str__(self) -> str:
-        total = self.where.numel()
-        first = int(self.where.flatten().int().argmax())
-        at = f"first in row {first // self.where.shape[1]}, column {first % self.where.shape[1]}"
-        return f"  {self.name}: {self.count:,} of {total:,} elements differ, by at most {self.largest:.6g}; {at}"
+        total = self.mask.numel()
+        num_columns = self.mask.shape[1]
+        first = int(self.mask.flatten().int().argmax())
+        position = f"first in row {first // num_columns}, column {first % num_columns}"
+        return f"  {self.name}: {self.count:,} of {total:,} elements differ, by at most {self.largest:.6g}; {position}"
 
 
-def tensor_of(checkpoint: Checkpoint, name: str) -> Tensor:
-    """A whole tensor on the host; its hashes are checked."""
+def read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
+    """Read a full tensor into CPU memory and check its hashes."""
     record = checkpoint.manifest.tensors[name]
-    tensor, box = torch.empty(record.shape, dtype=getattr(torch, record.dtype)), whole(record.shape)
+    tensor = torch.empty(record.shape, dtype=getattr(torch, record.dtype))
+    box = whole(record.shape)
     checkpoint.read_into({name: LocalTensor(tensor, record.shape, [(box, box)], is_writer=False)})
     return tensor
 
 
 def difference(name: str, a: Tensor, b: Tensor) -> Difference | None:
-    """None if every bit is equal. Bits are compared: 0.0 and -0.0 differ, equal NaNs do not."""
-    matrix = (1, -1) if a.dim() < 2 else (a.shape[0], -1)
+    """Compare two tensors of one shape and dtype; return None if every bit is equal.
+
+    Since bits are compared, 0.0 and -0.0 differ, and NaNs with the same bits do not.
+    """
     if not a.numel():
         return None
-    size = a.element_size()
-    differs = (a.flatten().view(torch.uint8) != b.flatten().view(torch.uint8)).view(-1, size).any(dim=1)
+    differs_in_byte = a.flatten().view(torch.uint8) != b.flatten().view(torch.uint8)  # [elements * bytes]
+    differs = differs_in_byte.view(-1, a.element_size()).any(dim=1)  # [elements]
     if not bool(differs.any()):
         return None
     gaps = (a.double() - b.double()).abs().flatten()[differs]
-    largest = float(gaps[gaps.isfinite()].max()) if bool(gaps.isfinite().any()) else float("nan")
-    return Difference(name, int(differs.sum()), differs.view(matrix), largest)
+    finite_gaps = gaps[gaps.isfinite()]
+    largest = float(finite_gaps.max()) if finite_gaps.numel() else float("nan")
+    num_rows = 1 if a.dim() < 2 else a.shape[0]
+    return Difference(name, int(differs.sum()), differs.view(num_rows, -1), largest)
 
 
-def picture(where: Tensor) -> list[str]:
-    """The matrix in at most 12 lines of 64 characters, each the share of its elements that differ: ' ' is none, '@' all."""
-    cells = shares(where, _ROWS, _COLUMNS)
-    steps = (cells * (len(_SHADES) - 1)).ceil().int().tolist()  # one element is seen
+def picture(mask: Tensor) -> list[str]:
+    """Draw a mask [rows, columns] in at most 12 lines of 64 characters.
+
+    A character is the share of True elements in its cell: ' ' is none, '@' is all.
+    """
+    cells = shares(mask, _ROWS, _COLUMNS)  # [at most 12, at most 64]
+    shades = (cells * (len(_SHADES) - 1)).ceil().int().tolist()  # rounded up, so that a single element is visible
     frame = f"    +{'-' * cells.shape[1]}+"
-    return [frame, *(f"    |{''.join(_SHADES[step] for step in row)}|" for row in steps), frame]
+    lines = [f"    |{''.join(_SHADES[shade] for shade in row)}|" for row in shades]
+    return [frame, *lines, frame]
 
 
-def shares(where: Tensor, most_rows: int, most_columns: int) -> Tensor:
-    """[rows, columns]: of each cell of a matrix the share that is true; a cell is no smaller than an element."""
-    counts = where.double()
-    for dim, most in ((0, most_rows), (1, most_columns)):
-        parts = counts.tensor_split(min(most, counts.shape[dim]), dim)
-        counts = torch.cat([part.mean(dim, keepdim=True) for part in parts], dim)
-    return counts
+def shares(mask: Tensor, max_rows: int, max_columns: int) -> Tensor:
+    """Return the share of True elements in each cell of a coarse grid over a mask, [max_rows, max_columns] at most."""
+    cells = mask.double()
+    for dim, max_size in ((0, max_rows), (1, max_columns)):
+        parts = cells.tensor_split(min(max_size, cells.shape[dim]), dim)
+        cells = torch.cat([part.mean(dim, keepdim=True) for part in parts], dim)
+    return cells
 
 
-def compared(a: Checkpoint, b: Checkpoint, pattern: str) -> Iterator[str | Difference]:
-    """A line for each tensor that only one has, or of another shape; a `Difference` for each whose bits differ."""
-    mine, theirs = a.manifest.tensors, b.manifest.tensors
-    for name in filter(re.compile(pattern).search, dict.fromkeys([*mine, *theirs])):
-        if name not in theirs or name not in mine:
-            yield f"  {name}: only in {(a if name in mine else b).folder}"
-        elif (mine[name].dtype, mine[name].shape) != (theirs[name].dtype, theirs[name].shape):
-            kinds = (f"{record.dtype} {tuple(record.shape)}" for record in (mine[name], theirs[name]))
+def compare_tensors(a: Checkpoint, b: Checkpoint, pattern: str) -> Iterator[str | Difference]:
+    """Yield the differences of the tensors whose names match.
+
+    A line for each tensor that only one checkpoint has, or that has another shape or dtype; a `Difference` for each
+    whose bits differ.
+    """
+    records_a = a.manifest.tensors
+    records_b = b.manifest.tensors
+    for name in filter(re.compile(pattern).search, dict.fromkeys([*records_a, *records_b])):
+        if name not in records_b:
+            yield f"  {name}: only in {a.folder}"
+            continue
+        if name not in records_a:
+            yield f"  {name}: only in {b.folder}"
+            continue
+        record_a = records_a[name]
+        record_b = records_b[name]
+        if (record_a.dtype, record_a.shape) != (record_b.dtype, record_b.shape):
+            kinds = (f"{record.dtype} {tuple(record.shape)}" for record in (record_a, record_b))
             yield f"  {name}: {' and '.join(kinds)}"
-        elif _pieces_of(mine[name]) == _pieces_of(theirs[name]):
-            continue  # equal hashes of equal boxes: equal bits, unread
-        elif found := difference(name, tensor_of(a, name), tensor_of(b, name)):
-            yield found
+        elif _hash_of_box(record_a) != _hash_of_box(record_b):  # equal hashes need not be read: the bits are equal
+            found_difference = difference(name, read_tensor(a, name), read_tensor(b, name))
+            if found_difference is not None:
+                yield found_difference
 
 
-def _pieces_of(record: TensorRecord) -> dict[Any, str]:
+def _hash_of_box(record: TensorRecord) -> dict[Any, str]:
     return {piece.box: piece.sha256 for piece in record.pieces}
 
 
-def state_differences(a: Any, b: Any, at: str = "") -> Iterator[str]:
-    """Entries of two states that differ, by their path."""
+def state_differences(a: Any, b: Any, path: str = "") -> Iterator[str]:
+    """Yield a line for each entry in which two states differ, with its path."""
     if isinstance(a, dict) and isinstance(b, dict):
         for key in dict.fromkeys([*a, *b]):
-            yield from state_differences(a.get(key, "(nothing)"), b.get(key, "(nothing)"), f"{at}/{key}".lstrip("/"))
+            entry_a = a.get(key, "(nothing)")
+            entry_b = b.get(key, "(nothing)")
+            yield from state_differences(entry_a, entry_b, f"{path}/{key}".lstrip("/"))
     elif a != b:
-        yield f"  {at}: {shortened(a)} and {shortened(b)}"
+        yield f"  {path}: {shortened(a)} and {shortened(b)}"
 
 
-def draw(found: list[Difference], path: str) -> None:
-    """The pictures of the first tensors that differ, side by side, in one PNG."""
+def draw(differences: list[Difference], path: str) -> None:
+    """Draw the first tensors that differ side by side into one PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    found = found[:_SHOWN]
-    columns = min(4, len(found))
-    rows = -(-len(found) // columns)
+    differences = differences[:_SHOWN]
+    columns = min(4, len(differences))
+    rows = -(-len(differences) // columns)
     figure, axes = pyplot.subplots(rows, columns, figsize=(4 * columns, 3 * rows), squeeze=False)
-    for axis in axes.flat[len(found) :]:
+    for axis in axes.flat[len(differences) :]:
         axis.set_visible(False)
-    for axis, one in zip(axes.flat, found):
-        axis.imshow(
-            shares(one.where, 256, 256).numpy(), cmap="magma", vmin=0, vmax=1, aspect="auto", interpolation="nearest"
-        )
-        axis.set_title(one.name.replace("/", "/\n"), fontsize=6)
+    for axis, item in zip(axes.flat, differences):
+        cells = shares(item.mask, 256, 256).numpy()
+        axis.imshow(cells, cmap="magma", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+        axis.set_title(item.name.replace("/", "/\n"), fontsize=6)
         axis.tick_params(labelsize=5)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
@@ -241,41 +273,54 @@ def draw(found: list[Difference], path: str) -> None:
 
 
 def compare(a: Checkpoint, b: Checkpoint, config: CheckpointInspectConfig) -> bool:
-    """Prints what differs; whether the tensors are equal."""
-    lines, found = [], []
-    for one in compared(a, b, config.tensors or ""):
-        (found if isinstance(one, Difference) else lines).append(one)
-    print(
-        f"compared with {b.folder}:",
-        "no tensor differs" if not (lines or found) else f"{len(lines) + len(found)} tensor(s) differ",
-    )
-    print("\n".join(lines), end="\n" if lines else "")
-    for number, one in enumerate(found):
-        print(one)
+    """Print how two checkpoints differ; return whether their tensors are equal."""
+    # tensors
+    lines = []
+    differences = []
+    for item in compare_tensors(a, b, config.tensors or ""):
+        if isinstance(item, Difference):
+            differences.append(item)
+        else:
+            lines.append(item)
+    num_different = len(lines) + len(differences)
+    print(f"compared with {b.folder}:", f"{num_different} tensor(s) differ" if num_different else "no tensor differs")
+    for line in lines:
+        print(line)
+    for number, item in enumerate(differences):
+        print(item)
         if number < config.max_pictures:
-            print("\n".join(picture(one.where)))
-    states = list(state_differences(a.state, b.state))
-    print("the states are equal" if not states else f"{len(states)} entries of the states differ:")
-    print("\n".join(states[:_SHOWN] + ["  ..."] * (len(states) > _SHOWN)), end="\n" if states else "")
-    if config.png and found:
-        draw(found, config.png)
+            print("\n".join(picture(item.mask)))
+
+    # states
+    state_lines = list(state_differences(a.state, b.state))
+    print(f"{len(state_lines)} entries of the states differ:" if state_lines else "the states are equal")
+    for line in state_lines[:_SHOWN]:
+        print(line)
+    if len(state_lines) > _SHOWN:
+        print("  ...")
+
+    if config.png and differences:
+        draw(differences, config.png)
         print(f"wrote {config.png}")
-    return not (lines or found)
+    return num_different == 0
 
 
 def run(config: CheckpointInspectConfig) -> None:
+    """Print what was asked for. Raises ValueError if there is damage or a difference."""
     checkpoint = opened(config.load, config.ckpt_step)
     print("\n".join(summary(checkpoint)))
     if config.tensors is not None and config.compare is None:
         print("\n".join(listing(checkpoint, config.tensors)))
     problems = []
     if config.verify:
-        found = list(damages(checkpoint))
-        print("\n".join(found) or "  verified: every hash and every alignment byte is right")
-        problems += [f"{len(found)} piece(s) of {checkpoint.folder} are damaged"] if found else []
+        damaged = list(damages(checkpoint))
+        print("\n".join(damaged) or "  verified: every hash and every alignment byte is right")
+        if damaged:
+            problems.append(f"{len(damaged)} piece(s) of {checkpoint.folder} are damaged")
     if config.compare is not None:
         other = opened(config.compare, config.compare_step)
-        problems += [] if compare(checkpoint, other, config) else [f"{checkpoint.folder} and {other.folder} differ"]
+        if not compare(checkpoint, other, config):
+            problems.append(f"{checkpoint.folder} and {other.folder} differ")
     if problems:
         raise ValueError("; ".join(problems))
 

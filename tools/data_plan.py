@@ -38,16 +38,18 @@ class PlanConfig(FlagConfig):
             yield "--train-iters and --eval-iters need --global-batch-size"
 
     def samples_of(self, data: DataConfig) -> list[int | None]:
-        """Samples of train, valid and test; None for a whole set."""
-        size = self.global_batch_size or 1
-        iters = self.train_iters or self.train_samples // size
-        counts = requested_samples(iters, self.eval_interval, self.eval_iters, size)
-        return [self.train_samples or counts[0], None if data.full_validation else counts[1], counts[2]]
+        """Return the samples of the training, validation and test split; None for all samples of the split."""
+        batch_size = self.global_batch_size or 1
+        iters = self.train_iters or self.train_samples // batch_size
+        train, valid, test = requested_samples(iters, self.eval_interval, self.eval_iters, batch_size)
+        return [self.train_samples or train, None if data.full_validation else valid, test]
 
 
 def plan(config: PlanConfig, data: DataConfig) -> str:
-    """A table for each split. Raises ValueError or FileNotFoundError for data that cannot be read."""
-    problems = data.source_problems() + ([] if data.seq_length else ["--seq-length is needed"])
+    """Return a table for each split. Raises ValueError or FileNotFoundError for data that cannot be read."""
+    problems = list(data.source_problems())
+    if not data.seq_length:
+        problems.append("--seq-length is needed")
     if data.mock_data:
         problems.append("--mock-data leaves nothing to plan; give --data-path")
     problems = problems or data.validation_problems()
@@ -57,19 +59,26 @@ def plan(config: PlanConfig, data: DataConfig) -> str:
     if not plans[0]:
         raise ValueError(f"--split {data.split_shares} leaves nothing to training")
     if not any(plans[1:]):
-        return table(plans[0])
+        return table(plans[0])  # only the training split
     return "\n\n".join(f"{split}\n{table(usages)}" for split, usages in zip(SPLIT_NAMES, plans) if usages)
 
 
 def table(usages: Sequence[DataUsage]) -> str:
-    """A row per data set, and one for the total."""
-    whole = total(usages)
+    """Return a table with a row for each data set, and one for the total."""
+    totals = total(usages)
     rows = [("share", "documents", "tokens there", "bytes", "samples read", "tokens read", "repeats", "data set")]
-    for r in [*usages, whole]:
+    for r in [*usages, totals]:
+        share = f"{100 * r.samples / max(totals.samples, 1):.2f}%"
         numbers = (f"{r.documents:,}", f"{r.tokens:,}", f"{r.bytes:,}", f"{r.samples:,}", f"{r.tokens_read:,}")
-        rows.append((f"{100 * r.samples / max(whole.samples, 1):.2f}%", *numbers, f"{r.epochs:.2f}", r.prefix))
+        rows.append((share, *numbers, f"{r.epochs:.2f}", r.prefix))
+
+    # align all columns to the right, except the last, the data set
     widths = [max(len(row[column]) for row in rows) for column in range(7)]
-    return "\n".join("  ".join([*(cell.rjust(width) for cell, width in zip(row, widths)), row[-1]]) for row in rows)
+    lines = []
+    for row in rows:
+        aligned = [cell.rjust(width) for cell, width in zip(row, widths)]
+        lines.append("  ".join([*aligned, row[-1]]))
+    return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> int:

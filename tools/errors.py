@@ -1,4 +1,4 @@
-"""How a tool starts and ends: reads its flags, prints an error as one line, returns an exit status."""
+"""Start and end of every tool: read its flags, print an error as one line, return an exit status."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -18,37 +18,42 @@ def run_tool(
     arguments: list[str] | None,
     interrupted: str = "nothing was written",
 ) -> int:
-    """Read the flags of `configs` and do `work(*configs)`; returns `exit_status`. path: the tool's file; doc: its docstring."""
+    """Read the flags of the config classes, call `work` with one instance of each, and return the exit status.
+
+    path: the tool's file. doc: its docstring, of which --help shows the first line. interrupted: see `exit_status`.
+    """
 
     def read_and_work() -> None:
         parser = FlagParser(description=doc.splitlines()[0])
         for config in configs:
             add_flags(parser, config)
-        given = read_flags(parser, arguments)
-        built = [build(config, given) for config in configs]
-        for config in built:
+        values = read_flags(parser, arguments)
+        settings = [build(config, values) for config in configs]
+        for config in settings:
             for flag, reason in config.without_effect.items():
                 output_streams.print_stderr(f"{Path(path).stem}: no effect here: {flag}: {reason}")
-        work(*built)
+        work(*settings)
 
     return exit_status(Path(path).stem, read_and_work, interrupted)
 
 
 def exit_status(tool: str, work: Callable[[], None], interrupted: str) -> int:
-    """Do `work` and return the exit status: 0 success, 2 an error in the flags, 1 any other error of the user, 130 Ctrl-C.
+    """Call `work`, print its error as one line on stderr, and return the exit status.
 
-    An error is one line on stderr. interrupted: printed at Ctrl-C, says which output remains. 141: the reader of standard output
-    has ended, as with `| head`, which is no error. A ValueError that Python or a library raises in our own code is none of the
-    user's, and comes with its traceback.
+    0: success. 2: an error in the flags. 1: another error that the user can correct. 130: Ctrl-C. 141: the reader of
+    standard output has ended, as with `| head`, which is no error. A ValueError that Python or a library raises in our
+    own code is a bug and propagates with its traceback. interrupted: says after Ctrl-C which output remains.
     """
 
     def status() -> int:
         try:
             work()
         except (ValueError, OSError, ImportError) as error:
-            if output_streams.answers_failed() or (isinstance(error, ValueError) and not is_user_error(error)):
+            is_bug = isinstance(error, ValueError) and not is_user_error(error)
+            if is_bug or output_streams.answers_failed():
                 raise
-            output_streams.print_stderr(f"{tool}: {'; '.join(_said(error).splitlines())}")
+            message = "; ".join(_message(error).splitlines())
+            output_streams.print_stderr(f"{tool}: {message}")
             return 2 if isinstance(error, ConfigError) else 1
         except KeyboardInterrupt:
             output_streams.print_stderr(f"{tool}: interrupted; {interrupted}")
@@ -59,7 +64,7 @@ def exit_status(tool: str, work: Callable[[], None], interrupted: str) -> int:
 
 
 def missing(config: Any, *names: str) -> list[str]:
-    """A problem for each of the options `names` that is not given."""
+    """Return one validation error for each of the config fields `names` that has no value."""
     return [f"{flag_of(name)} is needed" for name in names if not getattr(config, name)]
 
 
@@ -72,8 +77,8 @@ def naming_flag(flag: str, path: str, advice: str) -> Iterator[None]:
         raise ValueError(f"{flag} {path}: {_reason(error)}; {advice}") from None
 
 
-def _said(error: Exception) -> str:
-    """The message of an error; of an OSError its file and reason, without the errno."""
+def _message(error: Exception) -> str:
+    """Return an error's message; for an OSError its file and reason, without the errno."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {_reason(error)}"
     return str(error)

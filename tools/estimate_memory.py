@@ -1,4 +1,4 @@
-"""Predict the memory of every rank of a job. Starts no other process and allocates nothing of the model.
+"""Predict the memory of every rank of a job, in one process and without allocating the model.
 
     python tools/estimate_memory.py --world-size 1024 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 8 \\
         --num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --micro-batch-size 1 \\
@@ -6,9 +6,9 @@
     python tools/estimate_memory.py --measure --rank 2 --world-size 8 ...    train rank 2 here, alone; print both numbers
     python tools/estimate_memory.py --model mine/pretrain.py ...             the model of a script
 
-Takes the flags of the script, too: `python pretrain_gpt.py --help`, or docs/flags.md, lists them (--model bert
-or t5: those of pretrain_bert.py or pretrain_t5.py). Flags of data and of steps may be left out, and --vocab-size N replaces a
-tokenizer. docs/memory.md says what is counted.
+Further flags are those of the training script: `python pretrain_gpt.py --help`, or docs/flags.md, lists them (--model bert
+or t5: those of pretrain_bert.py or pretrain_t5.py). Flags of data and of steps may be left out, and --vocab-size N replaces
+a tokenizer. docs/memory.md says what is counted.
 """
 
 import argparse
@@ -24,14 +24,15 @@ from tools.estimating.flags import add_own_flags
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool; 0 is success, 2 a mistake in the flags."""
+    """Run the tool; return the exit status: 0 is success, 2 an error in the flags."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     if {"-h", "--help"} & set(words):
-        as_written = argparse.RawDescriptionHelpFormatter
-        parser = argparse.ArgumentParser(usage="%(prog)s [flags]", description=__doc__, formatter_class=as_written)
+        parser = argparse.ArgumentParser(
+            usage="%(prog)s [flags]", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
         add_own_flags(parser)
-        parser.parse_args(["--help"])
-    return import_module("tools.estimating.estimate").run(words)  # imports torch, which --help need not wait for
+        parser.parse_args(["--help"])  # prints the help and exits
+    return import_module("tools.estimating.estimate").run(words)  # not imported above, since --help needs no torch
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 4 tools/generate.py --load checkpoints --prompt "Once upon a time" --greedy \\
         --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
 
-Model and tokenizer are the checkpoint's, from any layout; if the tokenizer's files have moved, give --vocab-file, --merge-file or
---tokenizer-model. The same --seed gives the same text in every layout. Only the first rank reads prompts and tokenizer files, and
-prints. --model mine/pretrain.py brings the tokenizers and attention kernels that a script of yours adds.
+Model and tokenizer are the checkpoint's, saved from any layout; if the tokenizer's files have moved, give --vocab-file,
+--merge-file or --tokenizer-model. The same --seed gives the same text in every layout. Only the first rank reads prompts and
+tokenizer files, and prints. --model mine/pretrain.py adds the tokenizers and attention kernels that your script registers.
 """
 
 import argparse
@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any
@@ -68,12 +67,12 @@ from megatron.core.transformer.context_parallel_rules import context_parallel_pr
 from megatron.training.initialize import available_cores
 from megatron.training.monitor.cpu_contention import Contention
 from tools.errors import naming_flag
-from tools.generating.t5 import is_t5, reading_of, t5_problems
+from tools.generating.t5 import is_t5, prompt_rules_of, t5_problems
 from tools.generating.writer import Writer
 from tools.script import script_at
 
-SIZES = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
-OF_LAYOUT = (*SIZES, "cp_comm_type", "hierarchical_context_parallel_sizes")
+LAYOUT_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+LAYOUT_FIELDS = (*LAYOUT_SIZES, "cp_comm_type", "hierarchical_context_parallel_sizes")
 
 
 @dataclass(frozen=True)
@@ -136,32 +135,43 @@ class Settings:
 
 
 def read_settings(arguments: list[str] | None) -> Settings:
-    """The command line, checked on this rank alone. Raises ConfigError with the problems."""
-    given = read_flags(make_parser(), arguments)
-    settings, sampling = build(GenerateConfig, given), build(SamplingConfig, given)
-    if settings.model is not None:
-        script_at(settings.model)
-    if sampling.greedy and settings.num_samples > 1:
-        raise ConfigError(f"--greedy gives {settings.num_samples} equal texts; leave out --num-samples")
-    layout = prod(getattr(settings, name) for name in SIZES)
-    if layout != (ranks := parallel_state.launched_world_size()):
-        shared = settings.context_parallel_size
+    """Read the command line and check what this rank can check alone. Raises ConfigError with the problems."""
+    values = read_flags(make_parser(), arguments)
+    generation = build(GenerateConfig, values)
+    sampling = build(SamplingConfig, values)
+    if generation.model is not None:
+        script_at(generation.model)  # for what it adds to the registries
+    if sampling.greedy and generation.num_samples > 1:
+        raise ConfigError(f"--greedy gives {generation.num_samples} equal texts; leave out --num-samples")
+
+    # one process for each rank of the layout
+    world_size = parallel_state.launched_world_size()
+    needed_world_size = prod(getattr(generation, name) for name in LAYOUT_SIZES)
+    if world_size != needed_world_size:
+        tp_size = generation.tensor_model_parallel_size
+        pp_size = generation.pipeline_model_parallel_size
+        cp_size = generation.context_parallel_size
+        context = f" x --context-parallel-size {cp_size}" if cp_size > 1 else ""
         raise ConfigError(
-            f"{ranks} process(es) for --tensor-model-parallel-size {settings.tensor_model_parallel_size} x "
-            f"--pipeline-model-parallel-size {settings.pipeline_model_parallel_size}"
-            f"{f' x --context-parallel-size {shared}' if shared > 1 else ''}; start {layout}"
+            f"{world_size} process(es) for --tensor-model-parallel-size {tp_size} x "
+            f"--pipeline-model-parallel-size {pp_size}{context}; start {needed_world_size}"
         )
-    names = {f.name for f in fields(TokenizerConfig)}
-    local_rank = parallel_state.launched_local_rank() if settings.local_rank is None else settings.local_rank
-    device = Device.select(settings.device, local_rank)
-    return Settings(settings, sampling, {name: value for name, value in given.items() if name in names}, device)
+
+    tokenizer_names = {field.name for field in fields(TokenizerConfig)}
+    tokenizer_flags = {name: value for name, value in values.items() if name in tokenizer_names}
+    local_rank = generation.local_rank
+    if local_rank is None:
+        local_rank = parallel_state.launched_local_rank()
+    device = Device.select(generation.device, local_rank)
+    return Settings(generation, sampling, tokenizer_flags, device)
 
 
 def make_parser() -> FlagParser:
+    """Return the parser of all flags of this tool."""
     parser = FlagParser(description=__doc__.splitlines()[0])
     add_flags(parser, GenerateConfig)
-    said = "text to continue; may be given again; an empty one begins a new document"
-    parser.add_argument("--prompt", action="append", default=argparse.SUPPRESS, metavar="TEXT", help=said)
+    prompt_help = "text to continue; may be given again; an empty one begins a new document"
+    parser.add_argument("--prompt", action="append", default=argparse.SUPPRESS, metavar="TEXT", help=prompt_help)
     add_flags(parser, SamplingConfig)
     add_flags(parser, TokenizerConfig)
     return parser
@@ -171,27 +181,42 @@ def make_parser() -> FlagParser:
 
 
 def load_model(settings: GenerateConfig, checkpoint: Checkpoint, device: Device) -> tuple[nn.Module, Mesh]:
-    """This rank's stage of the checkpoint's model, and the mesh of its ranks. Every rank must call."""
+    """Load this rank's stage of the checkpoint's model; return it and the mesh of its ranks. Every rank must call."""
     saved = read_saved_settings(checkpoint.state, str(checkpoint.folder))
-    sizes = settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size
-    parallel = build(
-        ParallelConfig, {f.name: getattr(settings, f.name) for f in fields(ParallelConfig) if f.name in OF_LAYOUT}
-    )
-    problems = layout_problems(saved.transformer, *sizes)
-    problems += t5_problems(checkpoint.state, saved, settings.max_new_tokens, settings.context_parallel_size)
-    if problems := [*problems, *context_parallel_problems(parallel, saved.transformer, {})]:
+    tp_size = settings.tensor_model_parallel_size
+    pp_size = settings.pipeline_model_parallel_size
+
+    # check the layout against the saved model
+    parallel_values = {f.name: getattr(settings, f.name) for f in fields(ParallelConfig) if f.name in LAYOUT_FIELDS}
+    parallel = build(ParallelConfig, parallel_values)
+    problems = [
+        *layout_problems(saved.transformer, tp_size, pp_size),
+        *t5_problems(checkpoint.state, saved, settings.max_new_tokens, settings.context_parallel_size),
+        *context_parallel_problems(parallel, saved.transformer, {}),
+    ]
+    if problems:
         raise ConfigError(problems)
+
+    # create the process groups, then the stage
     mesh = parallel_state.initialize_model_parallel(
-        *sizes,
+        tp_size,
+        pp_size,
         context_parallel_size=settings.context_parallel_size,
         hierarchical_context_parallel_sizes=settings.hierarchical_context_parallel_sizes,
-        ranks_per_kv_head=saved.transformer.ranks_per_kv_head(sizes[0]),
+        ranks_per_kv_head=saved.transformer.ranks_per_kv_head(tp_size),
         distributed_timeout_minutes=settings.distributed_timeout_minutes,
     )
-    sizes = {"vocab_size": saved.vocab_size, "positions": saved.positions}
-    of_context = {"cp_types": tuple(settings.cp_comm_type)}
     load = load_t5 if is_t5(checkpoint.state) else load_gpt
-    return load(checkpoint, saved.transformer, **sizes, device=device.torch_device, mesh=mesh, **of_context), mesh
+    model = load(
+        checkpoint,
+        saved.transformer,
+        vocab_size=saved.vocab_size,
+        positions=saved.positions,
+        device=device.torch_device,
+        mesh=mesh,
+        cp_types=tuple(settings.cp_comm_type),
+    )
+    return model, mesh
 
 
 # ---------------------------------------------------------------- the prompts
@@ -199,59 +224,66 @@ def load_model(settings: GenerateConfig, checkpoint: Checkpoint, device: Device)
 
 @dataclass(frozen=True)
 class Prompts:
-    """The prompts: read by the first rank, broadcast to all."""
+    """The prompts, read on the first rank and broadcast to all. The fields hold only what JSON can."""
 
     texts: list[str]
-    ids: list[list[int]]
-    stop_id: int | list[int] | None  # None: no text ends by itself
-    max_length: int | None  # the model's sequence length; None: there is no longest
-    start_id: int | None = None  # of a T5: what the decoder's text begins with
+    ids: list[list[int]]  # of each text
+    stop_id: int | list[int] | None  # ids that end a text; None: only --max-new-tokens does
+    max_length: int | None  # the model's sequence length; None: unlimited
+    start_id: int | None = None  # T5: the first id of the decoder's text
 
     @classmethod
     def read(cls, settings: Settings, state: dict[str, Any], source: str) -> tuple["Prompts", Tokenizer]:
-        """The prompts and their tokenizer. Raises ValueError, OSError or ImportError."""
+        """Read the prompts and build their tokenizer. Raises ValueError, OSError or ImportError."""
+        # build the checkpoint's tokenizer, and refuse another one
         saved = read_saved_settings(state, source)
-        given = replace(saved.tokenizer, **settings.tokenizer_flags)
-        for flag, reason in given.without_effect.items():
+        tokenizer_config = replace(saved.tokenizer, **settings.tokenizer_flags)
+        for flag, reason in tokenizer_config.without_effect.items():
             if flag[2:].replace("-", "_") in settings.tokenizer_flags:
                 print(f"no effect here: {flag}: {reason}", file=sys.stderr, flush=True)
         try:
-            tokenizer = build_tokenizer(given)
+            tokenizer = build_tokenizer(tokenizer_config)
         except FileNotFoundError as error:
             raise ConfigError(f"{error}; if it has moved since the training, give its new place by this flag") from None
-        if (given.model_vocab_size or tokenizer.vocab_size) != saved.vocab_size:
+        if (tokenizer_config.model_vocab_size or tokenizer.vocab_size) != saved.vocab_size:
             raise ConfigError(
                 f"the checkpoint has a vocabulary of {saved.vocab_size}, the tokenizer ({tokenizer.name}) one of "
                 f"{tokenizer.vocab_size}; give the checkpoint's tokenizer: --tokenizer-type and its files"
             )
-        if state.get("tokenizer_sha256") not in (None, tokenizer_sha256(given, tokenizer)):
+        if state.get("tokenizer_sha256") not in (None, tokenizer_sha256(tokenizer_config, tokenizer)):
             raise ConfigError(
                 f"the tokenizer ({tokenizer.name}) has the size of the checkpoint's tokenizer, but its files differ; give the "
                 "checkpoint's: --tokenizer-type and its files"
             )
-        check_tokens_of_folder(state, source, tokenizer)
-        texts = read_texts(settings.generation)
-        how = reading_of(state, saved, tokenizer, settings.generation.decoder_start_token_id)
-        ids = [how.ids_of(text, tokenizer, prompt_ids) for text in texts]
-        for text, found in zip(texts, ids):
-            how.check(text, found)
-        return cls(texts, ids, how.stop_id, how.longest, how.start_id), tokenizer
+        check_folder_vocabulary(state, source, tokenizer)
 
-    def told(self, world: Axis, device: torch.device) -> "Prompts":
-        """The first rank's prompts, on every rank. Every rank must call."""
+        # tokenize the prompts
+        texts = read_texts(settings.generation)
+        rules = prompt_rules_of(state, saved, tokenizer, settings.generation.decoder_start_token_id)
+        ids = [rules.encode(text, tokenizer, prompt_ids) for text in texts]
+        for text, ids_of_text in zip(texts, ids):
+            rules.check_length(text, ids_of_text)
+        return cls(texts, ids, rules.stop_id, rules.max_length, rules.start_id), tokenizer
+
+    def broadcast(self, world: Axis, device: torch.device) -> "Prompts":
+        """Return the first rank's prompts on every rank. Every rank must call."""
         return Prompts(**json.loads(collectives.broadcast_text(json.dumps(vars(self)), world, device)))
 
 
-def check_tokens_of_folder(state: dict[str, Any], source: str, tokenizer: Tokenizer) -> None:
-    """Refuse another tokenizer than that of the folder that a model lies in. Raises ConfigError."""
-    origin, mine = Provenance.in_state(state, source), vocabulary_of(tokenizer)
-    if origin is None or mine is None or state.get("tokenizer_sha256") is not None:
-        return
+def check_folder_vocabulary(state: dict[str, Any], source: str, tokenizer: Tokenizer) -> None:
+    """Check that a Hugging Face folder's model is used with that folder's tokenizer. Raises ConfigError if it is not."""
+    origin = Provenance.in_state(state, source)
+    vocabulary = vocabulary_of(tokenizer)
+    if origin is None or vocabulary is None or state.get("tokenizer_sha256") is not None:
+        return  # no such folder, no vocabulary to compare, or the hash has been compared already
     try:
-        theirs = read_vocabulary(path_of(origin.folder))
-    except (ValueError, OSError, ImportError):  # what cannot be read is not compared
+        folder_vocabulary = read_vocabulary(path_of(origin.folder))
+    except (ValueError, OSError, ImportError):  # an unreadable vocabulary is not compared
         return
-    if theirs is not None and (differing := token_difference(theirs, mine)):
+    if folder_vocabulary is None:
+        return
+    differing = token_difference(folder_vocabulary, vocabulary)
+    if differing:
         raise ConfigError(
             f"{source} holds a model of another tokenizer than {tokenizer.name}: {differing}; leave the flags of the tokenizer "
             "out to take the folder's"
@@ -259,7 +291,7 @@ def check_tokens_of_folder(state: dict[str, Any], source: str, tokenizer: Tokeni
 
 
 def read_texts(settings: GenerateConfig) -> list[str]:
-    """The --prompt texts, then --prompt-file without its final newline, then the non-empty lines of --sample-input-file."""
+    """Return the prompts: --prompt texts, --prompt-file without its final newline, lines of --sample-input-file."""
     texts = list(settings.prompt)
     if path := settings.prompt_file:
         texts.append(read_file("--prompt-file", path, "to begin a new document: --prompt ''").removesuffix("\n"))
@@ -270,10 +302,11 @@ def read_texts(settings: GenerateConfig) -> list[str]:
 
 
 def read_file(flag: str, path: str, advice: str) -> str:
-    """The text of a file, or of standard input for `-`. advice: for the error if there is no text."""
+    """Return the text of a file, or of standard input for `-`. advice: for the error if there is no text."""
     try:
         with naming_flag(flag, path, "give a file of text, or - for standard input"):
-            text = (sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()).decode("utf-8")
+            encoded = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+            text = encoded.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{flag} {path} is not UTF-8 at byte {error.start}") from None
     if not text.strip():
@@ -282,7 +315,7 @@ def read_file(flag: str, path: str, advice: str) -> str:
 
 
 def prompt_ids(prompt: str, tokenizer: Tokenizer) -> list[int]:
-    """The ids of a prompt. An empty prompt becomes the end-of-document token, after which a new text begins."""
+    """Return the ids of a prompt; of an empty one the end-of-document token, after which a new text begins."""
     try:
         prompt.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -302,9 +335,10 @@ def prompt_ids(prompt: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def write_texts(settings: Settings, prompts: Prompts, model: nn.Module, mesh: Mesh, writer: Writer) -> int:
-    """Generate and write every sample of every prompt, in order; returns the number of new tokens. Every rank must call."""
-    generation, total = settings.generation, 0
-    jobs = [(i, j) for i in range(len(prompts.ids)) for j in range(generation.num_samples)]
+    """Generate and write all samples of all prompts in order; return the number of new tokens. Every rank must call."""
+    generation = settings.generation
+    num_new_tokens = 0
+    jobs = [(i, j) for i in range(len(prompts.ids)) for j in range(generation.num_samples)]  # (prompt, sample)
     for first in range(0, len(jobs), generation.batch_size):
         batch = jobs[first : first + generation.batch_size]
         # One generator per text: a text must not depend on --num-samples, or on when other texts end.
@@ -316,27 +350,36 @@ def write_texts(settings: Settings, prompts: Prompts, model: nn.Module, mesh: Me
             "mesh": mesh,
             "use_cache": not generation.recompute,
         }
-        texts = [prompts.ids[i] for i, _ in batch]
-        if prompts.start_id is None:
-            steps = generate_batch(model, texts, max_length=prompts.max_length, **options)
+        batch_ids = [prompts.ids[i] for i, _ in batch]
+        is_encoder_decoder = prompts.start_id is not None
+        # Each step is one new id for each text of the batch, None after its end.
+        if is_encoder_decoder:
+            steps = answer_batch(model, batch_ids, start_id=prompts.start_id, **options)
         else:
-            steps = answer_batch(model, texts, start_id=prompts.start_id, **options)
-        if len(batch) > 1:  # texts of a batch are printed one after the other, not interleaved
+            steps = generate_batch(model, batch_ids, max_length=prompts.max_length, **options)
+        if len(batch) > 1:  # texts of a batch are printed one after the other, so the first is not streamed
             steps = list(steps)
         for row, (i, j) in enumerate(batch):
             new_ids = (step[row] for step in steps if step[row] is not None)
-            ids = prompts.ids[i] if prompts.start_id is None else None
-            total += writer.write((i, j), prompts.texts[i], ids, new_ids, generation.max_new_tokens)
-    return total
+            ids = None if is_encoder_decoder else prompts.ids[i]
+            num_new_tokens += writer.write((i, j), prompts.texts[i], ids, new_ids, generation.max_new_tokens)
+    return num_new_tokens
 
 
 def run(settings: Settings, world: Axis) -> None:
-    """Load, generate, report. Every rank of `world` must call; an error on one rank stops all."""
-    generation, device = settings.generation, settings.device
+    """Load the model, generate, print the speed. Every rank of `world` must call; an error on one rank stops all."""
+    generation = settings.generation
+    device = settings.device
+
+    def log(text: str) -> None:
+        if world.is_first:
+            print(text, file=sys.stderr, flush=True)
+
     checkpoint = open_any(generation.load, generation.iteration, world, device.torch_device)
-    say = partial(print, file=sys.stderr, flush=True) if world.is_first else lambda _: None
     if checkpoint.warning:
-        say(f"WARNING: {checkpoint.warning}")
+        log(f"WARNING: {checkpoint.warning}")
+
+    # The first rank reads the prompts. If it fails, all ranks leave the block with an error.
     prompts = Prompts([], [], 0, 0)
     tokenizer = genfile = None
     with collectives.raise_together(world, device.torch_device):
@@ -345,36 +388,43 @@ def run(settings: Settings, world: Axis) -> None:
             if path := generation.genfile:
                 with naming_flag("--genfile", path, "choose a file that can be written, in a folder that exists"):
                     genfile = open(path, "w", encoding="utf-8")  # noqa: SIM115  written until the process ends
-    prompts = prompts.told(world, device.torch_device)
+    prompts = prompts.broadcast(world, device.torch_device)
+
     model, mesh = load_model(generation, checkpoint, device)
     for note in notes_on(checkpoint.state):
-        say(note)
-    say(f"iteration {checkpoint.iteration} of {generation.load} on {device.name}")
+        log(note)
+    log(f"iteration {checkpoint.iteration} of {generation.load} on {device.name}")
+
     writer = Writer(tokenizer, genfile, numbered=len(prompts.ids) * generation.num_samples > 1)
-    start, ranks = time.perf_counter(), parallel_state.launched().local_size
-    contention = Contention(ranks, available_cores()[0], torch.get_num_threads())
-    count = write_texts(settings, prompts, model, mesh, writer)
+    start = time.perf_counter()
+    contention = Contention(parallel_state.launched().local_size, available_cores()[0], torch.get_num_threads())
+    num_tokens = write_texts(settings, prompts, model, mesh, writer)
     seconds = time.perf_counter() - start
     if note := contention.note_if_due():
-        say(note)
-    say(f"{count} tokens in {seconds:.2f} s: {count / seconds:.1f} tokens/s")
+        log(note)
+    log(f"{num_tokens} tokens in {seconds:.2f} s: {num_tokens / seconds:.1f} tokens/s")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the tool. Status: 0 success, 2 an error in the flags, 1 another error of the user; one rank prints it, in a line."""
-    settings, problem = None, None
+    """Run the tool and return the exit status.
+
+    0: success. 2: an error in the flags. 1: another error that the user can correct; the first rank prints it as one
+    line.
+    """
+    settings = None
+    flag_error = None
     try:
         settings = read_settings(arguments)
     except ConfigError as error:
-        problem = error
+        flag_error = error  # raised below, when the ranks can tell each other
     try:
         timeout = settings.generation.distributed_timeout_minutes if settings else 10
         if parallel_state.launched_world_size() > 1:
             device = settings.device if settings else Device.select(local_rank=parallel_state.launched_local_rank())
             parallel_state.start_distributed(device.backend, timeout)
         with collectives.raise_together(parallel_state.agreement_axis()):
-            if problem is not None:
-                raise problem
+            if flag_error is not None:
+                raise flag_error
         run(settings, parallel_state.world_axis())
     except BrokenPipeError:
         if not answers_failed():
@@ -386,13 +436,13 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, OSError, ImportError, collectives.PeerError) as error:
         if isinstance(error, ValueError) and not is_user_error(error):
             raise
-        said = str(error)
+        text = str(error)
         if isinstance(error, OSError) and answers_failed():
-            said = f"standard output cannot be written: {error.strerror}"
-        told = f"generate: {'; '.join(line.strip() for line in said.splitlines())}"
-        write_error_file(told)
+            text = f"standard output cannot be written: {error.strerror}"
+        message = f"generate: {'; '.join(line.strip() for line in text.splitlines())}"
+        write_error_file(message)
         if parallel_state.launched_rank() == 0:
-            print(told, file=sys.stderr)
+            print(message, file=sys.stderr)
         return 1 if settings else 2
     finally:
         parallel_state.stop_distributed()

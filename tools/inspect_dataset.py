@@ -1,4 +1,4 @@
-"""Inspect a token file: its counts and sizes, a document as tokens and text, a check of every token.
+"""Inspect a token file: print its counts and sizes, print a document as tokens and text, check every token.
 
     python tools/inspect_dataset.py --input data/books_text_document
     python tools/inspect_dataset.py --input data/books_text_document --document 3 --verify \
@@ -39,76 +39,90 @@ class InspectConfig(FlagConfig):
 
 
 def document_lengths(dataset: IndexedDataset) -> np.ndarray:
-    """Tokens of each document, int64 [documents]."""
+    """Return the number of tokens of each document, int64 [documents]."""
     tokens_before = np.concatenate([[0], np.cumsum(dataset.sequence_lengths, dtype=np.int64)])
     return np.diff(tokens_before[dataset.document_indices])
 
 
 def summary(dataset: IndexedDataset) -> str:
-    """Counts and sizes, one a line."""
+    """Return the counts and sizes of a token file, one a line."""
     lengths = document_lengths(dataset)
     spread = "none"
     if len(lengths):
-        spread = f"shortest {lengths.min()}, median {int(np.median(lengths))}, mean {lengths.mean():.1f}, longest {lengths.max()}"
-    sizes = [os.path.getsize(path) for path in (dataset.data_path, dataset.index_path)]
+        median = int(np.median(lengths))
+        spread = f"shortest {lengths.min()}, median {median}, mean {lengths.mean():.1f}, longest {lengths.max()}"
+    bin_bytes = os.path.getsize(dataset.data_path)
+    idx_bytes = os.path.getsize(dataset.index_path)
     return (
         f"{dataset.prefix}\n"
         f"  documents: {len(lengths)}, of which {int((lengths == 0).sum())} empty\n"
         f"  sequences: {len(dataset)}\n"
         f"  tokens: {int(lengths.sum())}, stored as {dataset.dtype}\n"
         f"  tokens a document: {spread}\n"
-        f"  bytes: {sizes[0]} (.bin), {sizes[1]} (.idx)"
+        f"  bytes: {bin_bytes} (.bin), {idx_bytes} (.idx)"
     )
 
 
 def show_document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | None) -> str:
-    """The sequences of a document: their tokens, and their text if there is a tokenizer."""
+    """Return the sequences of a document as lines: the tokens, and the text if there is a tokenizer."""
     count = dataset.document_count
     if not -count <= number < count:
         raise ValueError(f"--document {number}: {dataset.prefix} has {count} documents, counted from 0")
-    first, past = dataset.document_indices[number % count : number % count + 2].tolist()
-    lines = [f"document {number % count}: {past - first} sequences"]
-    for i in range(first, past):
+    number = number % count  # -1 is the last
+    first, stop = dataset.document_indices[number : number + 2].tolist()  # its sequences
+    lines = [f"document {number}: {stop - first} sequences"]
+    for i in range(first, stop):
         tokens = dataset.get(i).tolist()
         lines.append(f"  sequence {i}, {len(tokens)} tokens: {' '.join(map(str, tokens))}")
         if tokenizer is not None:
-            beyond = [token for token in tokens if not 0 <= token < tokenizer.vocab_size]
-            text = f"token {beyond[0]} is not in the vocabulary" if beyond else repr(tokenizer.detokenize(tokens))
+            unknown = [token for token in tokens if not 0 <= token < tokenizer.vocab_size]
+            text = f"token {unknown[0]} is not in the vocabulary" if unknown else repr(tokenizer.detokenize(tokens))
             lines.append(f"  text: {text}")
     return "\n".join(lines)
 
 
 def verify(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> str:
-    """Check every token. Raises ValueError with the place of a token outside the vocabulary.
+    """Check every token; return the line to print. Raises ValueError that names a token outside the vocabulary.
 
-    Opening `dataset` has checked the index against itself and the size of the data.
+    Opening `dataset` has checked that its index is consistent and fits the size of the data.
     """
-    starts = np.concatenate([[0], np.cumsum(dataset.sequence_lengths, dtype=np.int64)])
+    starts = np.concatenate([[0], np.cumsum(dataset.sequence_lengths, dtype=np.int64)])  # [sequences + 1], in tokens
     tokens = np.memmap(dataset.data_path, dataset.dtype, "r") if starts[-1] else np.empty(0, dataset.dtype)
-    limit, most = np.inf if tokenizer is None else tokenizer.vocab_size, 0
+    vocab_size = np.inf if tokenizer is None else tokenizer.vocab_size
+
+    # every token is in the vocabulary
+    largest = 0
     for first in range(0, len(tokens), _TOKENS_AT_ONCE):
-        some = tokens[first : first + _TOKENS_AT_ONCE]
-        most = max(most, some.max())
-        if (found := first_unknown(some, limit)) is not None:
-            at = first + found
-            i = int(np.searchsorted(starts, at, side="right")) - 1
-            document = int(np.searchsorted(dataset.document_indices, i, side="right")) - 1
+        block = tokens[first : first + _TOKENS_AT_ONCE]
+        largest = max(largest, block.max())
+        index = first_unknown(block, vocab_size)
+        if index is not None:
+            position = first + index
+            token = tokens[position]
+            sequence = int(np.searchsorted(starts, position, side="right")) - 1
+            document = int(np.searchsorted(dataset.document_indices, sequence, side="right")) - 1
+            reason = "which is negative" if token < 0 else f"but the vocabulary has {vocab_size}: another tokenizer?"
             raise ValueError(
-                f"{dataset.data_path}: token {at - starts[i]} of sequence {i} (document {document}) is {tokens[at]}, "
-                + ("which is negative" if tokens[at] < 0 else f"but the vocabulary has {limit}: another tokenizer?")
+                f"{dataset.data_path}: token {position - starts[sequence]} of sequence {sequence} (document {document}) "
+                f"is {token}, {reason}"
             )
     if tokenizer is None:
-        return f"  verified: the index fits the data; largest token {most} (no tokenizer given to compare with)"
+        return f"  verified: the index fits the data; largest token {largest} (no tokenizer given to compare with)"
+    verdict = f"  verified: the index fits the data; all tokens are below {vocab_size}"
     if tokenizer.eod is None:
-        return f"  verified: the index fits the data; all tokens are below {limit}"
-    filled = document_lengths(dataset) > 0
-    ends = starts[dataset.document_indices[1:]][filled] - 1
-    without = int((tokens[ends] != tokenizer.eod).sum())
-    note = f"; {without} of {len(ends)} documents do not end in the end-of-document token" if without else ""
-    return f"  verified: the index fits the data; all tokens are below {limit}{note}"
+        return verdict
+
+    # documents end in the end-of-document token
+    is_filled = document_lengths(dataset) > 0
+    last_positions = starts[dataset.document_indices[1:]][is_filled] - 1
+    num_without = int((tokens[last_positions] != tokenizer.eod).sum())
+    if num_without:
+        verdict += f"; {num_without} of {len(last_positions)} documents do not end in the end-of-document token"
+    return verdict
 
 
 def run(config: InspectConfig, tokenizer_config: TokenizerConfig) -> None:
+    """Print what was asked for of each token file."""
     tokenizer = build_tokenizer(tokenizer_config) if tokenizer_config.tokenizer_type else None
     for prefix in prefixes_of(config.input):
         dataset = IndexedDataset(prefix)

@@ -2,7 +2,8 @@
 
     python tools/merge_datasets.py --input data/books_text_document data/wiki_text_document --output-prefix data/both
 
-A folder as --input stands for all token files in it, by name. Uses constant memory; the output appears when it is complete.
+A folder as --input means all token files in it, sorted by name. The tool uses constant memory; the output files get their
+names when they are complete.
 """
 
 import sys
@@ -34,20 +35,23 @@ class MergeConfig(FlagConfig):
 
 
 def prefixes_of(names: list[str]) -> list[str]:
-    """The prefixes of `names`: prefixes, token files or folders. Raises ValueError for a folder without token files.
+    """Return the prefixes of token files, given as prefixes, files or folders.
 
-    A prefix counts as one even if a folder has its name: training creates PREFIX/cache beside PREFIX.idx.
+    A name is a prefix even if a folder has the same name: training creates PREFIX/cache beside PREFIX.idx. Raises
+    ValueError for a folder without token files.
     """
     prefixes = []
     for name in names:
         is_prefix = any(Path(f"{name}{ending}").is_file() for ending in (".bin", ".idx"))
         if Path(name).is_dir() and not is_prefix:
-            found = sorted(str(path.with_suffix("")) for path in Path(name).glob("*.idx"))
-            if not found:
+            in_folder = sorted(str(path.with_suffix("")) for path in Path(name).glob("*.idx"))
+            if not in_folder:
                 raise ValueError(f"--input {name}: no token file (.idx) in this folder")
-            prefixes += found
+            prefixes += in_folder
+        elif name.endswith((".bin", ".idx")):
+            prefixes.append(str(Path(name).with_suffix("")))
         else:
-            prefixes.append(str(Path(name).with_suffix("")) if name.endswith((".bin", ".idx")) else name)
+            prefixes.append(name)
     return prefixes
 
 
@@ -67,26 +71,35 @@ def merge(prefixes: list[str], output_prefix: str) -> IndexedDatasetWriter:
 
 
 def without_ends(prefixes: list[str]) -> list[str]:
-    """Inputs without an end-of-document token: their documents, of one sequence each, end in different tokens."""
-    datasets = [dataset for dataset in map(IndexedDataset, prefixes) if len(dataset) == dataset.document_count]
-    return [dataset.prefix for dataset in datasets if len(set(last_tokens(dataset))) > 1]
+    """Return the inputs without an end-of-document token: their documents end in different tokens.
+
+    Inputs with several sequences in a document are not examined.
+    """
+    result = []
+    for dataset in map(IndexedDataset, prefixes):
+        is_sequence_per_document = len(dataset) == dataset.document_count
+        if is_sequence_per_document and len(set(last_tokens(dataset))) > 1:
+            result.append(dataset.prefix)
+    return result
 
 
 def _append(dataset: IndexedDataset, writer: IndexedDatasetWriter) -> None:
     """Copy whole documents, about a million sequences at a time, for constant memory."""
-    borders, offset = dataset.document_indices, 0
-    first = 0
+    borders = dataset.document_indices  # [documents + 1], in sequences
+    offset = 0  # bytes
+    first = 0  # document
     with open(dataset.data_path, "rb") as file:
         while first < dataset.document_count:
             limit = borders[first] + _SEQUENCES_AT_ONCE
-            past = max(first + 1, int(np.searchsorted(borders, limit, side="right")) - 1)
-            lengths = dataset.sequence_lengths[borders[first] : borders[past]]
-            writer.copy_documents(file, offset, lengths, np.diff(borders[first : past + 1]))
+            stop = max(first + 1, int(np.searchsorted(borders, limit, side="right")) - 1)
+            lengths = dataset.sequence_lengths[borders[first] : borders[stop]]
+            writer.copy_documents(file, offset, lengths, np.diff(borders[first : stop + 1]))
             offset += int(lengths.sum(dtype=np.int64)) * dataset.dtype.itemsize
-            first = past
+            first = stop
 
 
 def run(config: MergeConfig) -> None:
+    """Merge the files and print what was written."""
     prefixes = prefixes_of(config.input)
     merged = merge(prefixes, config.output_prefix)
     counts = f"{merged.documents} documents, {merged.tokens} tokens of {len(prefixes)} files"

@@ -3,8 +3,8 @@
     python tools/plot_context.py --context-parallel-size 4
     python tools/plot_context.py --context-parallel-size 8 --svg plots/ring.svg
 
-The chunks and the blocks are those of training: the same functions give them. --write-docs docs/context_parallel.md regenerates
-that page, and needs torch for its table of memory.
+The chunks and the blocks come from the functions that training uses. --write-docs docs/context_parallel.md regenerates that
+page, and needs torch for its table of memory.
 """
 
 import sys
@@ -37,6 +37,7 @@ class PlotContextConfig(FlagConfig):
 
 
 def run(config: PlotContextConfig) -> None:
+    """Print and write what the flags ask for."""
     ranks = config.context_parallel_size
     if config.write_docs:
         Path(config.write_docs).write_text(page())

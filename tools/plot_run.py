@@ -1,4 +1,4 @@
-"""Curves of training runs: losses, learning rate, gradient norm and throughput against iterations, as a PNG.
+"""Plot training runs: losses, learning rate, gradient norm and throughput against iterations, as a PNG.
 
     python tools/plot_run.py --log run.log other.jsonl --output runs.png
 
@@ -20,14 +20,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron.core.base.dataclass_flags import FlagConfig, option
 from tools.errors import missing, naming_flag, run_tool
 
-# The lines of megatron/training/monitor/training_log.py: training_line and validation_line. An interval of skipped
-# steps has no loss.
+# Lines of training_line and validation_line in megatron/training/monitor/training_log.py. An interval in which all
+# steps were skipped has no loss.
 _TRAINING = re.compile(r"iteration +(\d+)/ *\d+ \| consumed samples:")
 _VALIDATION = re.compile(r"validation loss at iteration (\d+)( on \w+ set)? \| lm loss value: ([^ |]+)")
-# Loss, learning rate, gradient norm, samples and time of an iteration, as the log and --metrics-file name them.
+# Loss, learning rate, gradient norm, samples and time of an iteration, by their names in the log and in --metrics-file.
 _IN_LOG = ("lm loss", "learning rate", "grad norm", "global batch size", "elapsed time per iteration (ms)")
 _IN_METRICS = ("lm loss", "learning-rate", "grad-norm", "batch-size", "iteration-time")
-# Lines of megatron/training/checkpointing/save_and_load.py, which show that a log resumes where another one stopped.
+# Lines of megatron/training/checkpointing/save_and_load.py. They show that a log continues the run of another one.
 _SAVED = re.compile(r"^saved checkpoint at iteration (\d+) to (.+)$", re.MULTILINE)
 _LOADED = re.compile(r"^loaded checkpoint of iteration (\d+) from (.+)$", re.MULTILINE)
 
@@ -57,30 +57,33 @@ PANELS = [
 
 
 class Curves:
-    """The numbers of one run: {curve: {iteration: value}}, without NaN and infinite values."""
+    """The numbers of one run: `of` is {curve: {iteration: value}}, without NaN and infinite values."""
 
     def __init__(self) -> None:
         self.of: dict[str, dict[int, float]] = {name: {} for _, _, names in PANELS for name in names}
 
     def add(self, name: str, iteration: int, value: float | None) -> None:
+        """Add a point to a curve, unless the value is missing or not finite."""
         if value is not None and math.isfinite(value):
             self.of[name][iteration] = value
 
     def add_interval(self, iteration: int, numbers: list[float | None], per_second: int) -> None:
         """Add a log line's numbers, in the order of `_IN_LOG`. per_second: units of its time in a second."""
-        samples, time = numbers[3:]
-        pace = per_second * samples / time if samples and time else None
-        for name, value in zip(("training", "learning rate", "gradient norm", "throughput"), [*numbers[:3], pace]):
-            self.add(name, iteration, value)
+        loss, learning_rate, grad_norm, samples, time = numbers
+        self.add("training", iteration, loss)
+        self.add("learning rate", iteration, learning_rate)
+        self.add("gradient norm", iteration, grad_norm)
+        if samples and time:
+            self.add("throughput", iteration, per_second * samples / time)
 
-    def go_on_from(self, iteration: int) -> None:
+    def resume_from(self, iteration: int) -> None:
         """Drop later iterations, which the resumed run trains again."""
         for name, points in self.of.items():
             self.of[name] = {i: value for i, value in points.items() if i <= iteration}
 
 
 def read_curves(text: str) -> Curves:
-    """The numbers in a log. Other lines and the loss on the test set are ignored."""
+    """Read the numbers of a log. Other lines and the loss on the test set are ignored."""
     curves = Curves()
     for line in text.splitlines():
         if match := _TRAINING.search(line):
@@ -89,7 +92,7 @@ def read_curves(text: str) -> Curves:
         elif (match := _VALIDATION.search(line)) and match[2] != " on test set":
             curves.add("validation", int(match[1]), _number(match[3]))
         elif match := _LOADED.search(line):
-            curves.go_on_from(int(match[1]))
+            curves.resume_from(int(match[1]))
     return curves
 
 
@@ -101,13 +104,13 @@ def _number(text: str) -> float | None:
 
 
 def read_metrics(text: str) -> Curves:
-    """The numbers in a --metrics-file (megatron/training/monitor/writers.py)."""
+    """Read the numbers of a --metrics-file (megatron/training/monitor/writers.py)."""
     curves = Curves()
     for line in text.splitlines():
         try:
             entry = json.loads(line)
         except ValueError:
-            continue  # the cut last line of a killed run
+            continue  # the incomplete last line of a killed run
         iteration = entry["iteration"]
         if entry["kind"] == "interval":
             curves.add_interval(iteration, [entry.get(name) for name in _IN_METRICS], 1)
@@ -117,7 +120,7 @@ def read_metrics(text: str) -> Curves:
 
 
 def read_text(path: str) -> str:
-    """The text of a log. Raises ValueError if it is empty."""
+    """Read the text of a log. Raises ValueError if it is empty."""
     with naming_flag("--log", path, "give the output of pretrain_gpt.py, saved with tee, or its --metrics-file"):
         text = Path(path).read_text(encoding="utf-8", errors="replace")
     if not text.strip():
@@ -126,7 +129,7 @@ def read_text(path: str) -> str:
 
 
 def read_log(path: str, text: str) -> Curves:
-    """The numbers in `text`, the log or metrics file at `path`. Raises ValueError if it has none."""
+    """Read the numbers in `text`, the log or metrics file at `path`. Raises ValueError if it has none."""
     try:
         curves = read_metrics(text) if text.lstrip().startswith("{") else read_curves(text)
     except (KeyError, TypeError) as error:
@@ -140,24 +143,33 @@ def read_log(path: str, text: str) -> Curves:
 
 
 def in_runs(texts: dict[str, str]) -> list[list[str]]:
-    """The logs of each run, in order: each log loads a checkpoint that the log before it has saved.
+    """Group logs into runs; return the paths of each run, in order. texts: path -> text of a log.
 
-    If several logs load the same checkpoint, the first continues the run, and the others are runs of their own.
+    A log continues the run of a log that saved the checkpoint which it loads. If several logs load the same checkpoint,
+    the first continues the run, and the others are runs of their own.
     """
-    saved = {path: {_checkpoint(*found) for found in _SAVED.findall(text)} for path, text in texts.items()}
-    after: dict[str, str] = {}
+    # find for each log the one that continues it
+    saved = {path: {_checkpoint(*groups) for groups in _SAVED.findall(text)} for path, text in texts.items()}
+    next_log: dict[str, str] = {}
     for path, text in texts.items():
-        if (loaded := _LOADED.search(text)) is not None:
-            others = (other for other in texts if other != path and other not in after)
-            source = next((other for other in others if _checkpoint(*loaded.groups()) in saved[other]), None)
-            if source is not None and not _leads_to(after, path, source):
-                after[source] = path
+        loaded = _LOADED.search(text)
+        if loaded is None:
+            continue
+        checkpoint = _checkpoint(*loaded.groups())
+        for other in texts:
+            if other != path and other not in next_log and checkpoint in saved[other]:
+                if not _leads_to(next_log, path, other):  # which would close a circle
+                    next_log[other] = path
+                break
+
+    # follow each run from its first log
     runs = []
     for path in texts:
-        if path not in after.values():
-            runs.append([path])
-            while (following := after.get(runs[-1][-1])) is not None:
-                runs[-1].append(following)
+        if path not in next_log.values():
+            run = [path]
+            while run[-1] in next_log:
+                run.append(next_log[run[-1]])
+            runs.append(run)
     return runs
 
 
@@ -165,24 +177,29 @@ def _checkpoint(iteration: str, folder: str) -> tuple[int, str]:
     return int(iteration), folder.strip().rstrip("/")
 
 
-def _leads_to(after: dict[str, str], path: str, target: str) -> bool:
-    while path in after and path != target:
-        path = after[path]
+def _leads_to(next_log: dict[str, str], path: str, target: str) -> bool:
+    """Whether the run continues from `path` to `target`."""
+    while path in next_log and path != target:
+        path = next_log[path]
     return path == target
 
 
 def summary(name: str, curves: Curves) -> str:
-    """`train: training loss 7.31 at iteration 10 to 4.12 at iteration 300; validation loss 4.30 at iteration 300`"""
-    ends = {
-        what: " to ".join(f"{losses[i]:.2f} at iteration {i}" for i in sorted({min(losses), max(losses)}))
-        for what, losses in ((what, curves.of[what]) for what in ("training", "validation"))
-        if losses
-    }
-    return f"{name}: " + ("; ".join(f"{what} loss {end}" for what, end in ends.items()) or "no loss is a number")
+    """Return a line with the first and the last losses of a run.
+
+    `train: training loss 7.31 at iteration 10 to 4.12 at iteration 300; validation loss 4.30 at iteration 300`
+    """
+    parts = []
+    for kind in ("training", "validation"):
+        losses = curves.of[kind]
+        if losses:
+            ends = sorted({min(losses), max(losses)})  # first and last iteration
+            parts.append(f"{kind} loss " + " to ".join(f"{losses[i]:.2f} at iteration {i}" for i in ends))
+    return f"{name}: " + ("; ".join(parts) or "no loss is a number")
 
 
 def draw(runs: dict[str, Curves], output: str) -> None:
-    """Draw a panel per quantity that a run has; each run has one colour in all panels."""
+    """Draw a panel for each quantity that some run has. A run has one colour in all panels."""
     try:
         import matplotlib
     except ImportError:
@@ -191,7 +208,8 @@ def draw(runs: dict[str, Curves], output: str) -> None:
     from matplotlib import pyplot
 
     panels = [panel for panel in PANELS if any(run.of[name] for run in runs.values() for name in panel[2])]
-    rows, columns = -(-len(panels) // 2), min(2, len(panels))
+    rows = -(-len(panels) // 2)
+    columns = min(2, len(panels))
     options = {"figsize": (7 * columns, 4 * rows), "layout": "constrained", "squeeze": False, "sharex": True}
     figure, grid = pyplot.subplots(rows, columns, **options)
     for axes in grid.flat[len(panels) :]:
@@ -200,10 +218,16 @@ def draw(runs: dict[str, Curves], output: str) -> None:
         for number, (run, curves) in enumerate(runs.items()):
             for name in names:
                 points = sorted(curves.of[name].items())
+                if not points:
+                    continue
+                if name == "validation":
+                    style = "o--"
+                elif len(points) > 1:
+                    style = "-"
+                else:
+                    style = "o"  # a line of one point cannot be seen
                 label = f"{run}, {name}" if len(names) > 1 else run
-                style = "o--" if name == "validation" else "-" if len(points) > 1 else "o"
-                if points:
-                    axes.plot(*zip(*points), style, markersize=4, color=f"C{number}", label=label)
+                axes.plot(*zip(*points), style, markersize=4, color=f"C{number}", label=label)
         axes.set(title=title, xlabel="iteration", ylabel=unit)
         axes.tick_params(labelbottom=True)
         axes.grid(alpha=0.3)
@@ -215,15 +239,20 @@ def draw(runs: dict[str, Curves], output: str) -> None:
 
 
 def run(config: PlotRunConfig) -> None:
+    """Read the logs, draw the runs, and print a summary of each."""
     texts = {path: read_text(path) for path in dict.fromkeys(config.log)}
-    names = [Path(path).stem for path in texts]
-    labels = dict(zip(texts, names if len(set(names)) == len(names) else texts))  # paths tell equal names apart
     for path, text in texts.items():
-        read_log(path, text)  # a log without numbers is an error, also beside others of its run
-    runs = {
-        " + ".join(labels[path] for path in parts): read_log(parts[0], "\n".join(texts[path] for path in parts))
-        for parts in in_runs(texts)
-    }
+        read_log(path, text)  # a log without numbers is an error, even if other logs of its run have some
+
+    # label logs by file name, or by path if two have the same name
+    names = [Path(path).stem for path in texts]
+    labels = dict(zip(texts, names if len(set(names)) == len(names) else texts))
+
+    runs = {}
+    for paths in in_runs(texts):
+        run_label = " + ".join(labels[path] for path in paths)
+        run_text = "\n".join(texts[path] for path in paths)
+        runs[run_label] = read_log(paths[0], run_text)
     draw(runs, config.output)
     for name, curves in runs.items():
         print(summary(name, curves))

@@ -37,15 +37,15 @@ from megatron.core.pipeline_parallel.schedule.simulate import (
 )
 from tools.errors import run_tool
 
-# A flag of training named in a schedule's error -> the flag of this tool.
-_FLAG_INSTEAD = {
+# Text about a flag of training in a schedule's error -> text about the flag of this tool.
+_OWN_FLAG = {
     "--global-batch-size": "--microbatches",
     "lower --num-layers-per-virtual-pipeline-stage to at most num_layers / pipeline size": "raise --chunks",
     " and --num-virtual-stages-per-pipeline-rank": "",
     "--num-layers-per-virtual-pipeline-stage": "--chunks",
 }
-_DRAWN_WITH = {"interleaved": (2, 4), "zb-interleaved": (2, 4)}  # numbers of chunks, where a schedule takes any
-_COST_OF = {Op.F: "forward", Op.B: "backward", Op.I: "input", Op.W: "weight"}
+_CHUNKS_DRAWN = {"interleaved": (2, 4), "zb-interleaved": (2, 4)}  # of schedules for any number of chunks
+_COST_NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "input", Op.W: "weight"}
 
 
 @dataclass(frozen=True)
@@ -88,30 +88,40 @@ class PlotConfig(FlagConfig):
             yield f"--transfer-cost ({self.transfer_cost:g}) must be finite and not negative"
         for op, value in self.cost.items():
             if not 0 < value < math.inf:
-                yield f"--{_COST_OF[op]}-cost ({value:g}) must be positive; raise it, or change the other backward costs"
+                yield f"--{_COST_NAMES[op]}-cost ({value:g}) must be positive; raise it, or change the other backward costs"
 
     @property
     def cost(self) -> dict[Op, float]:
-        whole = self.backward_cost
-        of_input, of_weights = self.input_cost, self.weight_cost
-        if whole is None:
-            halves = of_input is not None and of_weights is not None
-            whole = of_input + of_weights if halves else 2 * self.forward_cost
-        if of_input is None:
-            of_input = whole / 2 if of_weights is None else whole - of_weights
-        if of_weights is None:
-            of_weights = whole - of_input
-        return {Op.F: self.forward_cost, Op.B: whole, Op.I: of_input, Op.W: of_weights}
+        """The time of each operation. A backward B is made of the input gradient I and the weight gradient W."""
+        backward = self.backward_cost
+        input_grad = self.input_cost
+        weight_grad = self.weight_cost
+        if backward is None:
+            if input_grad is not None and weight_grad is not None:
+                backward = input_grad + weight_grad
+            else:
+                backward = 2 * self.forward_cost
+        if input_grad is None:
+            input_grad = backward / 2 if weight_grad is None else backward - weight_grad
+        if weight_grad is None:
+            weight_grad = backward - input_grad
+        return {Op.F: self.forward_cost, Op.B: backward, Op.I: input_grad, Op.W: weight_grad}
 
     def chunks_for(self, name: str) -> int:
-        if self.chunks is None or (self.all and name not in _DRAWN_WITH):
-            return _DRAWN_WITH.get(name, (default_chunks(name),))[0]
+        """Return the number of chunks with which to draw a schedule."""
+        if self.chunks is None or (self.all and name not in _CHUNKS_DRAWN):
+            return _chunks_drawn(name)[0]
         return self.chunks
+
+
+def _chunks_drawn(name: str) -> tuple[int, ...]:
+    """Return the numbers of chunks with which the page draws a schedule."""
+    return _CHUNKS_DRAWN.get(name, (default_chunks(name),))
 
 
 @contextmanager
 def schedule_named(name: str) -> Iterator[str]:
-    """The name of --schedule in SCHEDULES. The function of FILE.py:FUNCTION is in SCHEDULES only within the block."""
+    """Yield the name of --schedule in SCHEDULES. FILE.py:FUNCTION is registered there within the block."""
     if ".py:" not in name:
         yield name
         return
@@ -124,12 +134,12 @@ def schedule_named(name: str) -> Iterator[str]:
 
 
 def schedule_in_file(name: str) -> Callable[[int, int, int], Schedule]:
-    """The function FILE.py:FUNCTION. Raises ConfigError if there is none."""
+    """Import the function FILE.py:FUNCTION. Raises ConfigError if there is none."""
     path, function = name.rsplit(":", 1)
     if not Path(path).is_file():
         raise ConfigError(f"--schedule {name}: there is no file {path}")
     folder = str(Path(path).resolve().parent)
-    sys.path.insert(0, folder)  # the file may import its neighbours
+    sys.path.insert(0, folder)  # the file may import others of its folder
     try:
         spec = importlib.util.spec_from_file_location(Path(path).stem, path)
         module = importlib.util.module_from_spec(spec)
@@ -145,61 +155,74 @@ def schedule_in_file(name: str) -> Callable[[int, int, int], Schedule]:
 
 
 def report(config: PlotConfig, name: str) -> Iterator[str]:
-    """The lines to print about one schedule; writes its files. Raises ConfigError if the sizes do not fit it."""
-    p, m = config.pipeline_model_parallel_size, config.microbatches
+    """Write the files of one schedule, and yield the lines to print. Raises ConfigError if the sizes do not fit it."""
+    # make the schedule
+    p = config.pipeline_model_parallel_size
+    m = config.microbatches
     v = config.chunks_for(name)
     try:
         schedule = make_schedule(name, p, m, v)
     except ValueError as error:
         if not is_user_error(error):
             raise
-        raise ConfigError(_in_flags_of_the_tool(str(error)).splitlines()) from None
-    cost, transfer = config.cost, config.transfer_cost
-    used = {action.op for actions in schedule for action in actions}
-    yield (
-        f"{name}: {_count(p, 'rank')}, {_count(m, 'microbatch')}, {_count(v, 'chunk')} per rank; "
-        + ", ".join(f"{op.name} takes {cost[op]:g}" for op in Op if op in used)
-        + (f", a transfer {transfer:g}" if transfer else "")
-    )
+        raise ConfigError(_with_own_flags(str(error)).splitlines()) from None
+
+    # the sizes and the costs of the operations that occur
+    cost = config.cost
+    transfer = config.transfer_cost
+    ops = {action.op for actions in schedule for action in actions}
+    head = f"{name}: {_count(p, 'rank')}, {_count(m, 'microbatch')}, {_count(v, 'chunk')} per rank; "
+    head += ", ".join(f"{op.name} takes {cost[op]:g}" for op in Op if op in ops)
+    if transfer:
+        head += f", a transfer {transfer:g}"
+    yield head
     if config.text or not (config.svg or config.trace):
         yield plot_text(schedule, cost, transfer)
-    expected, live = bubble_in_theory(name, p, m, v, cost, transfer), peak_live_in_theory(name, p, m, v)
-    reason = "none with transfers" if transfer and live is not None else "none known"
-    in_theory = reason if expected is None else f"{expected:.2%}"
+
+    # time, bubble and memory, beside the closed forms
+    theoretical_bubble = bubble_in_theory(name, p, m, v, cost, transfer)
+    theoretical_live = peak_live_in_theory(name, p, m, v)
+    if theoretical_bubble is not None:
+        bubble_form = f"{theoretical_bubble:.2%}"
+    elif transfer and theoretical_live is not None:
+        bubble_form = "none with transfers"
+    else:
+        bubble_form = "none known"
+    live_form = "none known" if theoretical_live is None else _listed(theoretical_live)
+    share_of_rank = f", each 1/{v} of a rank's" if v > 1 else ""
     yield f"time         {max(simulate(schedule, cost, transfer).end.values()):g}"
-    yield f"bubble       {bubble(schedule, cost, transfer):.2%} of the compute (closed form: {in_theory})"
+    yield f"bubble       {bubble(schedule, cost, transfer):.2%} of the compute (closed form: {bubble_form})"
     yield (
-        f"activations  {_listed(peak_live(schedule))} alive at most, by rank "
-        f"(closed form: {'none known' if live is None else _listed(live)})"
-        + (f", each 1/{v} of a rank's" if v > 1 else "")
+        f"activations  {_listed(peak_live(schedule))} alive at most, by rank (closed form: {live_form}){share_of_rank}"
     )
-    yield from _write_files(config, name, schedule)
+
+    # files
+    if config.svg is not None:
+        title = f"{name}: p = {p}, m = {m}, v = {v}"
+        yield _write_file(config, config.svg, name, plot_svg(schedule, cost, transfer, title))
+    if config.trace is not None:
+        yield _write_file(config, config.trace, name, json.dumps(chrome_trace(schedule, cost, transfer)) + "\n")
 
 
-def _write_files(config: PlotConfig, name: str, schedule: Schedule) -> Iterator[str]:
-    p, v = config.pipeline_model_parallel_size, config.chunks_for(name)
-    title, costs = f"{name}: p = {p}, m = {config.microbatches}, v = {v}", (config.cost, config.transfer_cost)
-    texts = {
-        config.svg: lambda: plot_svg(schedule, *costs, title),
-        config.trace: lambda: json.dumps(chrome_trace(schedule, *costs)) + "\n",
-    }
-    for path, make_text in texts.items():
-        if path is not None:
-            file = Path(path)
-            file = file.with_stem(f"{file.stem}-{name}") if config.all else file
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(make_text())
-            yield f"wrote        {file}"
+def _write_file(config: PlotConfig, path: str, name: str, text: str) -> str:
+    """Write a file of one schedule, with --all under a name that contains the schedule's; return the line to print."""
+    file = Path(path)
+    if config.all:
+        file = file.with_stem(f"{file.stem}-{name}")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    return f"wrote        {file}"
 
 
 def schedules_page() -> str:
-    """The text of docs/schedules.md."""
+    """Return the text of docs/schedules.md."""
     p, m = 4, 8
     lines = [_PAGE_HEAD]
     for name, make in SCHEDULES.items():
-        v = _DRAWN_WITH.get(name, (default_chunks(name),))[0]
-        said = inspect.getdoc(make).split("\n\n")[0]
-        lines += [f"## {name}\n", f"{said}\n", f"p = {p}, m = {m}" + (f", v = {v}" if v > 1 else "") + ":\n"]
+        v = _chunks_drawn(name)[0]
+        description = inspect.getdoc(make).split("\n\n")[0]
+        sizes = f"p = {p}, m = {m}, v = {v}" if v > 1 else f"p = {p}, m = {m}"
+        lines += [f"## {name}\n", f"{description}\n", f"{sizes}:\n"]
         lines += ["```", plot_text(make(p, m, v)), "```\n"]
     lines += [_TABLE_HEAD, *_table_rows(), _REFUSED]
     lowered = add_reduce(add_transfers(SCHEDULES["zb-h1"](2, 2, 1)))
@@ -209,24 +232,37 @@ def schedules_page() -> str:
 
 
 def _table_rows() -> Iterator[str]:
+    """Yield the rows of the page's table of bubbles and memory."""
     for p, m in ((2, 4), (4, 4), (4, 8), (4, 32), (8, 8), (8, 64)):
         for name, make in SCHEDULES.items():
-            for v in _DRAWN_WITH.get(name, (default_chunks(name),)):
+            for v in _chunks_drawn(name):
                 schedule = make(p, m, v)
-                share, live = bubble(schedule), peak_live(schedule)
-                theory, live_in_theory = bubble_in_theory(name, p, m, v), peak_live_in_theory(name, p, m, v)
-                cells = [p, m, name, v, f"{share:.2%}", f"{theory:.2%}", _listed(live), _listed(live_in_theory)]
-                yield f"| {' | '.join(map(str, [*cells, f'{max(live) / v:g}']))} |"
+                live = peak_live(schedule)
+                cells = [
+                    p,
+                    m,
+                    name,
+                    v,
+                    f"{bubble(schedule):.2%}",
+                    f"{bubble_in_theory(name, p, m, v):.2%}",
+                    _listed(live),
+                    _listed(peak_live_in_theory(name, p, m, v)),
+                    f"{max(live) / v:g}",
+                ]
+                yield f"| {' | '.join(map(str, cells))} |"
 
 
 def _listed(numbers: list[int]) -> str:
-    """`4 3 2 1`, or `64 x 8` if all eight are equal."""
-    equal = len(numbers) > 1 and len(set(numbers)) == 1
-    return f"{numbers[0]} x {len(numbers)}" if equal else " ".join(map(str, numbers))
+    """Return numbers as `4 3 2 1`, or as `64 x 8` if all eight are equal."""
+    all_equal = len(numbers) > 1 and len(set(numbers)) == 1
+    return f"{numbers[0]} x {len(numbers)}" if all_equal else " ".join(map(str, numbers))
 
 
 def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("ch") else "s")
+    """Return a number with its noun, as `1 rank` or `2 microbatches`."""
+    if number == 1:
+        return f"{number} {noun}"
+    return f"{number} {noun}es" if noun.endswith("ch") else f"{number} {noun}s"
 
 
 _PAGE_HEAD = f"""\
@@ -283,6 +319,7 @@ starts the reduction of a stage's gradients over the data-parallel ranks. zb-h1 
 
 
 def run(config: PlotConfig) -> None:
+    """Print and write what the flags ask for."""
     if config.write_docs:
         Path(config.write_docs).write_text(schedules_page())
         print(f"wrote {config.write_docs}")
@@ -297,16 +334,17 @@ def main(arguments: list[str] | None = None) -> int:
     return run_tool(__file__, __doc__, [PlotConfig], run, arguments)
 
 
-def _in_flags_of_the_tool(message: str) -> str:
-    """A schedule's error message, with the flags of this tool in place of training's."""
-    for of_training, here in _FLAG_INSTEAD.items():
-        message = message.replace(of_training, here)
+def _with_own_flags(message: str) -> str:
+    """Replace training's flags in a schedule's error message by those of this tool."""
+    for training_text, own_text in _OWN_FLAG.items():
+        message = message.replace(training_text, own_text)
     return message
 
 
 def _report_all(config: PlotConfig) -> None:
     """Report every schedule that fits the sizes. Raises ConfigError with all reasons if none does."""
-    reports, reasons = [], []
+    reports = []
+    reasons = []
     for name in SCHEDULES:
         try:
             reports.append("\n".join(report(config, name)))

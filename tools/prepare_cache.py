@@ -3,8 +3,8 @@
     python tools/prepare_cache.py --data-path 0.7 A 0.3 B --seq-length 1024 --micro-batch-size 4 --global-batch-size 256 \
         --train-iters 10000 ...
 
-Needs one process, no accelerator and no model, so that a job of many nodes does not wait while one rank builds; a run with the
-same flags then builds nothing. If the batch size depends on the number of ranks (no --global-batch-size), give
+The tool needs one process, no accelerator and no model. A run with the same flags then builds nothing, so that a job of many
+nodes does not wait while one rank builds. If the batch size depends on the number of ranks (no --global-batch-size), give
 --prepare-cache-world-size. The script is pretrain_gpt.py; with --prepare-cache-model bert or t5 it is pretrain_bert.py or
 pretrain_t5.py.
 """
@@ -35,27 +35,25 @@ from tools.errors import exit_status
 
 @dataclass(frozen=True)
 class Script:
-    """A training script: its own defaults and rules, and what builds its data sets.
+    """The defaults, rules and data sets of a training script."""
 
-    build: from the run's settings, a tokenizer, the samples of each split, the seed, and `say`, `progress` of `BuildContext`.
-    """
-
-    tokenizer: str
+    tokenizer: str  # default of --tokenizer-type
     rules: ModelRules
+    # (settings of the run, tokenizer, samples of each split, seed, say=, progress=) -> the data sets of each split
     build: Callable[..., tuple]
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _build_gpt(config: Config, *request: Any, **heard: Any) -> tuple:
-    return build_gpt_datasets(config.data, *request, fim=config.fim, **heard)
+def _build_gpt(config: Config, *request: Any, **callbacks: Any) -> tuple:
+    return build_gpt_datasets(config.data, *request, fim=config.fim, **callbacks)
 
 
-def _build_bert(config: Config, *request: Any, **heard: Any) -> tuple:
-    return build_bert_datasets(config.data, config.masked_data, *request, **heard)
+def _build_bert(config: Config, *request: Any, **callbacks: Any) -> tuple:
+    return build_bert_datasets(config.data, config.masked_data, *request, **callbacks)
 
 
-def _build_t5(config: Config, *request: Any, **heard: Any) -> tuple:
-    return build_t5_datasets(config.data, config.masked_data, *request, **heard)
+def _build_t5(config: Config, *request: Any, **callbacks: Any) -> tuple:
+    return build_t5_datasets(config.data, config.masked_data, *request, **callbacks)
 
 
 SCRIPTS = {
@@ -63,18 +61,24 @@ SCRIPTS = {
     "bert": Script("BertWordPieceLowerCase", BERT_RULES, _build_bert),
     "t5": Script("BertWordPieceLowerCase", T5_RULES, _build_t5, {"decoder_num_layers": 0}),
 }
-_TEXT = ("data", "fim", "masked_data", "tokenizer")  # components whose every setting counts
-# Settings that say how many samples a run asks for; --lr is required as in training.
+# The settings on which indices depend: all of these components, and those that determine how many samples a run
+# requests. --lr is required as in training.
+_DATA_COMPONENTS = ("data", "fim", "masked_data", "tokenizer")
 _SIZES = (
     "micro_batch_size global_batch_size rampup_batch_size step_batch_size_schedule decrease_batch_size_if_needed train_iters "
     "train_samples eval_interval eval_iters seed lr tensor_model_parallel_size pipeline_model_parallel_size "
     "num_distributed_optimizer_instances"
 )
-_OTHERS = [field.name for name, part in COMPONENTS.items() if name not in _TEXT for field in option_fields(part)]
-UNREAD = {name: "no index depends on it" for name in _OTHERS if name not in _SIZES.split()}
+UNREAD = {}  # setting without effect here -> the reason, for its help
+for _component, _config_class in COMPONENTS.items():
+    if _component not in _DATA_COMPONENTS:
+        for _field in option_fields(_config_class):
+            if _field.name not in _SIZES.split():
+                UNREAD[_field.name] = "no index depends on it"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the tool's own flags; return the parser."""
     group = parser.add_argument_group("Cache")
     help_text = "processes of the run to prepare for; needed if its step size depends on them"
     group.add_argument("--prepare-cache-world-size", type=int, metavar="N", help=help_text, default=None)
@@ -87,24 +91,30 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def script_of(argv: Sequence[str] | None) -> Script:
-    """The script of --prepare-cache-model. Raises ConfigError for an unknown name."""
-    given, _ = add_flags(FlagParser(add_help=False)).parse_known_args(argv)
-    return SCRIPTS[given.prepare_cache_model]
+    """Return the script of --prepare-cache-model. Raises ConfigError for an unknown name."""
+    options, _ = add_flags(FlagParser(add_help=False)).parse_known_args(argv)
+    return SCRIPTS[options.prepare_cache_model]
 
 
-def world_size_of(config: Config, given: int | None) -> int:
-    """Ranks of the run: as given, else as few as the layout needs. Raises ConfigError if the batch size depends on them."""
+def world_size_of(config: Config, requested: int | None) -> int:
+    """Return the ranks of the run: --prepare-cache-world-size, or as few as the layout needs.
+
+    Raises ConfigError if the batch size depends on the number of ranks, and it was not requested.
+    """
+    if requested is not None:
+        if requested < 1:
+            raise ConfigError(f"--prepare-cache-world-size ({requested}) must be at least 1")
+        return requested
     training = config.training
-    if given is not None and given < 1:
-        raise ConfigError(f"--prepare-cache-world-size ({given}) must be at least 1")
-    has_size = training.global_batch_size is not None or training.step_batch_size_schedule is not None
-    if given is None and (not has_size or training.decrease_batch_size_if_needed):
+    has_batch_size = training.global_batch_size is not None or training.step_batch_size_schedule is not None
+    if not has_batch_size or training.decrease_batch_size_if_needed:
         raise ConfigError("the step size depends on the number of processes; give --prepare-cache-world-size")
-    return given or config.parallel.ranks_per_sample * config.data_parallel.num_distributed_optimizer_instances
+    return config.parallel.ranks_per_sample * config.data_parallel.num_distributed_optimizer_instances
 
 
 def prepare(argv: Sequence[str] | None, say: Callable[[str], None]) -> dict[str, int]:
-    """Build the indices of the run of this command line; returns {split: samples}. Raises ConfigError or ValueError."""
+    """Build the indices of the run of this command line; return {split: samples}. Raises ConfigError or ValueError."""
+    # read and check the flags as training does
     script = script_of(argv)
     parsed = parse_args(argv, add_flags, {"tokenizer_type": script.tokenizer, **script.defaults}, UNREAD)
     config = parsed.config
@@ -114,17 +124,23 @@ def prepare(argv: Sequence[str] | None, say: Callable[[str], None]) -> dict[str,
         problems.append("--mock-data has no index; give --data-path")
     if problems:
         raise ConfigError(problems)
-    sizes = samples_to_request(
-        config.training, config.data, config.train_iters(world_size), config.batch_sizes(world_size).last, TrainState()
-    )
-    datasets = script.build(config, tokenizer, sizes, config.training.seed, say=say, progress=say)
-    several = {
-        name: dataset if isinstance(dataset, list) else [dataset] for name, dataset in zip(SPLIT_NAMES, datasets)
-    }
-    return {name: sum(map(len, sets)) for name, sets in several.items() if sets != [None]}
+
+    # build the data sets that the run would request
+    train_iters = config.train_iters(world_size)
+    batch_size = config.batch_sizes(world_size).last
+    num_samples = samples_to_request(config.training, config.data, train_iters, batch_size, TrainState())
+    datasets = script.build(config, tokenizer, num_samples, config.training.seed, say=say, progress=say)
+
+    lengths = {}
+    for name, dataset in zip(SPLIT_NAMES, datasets):
+        sets = dataset if isinstance(dataset, list) else [dataset]  # a list: several validation sets
+        if sets != [None]:
+            lengths[name] = sum(map(len, sets))
+    return lengths
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the tool; return the exit status."""
     began = time.monotonic()
 
     def progress(message: str) -> None:

@@ -38,8 +38,8 @@ from tools.preprocessing.pieces import PieceStore, append_piece, naming, read_su
 from tools.preprocessing.sentences import nltk_starts, rule_starts, split_text
 from tools.preprocessing.sources import ENDINGS, LONGEST_LINE_MB, Piece, input_files, read_pieces, total_size
 
-_FORMAT = 3  # of the pieces; raise it if the same text and settings give other tokens
-_PIECES_AHEAD = 2  # pieces of text held for each worker: one at work, one waiting
+_FORMAT = 3  # version of the pieces; raise it if the same text and settings give other tokens
+_PIECES_AHEAD = 2  # pieces of text in memory for each worker: one in work, one waiting
 
 
 @dataclass(frozen=True)
@@ -92,14 +92,17 @@ class PreprocessConfig(FlagConfig):
 
     @property
     def keys(self) -> list[str]:
+        """The --json-keys, each once."""
         return list(dict.fromkeys(self.json_keys))
 
     @property
     def level(self) -> str:
+        """What a sequence is; part of the output's file names."""
         return "sentence" if self.split_sentences else "document"
 
 
 def make_encoder(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> Encoder:
+    """Build the tokenizer and the sentence splitter of these settings."""
     split = None
     if config.split_sentences:
         starts = rule_starts if config.sentence_splitter == "rules" else nltk_starts(config.lang)
@@ -108,30 +111,32 @@ def make_encoder(config: PreprocessConfig, tokenizer_config: TokenizerConfig) ->
 
 
 def make_store(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> PieceStore:
-    """The folder of this output's pieces, keyed by all settings that their tokens depend on."""
+    """Return the store of this output's pieces, keyed by all settings that their tokens depend on."""
     names = ("keys", "append_eod", "split_sentences", "sentence_splitter", "lang", "keep_newlines")
     settings = settings_text({name: getattr(config, name) for name in names}, asdict(tokenizer_config))
     return PieceStore(f"{config.output_prefix}.pieces", f"{_FORMAT} {settings}")
 
 
 class Finished(NamedTuple):
-    """A piece on disk; not stored if it has bad lines under --on-error fail."""
+    """An encoded piece. It is on disk, unless it has bad lines and --on-error is fail."""
 
     path: str
-    summary: Encoded
+    summary: Encoded  # without columns
     position: int | None  # as in Piece
-    kept: bool  # done before this run
+    is_reused: bool  # stored by an earlier run
 
 
 def finish_piece(piece: Piece, path: str, skip: bool, encoder: Encoder | None = None) -> Finished:
-    """Encode a piece and store it, unless it has bad lines and `skip` is False."""
-    encoded = (encoder or _encoder).encode(piece.chunks)
+    """Encode a piece and store it, unless it has bad lines and `skip` is False. encoder: default: this worker's."""
+    encoder = encoder or _encoder
+    encoded = encoder.encode(piece.chunks)
     if skip or not encoded.bad:
         write_piece(path, encoded)
-    return Finished(path, replace(encoded, columns={}), piece.position, kept=False)
+    return Finished(path, replace(encoded, columns={}), piece.position, is_reused=False)
 
 
-# A worker keeps its encoder here; a tokenizer costs a second to build and cannot always be sent.
+# The encoder of a worker process. A tokenizer takes a second to build and cannot always be pickled, so each worker
+# builds one at its start.
 _encoder: Encoder | None = None
 
 
@@ -142,39 +147,44 @@ def _start_worker(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -
 
 
 def _die_with_parent() -> None:
-    """End this worker when its parent has been killed; it would wait for work forever."""
+    """End this worker when its parent has been killed: otherwise it would wait for work forever."""
     multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
     os._exit(1)
 
 
-class DeafWorkers(ProcessPoolExecutor):
-    """Worker processes that ignore Ctrl-C from their start: the parent receives it and ends them."""
+class InterruptBlockingPool(ProcessPoolExecutor):
+    """Worker processes that block SIGINT from their start: the parent receives Ctrl-C and ends them."""
 
     def submit(self, *work: Any) -> Any:
-        # A process that is started here inherits the mask.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        # `submit` may start a process, which inherits the signal mask of this thread.
+        previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             return super().submit(*work)
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
 
-Finish = Callable[[Piece, str], Callable[[], Finished]]  # begins a piece; what it gives waits for the end
+StartPiece = Callable[
+    [Piece, str], Callable[[], Finished]
+]  # starts a piece; returns a function that waits for its result
 
 
-def finish_pieces(pieces: Iterator[Piece], store: PieceStore, finish: Finish, ahead: int) -> Iterator[Finished]:
-    """All pieces, in order: from the store, or made by `finish`.
+def finish_pieces(
+    pieces: Iterator[Piece], store: PieceStore, start: StartPiece, max_pending: int
+) -> Iterator[Finished]:
+    """Yield all pieces in order: those of the store, and those that `start` begins.
 
-    ahead: how many pieces are read before the first of them is done, which bounds the memory.
+    max_pending: pieces that are in memory at once, which bounds the memory.
     """
     pending: collections.deque[Callable[[], Finished]] = collections.deque()
     for piece in pieces:
         path = store.path(piece)
         if os.path.exists(path):
-            pending.append(functools.partial(Finished, path, read_summary(path), piece.position, kept=True))
+            summary = read_summary(path)
+            pending.append(functools.partial(Finished, path, summary, piece.position, is_reused=True))
         else:
-            pending.append(finish(piece, path))
-        if len(pending) >= ahead:
+            pending.append(start(piece, path))
+        if len(pending) >= max_pending:
             yield pending.popleft()()
     while pending:
         yield pending.popleft()()
@@ -183,77 +193,90 @@ def finish_pieces(pieces: Iterator[Piece], store: PieceStore, finish: Finish, ah
 class Progress:
     """Counts documents and bytes, and prints a line on stderr about every `interval` documents.
 
-    total: bytes of the input files, None if unknown.
+    total: bytes of the input files, None if unknown. The counters have: documents, pieces, skipped (lines), size (bytes
+    of text), read (bytes of the input files, which may be compressed).
     """
 
     def __init__(self, total: int | None, interval: int):
-        self.total, self.interval = total, interval
-        self.new, self.kept = collections.Counter(), collections.Counter()  # kept: from an earlier run
-        self._position: int | None = 0
+        self.total = total
+        self.interval = interval
+        self.new = collections.Counter()
+        self.reused = collections.Counter()  # pieces of an earlier run
+        self._position: int | None = 0  # in the input files
         self.started = time.monotonic()
 
     @property
     def all(self) -> collections.Counter:
-        """The documents, pieces, skipped lines and bytes of text (`size`) so far."""
-        return self.new + self.kept
+        """The counts of this run and of the pieces of an earlier one."""
+        return self.new + self.reused
 
-    def add(self, done: Finished) -> None:
-        before, summary = self.all, done.summary
-        tally = self.kept if done.kept else self.new
-        tally.update(documents=summary.documents, size=summary.size, pieces=1, skipped=summary.bad_count)
-        tally.update(read=(done.position or 0) - (self._position or 0))  # bytes of the input files
-        self._position = done.position
+    def add(self, piece: Finished) -> None:
+        """Count a piece; print its bad lines, and the progress if it is time."""
+        before = self.all
+        summary = piece.summary
+        counter = self.reused if piece.is_reused else self.new
+        counter.update(documents=summary.documents, size=summary.size, pieces=1, skipped=summary.bad_count)
+        counter.update(read=(piece.position or 0) - (self._position or 0))
+        self._position = piece.position
         for line in summary.bad[: max(0, SHOWN - before["skipped"])]:
             print(f"skipped {line}", file=sys.stderr)
         if self.all["documents"] // self.interval > before["documents"] // self.interval:
             print(self.line(), file=sys.stderr, flush=True)
 
     def line(self) -> str:
-        """The share done, and the time left at the speed of this run."""
+        """Return the share that is done, and the time left at the speed of this run."""
         seconds = max(time.monotonic() - self.started, 1e-9)
         speed = f"{self.new['documents'] / seconds:.1f} docs/s, {self.new['size'] / seconds / 1e6:.2f} MB/s"
-        begin = f"{self.all['documents']} documents, {speed}"
+        counts = f"{self.all['documents']} documents, {speed}"
         if self.total is None or self._position is None:
-            return f"{begin}, {self.all['size'] / 1e6:.1f} MB so far, unknown time left"
-        worked = self.new["read"]
-        left = int(seconds * (self.total - self._position) / worked) if worked > 0 else 0
+            return f"{counts}, {self.all['size'] / 1e6:.1f} MB so far, unknown time left"
         share = 100 * self._position / max(self.total, 1)
-        return f"{begin}, {share:.1f}%, {left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
+        bytes_read = self.new["read"]
+        left = int(seconds * (self.total - self._position) / bytes_read) if bytes_read > 0 else 0
+        return f"{counts}, {share:.1f}%, {left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
 
 
 def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> Progress:
-    """Write the files of every key. If it raises ValueError or OSError, only finished pieces remain."""
+    """Tokenize the input and write the files of every key. After a ValueError or OSError finished pieces remain."""
+    # check the input, the tokenizer and the output folder before any worker starts, so that an error is reported once
     files = input_files(config.input)
-    encoder = make_encoder(config, tokenizer_config)  # before any worker starts, so that an error is reported once
+    encoder = make_encoder(config, tokenizer_config)
     folder = os.path.dirname(os.path.abspath(config.output_prefix))
     with naming_flag("--output-prefix", config.output_prefix, f"the folder {folder} cannot be made; choose another"):
         os.makedirs(folder, exist_ok=True)
     store = make_store(config, tokenizer_config)
+    skip = config.on_error == "skip"
     with store.claimed(), ExitStack() as stack:
-        pool, skip = None, config.on_error == "skip"
+        # start the workers
+        pool = None
         if config.workers > 1:
             context = multiprocessing.get_context("spawn")  # fork is unsafe beside the tokenizer library's threads
-            pool = DeafWorkers(config.workers, context, _start_worker, (config, tokenizer_config))
+            pool = InterruptBlockingPool(config.workers, context, _start_worker, (config, tokenizer_config))
             stack.callback(pool.shutdown, cancel_futures=True)
 
-        def finish(piece: Piece, path: str) -> Callable[[], Finished]:
+        def start(piece: Piece, path: str) -> Callable[[], Finished]:
             if pool is None:
                 return functools.partial(finish_piece, piece, path, skip, encoder)
             return pool.submit(finish_piece, piece, path, skip).result
 
+        # encode and store all pieces; their names go to a file, since there may be a million
         progress = Progress(total_size(files), config.log_interval)
-        names = stack.enter_context(tempfile.TemporaryFile("w+", dir=store.folder))  # of a million pieces, perhaps
-        ahead = _PIECES_AHEAD * config.workers if config.workers > 1 else 1
+        names = stack.enter_context(tempfile.TemporaryFile("w+", dir=store.folder))
+        pieces = read_pieces(files, config.keys, config.max_line_mb << 20)
+        max_pending = _PIECES_AHEAD * config.workers if config.workers > 1 else 1
         try:
-            for done in finish_pieces(read_pieces(files, config.keys, config.max_line_mb << 20), store, finish, ahead):
-                if done.summary.bad and not skip:
-                    raise ValueError(f"{done.summary.bad[0]}; {advice_on(done.summary.bad[0])}")
-                names.write(f"{os.path.basename(done.path)}\n")
-                progress.add(done)
+            for piece in finish_pieces(pieces, store, start, max_pending):
+                if piece.summary.bad and not skip:
+                    bad_line = piece.summary.bad[0]
+                    raise ValueError(f"{bad_line}; {advice_on(bad_line)}")
+                names.write(f"{os.path.basename(piece.path)}\n")
+                progress.add(piece)
         except BrokenProcessPool:
             raise ValueError("a worker process died, perhaps out of memory; use fewer --workers") from None
         if not progress.all["documents"]:
             raise ValueError(f"no document in {', '.join(files)}")
+
+        # join them in order
         names.seek(0)
         paths = (os.path.join(store.folder, name.rstrip("\n")) for name in names)
         merge_pieces(paths, config, token_dtype(encoder.tokenizer.vocab_size))
@@ -262,16 +285,16 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> P
 
 
 def advice_on(bad_line: str) -> str:
-    """The advice for a bad line "file:line: reason". A file without a JSON ending may be plain text."""
-    mend = "correct the line, or skip such lines with --on-error skip"
+    """Return the advice for a bad line "file:line: reason". A file without a JSON ending may be plain text."""
+    correct = "correct the line, or skip such lines with --on-error skip"
     match = re.match(r"(.*):\d+: not (?:valid JSON|a JSON object)", bad_line, re.DOTALL)
     if match is None or match[1].endswith(ENDINGS):
-        return mend
-    return f"convert plain text to JSON lines first (docs/data_preparation.md, step 1); in JSON lines {mend}"
+        return correct
+    return f"convert plain text to JSON lines first (docs/data_preparation.md, step 1); in JSON lines {correct}"
 
 
 def merge_pieces(paths: Iterable[str], config: PreprocessConfig, dtype: type) -> None:
-    """Write the pieces, in order, as one pair of files per key, which appear when all are complete."""
+    """Join the pieces in order into one pair of files per key. They get their names when all of them are complete."""
     with ExitStack() as stack:
         stack.enter_context(naming(f"{config.output_prefix}_..._{config.level}.bin"))
         writers = {}
@@ -283,15 +306,17 @@ def merge_pieces(paths: Iterable[str], config: PreprocessConfig, dtype: type) ->
 
 
 def run(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> None:
+    """Preprocess and print what was written."""
     try:
         progress = preprocess(config, tokenizer_config)
     except MemoryError:
         raise ValueError("there is not enough memory; use fewer --workers, or a smaller --max-line-mb") from None
-    kept, every = progress.kept["pieces"], progress.all
-    before = f", {kept} of {every['pieces']} pieces from an earlier run" if kept else ""
+    counts = progress.all
+    num_reused = progress.reused["pieces"]
+    reused = f", {num_reused} of {counts['pieces']} pieces from an earlier run" if num_reused else ""
     prefixes = " ".join(f"{config.output_prefix}_{key}_{config.level}" for key in config.keys)
     print(
-        f"done: {progress.line()}, {every['skipped']} lines skipped{before}; wrote --data-path {prefixes}",
+        f"done: {progress.line()}, {counts['skipped']} lines skipped{reused}; wrote --data-path {prefixes}",
         file=sys.stderr,
     )
     if not (config.append_eod or config.split_sentences):
@@ -301,8 +326,8 @@ def run(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # --workers sets the number of cores
-    left = "finished pieces stay; the same command resumes"
-    return run_tool(__file__, __doc__, [PreprocessConfig, TokenizerConfig], run, arguments, left)
+    interrupted = "finished pieces stay; the same command resumes"
+    return run_tool(__file__, __doc__, [PreprocessConfig, TokenizerConfig], run, arguments, interrupted)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Compute a bad step again, from the dump that a run wrote below --bad-step-dir, and name what is bad in it.
+"""Rerun a bad step from the dump that a run wrote below --bad-step-dir, and name the first bad tensor.
 
     python tools/replay_step.py bad_steps
     torchrun --nproc-per-node 2 tools/replay_step.py bad_steps --tensor-model-parallel-size 2
@@ -36,23 +36,28 @@ from megatron.training.step import StepFigures, StepWork
 from megatron.training.trainer import Trainer
 from tools.script import script_at
 
-CARRIED = ("transformer", "optimizer", "masked_data")  # components of the dump's settings
-CARRIED_KNOBS = {
+# Settings of the dump that the rerun takes: whole components, and single fields of others.
+COMPONENTS_TAKEN = ("transformer", "optimizer", "masked_data")
+FIELDS_TAKEN = {
     "training": ("seed",),
     "data": ("seq_length", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"),
 }
 
 
 class DumpedSamples:
-    """The step's samples under their numbers in the run."""
+    """Data set of the step's samples, under their numbers in the run. first: number of the step's first sample."""
 
     def __init__(self, checkpoint: Checkpoint, first: int):
         self._first = first
-        records = {name: r for name, r in checkpoint.manifest.tensors.items() if name.startswith(BATCH)}
-        tensors = {name: torch.empty(r.shape, dtype=getattr(torch, r.dtype)) for name, r in records.items()}
-        boxes = {name: [(whole(x.shape), whole(x.shape))] for name, x in tensors.items()}
-        checkpoint.read_into({n: LocalTensor(x, tuple(x.shape), boxes[n], is_writer=False) for n, x in tensors.items()})
-        self.columns: dict[str, np.ndarray] = {name.removeprefix(BATCH): x.numpy() for name, x in tensors.items()}
+        self.columns: dict[str, np.ndarray] = {}  # key of a batch -> [samples, ...]
+        targets: dict[str, LocalTensor] = {}
+        for name, record in checkpoint.manifest.tensors.items():
+            if name.startswith(BATCH):
+                tensor = torch.empty(record.shape, dtype=getattr(torch, record.dtype))
+                box = whole(tensor.shape)
+                targets[name] = LocalTensor(tensor, tuple(tensor.shape), [(box, box)], is_writer=False)
+                self.columns[name.removeprefix(BATCH)] = tensor.numpy()  # shares memory, which is read into below
+        checkpoint.read_into(targets)
         if not self.columns:
             raise ConfigError(
                 f"{checkpoint.folder} holds no batches: the script's batches are no dictionaries of tensors"
@@ -66,60 +71,84 @@ class DumpedSamples:
 
 
 def words_of(component: str, values: Mapping[str, Any], names: tuple[str, ...] | None = None) -> Iterator[str]:
-    """A component's settings that are not the default, as words of a command line."""
+    """Yield a component's settings that are not the default, as words of a command line. names: default: all fields."""
     fields = {field.name: field for field in option_fields(COMPONENTS[component])}
     config = build(COMPONENTS[component], {name: value for name, value in values.items() if name in fields})
     for name, (_, value) in changes(config).items():
-        if value is None or (names is not None and name not in names):
+        if value is None:
+            continue
+        if names is not None and name not in names:
             continue
         yield flags_of(fields[name])[0]
-        if not isinstance(value, bool):
-            yield from map(str, value if isinstance(value, list) else [value])
+        if isinstance(value, list):
+            yield from map(str, value)
+        elif not isinstance(value, bool):
+            yield str(value)
 
 
 def command_line(state: Mapping[str, Any], root: str) -> list[str]:
-    """The words of a run that stands before the dumped step."""
-    settings, step = state["config"], state["bad_step"]
-    words = [word for name in CARRIED for word in words_of(name, settings[name])]
-    words += [word for name, names in CARRIED_KNOBS.items() for word in words_of(name, settings[name], names)]
+    """Return the command line of a run that is about to compute the dumped step. root: the folder of the dumps."""
+    settings = state["config"]
+    step = state["bad_step"]
+
+    # model and optimizer
+    words = []
+    for component in COMPONENTS_TAKEN:
+        words += words_of(component, settings[component])
+    for component, names in FIELDS_TAKEN.items():
+        words += words_of(component, settings[component], names)
     scale = state["grad_scaler"].get("scale")
-    words += [] if scale is None else ["--initial-loss-scale", str(scale)]
-    batch = ["--micro-batch-size", str(step["micro_batch_size"]), "--global-batch-size", str(step["samples"])]
-    words += [*batch, "--train-iters", str(state["train"]["iteration"] + 1), "--lr", "0.001", "--eval-iters", "0"]
+    if scale is not None:
+        words += ["--initial-loss-scale", str(scale)]
+
+    # one step on the dumped samples; the tokenizer and the data are only needed for their sizes
+    words += ["--micro-batch-size", str(step["micro_batch_size"]), "--global-batch-size", str(step["samples"])]
+    words += ["--train-iters", str(state["train"]["iteration"] + 1), "--lr", "0.001", "--eval-iters", "0"]
     words += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(state["vocab_size"] - 1), "--mock-data"]
-    # The step is computed with the buffers as they begin, which a WARNING says.
-    lost = ["--allow-lost-buffers"] if lost_buffers(state) else []
-    return [*words, "--load", root, "--no-load-optim", "--allow-tokenizer-change", *lost]
+
+    # the weights
+    words += ["--load", root, "--no-load-optim", "--allow-tokenizer-change"]
+    if lost_buffers(state):  # the step is computed with the buffers' initial values, which a WARNING says
+        words.append("--allow-lost-buffers")
+    return words
 
 
 def compare(step: Mapping[str, Any], figures: StepFigures) -> Iterator[str]:
-    """A line a number: whether it comes again."""
+    """Yield a line for each number of the step: whether the rerun gives the same bits. step: the run's numbers."""
     for name, text in exact_numbers(figures).items():
-        now, then = float.fromhex(text), float.fromhex(step[name])
-        if now == then or (math.isnan(now) and math.isnan(then)):
+        rerun_value = float.fromhex(text)
+        run_value = float.fromhex(step[name])
+        both_nan = math.isnan(rerun_value) and math.isnan(run_value)
+        if rerun_value == run_value or both_nan:
             verdict = "comes again, to the bit"
         else:
-            apart = abs(now - then) / abs(then) if math.isfinite(then) and then else math.inf
-            verdict = f"is another: {then!r} in the run, {apart:.1e} of it apart"
-        yield f"{name:>7} {now!r} {verdict}"
+            can_divide = math.isfinite(run_value) and run_value != 0
+            relative = abs(rerun_value - run_value) / abs(run_value) if can_divide else math.inf
+            verdict = f"is another: {run_value!r} in the run, {relative:.1e} of it apart"
+        yield f"{name:>7} {rerun_value!r} {verdict}"
 
 
-def replay(root: str, model: str, more: list[str]) -> None:
-    """Compute the step again and print what comes of it. Every rank calls."""
+def replay(root: str, model: str, further_flags: list[str]) -> None:
+    """Rerun the step, compare its numbers with the run's, and print the first bad tensor. Every rank must call."""
+    # open the dump
     try:
         checkpoint = open_checkpoint(Path(root))
     except (OSError, CheckpointError) as error:
         raise ConfigError(f"{root} holds no dump of a step: {error}; give the folder of --bad-step-dir") from None
-    state, step = checkpoint.state, checkpoint.state.get("bad_step")
+    state = checkpoint.state
+    step = state.get("bad_step")
     if step is None:
         raise ConfigError(
             f"{checkpoint.folder} is a checkpoint, and no dump of a step; give the folder of --bad-step-dir"
         )
-    script, samples = script_at(model), DumpedSamples(checkpoint, step["first_sample"])
+
+    # build the run from the dump's settings
+    script = script_at(model)
+    samples = DumpedSamples(checkpoint, step["first_sample"])
     runtime = initialize_megatron(
         script.extra_args_provider,
         script.args_defaults,
-        argv=[*command_line(state, root), *more],
+        argv=[*command_line(state, root), *further_flags],
         rules=script.rules,
         **script.ranks_of,
     )
@@ -128,11 +157,13 @@ def replay(root: str, model: str, more: list[str]) -> None:
             runtime, lambda sizes: (samples, None, None), script.model_provider, script.forward_step, script.group_of
         )
         data = trainer.training_data()
-        m = step["samples"] // runtime.samples_at_once
-        work = StepWork(trainer.pipeline, trainer.optimizer, data, step["first_sample"], m)
+        num_microbatches = step["samples"] // runtime.samples_at_once
+        work = StepWork(trainer.pipeline, trainer.optimizer, data, step["first_sample"], num_microbatches)
         for batches in data.values():
             if isinstance(batches, KeptBatches):
                 batches.begin()
+
+        # rerun the step twice: for its numbers, then with a check of each tensor
         print_rank_0(f"iteration {state['train']['iteration'] + 1} of the run: {step['text']}")
         for line in compare(step, work.compute()):
             print_rank_0(line)
@@ -143,12 +174,13 @@ def replay(root: str, model: str, more: list[str]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Run the tool. Raises SystemExit with the problems of the flags."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("dump", metavar="DIR", help="the folder of --bad-step-dir")
     parser.add_argument("--model", default="gpt", help="gpt, bert, t5, or the script that trained")
-    given, more = parser.parse_known_args(arguments)
+    options, further_flags = parser.parse_known_args(arguments)
     try:
-        replay(given.dump, given.model, more)
+        replay(options.dump, options.model, further_flags)
     except ConfigError as error:
         raise SystemExit(str(error)) from None
     finally:

@@ -1,4 +1,4 @@
-"""A top-level script, up to its call of `pretrain`: tools take its model, flags, defaults and tables from there."""
+"""Run a training script up to its call of `pretrain`: a tool then has its model, flags, defaults and registries."""
 
 import runpy
 import sys
@@ -11,14 +11,14 @@ from megatron.training.training import Script
 
 
 class _ReadyToTrain(Exception):
-    """Ends a script where its training would begin."""
+    """Raised in place of the training, to end the script there. Its argument is the Script."""
 
 
 def script_at(model: str) -> Script:
-    """What the script gives `pretrain`. It runs up to that call as in a job; what it adds to tables stays.
+    """Run a script up to its call of `pretrain`; return the arguments of that call.
 
-    model: gpt, bert, t5, or the path of a script. Raises ConfigError if there is no such script, or if it does not call
-    `pretrain`.
+    model: gpt, bert, t5, or the path of a script. Entries that the script adds to registries remain after the call.
+    Raises ConfigError if there is no such script, or if it does not call `pretrain`.
     """
     path = programs_folder() / f"pretrain_{model}.py" if model in ("gpt", "bert", "t5") else Path(model)
     if not path.is_file():
@@ -26,18 +26,22 @@ def script_at(model: str) -> Script:
             f"--model is {model}; it must be gpt, bert, t5, or the path of a script such as pretrain_gpt.py"
         )
 
-    def taken(script: Script) -> None:
+    def stop_before_training(script: Script) -> None:
         raise _ReadyToTrain(script)
 
-    # Replaced where `pretrain` looks it up, so it does not matter from where the script imports `pretrain`.
-    before = training.run_script, sys.argv, list(sys.path)
-    training.run_script, sys.argv = taken, [str(path)]
-    sys.path.insert(0, str(path.resolve().parent))
+    saved_run_script = training.run_script
+    saved_argv = sys.argv
+    saved_path = list(sys.path)
+    # `pretrain` looks run_script up in its module, so this works from wherever the script imports `pretrain`.
+    training.run_script = stop_before_training
+    sys.argv = [str(path)]
+    sys.path.insert(0, str(path.resolve().parent))  # as `python path` does
     try:
         runpy.run_path(str(path), run_name="__main__")
-    except _ReadyToTrain as reached:
-        return reached.args[0]
+    except _ReadyToTrain as ready:
+        return ready.args[0]
     finally:
-        training.run_script, sys.argv = before[:2]
-        sys.path[:] = before[2]
+        training.run_script = saved_run_script
+        sys.argv = saved_argv
+        sys.path[:] = saved_path
     raise ConfigError(f"--model {model} has ended without a call of pretrain(), which names its model; add the call")

@@ -1,9 +1,9 @@
-"""Write the source text of Python's standard library as JSON lines: a corpus that every machine has.
+"""Write the source text of Python's standard library as JSON lines, as a corpus that is on every machine.
 
     python tools/stdlib_corpus.py --output corpus.jsonl --max-mb 16
 
-One object {"text": ...} per file, sorted by name; with --docstrings one per distinct docstring. Leaves out tests, installed
-packages, empty files, files that are not UTF-8, and code point tables. The same Python release gives the same bytes.
+A line is {"text": ...} of a file, sorted by name; with --docstrings of a distinct docstring. Tests, installed packages, empty
+files, files that are not UTF-8, and code point tables are left out. The same Python release gives the same bytes.
 """
 
 import ast
@@ -41,19 +41,19 @@ class StdlibCorpusConfig(FlagConfig):
 
 
 def source_files(library: Path) -> list[Path]:
-    """The corpus's files, sorted by name, in the same order on every machine."""
+    """Return the corpus's files, sorted by name, in the same order on every machine."""
     names = sorted(path.relative_to(library).as_posix() for path in library.rglob("*.py"))
     return [library / name for name in names if is_wanted(name)]
 
 
 def is_wanted(name: str) -> bool:
-    """Whether a file, named relative to the library, belongs to the corpus: `json/decoder.py`, not `test/test_json.py`."""
+    """Whether a file, named relative to the library, is in the corpus: `json/decoder.py`, not `test/test_json.py`."""
     *folders, _ = name.split("/")
     return not _SKIPPED_FOLDERS & set(folders) and not name.startswith(_SKIPPED_PREFIXES)
 
 
 def texts(files: list[Path], max_bytes: float) -> Iterator[str]:
-    """The files' texts, up to `max_bytes` in total."""
+    """Yield the files' texts, up to `max_bytes` in total."""
     total = 0
     for path in files:
         content = path.read_bytes()
@@ -70,12 +70,15 @@ def texts(files: list[Path], max_bytes: float) -> Iterator[str]:
 
 
 def docstrings(sources: Iterable[str]) -> Iterator[str]:
-    """Those of the modules, classes and functions of `sources`, each once; of a file that is no Python of this release, none."""
+    """Yield each docstring of the modules, classes and functions of `sources` once.
+
+    A source that this release of Python cannot parse has none.
+    """
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     seen: set[str] = set()
     for source in sources:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes that will be errors one day
+            warnings.simplefilter("ignore")  # invalid escapes, which later releases refuse
             try:
                 tree = ast.parse(source)
             except SyntaxError:
@@ -88,17 +91,18 @@ def docstrings(sources: Iterable[str]) -> Iterator[str]:
 
 
 def run(config: StdlibCorpusConfig) -> None:
+    """Write the corpus and print its size."""
     library = Path(sysconfig.get_path("stdlib"))
     sources = texts(source_files(library), config.max_mb * 1e6)
-    found = list(docstrings(sources) if config.docstrings else sources)
-    if not found:
+    corpus = list(docstrings(sources) if config.docstrings else sources)
+    if not corpus:
         raise ValueError(f"no source text in {library}, or none below --max-mb ({config.max_mb})")
     Path(config.output).absolute().parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(config.output) as file:
-        file.writelines(json.dumps({"text": text}).encode() + b"\n" for text in found)
-    size = sum(len(text.encode()) for text in found) / 1e6
-    counts = f"{len(found)} {'docstrings' if config.docstrings else 'files'}, {size:.1f} MB of text"
-    print(f"wrote {config.output}: {counts}", file=sys.stderr)
+        file.writelines(json.dumps({"text": text}).encode() + b"\n" for text in corpus)
+    megabytes = sum(len(text.encode()) for text in corpus) / 1e6
+    kind = "docstrings" if config.docstrings else "files"
+    print(f"wrote {config.output}: {len(corpus)} {kind}, {megabytes:.1f} MB of text", file=sys.stderr)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -23,7 +23,7 @@ from megatron.core.base.lazy_imports import optional_package
 from megatron.core.storage.atomic_file import atomic_file
 from megatron.training.monitor.long_task_progress import heartbeat
 from tools.errors import missing, run_tool
-from tools.preprocessing.encode import line_texts, without_mark
+from tools.preprocessing.encode import line_texts, without_byte_order_mark
 from tools.preprocessing.sources import input_files
 
 EOD = "<|endoftext|>"
@@ -62,29 +62,32 @@ class TrainTokenizerConfig(FlagConfig):
 
 
 class Texts:
-    """The training texts, read once. Raises ValueError naming an unreadable line."""
+    """The training texts, to be iterated over once. Raises a ValueError that names an unreadable line."""
 
     def __init__(self, files: list[str], json_key: str):
-        self.files, self.json_key = files, json_key
-        self.total, self.done = sum(map(os.path.getsize, files)), 0  # bytes
+        self.files = files
+        self.json_key = json_key
+        self.total_bytes = sum(map(os.path.getsize, files))
+        self.bytes_read = 0
 
     def __iter__(self) -> Iterator[str]:
         for path in self.files:
             with open(path, "rb") as file:
                 for number, line in enumerate(file, 1):
                     try:
-                        yield from _texts_of(without_mark(line, number), path, self.json_key)
+                        yield from _texts_of(without_byte_order_mark(line, number), path, self.json_key)
                     except ValueError as error:
                         raise ValueError(f"{path}:{number}: {error}; correct the line") from None
-                    self.done += len(line)
+                    self.bytes_read += len(line)
 
-    def so_far(self) -> str:
-        """The progress of reading, after which the library learns."""
-        reading = f"read {self.done / 1e6:.0f} of {self.total / 1e6:.0f} MB"
-        return reading if self.done < self.total else f"{reading}, learning from it"
+    def progress(self) -> str:
+        """Return the share that has been read; then the library trains, which shows no progress."""
+        reading = f"read {self.bytes_read / 1e6:.0f} of {self.total_bytes / 1e6:.0f} MB"
+        return reading if self.bytes_read < self.total_bytes else f"{reading}, learning from it"
 
 
 def _texts_of(line: bytes, path: str, json_key: str) -> list[str]:
+    """Return the texts of one line of a JSONL or text file. Raises ValueError."""
     if not line.strip():
         return []
     if path.endswith(_JSON_ENDINGS):
@@ -100,7 +103,7 @@ def _library() -> Any:
 
 
 def train(texts: Iterator[str], vocab_size: int, special_tokens: Sequence[str] = ()) -> Any:
-    """A byte-level BPE learned from `texts`, which encodes any text. EOD has id 0, then follow the `special_tokens`."""
+    """Train a byte-level BPE, which encodes any text. EOD has id 0, then follow the `special_tokens`."""
     library = _library()
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -111,21 +114,21 @@ def train(texts: Iterator[str], vocab_size: int, special_tokens: Sequence[str] =
         initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_some(texts), trainer)
+    tokenizer.train_from_iterator(_checked_not_empty(texts), trainer)
     return tokenizer
 
 
 def train_characters(texts: Iterator[str], vocab_size: int, special_tokens: Sequence[str] = ()) -> Any:
-    """A tokenizer whose tokens are the characters of `texts`, by code point, after EOD, UNKNOWN and the `special_tokens`."""
+    """Make a tokenizer of characters: EOD, UNKNOWN, the `special_tokens`, the characters of `texts` by code point."""
     library = _library()
-    characters = set(itertools.chain.from_iterable(_some(texts)))
+    characters = set(itertools.chain.from_iterable(_checked_not_empty(texts)))
     tokens = list(dict.fromkeys([EOD, UNKNOWN, *special_tokens, *sorted(characters)]))
     if len(tokens) > vocab_size:
         raise ValueError(
             f"--vocab-size ({vocab_size}) is too small for {len(characters)} different characters, {EOD}, {UNKNOWN} and "
             f"--special-tokens; give at least {len(tokens)}"
         )
-    # BPE without merges is a plain table, and accepts texts of megabytes.
+    # BPE without merges looks each character up, and accepts texts of megabytes.
     vocab = {token: i for i, token in enumerate(tokens)}
     tokenizer = library.Tokenizer(library.models.BPE(vocab=vocab, merges=[], unk_token=UNKNOWN))
     tokenizer.decoder = library.decoders.Fuse()
@@ -134,7 +137,7 @@ def train_characters(texts: Iterator[str], vocab_size: int, special_tokens: Sequ
 
 
 def train_word_pieces(texts: list[str], vocab_size: int) -> list[str]:
-    """The tokens of a BERT's vocab.txt in the order of their ids: special ones, letters, pieces of words in lower case."""
+    """Train a BERT's vocab.txt; return its tokens by id: special ones, letters, pieces of lower-case words."""
     library = _library()
     tokenizer = library.Tokenizer(library.models.WordPiece(unk_token=_BERT_SPECIAL[1]))
     tokenizer.normalizer = library.normalizers.BertNormalizer(lowercase=True)
@@ -142,44 +145,48 @@ def train_word_pieces(texts: list[str], vocab_size: int) -> list[str]:
     letters = sorted(set().union(*map(tokenizer.normalizer.normalize_str, texts)) - set(" "))
     if len(letters) * 2 + len(_BERT_SPECIAL) > vocab_size:
         raise ValueError(f"--vocab-size ({vocab_size}) is too small for {len(letters)} different letters; raise it")
-    # Every single letter is listed: the library numbers unlisted ones in hash order, which differs from run to run.
+    # Every letter is given as a special token: the library numbers others in hash order, which differs from run to run.
     single = [*_BERT_SPECIAL, *letters, *(f"##{letter}" for letter in letters)]
     trainer = library.trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=single, show_progress=False)
-    tokenizer.train_from_iterator(_some(iter(texts)), trainer)
-    return sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().__getitem__)
+    tokenizer.train_from_iterator(_checked_not_empty(iter(texts)), trainer)
+    vocab = tokenizer.get_vocab()
+    return sorted(vocab, key=vocab.__getitem__)
 
 
-def _some(texts: Iterator[str]) -> Iterator[str]:
-    """`texts`. Raises ValueError if there is none."""
+def _checked_not_empty(texts: Iterator[str]) -> Iterator[str]:
+    """Return an iterator over the same texts. Raises ValueError if there is none."""
     first = next(texts, None)
     if first is None:
         raise ValueError("the files of --input hold no text; add files")
     return itertools.chain([first], texts)
 
 
-def _learn(config: TrainTokenizerConfig, texts: Iterator[str]) -> tuple[str, int]:
-    """(content of the output file, number of ids)"""
+def _train_kind(config: TrainTokenizerConfig, texts: Iterator[str]) -> tuple[str, int]:
+    """Train a tokenizer of --kind; return (content of the output file, number of ids)."""
     if config.kind == "wordpiece":
         tokens = train_word_pieces(list(texts), config.vocab_size)
         return "".join(f"{token}\n" for token in tokens), len(tokens)
-    learn = train_characters if config.kind == "char" else train
-    tokenizer = learn(texts, config.vocab_size, config.special_tokens)
+    train_bpe_or_char = train_characters if config.kind == "char" else train
+    tokenizer = train_bpe_or_char(texts, config.vocab_size, config.special_tokens)
     return tokenizer.to_str(pretty=True), tokenizer.get_vocab_size()
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
 def run(config: TrainTokenizerConfig) -> None:
+    """Train the tokenizer and write it."""
     texts = Texts(input_files(config.input, (*_JSON_ENDINGS, ".txt")), config.json_key)
-    with heartbeat("training the tokenizer", _say, so_far=texts.so_far):
-        content, count = _learn(config, iter(texts))
+    with heartbeat("training the tokenizer", _log, so_far=texts.progress):
+        content, num_ids = _train_kind(config, iter(texts))
     Path(config.output).absolute().parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(config.output) as file:
         file.write(content.encode("utf-8"))
-    fewer = f", fewer than --vocab-size {config.vocab_size}: the text is too small for more; give more text"
-    _say(f"wrote {config.output}: {count} ids{fewer if count < config.vocab_size and config.kind != 'char' else ''}")
+    message = f"wrote {config.output}: {num_ids} ids"
+    if num_ids < config.vocab_size and config.kind != "char":
+        message += f", fewer than --vocab-size {config.vocab_size}: the text is too small for more; give more text"
+    _log(message)
 
 
 def main(arguments: list[str] | None = None) -> int:

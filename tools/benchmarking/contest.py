@@ -1,4 +1,4 @@
-"""Run contenders in turns, so that noise affects all alike: each is a process, or one a rank, that takes steps on request.
+"""Run contenders in turns, so that noise affects all alike. Each is a process, or one for each rank.
 
 turn 1     ours  plain  transformers        turn 2     transformers  plain  ours        the order reverses every turn
 """
@@ -20,8 +20,8 @@ from megatron.console_scripts import programs_folder
 from tools.benchmarking.work import Contender, Work
 
 ROOT = programs_folder()
-_LARGEST = ("seconds", "cpu_seconds", "process_seconds", "peak_bytes")  # of all ranks
-TURN = 0.5  # seconds that a turn of the slowest contender takes at least: a step may be much shorter
+_MAX_OVER_RANKS = ("seconds", "cpu_seconds", "process_seconds", "peak_bytes")
+TURN = 0.5  # minimum seconds of a turn of the slowest contender; a turn of many short steps is less noisy
 
 
 class Stopped(ChildProcessError):
@@ -29,25 +29,32 @@ class Stopped(ChildProcessError):
 
 
 class Process:
-    """The processes of one contender, one a rank. name: a contender, or "ceilings"."""
+    """The processes of one contender, one for each rank. name: a contender, or "ceilings"."""
 
     def __init__(self, name: Contender | str, device: str, work: Work):
-        shown = name if isinstance(name, str) else json.dumps(asdict(name))
-        command = [sys.executable, "-m", "tools.benchmarking.worker", shown, device, json.dumps(asdict(work))]
+        contender = name if isinstance(name, str) else json.dumps(asdict(name))
+        command = [sys.executable, "-m", "tools.benchmarking.worker", contender, device, json.dumps(asdict(work))]
         self.ranks = [_Rank(command, env) for env in _environments(work.ranks)]
 
     def answer(self) -> Any:
-        """The first rank's answer; of numbers of a step the largest of all ranks. A loss is that of a rank that knows it."""
+        """Read the answer of every rank and return one: the maximum over the ranks for the numbers of a step.
+
+        A loss is that of the first rank that has it: in a pipeline only the last stage does.
+        """
         answers = [rank.answer() for rank in self.ranks]
         if isinstance(answers[0], dict):
-            largest = {name for name in _LARGEST if name in answers[0]}
-            return answers[0] | {name: max(answer[name] for answer in answers) for name in largest}
+            merged = dict(answers[0])
+            for name in _MAX_OVER_RANKS:
+                if name in merged:
+                    merged[name] = max(answer[name] for answer in answers)
+            return merged
         return next((answer for answer in answers if answer is not None), None)
 
-    def ask(self, what: str) -> Any:
+    def ask(self, request: str) -> Any:
+        """Send a line of the worker's protocol to every rank; return the answer."""
         for rank in self.ranks:
             with contextlib.suppress(BrokenPipeError):  # answer() raises with the reason
-                print(what, file=rank.process.stdin, flush=True)
+                print(request, file=rank.process.stdin, flush=True)
         return self.answer()
 
     def close(self) -> None:
@@ -66,7 +73,8 @@ class _Rank:
         if not line:
             status = self.process.wait()
             self.errors.seek(0)
-            raise Stopped("\n".join(self.errors.read().strip().splitlines()[-3:]) or f"exit status {status}")
+            last_lines = self.errors.read().strip().splitlines()[-3:]
+            raise Stopped("\n".join(last_lines) or f"exit status {status}")
         return json.loads(line)
 
     def close(self) -> None:
@@ -78,77 +86,84 @@ class _Rank:
 
 
 def _environments(ranks: int) -> list[dict[str, str]]:
-    """Of each rank, with its share of the cores unless OMP_NUM_THREADS says otherwise."""
+    """Return the environment of each rank. It has an equal share of the cores, unless OMP_NUM_THREADS is set."""
     if ranks == 1:
         return [{}]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    shared = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    shared["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", max(1, cores // ranks))
-    given = [shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(ranks)]
-    return [{name: str(value) for name, value in env.items()} for env in given]
+    shared = {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // ranks))),
+    }
+    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
 def ceilings(device: str) -> dict[str, float]:
-    """The limits of the device, measured by one process."""
+    """Measure the limits of the device in a process of its own."""
     with contextlib.closing(Process("ceilings", device, Work(1, 1, 1))) as process:
         return process.answer()
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How long a contest takes. steps: of one turn; None: as many as take `TURN` seconds."""
+    """Length of a contest."""
 
-    rounds: int
-    warmup: int
-    steps: int | None = None
+    rounds: int  # turns of each contender
+    warmup: int  # unmeasured steps
+    steps: int | None = None  # of a turn; None: as many as take `TURN` seconds
     until: float = float("inf")  # no turn begins later, by `time.monotonic()`
     profile: bool = False
 
 
 class Contest:
-    """Contenders side by side at one work, by title.
-
-    steps: what each says of its turns. about: device, threads, losses. failed: why a peer is not measured.
-    """
+    """Contenders side by side at one work. All results are by the title of a contender."""
 
     def __init__(self, contenders: list[Contender], work: Work, device: str, plan: Plan):
-        self.contenders = {one.title(work.parallel): one for one in contenders}
-        self.work, self.device = work, device
+        self.contenders = {contender.title(work.parallel): contender for contender in contenders}
+        self.work = work
+        self.device = device
         self.plan = plan
-        self.steps: dict[str, list[dict[str, Any]]] = {}
-        self.about: dict[str, dict[str, Any]] = {}
-        self.failed: dict[str, str] = {}
+        self.steps: dict[str, list[dict[str, Any]]] = {}  # measurements of each turn
+        self.about: dict[str, dict[str, Any]] = {}  # device, threads, losses
+        self.failed: dict[str, str] = {}  # why a peer is not measured
         self.operators: list[dict[str, Any]] = []
 
     def run(self) -> None:
-        """Raises `Stopped` if one of ours ends, and ValueError if contenders do not the same work."""
-        with contextlib.ExitStack() as open_ones:
-            running = dict(self._start(open_ones))
+        """Measure all contenders. Raises `Stopped` if one of ours ends, ValueError if they train different models."""
+        with contextlib.ExitStack() as processes:
+            running = dict(self._start(processes))
             check_threads(self.about)
             check_losses({title: self.about[title] for title in running if self._is_same_model(title)}, self.work)
-            number = self.plan.steps or self._steps_of_a_turn()
+            num_steps = self.plan.steps or self._steps_of_a_turn()
             self.steps = {title: [] for title in running}
             for turn in range(self.plan.rounds):
                 if turn and time.monotonic() > self.plan.until:
                     break
-                for title in list(running)[:: 1 if turn % 2 == 0 else -1]:
-                    self.steps[title].append(running[title].ask(f"step {number}"))
+                titles = list(running) if turn % 2 == 0 else list(reversed(running))
+                for title in titles:
+                    self.steps[title].append(running[title].ask(f"step {num_steps}"))
             if self.plan.profile:
-                self.operators = running[next(iter(running))].ask("profile")
+                first_title = next(iter(running))
+                self.operators = running[first_title].ask("profile")
 
     def _is_same_model(self, title: str) -> bool:
-        """transformers' BERT has its norms after the blocks: another function of other weights, at the same work."""
+        """Whether the losses of a contender can be compared. transformers' BERT has its norms after the blocks."""
         return not (self.contenders[title].library == "transformers" and self.work.family == "bert")
 
-    def _start(self, open_ones: contextlib.ExitStack) -> Iterator[tuple[str, Process]]:
+    def _start(self, processes: contextlib.ExitStack) -> Iterator[tuple[str, Process]]:
+        """Start and warm up the contenders; yield (title, process) of those that run."""
         for title, contender in self.contenders.items():
-            began = time.monotonic()
-            process = open_ones.enter_context(contextlib.closing(Process(contender, self.device, self.work)))
+            start = time.monotonic()
+            process = processes.enter_context(contextlib.closing(Process(contender, self.device, self.work)))
             try:
-                self.about[title] = process.answer() | self._warm_up(process, began)
+                self.about[title] = process.answer() | self._warm_up(process, start)
             except Stopped as error:
                 if contender.is_ours:
                     raise Stopped(f"{title}: {error}") from None
@@ -158,59 +173,68 @@ class Contest:
                 continue
             yield title, process
 
-    def _warm_up(self, process: Process, began: float) -> dict[str, Any]:
-        """The first steps compile; the peak of memory begins after them."""
-        before = process.ask("loss")
-        first, start = [], 0.0
-        for _ in range(self.plan.warmup):
-            first.append(process.ask("step"))
-            start = start or time.monotonic() - began
-        after = process.ask("loss")
+    def _warm_up(self, process: Process, start: float) -> dict[str, Any]:
+        """Train the unmeasured steps, of which the first compiles; then let the peak of memory begin anew."""
+        loss_before = process.ask("loss")
+        first_steps = []
+        start_seconds = 0.0
+        for number in range(self.plan.warmup):
+            first_steps.append(process.ask("step"))
+            if number == 0:
+                start_seconds = time.monotonic() - start
+        loss_after = process.ask("loss")
         process.ask("measure")
         return {
-            "loss_before": before,
-            "loss_after": after,
-            "first_seconds": [step["seconds"] for step in first],
-            "start_seconds": start,
-            "start_cpu_seconds": first[0]["process_seconds"] if first else 0.0,
+            "loss_before": loss_before,
+            "loss_after": loss_after,
+            "first_seconds": [step["seconds"] for step in first_steps],
+            "start_seconds": start_seconds,
+            "start_cpu_seconds": first_steps[0]["process_seconds"] if first_steps else 0.0,
         }
 
     def _steps_of_a_turn(self) -> int:
-        slowest = max(
-            (about["first_seconds"][-1] for about in self.about.values() if about["first_seconds"]), default=TURN
-        )
+        """Return how many steps of the slowest contender take `TURN` seconds."""
+        step_seconds = [about["first_seconds"][-1] for about in self.about.values() if about["first_seconds"]]
+        slowest = max(step_seconds, default=TURN)
         return max(1, round(TURN / slowest))
 
 
 def check_threads(about: dict[str, dict[str, Any]]) -> None:
-    threads = {title: said["threads"] for title, said in about.items()}
+    """Raise ValueError unless all contenders have the same number of threads."""
+    threads = {title: info["threads"] for title, info in about.items()}
     if len(set(threads.values())) > 1:
         raise ValueError(f"contenders have different numbers of threads ({threads}); set OMP_NUM_THREADS")
 
 
-# Relative differences of losses, before any step and after the warm-up. Half precision rounds in other places; AdamW's first
-# steps have the size of the learning rate whatever the gradient, so rounding grows.
+# is half precision -> relative differences of losses, before any step and after the warm-up. In half precision
+# contenders round in different places. AdamW's first steps have the size of the learning rate whatever the gradient, so
+# rounding grows.
 TOLERANCES = {False: (1e-5, 1e-3), True: (2e-3, 1e-2)}
 
-WITH_DROPOUT = 2e-2  # after the warm-up, which each contender trains with masks of its own: seeds of one differ by 4e-3
+WITH_DROPOUT = 2e-2  # after the warm-up, in which each contender has other masks: seeds of one contender differ by 4e-3
 
 
 def check_losses(about: dict[str, dict[str, Any]], work: Work) -> None:
-    """ValueError unless all losses of the first batch without dropout agree, before and after the first steps."""
-    before, after = TOLERANCES[work.bf16 or work.fp16]
+    """Raise ValueError unless all losses of the first batch without dropout agree, before and after the first steps."""
+    if not about:
+        return
+    tolerance_before, tolerance_after = TOLERANCES[work.bf16 or work.fp16]
     if work.has_dropout:
-        after = WITH_DROPOUT
-    for when, tolerance in (("loss_before", before), ("loss_after", after)):
-        losses = {title: said[when] for title, said in about.items()}
-        if not losses or max(losses.values()) - min(losses.values()) <= tolerance * min(losses.values()):
-            continue
-        listed = ", ".join(f"{title} {loss:.6f}" for title, loss in losses.items())
-        moment = "before the first step" if when == "loss_before" else "after the warm-up"
-        raise ValueError(f"the contenders do not train the same model: losses {moment}: {listed}")
+        tolerance_after = WITH_DROPOUT
+    for key, moment, tolerance in (
+        ("loss_before", "before the first step", tolerance_before),
+        ("loss_after", "after the warm-up", tolerance_after),
+    ):
+        losses = {title: info[key] for title, info in about.items()}
+        smallest = min(losses.values())
+        agrees = max(losses.values()) - smallest <= tolerance * smallest  # False for NaN
+        if not agrees:
+            listed = ", ".join(f"{title} {loss:.6f}" for title, loss in losses.items())
+            raise ValueError(f"the contenders do not train the same model: losses {moment}: {listed}")
 
 
 def summary(steps: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over the rounds, and the seconds of every round."""
+    """Return medians over the rounds, and the seconds of every round. steps: the measurements of each turn."""
     names = sorted({name for step in steps for name in step["phases"]})
     return {
         "seconds": median(step["seconds"] for step in steps),
@@ -223,6 +247,6 @@ def summary(steps: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def ratio(ours: list[float], peer: list[float]) -> tuple[float, float, float]:
-    """Our speedup over a peer: median, smallest and largest ratio of a round."""
-    by_round = [theirs / mine for mine, theirs in zip(ours, peer)]
-    return median(by_round), min(by_round), max(by_round)
+    """Return our speedup over a peer: median, smallest and largest ratio of a round. Inputs: seconds of each round."""
+    ratios = [peer_seconds / our_seconds for our_seconds, peer_seconds in zip(ours, peer)]
+    return median(ratios), min(ratios), max(ratios)

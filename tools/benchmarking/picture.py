@@ -1,4 +1,4 @@
-"""A picture of measurements: a panel a work, each contender's median step as a bar, its rounds as dots."""
+"""Draw measurements: a panel for each work, each contender's median step as a bar, its rounds as dots."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from tools.errors import naming_flag
 
 
 def draw(measured: dict[str, Record], output: str) -> None:
-    """measured: by the names of works."""
+    """Draw the records of works, by their names, into a PNG."""
     try:
         import matplotlib
     except ImportError:
@@ -21,13 +21,14 @@ def draw(measured: dict[str, Record], output: str) -> None:
     figure, grid = pyplot.subplots(rows, columns, **options)
     for axes in grid.flat[len(measured) :]:
         axes.set_visible(False)
-    for axes, (name, of) in zip(grid.flat, measured.items()):
-        titles = list(of["results"])[::-1]  # bars are drawn from below
-        colours = ["C0" if of["contenders"][title]["library"] == "ours" else "C7" for title in titles]
-        axes.barh(titles, [of["results"][title]["seconds"] for title in titles], color=colours)
+    for axes, (name, record) in zip(grid.flat, measured.items()):
+        results = record["results"]
+        titles = list(reversed(results))  # bars are drawn from below
+        colours = ["C0" if record["contenders"][title]["library"] == "ours" else "C7" for title in titles]
+        axes.barh(titles, [results[title]["seconds"] for title in titles], color=colours)
         for title in titles:
-            taken = of["results"][title]["all_seconds"]
-            axes.plot(taken, [title] * len(taken), ".", color="black", markersize=3)
+            rounds = results[title]["all_seconds"]
+            axes.plot(rounds, [title] * len(rounds), ".", color="black", markersize=3)
         axes.set(title=name, xlabel="seconds a step")
     with naming_flag("--picture", output, "choose a file that can be written"):
         Path(output).absolute().parent.mkdir(parents=True, exist_ok=True)

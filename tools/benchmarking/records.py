@@ -1,4 +1,4 @@
-"""Measurements as JSON lines. Rounds of a work may be taken in several runs, if code, machine and contenders are the same."""
+"""Measurements as JSON lines. Rounds may come from several runs of the same work, code, machine and contenders."""
 
 import json
 import subprocess
@@ -13,41 +13,46 @@ Record = dict[str, Any]
 
 
 def code_version() -> str:
-    """The state of megatron/: git's hash of the folder, with a + for changes that are not committed; empty without git."""
+    """Return git's hash of the folder megatron/, with a + if it has uncommitted changes; empty without git."""
 
     def git(*words: str) -> str:
-        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
-        return done.stdout.strip()
+        result = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+        return result.stdout.strip()
 
     try:
-        return git("rev-parse", "--short=12", "HEAD:megatron") + "+" * bool(git("status", "--porcelain", "megatron"))
+        version = git("rev-parse", "--short=12", "HEAD:megatron")
+        is_changed = bool(git("status", "--porcelain", "megatron"))
     except OSError:
         return ""
+    return f"{version}+" if is_changed else version
 
 
 def cpu_name() -> str:
-    """As Linux says it; nothing elsewhere."""
+    """Return the CPU's name, family and model from Linux; "CPU" elsewhere."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return "CPU"
-    wanted = ("model name", "cpu family", "model")
-    found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines) if value}
-    return ", ".join(f"{key} {found[key]}" for key in wanted if key in found)
+    info = {}
+    for line in lines:
+        key, _, value = line.partition(":")
+        if value:
+            info[key.strip()] = value.strip()
+    return ", ".join(f"{key} {info[key]}" for key in ("model name", "cpu family", "model") if key in info)
 
 
 def identity(work: Work, contenders: list[Contender]) -> Record:
-    """What two records must share so that their rounds count together."""
+    """Return the entries that must be equal in two records for their rounds to count together."""
     return {
         "work": asdict(work),
-        "contenders": {one.title(work.parallel): asdict(one) for one in contenders},
+        "contenders": {contender.title(work.parallel): asdict(contender) for contender in contenders},
         "code": code_version(),
         "cpu": cpu_name(),
     }
 
 
 def record_of(contest: Contest, ceilings: dict[str, float], missing: dict[str, str]) -> Record:
-    """A contest as one line."""
+    """Return the record of a contest. missing: reasons by title of a contender that could not start."""
     work = contest.work
     return identity(work, list(contest.contenders.values())) | {
         "parameters": work.parameters,
@@ -62,14 +67,16 @@ def record_of(contest: Contest, ceilings: dict[str, float], missing: dict[str, s
 
 
 def read_records(path: Path) -> list[Record]:
-    """The lines of a file; a last line that a killed run has cut is left out."""
-    found = []
-    for line in path.read_text().splitlines() if path.exists() else ():
+    """Read the records of a file, without an incomplete last line of a killed run."""
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text().splitlines():
         try:
-            found.append(json.loads(line))
+            records.append(json.loads(line))
         except ValueError:
             continue
-    return found
+    return records
 
 
 def append_record(path: Path, record: Record) -> None:
@@ -79,40 +86,41 @@ def append_record(path: Path, record: Record) -> None:
 
 
 def same(records: list[Record], wanted: Record) -> list[Record]:
-    """The records of an identity."""
+    """Return the records that have all entries of an identity."""
     return [record for record in records if all(record[name] == value for name, value in wanted.items())]
 
 
 def rounds_of(records: list[Record]) -> int:
+    """Return the number of rounds of all records."""
     return sum(len(next(iter(record["steps"].values()))) for record in records)
 
 
 def merged(records: list[Record]) -> Record:
-    """All rounds of records with one identity, with `results` of every contender: what each says, and medians.
+    """Join the rounds of records of one identity; `results` has the medians of each contender.
 
-    A contender that failed in one of the runs is left out: its rounds would not stand beside those of the others.
+    A contender that failed in one of the runs is left out, because it has fewer rounds than the others.
     """
     last = records[-1]
     failed: dict[str, str] = {}
     for record in records:
         failed |= record["not_measured"]
-    steps = {
-        title: [step for record in records for step in record["steps"][title]]
-        for title in last["steps"]
-        if title not in failed
-    }
+    steps = {}
+    results = {}
+    for title in last["steps"]:
+        if title not in failed:
+            steps[title] = [step for record in records for step in record["steps"][title]]
+            results[title] = last["about"][title] | summary(steps[title])
     ceilings = {name: max(record["ceilings"].get(name, 0.0) for record in records) for name in last["ceilings"]}
-    results = {title: last["about"][title] | summary(taken) for title, taken in steps.items()}
     return last | {"ceilings": ceilings, "steps": steps, "results": results, "not_measured": failed}
 
 
 def best(measured: Record, *, ours: bool) -> str | None:
-    """The title of our fastest contender, or of the fastest peer at the same precision; None without one."""
-    half = measured["work"]["bf16"]
-    of_kind = {
-        title: result["seconds"]
-        for title, result in measured["results"].items()
-        if (measured["contenders"][title]["library"] == "ours") == ours
-        and measured["contenders"][title]["bf16"] in (None, half)
-    }
-    return min(of_kind, key=of_kind.__getitem__, default=None)
+    """Return the title of our fastest contender, or of the fastest peer, at the work's precision; None without one."""
+    seconds = {}
+    for title, result in measured["results"].items():
+        contender = measured["contenders"][title]
+        is_ours = contender["library"] == "ours"
+        has_precision = contender["bf16"] in (None, measured["work"]["bf16"])
+        if is_ours == ours and has_precision:
+            seconds[title] = result["seconds"]
+    return min(seconds, key=seconds.__getitem__, default=None)

@@ -1,4 +1,4 @@
-"""Benchmark results as Markdown. Pure."""
+"""Format benchmark results as Markdown. Pure."""
 
 from typing import Any
 
@@ -18,26 +18,37 @@ _SHAPES = {"gpt": "GPT-2 shape", "llama": "Llama shape", "bert": "BERT"}
 
 
 def markdown(measured: Record) -> str:
-    """All that was measured of one work."""
-    parts = [_heading(measured), _ceilings(measured["ceilings"]), _contenders(measured), _phases(measured["results"])]
-    parts += [_operators(measured["operators"]), FORMULA, CHECKED]
-    parts += [f"Not measured: {name}: {why}" for name, why in measured["not_measured"].items()]
+    """Return all measurements of one work."""
+    parts = [
+        _heading(measured),
+        _ceilings(measured["ceilings"]),
+        _contenders(measured),
+        _phases(measured["results"]),
+        _operators(measured["operators"]),
+        FORMULA,
+        CHECKED,
+    ]
+    parts += [f"Not measured: {name}: {reason}" for name, reason in measured["not_measured"].items()]
     return "\n\n".join(part for part in parts if part)
 
 
 def _heading(measured: Record) -> str:
-    work, said = measured["work"], next(iter(measured["results"].values()))
+    """Return a paragraph on the model, the batch, the machine and the rounds."""
+    work = measured["work"]
+    first = next(iter(measured["results"].values()))  # device and threads are the same for all
     groups = f", {work['num_query_groups']} key/value heads" if work["num_query_groups"] else ""
-    dropouts = {name: work[f"{name}_dropout"] for name in ("attention", "hidden")}
-    dropout = "".join(f", {name} dropout {share}" for name, share in dropouts.items() if share)
+    dropout = ""
+    for name in ("attention", "hidden"):
+        if work[f"{name}_dropout"]:
+            dropout += f", {name} dropout {work[f'{name}_dropout']}"
     ranks = f" {work['ranks']} ranks ({work['parallel']})," if work["ranks"] > 1 else ""
     return (
         f"{_SHAPES[work['family']]}: {work['num_layers']} layers, hidden {work['hidden_size']}, "
         f"{work['num_attention_heads']} heads{groups}, "
         f"vocabulary {work['vocab_size']}: {measured['parameters']:,} parameters; sequences of {work['seq_length']}, "
         f"micro-batch {work['micro_batch_size']}, global batch {work['global_batch_size']}{dropout}. "
-        f"{said['device']},{ranks} {said['threads']} thread(s), torch {said['torch']}; medians of "
-        f"{len(said['all_seconds'])} rounds in turns."
+        f"{first['device']},{ranks} {first['threads']} thread(s), torch {first['torch']}; medians of "
+        f"{len(first['all_seconds'])} rounds in turns."
     )
 
 
@@ -50,42 +61,60 @@ def _ceilings(ceilings: dict[str, float]) -> str:
 
 
 def tflops_of(measured: Record, title: str) -> float:
-    """Model TFLOP/s."""
+    """Return the model TFLOP/s of a contender."""
     work = measured["work"]
     tokens = work["seq_length"] * work["global_batch_size"]
     return measured["flops_per_token"] * tokens / measured["results"][title]["seconds"] / 1e12
 
 
 def share_of_gemm(measured: Record, title: str) -> str:
-    """Of the measured ceiling of the contender's precision."""
-    own = measured["contenders"][title]["bf16"]
-    half = measured["work"]["bf16"] if own is None else own
+    """Return the share of the GEMM ceiling of the contender's precision; empty if it was not measured."""
     ceilings = measured["ceilings"]
-    return f"{tflops_of(measured, title) / ceilings['bf16_tflops' if half else 'fp32_tflops']:.0%}" if ceilings else ""
+    if not ceilings:
+        return ""
+    is_half = measured["contenders"][title]["bf16"]
+    if is_half is None:
+        is_half = measured["work"]["bf16"]
+    return f"{tflops_of(measured, title) / ceilings['bf16_tflops' if is_half else 'fp32_tflops']:.0%}"
 
 
 def versus(measured: Record, ours: str, peer: str, kind: str = "all_seconds") -> str:
-    """`1.05 (1.02-1.11)`: how many times as fast as the peer ours is."""
-    return "{:.2f} ({:.2f}-{:.2f})".format(*ratio(*(measured["results"][one][kind] for one in (ours, peer))))
+    """Return our speedup over a peer, as `1.05 (1.02-1.11)`: median and range of the rounds."""
+    results = measured["results"]
+    middle, smallest, largest = ratio(results[ours][kind], results[peer][kind])
+    return f"{middle:.2f} ({smallest:.2f}-{largest:.2f})"
 
 
 def _contenders(measured: Record) -> str:
-    """A row per contender.
+    """Return a table with a row for each contender.
 
-    start: from the process to the end of the first step, by the clock and by processor time. The last columns are the speedup of
-    our fastest, by wall time, and by CPU time for a busy machine.
+    start: from the start of the process to the end of the first step, by the clock and by processor time. The last
+    columns are the speedup of our fastest contender, by the clock, and by CPU time, which is meaningful on a busy
+    machine.
     """
-    work, results = measured["work"], measured["results"]
-    ours, rows = best(measured, ours=True), []
-    for title, result in results.items():
-        tokens = work["seq_length"] * work["global_batch_size"] / result["seconds"]
-        numbers = [f"{result['seconds']:.3f}", f"{tokens:,.0f}", f"{tflops_of(measured, title):.3f}"]
-        numbers += [share_of_gemm(measured, title), f"{result['peak_bytes'] / 2**30:.2f}"]
-        numbers += [f"{result[start]:.1f}" for start in ("start_seconds", "start_cpu_seconds")]
-        kinds = ("all_seconds", "all_cpu_seconds")
-        ratios = ["" if title == ours else versus(measured, ours, title, kind) for kind in kinds]
-        shown = f"{title} {'bf16' if work['bf16'] else 'fp32'}" if title == "ours" else title
-        rows.append([shown, *numbers, *ratios])
+    work = measured["work"]
+    ours = best(measured, ours=True)
+    rows = []
+    for title, result in measured["results"].items():
+        tokens_per_second = work["seq_length"] * work["global_batch_size"] / result["seconds"]
+        label = title
+        if title == "ours":
+            label += " bf16" if work["bf16"] else " fp32"
+        row = [
+            label,
+            f"{result['seconds']:.3f}",
+            f"{tokens_per_second:,.0f}",
+            f"{tflops_of(measured, title):.3f}",
+            share_of_gemm(measured, title),
+            f"{result['peak_bytes'] / 2**30:.2f}",
+            f"{result['start_seconds']:.1f}",
+            f"{result['start_cpu_seconds']:.1f}",
+        ]
+        if title == ours:
+            row += ["", ""]
+        else:
+            row += [versus(measured, ours, title, kind) for kind in ("all_seconds", "all_cpu_seconds")]
+        rows.append(row)
     faster = f"{ours}: faster (min-max)" if ours != "ours" else "ours faster (min-max)"
     head = [
         "",
@@ -103,10 +132,14 @@ def _contenders(measured: Record) -> str:
 
 
 def _phases(results: dict[str, Any]) -> str:
+    """Return a table with the share of each phase of a step."""
     names = ("forward", "backward", "forward and backward", "clipping", "optimizer", "other")
-    names = [name for name in names if any(name in of["phases"] for of in results.values())]
-    shares = {who: [of["phases"].get(name, 0.0) / of["seconds"] for name in names] for who, of in results.items()}
-    return table(["share of the step", *names], [[who, *map("{:.0%}".format, row)] for who, row in shares.items()])
+    names = [name for name in names if any(name in result["phases"] for result in results.values())]
+    rows = []
+    for title, result in results.items():
+        shares = [result["phases"].get(name, 0.0) / result["seconds"] for name in names]
+        rows.append([title, *(f"{share:.0%}" for share in shares)])
+    return table(["share of the step", *names], rows)
 
 
 def _operators(listed: list[dict[str, Any]]) -> str:
@@ -115,17 +148,19 @@ def _operators(listed: list[dict[str, Any]]) -> str:
 
 
 def overview(measured: dict[str, Record]) -> str:
-    """A row per work, by name: our fastest contender beside the fastest peer."""
+    """Return a table with a row for each work: our fastest contender beside the fastest peer."""
     rows = []
-    for name, of in measured.items():
-        ours, peer = best(of, ours=True), best(of, ours=False)
-        pair = [one for one in (ours, peer) if one is not None]
-        seconds = [f"{of['results'][one]['seconds']:.3f}" for one in pair]
-        peaks = [f"{of['results'][one]['peak_bytes'] / 2**30:.2f}" for one in pair]
-        faster = versus(of, ours, peer) if peer else ""
-        gemm = " / ".join(share_of_gemm(of, one) for one in pair)
-        rounds = str(len(of["results"][ours]["all_seconds"]))
-        rows.append([name, rounds, " / ".join(seconds), faster, gemm, " / ".join(peaks), ours, peer or ""])
+    for name, record in measured.items():
+        results = record["results"]
+        ours = best(record, ours=True)
+        peer = best(record, ours=False)
+        titles = [title for title in (ours, peer) if title is not None]
+        rounds = str(len(results[ours]["all_seconds"]))
+        seconds = " / ".join(f"{results[title]['seconds']:.3f}" for title in titles)
+        faster = versus(record, ours, peer) if peer else ""
+        gemm = " / ".join(share_of_gemm(record, title) for title in titles)
+        peaks = " / ".join(f"{results[title]['peak_bytes'] / 2**30:.2f}" for title in titles)
+        rows.append([name, rounds, seconds, faster, gemm, peaks, ours, peer or ""])
     head = [
         "work",
         "rounds",
@@ -140,7 +175,7 @@ def overview(measured: dict[str, Record]) -> str:
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    """An aligned Markdown table: first column left, others right."""
+    """Return an aligned Markdown table: the first column to the left, others to the right."""
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
 
     def line(cells: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""The work of a benchmark: sizes of a model and a batch, and who does it. Pure integers.
+"""Work of a benchmark (sizes of a model and a batch), and its contenders. Pure integers.
 
 `megatron/training/model_flops.py` defines its FLOPs.
 """
@@ -10,7 +10,7 @@ from typing import Any
 from megatron.core.base.dataclass_flags import flag_of
 from megatron.training.model_flops import ModelShape
 
-# What the flags of training say of a family beside the sizes; GPT-2 has learned positions, GELU, biases and tied tables.
+# Flags of a family beside the sizes. The defaults are GPT-2's: learned positions, GELU, biases and tied embeddings.
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt": {},
     "bert": {},
@@ -58,20 +58,22 @@ class Work:
 
     @property
     def flags(self) -> dict[str, Any]:
-        """The work as flags of training, by the names of their settings; the vocabulary counts the end of a document."""
-        own = ("family", "parallel", "ranks", "vocab_size")
-        flags = {name: value for name, value in asdict(self).items() if name not in own and value is not None}
-        axes = {"tensor_model_parallel_size": "tp", "pipeline_model_parallel_size": "pp"}
-        sizes = {name: self.split_over(kind) for name, kind in axes.items()}
-        return flags | FAMILIES[self.family] | PARALLEL[self.parallel][0] | sizes
+        """The settings of training for this work, by name, without the vocabulary size."""
+        not_settings = ("family", "parallel", "ranks", "vocab_size")
+        flags = {name: value for name, value in asdict(self).items() if name not in not_settings and value is not None}
+        flags |= FAMILIES[self.family]
+        flags |= PARALLEL[self.parallel][0]
+        flags["tensor_model_parallel_size"] = self.split_over("tp")
+        flags["pipeline_model_parallel_size"] = self.split_over("pp")
+        return flags
 
     def split_over(self, kind: str) -> int:
-        """Ranks of an axis: all of them for the kind of this work, else 1."""
+        """Return the ranks of an axis: all of them for the parallelism of this work, else 1."""
         return self.ranks if self.parallel == kind else 1
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the word table, also for peers: a multiple of 128 is faster for all."""
+        """Rows of the embedding, also for peers: a multiple of 128 is faster for all."""
         multiple = 128 * self.split_over("tp")
         return -(-self.vocab_size // multiple) * multiple
 
@@ -82,7 +84,7 @@ class Work:
 
     @property
     def num_microbatches(self) -> int:
-        """Of each replica in a step."""
+        """Microbatches of each replica in a step."""
         return self.global_batch_size // (self.micro_batch_size * self.replicas)
 
     @property
@@ -101,9 +103,10 @@ class Work:
     @property
     def shape(self) -> ModelShape:
         h = self.hidden_size
-        keys = h // self.num_attention_heads * self.kv_heads
-        ffn, gated = self.ffn_hidden_size or 4 * h, self.family == "llama"
-        return ModelShape(self.num_layers, h, h, keys, ffn, self.vocab_size, self.seq_length, gated)
+        kv_width = h // self.num_attention_heads * self.kv_heads
+        ffn_size = self.ffn_hidden_size or 4 * h
+        is_gated = self.family == "llama"
+        return ModelShape(self.num_layers, h, h, kv_width, ffn_size, self.vocab_size, self.seq_length, is_gated)
 
     @property
     def flops_per_token(self) -> int:
@@ -111,30 +114,44 @@ class Work:
 
     @property
     def parameters(self) -> int:
-        """All parameters without padding: matrices (a tied table once), positions, biases and norms."""
-        h, words = self.hidden_size, self.vocab_size
+        """All parameters without padding: matrices (a tied embedding once), positions, biases and norms."""
+        h = self.hidden_size
+        v = self.vocab_size
+        matrices = self.shape.multiplied_parameters
         if self.family == "llama":
-            return self.shape.multiplied_parameters + words * h + self.num_layers * 2 * h + h
-        gpt = self.shape.multiplied_parameters + self.seq_length * h + self.num_layers * 13 * h + 2 * h
-        # BERT: token types, the transform before the output layer with its norm, a bias a word, the pooler, the order's layer
-        return gpt if self.family == "gpt" else gpt + 2 * h + (h * h + 3 * h) + words + (h * h + h) + (2 * h + 2)
+            embedding = v * h
+            norms = self.num_layers * 2 * h + h
+            return matrices + embedding + norms
+        positions = self.seq_length * h
+        biases_and_norms = self.num_layers * 13 * h + 2 * h
+        gpt = matrices + positions + biases_and_norms
+        if self.family == "gpt":
+            return gpt
+        token_types = 2 * h
+        transform = h * h + 3 * h  # before the output layer, with its norm
+        word_bias = v
+        pooler = h * h + h
+        order_head = 2 * h + 2  # sentence order
+        return gpt + token_types + transform + word_bias + pooler + order_head
 
     def problems(self) -> Iterator[str]:
-        """Invalid sizes, by flag."""
-        sizes = [name for name, value in asdict(self).items() if type(value) is int and value < 1]
-        if sizes:
-            yield from (f"{flag_of(name)} must be at least 1" for name in sizes)
+        """Yield validation errors, by flag."""
+        too_small = [name for name, value in asdict(self).items() if type(value) is int and value < 1]
+        for name in too_small:
+            yield f"{flag_of(name)} must be at least 1"
+        if too_small:
             return
         if self.vocab_size < 2:
             yield "--vocab-size must be at least 2: a word and the end of a document"
         if self.hidden_size % self.num_attention_heads:
             heads = self.num_attention_heads
             yield f"--hidden-size ({self.hidden_size}) must be a multiple of --num-attention-heads ({heads})"
-        share = self.micro_batch_size * self.replicas
-        if self.global_batch_size % share:
+        if self.global_batch_size % (self.micro_batch_size * self.replicas):
             ranks = f" x {self.replicas} ranks" if self.replicas > 1 else ""
-            given = f"--global-batch-size ({self.global_batch_size})"
-            yield f"{given} must be a multiple of --micro-batch-size ({self.micro_batch_size}){ranks}"
+            yield (
+                f"--global-batch-size ({self.global_batch_size}) must be a multiple of "
+                f"--micro-batch-size ({self.micro_batch_size}){ranks}"
+            )
         if self.parallel in ("tp", "pp") and self.family == "bert":
             yield f"--parallel {self.parallel} has no peer for BERT; measure a GPT or Llama shape, or --parallel dp or zero3"
         if self.parallel == "pp" and self.num_layers % self.ranks:
@@ -187,11 +204,11 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Contender:
-    """Who does the work: ours, plain PyTorch or transformers; and how. One process, or one a rank."""
+    """Code that trains a work, in one process or one for each rank."""
 
-    library: str
+    library: str  # ours, plain or transformers
     compile: str = "off"  # ours: off, regions or layers; others: off or whole
-    bf16: bool | None = None  # None: as the work says
+    bf16: bool | None = None  # None: the work's precision
     same_allocator: bool = False  # a peer that keeps freed memory in the process, as ours does
 
     @property
@@ -199,15 +216,21 @@ class Contender:
         return self.library == "ours"
 
     def title(self, parallel: str = "none") -> str:
+        """Return the name in tables, such as "plain PyTorch bf16 autocast with DTensor, compiled"."""
         if self.is_ours:
             return "ours" if self.compile == "off" else f"ours, --compile {self.compile}"
-        name = {"plain": "plain PyTorch"}.get(self.library, self.library)
-        name += {None: "", True: " bf16 autocast", False: " fp32"}[self.bf16]
-        used = PARALLEL[parallel][1]
-        return name + (f" with {used}" if used else "") + (", compiled" if self.compile != "off" else "")
+        name = "plain PyTorch" if self.library == "plain" else self.library
+        if self.bf16 is not None:
+            name += " bf16 autocast" if self.bf16 else " fp32"
+        torch_part = PARALLEL[parallel][1]
+        if torch_part:
+            name += f" with {torch_part}"
+        if self.compile != "off":
+            name += ", compiled"
+        return name
 
 
-# By the names of --peers. The last three have a precision of their own.
+# The names of --peers. The last three have a precision of their own, whatever the work's is.
 PEERS = {
     "plain": Contender("plain"),
     "plain-compiled": Contender("plain", "whole"),

@@ -1,11 +1,11 @@
-"""The process of one contender: builds it, then answers each line of stdin with a line of JSON.
+"""Process of one contender: it builds the contender, then answers each line of stdin with a line of JSON.
 
 python -m tools.benchmarking.worker CONTENDER DEVICE WORK        CONTENDER and WORK as JSON, or "ceilings" as the contender
 
-    loss        of the first batch without dropout
-    step N      N training steps, all measured together
-    measure     begin the peak of memory anew; an error if a part that should be compiled ran eager
-    profile     the operators with the largest share of a step
+    loss        return the loss of the first batch without dropout
+    step N      train N steps; return their measurements
+    measure     reset the peak of memory; an error if a part that should be compiled ran eager
+    profile     return the operators with the largest share of a step
 """
 
 import importlib
@@ -23,8 +23,8 @@ from megatron.core.parallel.accelerator import Device
 from tools.benchmarking.ceilings import measure_ceilings
 from tools.benchmarking.work import Contender, Work
 
-# A process imports its own contender alone, which takes memory.
-_KINDS = {
+# kind -> (module, class). A process imports its own contender alone, since imports take memory.
+_CONTENDERS = {
     "ours": ("tools.benchmarking.ours", "Ours"),
     "plain": ("tools.benchmarking.peers.loop", "Plain"),
     "pipelined": ("tools.benchmarking.peers.pipelined", "Pipelined"),
@@ -33,15 +33,20 @@ _KINDS = {
 
 
 def make_contender(contender: Contender, work: Work, device_name: str) -> Any:
-    module, kind = _KINDS["pipelined" if work.parallel == "pp" and not contender.is_ours else contender.library]
-    return getattr(importlib.import_module(module), kind)(contender, work, device_name)
+    """Build a contender."""
+    kind = contender.library
+    if work.parallel == "pp" and not contender.is_ours:
+        kind = "pipelined"
+    module_name, class_name = _CONTENDERS[kind]
+    contender_class = getattr(importlib.import_module(module_name), class_name)
+    return contender_class(contender, work, device_name)
 
 
 def peak_memory_bytes(device: Device) -> int:
-    """The device's peak allocation, or without such a count the process's peak resident memory."""
-    counted = device.peak_memory_bytes()
-    if counted is not None:
-        return counted
+    """Return the device's peak allocation; on a CPU the process's peak resident memory."""
+    allocated = device.peak_memory_bytes()
+    if allocated is not None:
+        return allocated
     try:
         status = Path("/proc/self/status").read_text()
         return int(status.split("VmHWM:")[1].split()[0]) * 1024
@@ -49,8 +54,8 @@ def peak_memory_bytes(device: Device) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def forget_peak() -> None:
-    """Let Linux begin the peak of resident memory anew: compilation takes more than a step."""
+def reset_peak() -> None:
+    """Reset Linux's peak of resident memory, since compilation takes more than a step."""
     try:
         Path("/proc/self/clear_refs").write_text("5")  # man 5 proc
     except OSError:
@@ -58,54 +63,61 @@ def forget_peak() -> None:
 
 
 def steps(contender: Any, device: Device, number: int) -> dict[str, Any]:
-    """Means over `number` steps. process_seconds: processor time of the process since its start."""
+    """Train `number` steps; return means over them. process_seconds: CPU time of the process since its start."""
     contender.meet()
     device.synchronize()
-    start, busy = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
+    cpu_start = time.process_time()
     for _ in range(number):
         contender.step()
     device.synchronize()
-    seconds, so_far = time.perf_counter() - start, time.process_time()
+    seconds = time.perf_counter() - start
+    cpu_end = time.process_time()
     phases = contender.take_phases()
     phases["other"] = seconds - sum(phases.values())
     return {
         "seconds": seconds / number,
-        "cpu_seconds": (so_far - busy) / number,
-        "process_seconds": so_far,
-        "phases": {name: spent / number for name, spent in phases.items()},
+        "cpu_seconds": (cpu_end - cpu_start) / number,
+        "process_seconds": cpu_end,
+        "phases": {name: phase_seconds / number for name, phase_seconds in phases.items()},
         "peak_bytes": peak_memory_bytes(device),
     }
 
 
 def top_operators(contender: Any, limit: int = 12) -> list[dict[str, Any]]:
-    """The operators with the largest share of a step's time, by torch's profiler, without their callees."""
+    """Return the operators with the largest share of a step's time, by torch's profiler, without their callees."""
     with torch.profiler.profile() as profile:
         contender.step()
     contender.take_phases()
     events = profile.key_averages()
     on_device = any(event.self_device_time_total for event in events)
-    spent = {e.key: e.self_device_time_total if on_device else e.self_cpu_time_total for e in events}
-    calls, total = {e.key: e.count for e in events}, sum(spent.values())
-    largest = sorted(spent, key=spent.__getitem__, reverse=True)[:limit]
-    return [{"operator": name, "share": spent[name] / total, "calls": calls[name]} for name in largest]
+    times = {e.key: e.self_device_time_total if on_device else e.self_cpu_time_total for e in events}
+    calls = {e.key: e.count for e in events}
+    total = sum(times.values())
+    slowest = sorted(times, key=times.__getitem__, reverse=True)[:limit]
+    return [{"operator": name, "share": times[name] / total, "calls": calls[name]} for name in slowest]
 
 
 def answer_to(line: str, contender: Any, device: Device) -> Any:
-    what, *numbers = line.split()
-    if what == "loss":
+    """Do what a line of the protocol asks for; return the answer."""
+    request, *numbers = line.split()
+    if request == "loss":
         return contender.loss()
-    if what == "profile":
+    if request == "profile":
         return top_operators(contender)
-    if what == "measure":
+    if request == "measure":
         contender.check_compiled()
-        return forget_peak()
+        reset_peak()
+        return None
     return steps(contender, device, int(numbers[0]) if numbers else 1)
 
 
 def main() -> None:
+    """Run the process. sys.argv: contender, device, work."""
     name, device_name = sys.argv[1:3]
     work = Work(**json.loads(sys.argv[3]))
-    answers, sys.stdout = sys.stdout, sys.stderr  # other prints must not look like answers
+    answers = sys.stdout
+    sys.stdout = sys.stderr  # other prints must not look like answers
 
     def answer(value: Any) -> None:
         print(json.dumps(value), file=answers, flush=True)

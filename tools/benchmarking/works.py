@@ -1,8 +1,9 @@
-"""The works of README's table, by name. Pure.
+"""Works of README's table, by name. Pure.
 
     gpt2-4x512-bf16-dropout      model, samples x tokens, precision, and dropout of 0.1 where Megatron's default has it
 
-A prefix names several: `--works gpt2`, `--works llama-4x512-fp32`; `readme` are all of the table, `parallel` those on two ranks.
+A prefix names several: `--works gpt2`, `--works llama-4x512-fp32`; `readme` is all of the table, `parallel` the works on two
+ranks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,44 +18,51 @@ _SIZES = {
     "llama-4x512": ("llama-small", 4, 512),
     "bert-4x512": ("bert-small", 4, 512),
 }
-_ON_TWO_RANKS = {"dp": 2, "zero3": 2, "tp": 1, "pp": 4}  # samples of a step, by kind: each rank has half the work
+_ON_TWO_RANKS = {"dp": 2, "zero3": 2, "tp": 1, "pp": 4}  # parallelism -> samples of a step
 
 
-def _of(model: str, samples: int, tokens: int) -> Work:
+def _make_work(model: str, samples: int, tokens: int) -> Work:
     sizes = {"micro_batch_size": samples, "global_batch_size": samples, "seq_length": tokens}
     return Work(**{**MODELS[model], **sizes})
 
 
 def _for_readme() -> Iterator[tuple[str, Work]]:
-    for name, sizes in _SIZES.items():
+    for name, (model, samples, tokens) in _SIZES.items():
+        work = _make_work(model, samples, tokens)
         for precision in ("fp32", "bf16"):
             for suffix, dropout in (("", 0.0), ("-dropout", 0.1)):
-                changed = {"bf16": precision == "bf16", "attention_dropout": dropout, "hidden_dropout": dropout}
-                yield f"{name}-{precision}{suffix}", replace(_of(*sizes), **changed)
+                is_bf16 = precision == "bf16"
+                variant = replace(work, bf16=is_bf16, attention_dropout=dropout, hidden_dropout=dropout)
+                yield f"{name}-{precision}{suffix}", variant
 
 
 def _for_parallel() -> Iterator[tuple[str, Work]]:
     for kind, samples in _ON_TWO_RANKS.items():
-        work = replace(_of("gpt-28m", 1, 512), parallel=kind, ranks=2, global_batch_size=samples)
-        yield f"parallel-{kind}", replace(work, micro_batch_size=1)
+        work = _make_work("gpt-28m", 1, 512)
+        yield f"parallel-{kind}", replace(work, parallel=kind, ranks=2, global_batch_size=samples)
 
 
-README, ON_TWO_RANKS = dict(_for_readme()), dict(_for_parallel())
+README = dict(_for_readme())
+ON_TWO_RANKS = dict(_for_parallel())
 GROUPS = {"readme": README, "parallel": ON_TWO_RANKS}
 
 
 def chosen(names: Sequence[str], *, half: bool = True) -> dict[str, Work]:
-    """The works of these names, prefixes or groups, in the order given; of one name in the table's. half: also in bfloat16."""
-    every = README | ON_TWO_RANKS
-    found = {
-        name: work
-        for given in names
-        for name, work in every.items()
-        if name in GROUPS.get(given, ()) or name.startswith(given)
-    }
-    return {name: work for name, work in found.items() if half or not work.bf16}
+    """Return the works of these names, prefixes or groups, in this order; within a prefix or group in the table's
+    order.
+
+    half: include works in bfloat16.
+    """
+    all_works = README | ON_TWO_RANKS
+    result = {}
+    for requested in names:
+        for name, work in all_works.items():
+            is_requested = name in GROUPS.get(requested, ()) or name.startswith(requested)
+            if is_requested and (half or not work.bf16):
+                result[name] = work
+    return result
 
 
 def unknown(names: Sequence[str]) -> list[str]:
-    """Names that are no work, prefix or group."""
+    """Return the names that are no work, prefix or group."""
     return [name for name in names if name not in GROUPS and not chosen([name])]

@@ -1,4 +1,4 @@
-"""The questions of tools/configure.py. Each is a flag as well; --yes takes the defaults of the others. Without torch."""
+"""Questions of tools/configure.py. A flag may answer one; --yes takes the defaults of the others. Needs no torch."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -77,19 +77,19 @@ class Choices(FlagConfig):
 
 
 class Question(NamedTuple):
-    """A field of Answers that is asked for. default: from the answers so far. is_asked: whether they leave it open."""
+    """A question for a field of Answers."""
 
-    name: str
-    default: Callable[[Answers], Any]
-    is_asked: Callable[[Answers], bool] = lambda answers: True
+    name: str  # of the field
+    default: Callable[[Answers], Any]  # the default, given the answers so far
+    is_asked: Callable[[Answers], bool] = lambda answers: True  # whether the answers so far leave the field open
 
 
 def _has_own_shape(answers: Answers) -> bool:
     return answers.size == OWN_SHAPE
 
 
-def _even(at_least: int, ranks: int) -> int:
-    """A batch that every layout divides."""
+def _round_up(at_least: int, ranks: int) -> int:
+    """Return the smallest batch size of at least this that the ranks divide, so that every layout divides it."""
     return -(-at_least // ranks) * ranks
 
 
@@ -102,46 +102,51 @@ QUESTIONS = (
     Question("size", lambda a: list(SIZES[a.model])[1 if a.device == "gpu" else 0]),
     *(Question(name, lambda _: None, _has_own_shape) for name in _SHAPE),
     Question("seq_length", lambda a: 1024 if _has_own_shape(a) else SIZES[a.model][a.size].seq),
-    Question("global_batch_size", lambda a: _even(256 if a.device == "gpu" else 8, a.machines * a.devices)),
+    Question("global_batch_size", lambda a: _round_up(256 if a.device == "gpu" else 8, a.machines * a.devices)),
     Question("precision", lambda a: "bf16" if a.device == "gpu" else "fp32"),
 )
 
 
-def complete(given: Answers, ask: Callable[[str], str] | None, say: Callable[[str], None]) -> Answers:
-    """All questions answered: by flags, by `ask` (a text for each question; None: by the defaults).
+def complete(answers: Answers, ask: Callable[[str], str] | None, say: Callable[[str], None]) -> Answers:
+    """Return `answers` with every open question answered.
 
-    Raises ConfigError for a question that has neither an answer nor a default. A wrong answer is asked for again.
+    ask: shows a question and returns the text of the answer; None: the defaults are taken. A question is asked again
+    after an invalid answer. Raises ConfigError, without `ask`, for a question that has no default.
     """
-    answers = given
     if answers.size is None and any(getattr(answers, name) is not None for name in _SHAPE):
         answers = replace(answers, size=OWN_SHAPE)
     for question in QUESTIONS:
         if getattr(answers, question.name) is None and question.is_asked(answers):
-            answers = _answered(answers, question, ask, say)
+            answers = _with_answer(answers, question, ask, say)
     return answers
 
 
-def _answered(answers: Answers, question: Question, ask: Callable | None, say: Callable[[str], None]) -> Answers:
-    default, flag = question.default(answers), flag_of(question.name)
-    shown = next(field.metadata["help"] for field in option_fields(Answers) if field.name == question.name)
+def _with_answer(answers: Answers, question: Question, ask: Callable | None, say: Callable[[str], None]) -> Answers:
+    """Ask a question until its answer is valid; return the answers with it."""
+    default = question.default(answers)
+    flag = flag_of(question.name)
     if question.name == "size":
-        shown = f"size ({', '.join(SIZES[answers.model])}, or {OWN_SHAPE})"
+        question_text = f"size ({', '.join(SIZES[answers.model])}, or {OWN_SHAPE})"
+    else:
+        question_text = next(field.metadata["help"] for field in option_fields(Answers) if field.name == question.name)
+    prompt = f"{question_text}: " if default is None else f"{question_text} [{default}]: "
     while True:
-        text = line(ask, f"{shown}{'' if default is None else f' [{default}]'}: ") if ask else ""
+        text = line(ask, prompt) if ask else ""
         if not text and default is None:
-            problem = f"{flag} is needed: {shown}"
+            problem = f"{flag} is needed: {question_text}"
             if not ask:
                 raise ConfigError(problem)
             say(problem)
             continue
         try:
-            return replace(answers, **{question.name: read_answer(flag, text) if text else default})
+            value = read_answer(flag, text) if text else default
+            return replace(answers, **{question.name: value})
         except ConfigError as error:
             say("\n".join(error.problems))
 
 
 def line(ask: Callable[[str], str], prompt: str) -> str:
-    """The answer to a question. Raises ConfigError at the end of the input."""
+    """Return the answer to a question. Raises ConfigError at the end of the input."""
     try:
         return ask(prompt).strip()
     except EOFError:
@@ -149,26 +154,40 @@ def line(ask: Callable[[str], str], prompt: str) -> str:
 
 
 def read_answer(flag: str, text: str, config: type = Answers) -> Any:
-    """The value of a flag of `config`. Raises ConfigError."""
+    """Parse an answer like the value of a flag of `config`. Raises ConfigError."""
     parser = FlagParser(add_help=False)
     add_flags(parser, config)
-    return next(iter(vars(parser.parse_known_args([f"{flag}={text}"])[0]).values()))
+    namespace, _ = parser.parse_known_args([f"{flag}={text}"])
+    return next(iter(vars(namespace).values()))
 
 
 def model_of(answers: Answers) -> Model:
-    """The model of complete answers."""
+    """Return the model of complete answers."""
     if _has_own_shape(answers):
-        vocab = SIZES[answers.model][list(SIZES[answers.model])[1]].vocab
+        published_sizes = list(SIZES[answers.model].values())
+        vocab = published_sizes[1].vocab  # the first is "tiny"
         shape = (getattr(answers, name) for name in _SHAPE)
         size = Size(*shape, vocab, answers.seq_length, tied=answers.model != "llama")
     else:
         size = SIZES[answers.model][answers.size]
-    changed = {"groups": answers.num_query_groups, "ffn": answers.ffn_hidden_size, "vocab": answers.vocab_size}
-    return Model(answers.model, size._replace(**{name: value for name, value in changed.items() if value}))
+    if answers.num_query_groups:
+        size = size._replace(groups=answers.num_query_groups)
+    if answers.ffn_hidden_size:
+        size = size._replace(ffn=answers.ffn_hidden_size)
+    if answers.vocab_size:
+        size = size._replace(vocab=answers.vocab_size)
+    return Model(answers.model, size)
 
 
 def work_of(answers: Answers, micro_batch: int | None = None) -> Work:
-    """The job of complete answers, as numbers. micro_batch: None: several are tried."""
-    micro_batches = (1, 2, 4, 8) if micro_batch is None else (micro_batch,)
-    sizes = (answers.seq_length, answers.global_batch_size, micro_batches, answers.machines, answers.devices)
-    return Work(model_of(answers), *sizes, answers.device, answers.precision != "fp32")
+    """Return the job of complete answers, as numbers. micro_batch: None: several are tried."""
+    return Work(
+        model=model_of(answers),
+        seq_length=answers.seq_length,
+        global_batch=answers.global_batch_size,
+        micro_batches=(1, 2, 4, 8) if micro_batch is None else (micro_batch,),
+        machines=answers.machines,
+        devices=answers.devices,
+        device=answers.device,
+        half=answers.precision != "fp32",
+    )

@@ -1,4 +1,4 @@
-"""The layouts of a job in the order of what they lose, with the memory that tools/estimate_memory.py predicts for their flags."""
+"""Search the layouts of a job that fit in memory, by the prediction of tools/estimate_memory.py, fastest first."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,12 +13,12 @@ from tools.configuring.sizes import words
 from tools.estimating.job import read
 
 
-class Tried(NamedTuple):
-    """A layout, and the rank of it that needs most."""
+class Prediction(NamedTuple):
+    """A layout with its predicted memory."""
 
     layout: Layout
     loss: Loss
-    memory: RankMemory
+    memory: RankMemory  # of the rank that needs most
     fits: bool
 
 
@@ -26,47 +26,51 @@ FlagsOf = Callable[[Layout], list[str]]
 
 
 def predicted(work: Work, flags: Sequence[str]) -> RankMemory:
-    """The rank that needs most, as `tools/estimate_memory.py` says. Raises ConfigError for flags that it refuses."""
+    """Predict the memory of the rank that needs most. Raises ConfigError for flags that a run refuses."""
     return worst(forecast(read([*estimate_words(work), *flags]).job))
 
 
 def estimate_words(work: Work) -> list[str]:
-    """What tools/estimate_memory.py needs beside the flags of a run."""
+    """Return the flags that tools/estimate_memory.py needs beside those of a run."""
     family = "bert" if work.model.family == "bert" else None
     return words({"world_size": work.ranks, "model": family})
 
 
-def search(work: Work, flags_of: FlagsOf, room: float, wanted: int, say: Callable[[str], None]) -> list[Tried]:
-    """Predict layouts until `wanted` of them fit, each with other sizes of TP and PP. Returns all that were predicted.
+def search(
+    work: Work, flags_of: FlagsOf, capacity: float, num_wanted: int, say: Callable[[str], None]
+) -> list[Prediction]:
+    """Predict layouts until `num_wanted` of them fit, each with other sizes of TP and PP. Return all predictions.
 
-    A layout whose `least_memory` exceeds the room is passed over, and so is one that a run refuses. Raises ConfigError if
-    nothing is left.
+    capacity: usable bytes of a rank. Skipped are layouts whose `least_memory` exceeds it, and layouts that a run
+    refuses. Raises ConfigError if nothing is left.
     """
     ordered = ranked(work)
     if not ordered:
         raise ConfigError(_no_layout(work))
-    found: list[Tried] = []
-    refused = ConfigError([])  # of a layout that the run's further flags exclude
+    predictions: list[Prediction] = []
+    last_refusal = ConfigError([])  # the run's further flags exclude a layout
     for layout in ordered:
-        sizes = {(one.layout.tp, one.layout.pp) for one in found if one.fits}
-        if len(sizes) == wanted:
+        fitting_sizes = {(p.layout.tp, p.layout.pp) for p in predictions if p.fits}
+        if len(fitting_sizes) == num_wanted:
             break
-        if (layout.tp, layout.pp) not in sizes and least_memory(work, layout) <= room:
-            say(f"predicting {layout}")
-            try:
-                memory = predicted(work, flags_of(layout))
-            except ConfigError as error:
-                refused = error
-                continue
-            found.append(Tried(layout, loss(work, layout), memory, memory.total <= room))
-    if refused.problems and not found:
-        raise refused
-    if not any(one.fits for one in found):
-        raise ConfigError(_nothing_fits(work, flags_of, room, found, ordered))
-    return found
+        if (layout.tp, layout.pp) in fitting_sizes or least_memory(work, layout) > capacity:
+            continue
+        say(f"predicting {layout}")
+        try:
+            memory = predicted(work, flags_of(layout))
+        except ConfigError as error:
+            last_refusal = error
+            continue
+        predictions.append(Prediction(layout, loss(work, layout), memory, memory.total <= capacity))
+    if last_refusal.problems and not predictions:
+        raise last_refusal
+    if not any(prediction.fits for prediction in predictions):
+        raise ConfigError(_nothing_fits(work, flags_of, capacity, predictions, ordered))
+    return predictions
 
 
 def _no_layout(work: Work) -> str:
+    """Return the error for a job that no layout divides, with batch sizes that would do."""
     step = min(work.micro_batches) * work.ranks
     near = max(step, work.global_batch // step * step)
     return (
@@ -77,48 +81,55 @@ def _no_layout(work: Work) -> str:
 
 
 def _nothing_fits(
-    work: Work, flags_of: FlagsOf, room: float, found: Sequence[Tried], ordered: Sequence[Layout]
+    work: Work, flags_of: FlagsOf, capacity: float, predictions: Sequence[Prediction], ordered: Sequence[Layout]
 ) -> list[str]:
-    """What is missing in the layout that needs least, and what would change that."""
-    layout = min(ordered, key=lambda layout: least_memory(work, layout))
-    flags = flags_of(layout)
-    tried = [(one.memory, one.layout) for one in found] or [(predicted(work, flags), layout)]
-    memory, layout = min(tried, key=lambda pair: pair[0].total)
+    """Return the error if no layout fits: what the smallest one lacks, and what would help."""
+    # the layout that needs least memory
+    if predictions:
+        smallest = min(predictions, key=lambda prediction: prediction.memory.total)
+        layout = smallest.layout
+        memory = smallest.memory
+    else:
+        layout = min(ordered, key=lambda layout: least_memory(work, layout))
+        memory = predicted(work, flags_of(layout))
+
+    # its largest part is what to reduce
     parts = memory.parts_within("device")
-    what = max(parts, key=parts.__getitem__)
+    largest_part = max(parts, key=parts.__getitem__)
+    parts_as_text = ", ".join(f"{name} {amount(size)}" for name, size in parts.items())
     config = read([*estimate_words(work), *flags_of(layout)]).job.runtime.config
-    held = ", ".join(f"{name} {amount(size)}" for name, size in parts.items())
     return [
-        f"no layout fits {amount(room)} a rank; {layout} needs least, {amount(memory.total)} ({held}): "
-        f"{amount(memory.total - room)} too much",
-        f"less with {less_with(config, work.ranks, what, shares=0)}",
-        *_more_machines(work, room),
+        f"no layout fits {amount(capacity)} a rank; {layout} needs least, {amount(memory.total)} ({parts_as_text}): "
+        f"{amount(memory.total - capacity)} too much",
+        f"less with {less_with(config, work.ranks, largest_part, shares=0)}",
+        *_more_machines(work, capacity),
     ]
 
 
-def _more_machines(work: Work, room: float) -> list[str]:
-    """How many machines have room by the closed forms, if some power of two of these do."""
-    for times in (2**n for n in range(1, 11)):
-        more = replace(work, machines=work.machines * times)
-        if any(least_memory(more, layout) <= room for layout in layouts(more)):
-            return [f"by its state and saved tensors alone it fits no fewer than {more.machines} machines of these"]
+def _more_machines(work: Work, capacity: float) -> list[str]:
+    """Say on how many machines the closed forms fit, if they do for a power of two times these machines."""
+    for factor in (2**n for n in range(1, 11)):
+        larger = replace(work, machines=work.machines * factor)
+        if any(least_memory(larger, layout) <= capacity for layout in layouts(larger)):
+            return [f"by its state and saved tensors alone it fits no fewer than {larger.machines} machines of these"]
     return []
 
 
-def as_text(work: Work, found: Sequence[Tried], room: float) -> list[str]:
-    """The layouts, those that fit with a number."""
+def as_text(work: Work, predictions: Sequence[Prediction], capacity: float) -> list[str]:
+    """Return the lines of a table of the layouts. Those that fit are numbered."""
     inside, between = FLOPS_A_BYTE[work.device]
     head = [*Layout._fields, "idle", "repeated", "sent", "lost", "inside", "between", "memory"]
-    rows, number = [["", *head, ""]], 0
-    for layout, lost, memory, fits in found:
+    rows = [["", *head, ""]]
+    number = 0
+    for layout, lost, memory, fits in predictions:
         number += fits
         shares = (f"{100 * share:.1f}%" for share in (lost.idle, lost.repeated, lost.sent, lost.total))
-        sent = (amount(int(size)) for size in (lost.inside, lost.between))
-        over = "" if fits else f"{amount(memory.total - room)} too much"
-        rows.append([str(number) if fits else "-", *map(str, layout), *shares, *sent, amount(memory.total), over])
+        sizes = (amount(int(size)) for size in (lost.inside, lost.between))
+        excess = "" if fits else f"{amount(memory.total - capacity)} too much"
+        rows.append([str(number) if fits else "-", *map(str, layout), *shares, *sizes, amount(memory.total), excess])
     return [
         f"{work.model.family} of about {_in_words(work.model.parameters)} parameters, "
-        f"{work.ranks} rank(s), {amount(room)} usable on each",
+        f"{work.ranks} rank(s), {amount(capacity)} usable on each",
         "in % of the model's own FLOPs of a step: idle in the pipeline, repeated by recompute, sent (a byte counts as",
         f"{inside:,} FLOPs inside a machine, {between:,} between machines); bytes that a rank sends in a step; predicted memory",
         *table(rows),

@@ -1,4 +1,4 @@
-"""Models by name: published sizes of GPT, BERT and Llama, and the flags of pretrain_gpt.py or pretrain_bert.py for them."""
+"""Published sizes of GPT, BERT and Llama by name, with their flags for pretrain_gpt.py or pretrain_bert.py."""
 
 import re
 from dataclasses import dataclass
@@ -9,16 +9,16 @@ from megatron.training.model_flops import ModelShape
 
 
 class Size(NamedTuple):
-    """layers, hidden size, heads; words without padding; the longest sequence in the publication."""
+    """Numbers of a published model."""
 
     layers: int
     hidden: int
     heads: int
-    vocab: int
-    seq: int
+    vocab: int  # without padding
+    seq: int  # longest sequence in the publication
     groups: int = 0  # key/value heads; 0: one for each head
-    ffn: int = 0  # 0: the family's share of the hidden size
-    tied: bool = True  # the output layer is the word table
+    ffn: int = 0  # width inside the MLP; 0: the family's multiple of the hidden size
+    tied: bool = True  # the output layer shares the embedding weight
     rotary_base: int = 10000
 
 
@@ -63,19 +63,21 @@ SIZES: dict[str, dict[str, Size]] = {
 
 
 def nearest(family: str, name: str) -> str:
-    """The size whose name is nearest to `name` in parameters: 6.7b to 7b; "tiny" if that is no number."""
+    """Return the size whose name is nearest in parameters, such as 6.7b for 7b; "tiny" if `name` is no number."""
     return min(SIZES[family], key=lambda size: abs(_number(size) - _number(name)))
 
 
 def _number(name: str) -> float:
-    """Parameters by a name: 1.2e9 of 1.2b; 0 of tiny."""
+    """Return the parameters by a name: 1.2e9 for 1.2b; 0 for tiny."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([mb])", name.lower())
-    return float(match[1]) * {"m": 1e6, "b": 1e9}[match[2]] if match else 0.0
+    if match is None:
+        return 0.0
+    return float(match[1]) * {"m": 1e6, "b": 1e9}[match[2]]
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model of one of the families."""
+    """A model of one of the families gpt, bert and llama."""
 
     family: str
     size: Size
@@ -86,40 +88,55 @@ class Model:
 
     @property
     def ffn(self) -> int:
-        """Width inside the MLP. A llama has three matrices instead of two, and two thirds of the width, in multiples of 64."""
-        thirds = max(64, 8 * self.size.hidden // 3 // 64 * 64)
-        return self.size.ffn or (thirds if self.family == "llama" else 4 * self.size.hidden)
+        """Width inside the MLP.
+
+        The default is 4 times the hidden size. A llama has three matrices instead of two, so two thirds of that width,
+        rounded down to a multiple of 64.
+        """
+        if self.size.ffn:
+            return self.size.ffn
+        if self.family == "llama":
+            return max(64, 8 * self.size.hidden // 3 // 64 * 64)
+        return 4 * self.size.hidden
 
     def shape(self, seq_length: int) -> ModelShape:
-        """The sizes that its FLOPs follow from."""
-        size, gated = self.size, self.family == "llama"
-        kv = size.hidden // size.heads * (size.groups or size.heads)
-        return ModelShape(size.layers, size.hidden, size.hidden, kv, self.ffn, size.vocab, seq_length, gated)
+        """Return the sizes that determine its FLOPs."""
+        size = self.size
+        is_gated = self.family == "llama"
+        kv_width = size.hidden // size.heads * (size.groups or size.heads)
+        return ModelShape(size.layers, size.hidden, size.hidden, kv_width, self.ffn, size.vocab, seq_length, is_gated)
 
     @property
     def parameters(self) -> int:
-        """Elements of all matrices and of the word table: without positions, biases, norms and padding."""
-        own_table = 0 if self.size.tied else self.size.hidden * self.size.vocab
-        return self.shape(1).multiplied_parameters + own_table
+        """Elements of all matrices and of the embedding: without positions, biases, norms and padding."""
+        untied_embedding = 0 if self.size.tied else self.size.hidden * self.size.vocab
+        return self.shape(1).multiplied_parameters + untied_embedding
 
     def flags(self, seq_length: int) -> list[str]:
-        """Its flags on a command line."""
+        """Return its flags on a command line."""
         size = self.size
-        given: dict[str, object] = {"num_layers": size.layers, "hidden_size": size.hidden}
-        given |= {"num_attention_heads": size.heads, "seq_length": seq_length}
+        settings: dict[str, object] = {"num_layers": size.layers, "hidden_size": size.hidden}
+        settings |= {"num_attention_heads": size.heads, "seq_length": seq_length}
         if self.family == "llama" or size.ffn:
-            given["ffn_hidden_size"] = self.ffn
+            settings["ffn_hidden_size"] = self.ffn
         if size.groups:
-            given |= {"group_query_attention": True, "num_query_groups": size.groups}
+            settings |= {"group_query_attention": True, "num_query_groups": size.groups}
         if self.family == "llama":
-            given |= {"swiglu": True, "normalization": "RMSNorm", "position_embedding_type": "rope"}
-            given |= {"rotary_base": size.rotary_base, "disable_bias_linear": True, "hidden_dropout": 0}
+            settings |= {"swiglu": True, "normalization": "RMSNorm", "position_embedding_type": "rope"}
+            settings |= {"rotary_base": size.rotary_base, "disable_bias_linear": True, "hidden_dropout": 0}
         if not size.tied:
-            given["untie_embeddings_and_output_weights"] = True
-        return words({**given, "attention_dropout": 0})  # attention's fused kernels have no dropout
+            settings["untie_embeddings_and_output_weights"] = True
+        settings["attention_dropout"] = 0  # attention's fused kernels have no dropout
+        return words(settings)
 
 
-def words(given: dict[str, object]) -> list[str]:
-    """Settings as the words of a command line. True gives the flag alone; None and False leave it out."""
-    pairs = ((flag_of(name), value) for name, value in given.items() if value is not None and value is not False)
-    return [word for flag, value in pairs for word in ((flag,) if value is True else (flag, str(value)))]
+def words(settings: dict[str, object]) -> list[str]:
+    """Return settings as the words of a command line. True gives the flag alone; None and False leave it out."""
+    result = []
+    for name, value in settings.items():
+        if value is None or value is False:
+            continue
+        result.append(flag_of(name))
+        if value is not True:
+            result.append(str(value))
+    return result

@@ -1,4 +1,4 @@
-"""The page docs/context_parallel.md: the drawings, the bytes of each type by formula, and predicted memory."""
+"""Generate docs/context_parallel.md: drawings, the bytes of each --cp-comm-type by formula, and predicted memory."""
 
 import math
 from collections.abc import Iterator
@@ -10,34 +10,44 @@ from tools.drawing.ring import text_of_chunks, text_of_ring, text_of_scores
 
 @dataclass(frozen=True)
 class Shape:
-    """One attention on one tensor-parallel rank, and the bytes of a number: of keys and values, and of summed gradients."""
+    """Sizes of one attention on one tensor-parallel rank."""
 
     length: int
     batch: int = 1
     heads: int = 32
-    groups: int = 8
-    width: int = 128
-    number: int = 2
-    wide: int = 4
+    groups: int = 8  # key/value heads
+    width: int = 128  # of a head
+    number: int = 2  # bytes of an element of keys and values
+    wide: int = 4  # bytes of an element of summed gradients
 
 
 def bytes_sent(kind: str, ranks: int, shape: Shape, neighbours: int = 2) -> tuple[int, int]:
-    """Bytes that a rank sends for one attention in its forward and in its backward, without recompute. neighbours: ranks that
-    exchange heads, of a2a+p2p."""
-    head = shape.length // ranks * shape.batch * shape.width * shape.number
-    dealt = {"a2a": ranks, "a2a+p2p": neighbours}.get(kind, 1)
-    groups = math.lcm(shape.groups, dealt)  # each rank that needs a key and value head is sent it
-    pair, ring = 2 * groups * head, ranks // dealt
+    """Return the bytes that a rank sends for one attention in the forward and in the backward, without recompute.
+
+    kind: --cp-comm-type. ranks: context-parallel size. neighbours: ranks that exchange heads, of a2a+p2p.
+    """
+    head_bytes = shape.length // ranks * shape.batch * shape.width * shape.number  # one head of a rank's tokens
+    head_ranks = {"a2a": ranks, "a2a+p2p": neighbours}.get(kind, 1)  # ranks that exchange heads for tokens
+    groups = math.lcm(shape.groups, head_ranks)  # a key/value head is sent to each rank that needs it
+    kv_bytes = 2 * groups * head_bytes
     if kind == "all_gather":
-        return (ranks - 1) * pair, (ranks - 1) * pair
-    exchanged = 2 * (shape.heads + groups) * head * (dealt - 1) // dealt
-    wide = (ring - 1) * pair // shape.number * shape.wide
-    sums = wide + pair if ring > 1 else 0  # the last ones, complete, are rounded
-    return exchanged + (ring - 1) * pair, exchanged + (ring - 1) * pair + sums
+        return (ranks - 1) * kv_bytes, (ranks - 1) * kv_bytes
+
+    # all-to-all: queries and output, keys and values; a rank keeps its own part
+    exchanged = 2 * (shape.heads + groups) * head_bytes * (head_ranks - 1) // head_ranks
+
+    # ring: keys and values make all steps but the last; in the backward their gradients make every step
+    ring_size = ranks // head_ranks
+    ring_bytes = (ring_size - 1) * kv_bytes
+    grad_bytes = 0
+    if ring_size > 1:
+        wide_bytes = ring_bytes // shape.number * shape.wide  # sums are sent in float32 ...
+        grad_bytes = wide_bytes + kv_bytes  # ... until they are complete, and rounded for the last step
+    return exchanged + ring_bytes, exchanged + ring_bytes + grad_bytes
 
 
 def page() -> str:
-    """The text of docs/context_parallel.md."""
+    """Return the text of docs/context_parallel.md."""
     parts = [_HEAD, *_fenced(text_of_chunks(4)), _RING, *_fenced(text_of_ring(4)), _SCORES, *_fenced(text_of_scores(4))]
     return "\n".join([*parts, _TYPES, *_rows_of_bytes(), _MEMORY, *_rows_of_memory(), _REFUSED])
 
@@ -47,6 +57,7 @@ def _fenced(lines: list[str]) -> list[str]:
 
 
 def _rows_of_bytes() -> Iterator[str]:
+    """Yield the rows of the table of bytes, in MiB."""
     for length in (8192, 32768, 131072):
         for ranks in (4, 8):
             sent = [bytes_sent(kind, ranks, Shape(length)) for kind in ("p2p", "all_gather", "a2a", "a2a+p2p")]
@@ -55,16 +66,16 @@ def _rows_of_bytes() -> Iterator[str]:
 
 
 def _rows_of_memory() -> Iterator[str]:
-    """From the prediction of tools/estimate_memory.py."""
-    read, forecast = (
-        import_module("tools.estimating.job").read,
-        import_module("megatron.training.memory.peak_along_schedule").forecast,
-    )
+    """Yield the rows of the table of memory, in MiB, as tools/estimate_memory.py predicts them."""
+    # imported here because they need torch, and the drawings do not
+    read = import_module("tools.estimating.job").read
+    forecast = import_module("megatron.training.memory.peak_along_schedule").forecast
     for length in (8192, 32768):
         cells = []
         for ranks in (1, 2, 4, 8):
             words = f"{MODEL} --seq-length {length} --world-size {ranks} --context-parallel-size {ranks}"
-            cells.append(f"{forecast(read(words.split()).job)[0].bytes['activations'] / 2**20:.0f}")
+            first_rank = forecast(read(words.split()).job)[0]
+            cells.append(f"{first_rank.bytes['activations'] / 2**20:.0f}")
         yield f"| {length} | {' | '.join(cells)} |"
 
 

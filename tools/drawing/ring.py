@@ -1,40 +1,46 @@
-"""The chunks and the ring of context parallelism as text and as SVG, by the functions that training uses. Needs no torch."""
+"""Draw the chunks and the ring of context parallelism as text and SVG, by training's functions. Needs no torch."""
 
 from megatron.core.context_parallel.causal_blocks import blocks_between
 from megatron.core.parallel.sequence_shard import chunks_of
 
-_COLOURS = ("#86aed6", "#7fbf7b", "#edc948", "#e58b88", "#b39bc8", "#76b7b2", "#f2a65a", "#b5b5b5")  # of ranks, in turn
+_COLOURS = ("#86aed6", "#7fbf7b", "#edc948", "#e58b88", "#b39bc8", "#76b7b2", "#f2a65a", "#b5b5b5")  # repeated by rank
 _CELL = 16  # SVG units of a pair of chunks
 
 
 def owner_of_keys(rank: int, step: int, ranks: int) -> int:
-    """The rank whose keys and values a rank has in a step of the ring."""
+    """Return the rank whose keys and values a rank has in a step of the ring."""
     return (rank - step) % ranks
 
 
 def pairs_in(rank: int, step: int, ranks: int) -> dict[tuple[int, int], bool]:
-    """(chunk of queries, chunk of keys) that a rank computes in a step -> whether it is a diagonal, of which half is computed."""
-    mine, theirs = chunks_of(rank, ranks), chunks_of(owner_of_keys(rank, step, ranks), ranks)
-    found: dict[tuple[int, int], bool] = {}
-    for block in blocks_between(mine, theirs, 1):
-        for row in mine[block.rows]:
-            for key in theirs[block.keys]:
+    """Return the pairs (chunk of queries, chunk of keys) that a rank computes in a step of the ring.
+
+    The value is True for a diagonal pair, of which half is computed.
+    """
+    query_chunks = chunks_of(rank, ranks)
+    key_chunks = chunks_of(owner_of_keys(rank, step, ranks), ranks)
+    pairs: dict[tuple[int, int], bool] = {}
+    for block in blocks_between(query_chunks, key_chunks, 1):
+        for row in query_chunks[block.rows]:
+            for key in key_chunks[block.keys]:
                 if not block.causal or key <= row:
-                    found[row, key] = block.causal and key == row
-    return found
+                    pairs[row, key] = block.causal and key == row
+    return pairs
 
 
 def text_of_chunks(ranks: int) -> list[str]:
-    """Which rank holds which chunk."""
+    """Draw which rank has which chunk: a row for each rank."""
     chunks = sorted(chunk for rank in range(ranks) for chunk in chunks_of(rank, ranks))
     width = len(str(chunks[-1]))
     rows = [("chunk", [str(chunk) for chunk in chunks])]
-    rows += [(f"rank {r}", [str(c) if c in chunks_of(r, ranks) else "." for c in chunks]) for r in range(ranks)]
+    for rank in range(ranks):
+        rank_chunks = chunks_of(rank, ranks)
+        rows.append((f"rank {rank}", [str(chunk) if chunk in rank_chunks else "." for chunk in chunks]))
     return [f"{name:<8}{' '.join(cell.rjust(width) for cell in cells)}" for name, cells in rows]
 
 
 def text_of_ring(ranks: int) -> list[str]:
-    """One row for each rank, one column for each step: the chunks of queries x those of keys, and what is sent meanwhile."""
+    """Draw the ring, a row for each rank and a column for each step: chunks of queries x keys, and what is sent."""
     rows = [["", *(f"step {step}" for step in range(ranks))]]
     for rank in range(ranks):
         rows.append([f"rank {rank}", *(_work(rank, step, ranks) for step in range(ranks))])
@@ -45,26 +51,29 @@ def text_of_ring(ranks: int) -> list[str]:
 
 
 def _work(rank: int, step: int, ranks: int) -> str:
-    rows_of: dict[tuple[int, ...], list[str]] = {}  # keys -> the chunks of queries that see them
+    """Return what a rank computes in a step, as `0 x 0/, 3 x 0 3/`."""
     pairs = pairs_in(rank, step, ranks)
+
+    # query chunks that see the same key chunks are written together
+    rows_of_keys: dict[tuple[int, ...], list[int]] = {}
     for row in sorted({row for row, _ in pairs}):
-        seen = tuple(key for key in sorted(key for r, key in pairs if r == row))
-        rows_of.setdefault(seen, []).append(str(row))
-    diagonal = {key for (_, key), half in pairs.items() if half}
-    return ", ".join(
-        f"{' '.join(rows)} x {' '.join(f'{key}/' if str(key) in rows and key in diagonal else str(key) for key in keys)}"
-        for keys, rows in rows_of.items()
-    )
+        keys = tuple(sorted(key for pair_row, key in pairs if pair_row == row))
+        rows_of_keys.setdefault(keys, []).append(row)
+
+    products = []
+    for keys, rows in rows_of_keys.items():
+        key_texts = [f"{key}/" if pairs.get((key, key), False) and key in rows else str(key) for key in keys]
+        products.append(f"{' '.join(map(str, rows))} x {' '.join(key_texts)}")
+    return ", ".join(products)
 
 
 def text_of_scores(ranks: int) -> list[str]:
-    """All pairs of chunks: the step in which a pair is computed, / behind a diagonal, . for a pair that is skipped."""
-    steps = {
-        pair: f"{step}{'/' if half else ' '}"
-        for rank in range(ranks)
-        for step in range(ranks)
-        for pair, half in pairs_in(rank, step, ranks).items()
-    }
+    """Draw all pairs of chunks: the step in which a pair is computed, with / on a diagonal; . if it is skipped."""
+    steps = {}
+    for rank in range(ranks):
+        for step in range(ranks):
+            for pair, is_diagonal in pairs_in(rank, step, ranks).items():
+                steps[pair] = f"{step}/" if is_diagonal else f"{step} "
     chunks = sorted(chunk for rank in range(ranks) for chunk in chunks_of(rank, ranks))
     width = 1 + len(str(chunks[-1]))
     lines = [f"{'keys of chunk':<24}" + " ".join(f"{chunk} ".rjust(width) for chunk in chunks).rstrip()]
@@ -76,11 +85,12 @@ def text_of_scores(ranks: int) -> list[str]:
 
 
 def svg_of(ranks: int) -> str:
-    """A square of all pairs of chunks for each step. A pair has the colour of its rank, and a diagonal is a triangle."""
+    """Draw all pairs of chunks as a square for each step. The colour is the rank; a triangle is a diagonal."""
     chunks = sorted(chunk for rank in range(ranks) for chunk in chunks_of(rank, ranks))
-    side, columns = _CELL * len(chunks), min(ranks, 4)
-    width, height = 30 + columns * (side + 30), 60 + -(-ranks // columns) * (side + 50)
-    width = max(width, 420)
+    side = _CELL * len(chunks)
+    columns = min(ranks, 4)
+    width = max(420, 30 + columns * (side + 30))
+    height = 60 + -(-ranks // columns) * (side + 50)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         'font-family="sans-serif" font-size="12">',
@@ -88,17 +98,21 @@ def svg_of(ranks: int) -> str:
         f'<text x="30" y="22" font-size="15">ring of {ranks}: queries down, keys across</text>',
     ]
     for step in range(ranks):
-        left, top = 30 + step % columns * (side + 30), 60 + step // columns * (side + 50)
+        left = 30 + step % columns * (side + 30)
+        top = 60 + step // columns * (side + 50)
         lines.append(f'<text x="{left}" y="{top - 6}">step {step}</text>')
         lines.append(f'<rect x="{left}" y="{top}" width="{side}" height="{side}" fill="#eee"/>')
         for rank in range(ranks):
-            for (row, key), half in pairs_in(rank, step, ranks).items():
-                lines.append(_cell(left + _CELL * key, top + _CELL * row, rank, half))
+            for (row, key), is_diagonal in pairs_in(rank, step, ranks).items():
+                lines.append(_cell(left + _CELL * key, top + _CELL * row, rank, is_diagonal))
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
-def _cell(x: int, y: int, rank: int, half: bool) -> str:
-    corners = [(x, y), (x, y + _CELL), (x + _CELL, y + _CELL)] + ([] if half else [(x + _CELL, y)])
+def _cell(x: int, y: int, rank: int, is_triangle: bool) -> str:
+    """Return the SVG of a pair of chunks, with its corner at (x, y)."""
+    corners = [(x, y), (x, y + _CELL), (x + _CELL, y + _CELL)]
+    if not is_triangle:
+        corners.append((x + _CELL, y))
     points = " ".join(f"{a},{b}" for a, b in corners)
     colour = _COLOURS[rank % len(_COLOURS)]
     return f'<polygon points="{points}" fill="{colour}" stroke="white"><title>rank {rank}</title></polygon>'

@@ -1,4 +1,4 @@
-"""What tools/estimate_memory.py prints."""
+"""Output of tools/estimate_memory.py: the prediction as a table or JSON, or the measurement beside it."""
 
 import json
 import sys
@@ -12,12 +12,14 @@ from tools.estimating.measure import measure, measured_report
 
 
 def run(words: Sequence[str]) -> int:
-    """Print the prediction of a command line; 0 is success, 2 a mistake in the flags."""
+    """Print the prediction for a command line; return 0, or 2 after an error in the flags."""
     try:
-        own = own_flags_in(words)
-        if own.rank is not None and not own.measure:
-            raise ConfigError(f"--rank {own.rank} is the rank that --measure trains; add --measure, or leave it out")
-        if own.measure:
+        tool_flags = own_flags_in(words)
+        if tool_flags.rank is not None and not tool_flags.measure:
+            raise ConfigError(
+                f"--rank {tool_flags.rank} is the rank that --measure trains; add --measure, or leave it out"
+            )
+        if tool_flags.measure:
             lines = measured_report(measure(words))
         else:
             job, args = read(words)

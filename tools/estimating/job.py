@@ -1,4 +1,4 @@
-"""The job that a command line describes: the flags of the script, and those of tools/estimate_memory.py."""
+"""Read the job that a command line describes: flags of the training script, and those of tools/estimate_memory.py."""
 
 import argparse
 from collections.abc import Sequence
@@ -22,80 +22,92 @@ from megatron.training.memory.dry_run import Job, mesh_of
 from tools.estimating.flags import add_own_flags
 from tools.script import script_at
 
-_ENOUGH = (
+_VOCAB_SIZE_NEEDED = (
     "--vocab-size N is required: the number of words is enough, and so are the tokenizer's own flags "
     "(--tokenizer-type ...)"
 )
 
 
 def _defaults_for(words: Sequence[str]) -> dict[str, Any]:
-    """Settings that a run must have and that do not change its memory."""
-    given = {word.split("=")[0] for word in words}
+    """Return defaults for settings that a run must have and that do not change its memory."""
+    flags = {word.split("=")[0] for word in words}
     defaults: dict[str, Any] = {"lr": 1e-4, "tokenizer_type": "NullTokenizer"}
-    if not given & {"--train-samples", "--train-iters"}:
+    if not flags & {"--train-samples", "--train-iters"}:
         defaults["train_iters"] = 1
-    if not any(word.endswith(("data-path", "data-args-path")) for word in given):
+    if not any(word.endswith(("data-path", "data-args-path")) for word in flags):
         defaults["mock_data"] = True
     return defaults
 
 
-class Read(NamedTuple):
-    """A command line: the job, and the tool's own settings."""
+class JobAndArgs(NamedTuple):
+    """A command line that was read."""
 
     job: Job
-    args: Any
+    args: Any  # namespace with all flags, also those of the tool itself
 
 
-def read(words: Sequence[str]) -> Read:
-    """The job that `words` describe. Raises ConfigError with all problems at once."""
-    own = own_flags_in(words)
-    script = script_at(own.model)
+def read(words: Sequence[str]) -> JobAndArgs:
+    """Read and check the job that `words` describe. Raises ConfigError with all problems at once."""
+    tool_flags = own_flags_in(words)
+    script = script_at(tool_flags.model)
 
     def add_flags(parser: argparse.ArgumentParser) -> None:
         add_own_flags(parser)
         if script.extra_args_provider is not None:
             script.extra_args_provider(parser)
 
+    # parse the flags; after an error, check the rest nonetheless, to report all problems at once
+    defaults = {**(script.args_defaults or {}), **_defaults_for(words)}
     try:
-        config, args = parse_args(words, add_flags, {**(script.args_defaults or {}), **_defaults_for(words)})[:2]
+        config, args = parse_args(words, add_flags, defaults)[:2]
     except ArgumentsError as error:
         config = filled_in(error.parts)
-        found = _problems_of(config, max(1, own.world_size)) + text_problems(config)
-        raise _refused(error.problems + apart_from(error.problems, error.parts, found)) from None
+        further_problems = _problems_of(config, max(1, tool_flags.world_size)) + text_problems(config)
+        raise _refusal(error.problems + apart_from(error.problems, error.parts, further_problems)) from None
+
+    # check the settings as a run does
     if args.world_size < 1:
         raise ConfigError(f"--world-size is {args.world_size}; it must be at least 1")
     if not 0 <= (args.rank or 0) < args.world_size:
         ranks = f"ranks 0 to {args.world_size - 1}" if args.world_size > 1 else "rank 0 alone"
         raise ConfigError(f"--rank is {args.rank}, and a job of --world-size {args.world_size} has {ranks}; change one")
-    problems = _problems_of(config, args.world_size)
-    if problems := problems + hf_config_problems(config, script.rules) + script.rules.problems(config, None):
-        raise _refused(problems)
+    problems = [
+        *_problems_of(config, args.world_size),
+        *hf_config_problems(config, script.rules),
+        *script.rules.problems(config, None),
+    ]
+    if problems:
+        raise _refusal(problems)
+
+    # build what a run has before its model
     with as_settings_problem():
         tokenizer = None if config.tokenizer.tokenizer_type is None else build_tokenizer(config.tokenizer)
     way = config.transformer.cpu_half_products
     matmul_modes = MatmulModes.all(way) if way in MATMUL_MODES else NATIVE  # by the flags, not by a trial on this CPU
-    mesh, keys = mesh_of(config, args.world_size, 0), DropoutKeys(1)
+    mesh = mesh_of(config, args.world_size, 0)
+    keys = DropoutKeys(1)
     runtime = Runtime(config, args, mesh, Device("cpu"), tokenizer, keys, WeightGradStore(), matmul_modes=matmul_modes)
-    # A laptop plans for the accelerators that will train, unless the flags choose a CPU.
+    # The prediction is for the accelerators that will train, whatever this machine has, unless the flags choose a CPU.
     accelerator = config.device.device != "cpu" and not args.measure
-    return Read(Job(runtime, script.model_provider, script.forward_step, accelerator, script.group_of), args)
+    job = Job(runtime, script.model_provider, script.forward_step, accelerator, script.group_of)
+    return JobAndArgs(job, args)
 
 
 def _problems_of(config: Config, world_size: int) -> list[str]:
-    """Why `world_size` ranks cannot train with these settings."""
-    found: list[str] = []
-    with collected(found):
+    """Return the validation errors of these settings on `world_size` ranks."""
+    problems: list[str] = []
+    with collected(problems):
         check(config, world_size)
-    return found
+    return problems
 
 
-def _refused(problems: Sequence[str]) -> ConfigError:
-    """The error of these problems; the number of words replaces a tokenizer here."""
-    return ConfigError([_ENOUGH if problem == NO_TOKENIZER else problem for problem in problems])
+def _refusal(problems: Sequence[str]) -> ConfigError:
+    """Return the error of these problems. For a missing tokenizer it asks for --vocab-size, which is enough here."""
+    return ConfigError([_VOCAB_SIZE_NEEDED if problem == NO_TOKENIZER else problem for problem in problems])
 
 
 def own_flags_in(words: Sequence[str]) -> argparse.Namespace:
-    """The tool's own flags on a command line that may be invalid elsewhere. Raises ConfigError."""
+    """Read the tool's own flags from a command line whose other flags may be invalid. Raises ConfigError."""
     parser = FlagParser(add_help=False)
     add_own_flags(parser)
     return parser.parse_known_args(words)[0]

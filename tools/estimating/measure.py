@@ -1,4 +1,4 @@
-"""One rank of a job, trained in this process with real tensors and counted; its neighbours are silent."""
+"""Train one rank of a job in this process with real tensors, and count its memory; its peers are simulated."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -17,39 +17,49 @@ from tools.estimating.job import read
 
 
 class Measured(NamedTuple):
-    """Bytes of one rank: the peaks of a step, by kind and of all kinds together, and the peak since building began."""
+    """Memory of one rank, in bytes."""
 
-    bytes: dict[str, int]
-    total: int
-    ever: int
-    in_file: int  # state and activations in a file
+    bytes: dict[str, int]  # peak of each kind in a step; the peaks may be at different times
+    total: int  # peak of all kinds together in a step
+    ever: int  # peak since the model was begun to be built
+    in_file: int  # state and activations that are offloaded to a file
     predicted: RankMemory
 
 
 def _batches_of(runtime: Runtime) -> Iterator[dict[str, Tensor]]:
-    """Random microbatches without end, with the keys of both scripts."""
+    """Yield random microbatches without end, with the keys that GPT and BERT read; tensors are [b, s] or [b]."""
     shape = (runtime.config.training.micro_batch_size, runtime.config.data.seq_length)
     generator = torch.Generator().manual_seed(1)
     while True:
         tokens = torch.randint(0, runtime.vocab_size, shape, generator=generator)
-        zeros, ones = torch.zeros(shape, dtype=torch.int64), torch.ones(shape, dtype=torch.int64)
-        batch = {"tokens": tokens, "labels": tokens, "position_ids": torch.arange(shape[1]).expand(shape)}
-        batch |= {"loss_mask": torch.ones(shape), "document_ids": zeros, "text": tokens, "types": zeros}
-        yield batch | {"padding_mask": ones, "is_random": zeros[:, 0]}
+        zeros = torch.zeros(shape, dtype=torch.int64)
+        yield {
+            "tokens": tokens,
+            "labels": tokens,
+            "position_ids": torch.arange(shape[1]).expand(shape),
+            "loss_mask": torch.ones(shape),
+            "document_ids": zeros,
+            "text": tokens,
+            "types": zeros,
+            "padding_mask": torch.ones(shape, dtype=torch.int64),
+            "is_random": zeros[:, 0],
+        }
 
 
 def measure(words: Sequence[str], steps: int = 2) -> Measured:
-    """Train --rank of --world-size for some steps on the CPU, and count the last step. Raises ConfigError."""
+    """Train --rank of --world-size on the CPU; count the memory of the last of `steps` steps. Raises ConfigError."""
     job, args = read([*words, "--measure", "--device", "cpu"])
     rank = args.rank or 0
-    mesh, profile = mesh_of(job.runtime.config, args.world_size, rank), dry_run(job, rank)
+    mesh = mesh_of(job.runtime.config, args.world_size, rank)
+    profile = dry_run(job, rank)
     offload_store = make_offload_store(job.runtime.config.offload, rank, torch.device("cpu"))
     try:
         with alone(job.runtime, mesh, offload_store=offload_store) as runtime, MemoryTracker() as tracker:
             parts = parts_of(runtime, job)
             tracker.assign_state(parts.chunks.values(), parts.optimizer)
-            ever, data = tracker.peak["total"], _batches_of(runtime)
-            iterators = dict.fromkeys(parts.chunks, data if mesh["tp"].is_first else None)
+            peak_of_building = tracker.peak["total"]
+            data = _batches_of(runtime) if mesh["tp"].is_first else None
+            iterators = dict.fromkeys(parts.chunks, data)
             for _ in range(steps):
                 tracker.restart()
                 train_step(parts.pipeline, parts.optimizer, iterators, first_sample=0, lr=0.0, check_finite=False)
@@ -57,16 +67,19 @@ def measure(words: Sequence[str], steps: int = 2) -> Measured:
     finally:
         if offload_store is not None:
             offload_store.close()
-    kinds, total = {kind: tracker.peak[kind] for kind in KINDS}, tracker.peak["total"]
-    return Measured(kinds, total, max(ever, total), in_file, predicted_of(profile, mesh["pp"].rank))
+    peak_of_kind = {kind: tracker.peak[kind] for kind in KINDS}
+    total = tracker.peak["total"]
+    predicted = predicted_of(profile, mesh["pp"].rank)
+    return Measured(peak_of_kind, total, max(peak_of_building, total), in_file, predicted)
 
 
-def measured_report(got: Measured) -> list[str]:
-    """The measurement beside the prediction."""
-    expected = got.predicted.within(*IN_MEMORY)
+def measured_report(measured: Measured) -> list[str]:
+    """Return the lines of a table with the measurement beside the prediction."""
+    predicted = measured.predicted.within(*IN_MEMORY)
     rows = [["", "measured", "predicted"]]
-    rows += [[kind, amount(got.bytes[kind]), amount(expected[kind])] for kind in KINDS]
-    rows += [["all", amount(got.total), amount(sum(expected.values()))], ["since building began", amount(got.ever), ""]]
-    if got.in_file:
-        rows.append(["in a file", amount(got.in_file), amount(got.predicted.tiers.get("file", 0))])
-    return [f"stage {got.predicted.rank}", *table(rows)]
+    rows += [[kind, amount(measured.bytes[kind]), amount(predicted[kind])] for kind in KINDS]
+    rows.append(["all", amount(measured.total), amount(sum(predicted.values()))])
+    rows.append(["since building began", amount(measured.ever), ""])
+    if measured.in_file:
+        rows.append(["in a file", amount(measured.in_file), amount(measured.predicted.tiers.get("file", 0))])
+    return [f"stage {measured.predicted.rank}", *table(rows)]

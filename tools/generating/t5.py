@@ -1,4 +1,4 @@
-"""How tools/generate.py takes a prompt and ends a text; with a T5: what its encoder reads, and with what its decoder begins."""
+"""Rules by which tools/generate.py encodes a prompt, begins a T5 decoder's text, and ends a text."""
 
 import re
 from collections.abc import Callable
@@ -18,15 +18,15 @@ def is_t5(state: dict[str, Any]) -> bool:
     return state.get("model") == T5Model.__name__
 
 
-def is_folder_of_others(state: dict[str, Any]) -> bool:
-    """Whether the weights are those of a Hugging Face folder, with no training since."""
+def is_untrained_import(state: dict[str, Any]) -> bool:
+    """Whether the weights are those of a Hugging Face folder, not trained further."""
     return state["train"]["iteration"] == 0 and state.get("origin") is not None
 
 
 def t5_problems(
     state: dict[str, Any], saved: SavedSettings, max_new_tokens: int, context_parallel_size: int
 ) -> list[str]:
-    """Flags that a T5 cannot follow; none if the checkpoint has another model."""
+    """Return validation errors of flags that a T5 does not support; none if the checkpoint has another model."""
     problems = []
     if not is_t5(state):
         return problems
@@ -43,79 +43,103 @@ def t5_problems(
 
 
 @dataclass(frozen=True)
-class Reading:
-    """How a model takes a prompt, and ends a text."""
+class PromptRules:
+    """Rules of a model for prompts and for the end of a text."""
 
-    ids_of: Callable[[str, Tokenizer, "IdsOf"], list[int]]
-    stop_id: int | list[int] | None  # None: no text ends by itself
-    longest: int | None  # tokens of a prompt; None: there is no longest
-    start_id: int | None = None  # of a T5: what its decoder's text begins with
+    encode: Callable[[str, Tokenizer, "Encode"], list[int]]
+    stop_id: int | list[int] | None  # ids that end a text; None: only --max-new-tokens does
+    max_length: int | None  # tokens of a prompt; None: unlimited
+    start_id: int | None = None  # T5: the first id of the decoder's text
 
-    def check(self, prompt: str, ids: list[int]) -> None:
-        """Raises ConfigError for a prompt that is too long."""
-        if self.longest is not None and len(ids) > self.longest:
+    def check_length(self, prompt: str, ids: list[int]) -> None:
+        """Raise ConfigError for a prompt that is too long."""
+        if self.max_length is not None and len(ids) > self.max_length:
             raise ConfigError(
-                f"the prompt {prompt[:40]!r} has {len(ids)} tokens, above the model's --seq-length {self.longest}; shorten it"
+                f"the prompt {prompt[:40]!r} has {len(ids)} tokens, above the model's --seq-length {self.max_length}; "
+                "shorten it"
             )
 
 
-IdsOf = Callable[[str, Tokenizer], list[int]]
+Encode = Callable[[str, Tokenizer], list[int]]  # a text without special rules -> its ids
 
 
-def reading_of(state: dict[str, Any], saved: SavedSettings, tokenizer: Tokenizer, start_id: int | None) -> Reading:
-    """start_id: --decoder-start-token-id. Raises ConfigError, CheckpointError."""
-    theirs = _their_end_ids(state, tokenizer)
+def prompt_rules_of(
+    state: dict[str, Any], saved: SavedSettings, tokenizer: Tokenizer, start_id: int | None
+) -> PromptRules:
+    """Return the rules of a checkpoint's model.
+
+    start_id: --decoder-start-token-id. Raises ConfigError, CheckpointError.
+    """
+    folder_end_ids = _folder_end_ids(state, tokenizer)
     if is_t5(state):
-        has_table = saved.transformer.position_embedding_type == "learned_absolute"
+        has_learned_positions = saved.transformer.position_embedding_type == "learned_absolute"
+        max_length = saved.positions if has_learned_positions else None
         start = start_of_decoder(start_id, state, tokenizer)
         eos = getattr(tokenizer, "eos", None)
-        stop = theirs or (tokenizer.eod if eos is None else eos)
-        return Reading(encoder_ids, stop, saved.positions if has_table else None, start)
+        tokenizer_end_id = tokenizer.eod if eos is None else eos
+        return PromptRules(encoder_ids, folder_end_ids or tokenizer_end_id, max_length, start)
     if start_id is not None:
         raise ConfigError(
             f"--decoder-start-token-id {start_id} is about a T5's decoder, and the checkpoint has another model; leave it out"
         )
-    return Reading(
-        lambda text, tokenizer, ids_of: ids_of(text, tokenizer), theirs or tokenizer.eod, saved.data.seq_length
+    return PromptRules(
+        encode=lambda text, tokenizer, encode: encode(text, tokenizer),
+        stop_id=folder_end_ids or tokenizer.eod,
+        max_length=saved.data.seq_length,
     )
 
 
-def _their_end_ids(state: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
-    """The ids that end a text by the folder that the model began as; with training since, also that which ended documents."""
+def _folder_end_ids(state: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
+    """Return the ids that end a text according to the Hugging Face folder that the model was imported from, if any.
+
+    After further training the token that ended the documents of that training ends a text, too.
+    """
     origin = Provenance.in_state(state, "the checkpoint")
-    theirs = origin.end_ids() if origin is not None else []
-    if not theirs or is_folder_of_others(state) or tokenizer.eod is None or tokenizer.eod in theirs:
-        return theirs
-    return [*theirs, tokenizer.eod]
+    end_ids = origin.end_ids() if origin is not None else []
+    if not end_ids or is_untrained_import(state):
+        return end_ids
+    if tokenizer.eod is None or tokenizer.eod in end_ids:
+        return end_ids
+    return [*end_ids, tokenizer.eod]
 
 
-def encoder_ids(prompt: str, tokenizer: Tokenizer, ids_of: IdsOf) -> list[int]:
-    """The ids of a T5's prompt, in which the name of a sentinel, `<extra_id_0>`, means its id. ids_of: of text between them."""
-    # A tokenizer.json of a T5 finds them by itself.
-    named = {tokenizer.inv_vocab[i]: i for i in getattr(tokenizer, "additional_special_tokens_ids", ())}
-    sentinels = {name: i for name, i in named.items() if i not in ids_of(name, tokenizer)}
+def encoder_ids(prompt: str, tokenizer: Tokenizer, ids_of: Encode) -> list[int]:
+    """Return the ids of a T5's prompt, in which a sentinel's name such as `<extra_id_0>` stands for its id.
+
+    ids_of: encodes the text between sentinels.
+    """
+    # Only the sentinels that the tokenizer does not recognize: a tokenizer.json of a T5 encodes them itself.
+    id_of_name = {tokenizer.inv_vocab[i]: i for i in getattr(tokenizer, "additional_special_tokens_ids", ())}
+    sentinels = {name: i for name, i in id_of_name.items() if i not in ids_of(name, tokenizer)}
     if not prompt.strip():
         raise ConfigError("a prompt is empty, and a T5 has nothing to read then; give a text")
     if not sentinels:
         return ids_of(prompt, tokenizer)
+
+    # Longest names first, so that <extra_id_1> does not match the start of a longer name.
     longest_first = "|".join(map(re.escape, sorted(sentinels, key=len, reverse=True)))
-    parts = re.split(f"({longest_first})", prompt)  # odd parts are sentinels
-    ids = [ids_of(part, tokenizer) if part.strip() else [] for part in parts[::2]]
-    return [*ids[0], *(i for name, rest in zip(parts[1::2], ids[1:]) for i in (sentinels[name], *rest))]
+    ids = []
+    for number, part in enumerate(re.split(f"({longest_first})", prompt)):
+        if number % 2 == 1:  # the odd parts are the sentinels
+            ids.append(sentinels[part])
+        elif part.strip():
+            ids += ids_of(part, tokenizer)
+    return ids
 
 
-def start_of_decoder(given: int | None, state: dict[str, Any], tokenizer: Tokenizer) -> int:
-    """The id that the text of a T5's decoder begins with. given: --decoder-start-token-id."""
-    if given is not None:
-        return given
-    begin = getattr(tokenizer, "bos", None)
-    has_none = begin is None or begin < 0
-    # With training since, texts begin as those of the data did: with the tokenizer's own, if it has one.
-    if (state.get("origin") or {}).get("model_type") == "t5" and (has_none or is_folder_of_others(state)):
-        return state["origin"].get("kept", {}).get(START_ID, 0)  # 0: the padding token, as the published models have it
-    if has_none:
+def start_of_decoder(requested_id: int | None, state: dict[str, Any], tokenizer: Tokenizer) -> int:
+    """Return the first id of a T5 decoder's text. requested_id: --decoder-start-token-id."""
+    if requested_id is not None:
+        return requested_id
+    bos = getattr(tokenizer, "bos", None)
+    has_no_bos = bos is None or bos < 0
+    is_hf_t5 = (state.get("origin") or {}).get("model_type") == "t5"
+    # After further training, texts begin like those of the training data: with the tokenizer's bos, if it has one.
+    if is_hf_t5 and (has_no_bos or is_untrained_import(state)):
+        return state["origin"].get("kept", {}).get(START_ID, 0)  # 0: the padding token, as in the published models
+    if has_no_bos:
         raise ConfigError(
             f"{tokenizer.name} has no token that begins a text; give the one that the decoder's texts began with: "
             "--decoder-start-token-id ID"
         )
-    return begin
+    return bos

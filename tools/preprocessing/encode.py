@@ -1,4 +1,7 @@
-"""Encode JSON lines to tokens and collect bad lines. The tokenizer is not trusted: its ids are checked, its time is limited."""
+"""Encode JSON lines to tokens and collect bad lines.
+
+The tokenizer is not trusted: its ids are checked and its time is limited.
+"""
 
 import codecs
 import functools
@@ -15,8 +18,8 @@ from tools.preprocessing.in_time import in_time
 from tools.preprocessing.sources import Chunk
 from tools.preprocessing.word_memory import packer
 
-_PACKED = np.dtype(np.int32)  # of `packer`
-SHOWN = 20  # bad lines that are reported one by one
+_PACKED = np.dtype(np.int32)  # ids as `packer` returns them
+SHOWN = 20  # number of bad lines that are reported one by one
 _PATIENCE = 60  # seconds that a tokenizer may take for any text, plus
 _SLOWEST = 10_000  # characters per second; a busy core does a hundred times as many
 
@@ -27,21 +30,21 @@ class TokenizerError(ValueError):
 
 @dataclass
 class Column:
-    """Tokens end to end, the length of each sequence, the sequences of each document."""
+    """The tokens of one key."""
 
-    tokens: np.ndarray
-    lengths: np.ndarray  # int32
-    counts: np.ndarray  # int64
+    tokens: np.ndarray  # of all sequences, end to end
+    lengths: np.ndarray  # int32 [sequences], tokens
+    counts: np.ndarray  # int64 [documents], sequences
 
 
 @dataclass
 class Encoded:
-    """An encoded piece. bad: "file:line: reason" of the first few of `bad_count` bad lines."""
+    """An encoded piece. All fields but `columns` are stored under these names in the piece's file."""
 
     documents: int = 0
     size: int = 0  # bytes of text read
-    bad_count: int = 0
-    bad: list[str] = field(default_factory=list)
+    bad_count: int = 0  # bad lines
+    bad: list[str] = field(default_factory=list)  # "file:line: reason" of the first ones
     columns: dict[str, Column] = field(default_factory=dict)
 
     def note_bad(self, path: str, line: int, error: Exception) -> None:
@@ -71,59 +74,76 @@ class Encoder:
             )
 
     def encode(self, chunks: list[Chunk]) -> Encoded:
-        """The documents of consecutive chunks. Blank lines are ignored; a line that is bad under one key is left out of all."""
+        """Encode the documents of consecutive chunks.
+
+        Blank lines are ignored. A line that is bad under one key is left out of all keys.
+        """
         result = Encoded(size=sum(len(chunk.text) for chunk in chunks))
         documents = [document for chunk in chunks for document in self._documents(chunk, result)]
         result.documents = len(documents)
-        result.columns = {key: self._column([columns[k] for columns in documents]) for k, key in enumerate(self.keys)}
+        for k, key in enumerate(self.keys):
+            result.columns[key] = self._column([document[k] for document in documents])
         return result
 
     def _documents(self, chunk: Chunk, result: Encoded) -> list[list[list[bytes]]]:
-        """[line][key][sequence] packed tokens of the good lines; bad lines are noted in `result`."""
-        rows: list[tuple[int, list[list[str]]]] = []
+        """Return the packed tokens [line][key][sequence] of the good lines; record the bad lines in `result`."""
+        # read the texts of each line
+        lines: list[tuple[int, list[list[str]]]] = []  # (line number, texts [key][text])
         for number, line in enumerate(chunk.text.split(b"\n"), chunk.first):
             if line and not line.isspace():
                 try:
-                    texts = line_texts(without_mark(line, number), self.keys)
-                    rows.append((number, [self._split(part) for part in texts]))
+                    texts = line_texts(without_byte_order_mark(line, number), self.keys)
+                    lines.append((number, [self._split(texts_of_key) for texts_of_key in texts]))
                 except ValueError as error:
                     result.note_bad(chunk.path, number, error)
+
+        # tokenize all lines at once, which is fast
         try:
-            return self._tokenize([texts for _, texts in rows])
-        except ValueError:  # one of the texts; repeat line by line to find it
-            documents = []
-            for number, texts in rows:
-                try:
-                    documents += self._tokenize([texts])
-                except TokenizerError as error:
-                    raise TokenizerError(f"{chunk.path}:{number}: {error}") from None
-                except ValueError as error:
-                    result.note_bad(chunk.path, number, error)
-            return documents
+            return self._tokenize([texts for _, texts in lines])
+        except ValueError:
+            pass
+
+        # one of the texts is bad: tokenize line by line to find it
+        documents = []
+        for number, texts in lines:
+            try:
+                documents += self._tokenize([texts])
+            except TokenizerError as error:
+                raise TokenizerError(f"{chunk.path}:{number}: {error}") from None
+            except ValueError as error:
+                result.note_bad(chunk.path, number, error)
+        return documents
 
     def _split(self, texts: list[str]) -> list[str]:
-        return texts if self.split is None else [part for text in texts for part in self.split(text)]
+        if self.split is None:
+            return texts
+        return [sentence for text in texts for sentence in self.split(text)]
 
-    def _tokenize(self, rows: list[list[list[str]]]) -> list[list[list[bytes]]]:
-        """All texts in one call: [line][key][text] to [line][key][sequence]. Raises ValueError for a text that gives no ids."""
-        texts = [text for row in rows for texts in row for text in texts]
-        seconds = _PATIENCE + sum(map(len, texts)) / _SLOWEST
+    def _tokenize(self, lines: list[list[list[str]]]) -> list[list[list[bytes]]]:
+        """Tokenize texts [line][key][text] to [line][key][sequence] in one call. Raises ValueError for a bad text."""
+        all_texts = [text for line in lines for texts in line for text in texts]
+        seconds = _PATIENCE + sum(map(len, all_texts)) / _SLOWEST
         try:
-            of_texts = in_time(lambda: self._pack(texts), seconds)
+            all_ids = in_time(lambda: self._pack(all_texts), seconds)
         except TimeoutError:
             reason = f"{self._name} runs longer than {seconds:.0f} s on this text, perhaps in a regular expression"
             raise TokenizerError(f"{reason}; correct the tokenizer or remove the text") from None
         except OverflowError:
             raise TokenizerError(f"{self._name} gives an id beyond 2^31; correct the tokenizer") from None
-        self._check_ids(of_texts)
-        packed = iter(of_texts)
-        return [[self._document([next(packed) for _ in texts]) for texts in row] for row in rows]
+        self._check_ids(all_ids)
 
-    def _check_ids(self, of_texts: list[bytes]) -> None:
-        """Raise TokenizerError for an id outside the vocabulary, for example of a template: it may overflow the stored dtype."""
-        ids = np.frombuffer(b"".join(of_texts), _PACKED)
-        if (at := first_unknown(ids, self.tokenizer.vocab_size)) is not None:
-            raise TokenizerError(f"{self._name} gives the id {ids[at]}, which {self._outside}; correct the tokenizer")
+        # give the ids the nesting of the texts
+        next_ids = iter(all_ids)
+        return [[self._document([next(next_ids) for _ in texts]) for texts in line] for line in lines]
+
+    def _check_ids(self, all_ids: list[bytes]) -> None:
+        """Raise TokenizerError for an id outside the vocabulary, as of a template: it may overflow the stored dtype."""
+        ids = np.frombuffer(b"".join(all_ids), _PACKED)
+        index = first_unknown(ids, self.tokenizer.vocab_size)
+        if index is not None:
+            raise TokenizerError(
+                f"{self._name} gives the id {ids[index]}, which {self._outside}; correct the tokenizer"
+            )
 
     @property
     def _name(self) -> str:
@@ -134,7 +154,7 @@ class Encoder:
         return f"is outside its vocabulary of {self.tokenizer.vocab_size} ids (0 to {self.tokenizer.vocab_size - 1})"
 
     def _document(self, sequences: list[bytes]) -> list[bytes]:
-        """The sequences of a document: empty ones dropped, eod appended to the last."""
+        """Return the sequences of a document without the empty ones, with eod appended to the last."""
         sequences = [sequence for sequence in sequences if sequence]
         if self.append_eod and sequences:
             sequences[-1] += self._eod
@@ -149,6 +169,7 @@ class Encoder:
         return np.array([self.tokenizer.eod], _PACKED).tobytes()
 
     def _column(self, documents: list[list[bytes]]) -> Column:
+        """Join the sequences of all documents, in the byte order and dtype of token files."""
         sequences = [sequence for document in documents for sequence in document]
         lengths = (np.array(list(map(len, sequences)), np.int64) // _PACKED.itemsize).astype("<i4")
         counts = np.array(list(map(len, documents)), "<i8")
@@ -156,13 +177,16 @@ class Encoder:
         return Column(np.frombuffer(b"".join(sequences), _PACKED).astype(dtype), lengths, counts)
 
 
-def without_mark(line: bytes, number: int) -> bytes:
-    """`line` without the byte-order mark that some editors write at the start of a file."""
+def without_byte_order_mark(line: bytes, number: int) -> bytes:
+    """Return `line` without the byte-order mark that some editors write at the start of a file."""
     return line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
 
 
 def line_texts(line: bytes, keys: list[str]) -> list[list[str]]:
-    """For each key the texts of one JSON line: one string or a list of them. Raises ValueError with the reason."""
+    """Return the texts of one JSON line for each key, whose value is a string or a list of strings.
+
+    Raises ValueError with the reason if the line is bad.
+    """
     try:
         record = json.loads(line.rstrip(b"\r\n").decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -180,14 +204,17 @@ def line_texts(line: bytes, keys: list[str]) -> list[list[str]]:
         texts = record[key] if isinstance(record[key], list) else [record[key]]
         if not all(isinstance(text, str) for text in texts):
             raise ValueError(f"the value of {key!r} is neither a string nor a list of strings")
-        columns.append([_whole_characters(text) for text in texts])
+        for text in texts:
+            _check_surrogates(text)
+        columns.append(texts)
     return columns
 
 
-def _whole_characters(text: str) -> str:
-    """`text`. Raises ValueError if it is not UTF-8: JSON can encode half of a surrogate pair."""
+def _check_surrogates(text: str) -> None:
+    """Raise ValueError if the text cannot be UTF-8: JSON can encode half of a surrogate pair."""
+    if text.isascii():  # faster than encoding
+        return
     try:
-        text.isascii() or text.encode("utf-8")
+        text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError(f"half a surrogate pair at character {error.start}") from None
-    return text

@@ -9,17 +9,18 @@ T = TypeVar("T")
 
 
 def in_time(work: Callable[[], T], seconds: float) -> T:
-    """The result or exception of `work`. Raises TimeoutError after `seconds`; the work then continues in its thread.
+    """Return the result of `work`, or raise its exception; raise TimeoutError after `seconds`.
 
-    Work runs in a daemon thread (0.1 ms to start), because library code cannot be interrupted; it must release the GIL.
+    The work runs in a daemon thread (0.1 ms to start), because library code cannot be interrupted; it must release the
+    GIL. After a timeout it continues in its thread.
     """
-    done: Future[T] = Future()
+    result: Future[T] = Future()
 
     def run() -> None:
         try:
-            done.set_result(work())
+            result.set_result(work())
         except BaseException as error:
-            done.set_exception(error)
+            result.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    return done.result(seconds)
+    return result.result(seconds)

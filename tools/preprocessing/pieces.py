@@ -1,6 +1,6 @@
-"""Finished pieces on disk: written by workers, reused after a kill, merged without passing through memory.
+"""Finished pieces on disk: written by workers, reused after a kill, copied from file to file into the output.
 
-    PREFIX.pieces/lock                   held by the active run
+    PREFIX.pieces/lock                   locked by the active run
     PREFIX.pieces/000012-<hash>.piece    the tokens of piece 12
 
 The hash covers the piece's text and all settings that its tokens depend on, so an existing file is valid. A file gets its name
@@ -30,12 +30,13 @@ from tools.preprocessing.sources import Piece
 
 @dataclass(frozen=True)
 class PieceStore:
-    """The folder of a run's pieces. settings: a text that changes whenever tokens of the same text could."""
+    """The folder of a run's pieces. settings: a text that differs whenever the same input may give other tokens."""
 
     folder: str
     settings: str
 
     def path(self, piece: Piece) -> str:
+        """Return the file of a piece, named by a hash of its text and of the settings."""
         digest = hashlib.blake2b(self.settings.encode(), digest_size=16)
         for chunk in piece.chunks:
             digest.update(f"{chunk.path}\n{chunk.first}\n{len(chunk.text)}\n".encode("utf-8", "surrogateescape"))
@@ -44,20 +45,23 @@ class PieceStore:
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:
-        """Lock the folder within the block. It is removed if it holds no pieces. Raises ValueError if another run holds it."""
+        """Lock the folder within the block, and remove it at the end if it contains no pieces.
+
+        Raises ValueError if another run has locked it.
+        """
         os.makedirs(self.folder, exist_ok=True)
-        lock = Path(self.folder, "lock")
-        with open(lock, "w") as held:
-            with naming(str(lock)):
-                is_ours = locked(held)
-            if not is_ours:
-                raise ValueError(f"another run holds {lock}; wait for it, or choose another --output-prefix")
+        lock_path = Path(self.folder, "lock")
+        with open(lock_path, "w") as lock_file:
+            with naming(str(lock_path)):
+                is_locked = locked(lock_file)
+            if not is_locked:
+                raise ValueError(f"another run holds {lock_path}; wait for it, or choose another --output-prefix")
             self._remove(".tmp")  # left by a killed run
             try:
                 yield
             finally:
                 if not any(self._files(".piece")):
-                    lock.unlink()
+                    lock_path.unlink()
                     os.rmdir(self.folder)
 
     def clear(self) -> None:
@@ -65,18 +69,18 @@ class PieceStore:
         self._remove(".piece")
 
     def _files(self, ending: str) -> Iterator[str]:
-        """The paths of such files, as a generator: there may be a million."""
+        """Yield the paths of the files with this ending; there may be a million."""
         with os.scandir(self.folder) as entries:
             yield from (entry.path for entry in entries if entry.name.endswith(ending))
 
     def _remove(self, ending: str) -> None:
-        while next(self._files(ending), None):  # repeated: removals may hide files from a listing
+        while next(self._files(ending), None):  # repeat: removals during a listing may hide files from it
             for path in self._files(ending):
                 os.unlink(path)
 
 
 def write_piece(path: str, encoded: Encoded) -> None:
-    """Store a piece, which gets its name when it is complete. Raises OSError that names the file."""
+    """Write a piece under a temporary name and rename it when it is complete. Raises OSError that names the file."""
     columns = {key: [len(c.tokens), len(c.lengths), len(c.counts)] for key, c in encoded.columns.items()}
     header = vars(encoded) | {"columns": columns}
     with naming(path), atomic_file(path) as file:
@@ -87,7 +91,7 @@ def write_piece(path: str, encoded: Encoded) -> None:
 
 
 def read_summary(path: str) -> Encoded:
-    """The summary of a stored piece: `Encoded` without columns."""
+    """Read the summary of a stored piece: `Encoded` without columns."""
     with open(path, "rb") as file:
         header = _read_header(path, file)
     return Encoded(**header | {"columns": {}})
@@ -106,7 +110,7 @@ def append_piece(path: str, writers: dict[str, IndexedDatasetWriter]) -> None:
 
 
 def _read_header(path: str, file: BinaryIO) -> dict[str, Any]:
-    """The header of a piece. Raises ValueError for a damaged file."""
+    """Read the header of a piece. Raises ValueError for a damaged file."""
     try:
         return json.loads(file.readline())
     except ValueError:
@@ -129,10 +133,18 @@ def file_digest(path: str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def settings_text(*given: dict[str, Any]) -> str:
-    """Settings with the content of the files that they name, as text that changes when any of it does."""
-    paths = [value for config in given for value in config.values() if isinstance(value, str) and os.path.exists(value)]
-    files = [
-        p for path in paths for p in ([path] if os.path.isfile(path) else sorted(map(str, Path(path).glob("*.json"))))
-    ]
-    return json.dumps([given, [file_digest(path) for path in files]])
+def settings_text(*configs: dict[str, Any]) -> str:
+    """Return a text that changes when a setting does, or the content of a file that a setting names.
+
+    Of a folder that a setting names, the *.json files count.
+    """
+    files: list[str] = []
+    for config in configs:
+        for value in config.values():
+            if not isinstance(value, str) or not os.path.exists(value):
+                continue
+            if os.path.isfile(value):
+                files.append(value)
+            else:
+                files += sorted(map(str, Path(value).glob("*.json")))
+    return json.dumps([configs, [file_digest(path) for path in files]])

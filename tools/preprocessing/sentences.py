@@ -10,8 +10,8 @@ from itertools import pairwise
 
 _NLTK_AT_ONCE = 1_000_000  # characters; longer text is cut there first, as in Megatron, since the library is slow on it
 
-# Quotes are written by number: \u2019\u201d\xbb close in Latin script, \u3002\uff01\uff1f are the Chinese full stop, ! and ?.
-# Possessive (++), with a lookbehind: a run of a million full stops is scanned once.
+# Quotes are written by number: \u2019\u201d\xbb close in Latin script, \u3002\uff01\uff1f are the Chinese full stop, !
+# and ?. Possessive (++), with a lookbehind: a run of a million full stops is scanned once.
 _END = re.compile(
     "(?<![.!?\u2026])[.!?\u2026]++[\"'\u2019\u201d\xbb)\\]]*+\\s++"  # Latin, Cyrillic, Greek, ...
     "|(?<![\u3002\uff01\uff1f])[\u3002\uff01\uff1f]++[\u2019\u201d\u300d\u300f\uff09]*+\\s*+"
@@ -30,7 +30,7 @@ _ABBREVIATIONS = {
 
 
 def rule_starts(text: str) -> list[int]:
-    """The positions where sentences of `text` begin, by the module's rules."""
+    """Return the positions where the sentences of `text` begin, by the module's rules."""
     starts = [0]
     for match in _END.finditer(text):
         end = match.end()
@@ -40,21 +40,25 @@ def rule_starts(text: str) -> list[int]:
 
 
 def _ends_sentence(text: str, match: re.Match) -> bool:
+    """Whether a match of `_END` ends a sentence. Its full stop may belong to an abbreviation instead."""
     mark = match.group()
-    if mark[0] in "\u3002\uff01\uff1f\n" or mark.count("\n") > 1:
+    if mark[0] in "\u3002\uff01\uff1f\n" or mark.count("\n") > 1:  # a Chinese mark or an empty line
         return True
     if text[match.end()].islower():
         return False
-    if not mark.startswith(".") or mark[1:2] == ".":
+    if not mark.startswith(".") or mark[1:2] == ".":  # not a single full stop
         return True
     word = _WORD_BEFORE.search(text, max(0, match.start() - _LONGEST_WORD), match.start()).group()
-    letters = word.split(".")  # of an initial or of e.g. and U.S.
+    letters = word.split(".")  # an initial, or e.g. and U.S.
     is_initials = all(len(letter) == 1 for letter in letters) and (len(letters) > 1 or word.isupper())
     return not (is_initials or word.lower() in _ABBREVIATIONS)
 
 
 def nltk_starts(language: str) -> Callable[[str], list[int]]:
-    """As `rule_starts`, by nltk's Punkt for `language`. Raises ImportError or ValueError with what to install."""
+    """Return a function like `rule_starts` that uses nltk's Punkt for `language`.
+
+    Raises ImportError or ValueError, which say what to install.
+    """
     try:
         from nltk.tokenize import PunktTokenizer
     except ImportError:
@@ -68,19 +72,23 @@ def nltk_starts(language: str) -> Callable[[str], list[int]]:
         ) from None
 
     def starts(text: str) -> list[int]:
-        found = [
-            first + begin
-            for first in range(0, len(text), _NLTK_AT_ONCE)
-            for begin, _ in punkt.span_tokenize(text[first : first + _NLTK_AT_ONCE])
-        ]
-        return [0, *found[1:]]
+        begins = []
+        for first in range(0, len(text), _NLTK_AT_ONCE):
+            part = text[first : first + _NLTK_AT_ONCE]
+            begins += [first + begin for begin, _ in punkt.span_tokenize(part)]
+        return [0, *begins[1:]]  # white space before the first sentence belongs to it
 
     return starts
 
 
 def split_text(text: str, starts: Callable[[str], list[int]], keep_newlines: bool) -> list[str]:
-    """The sentences of `text`. keep_newlines: with the white space after them, so that they join to `text`."""
-    sentences = [text[first:past] for first, past in pairwise([*starts(text), len(text)])]
+    """Split `text` into its sentences.
+
+    keep_newlines: sentences keep the white space after them, so that they join to `text`; otherwise they are stripped,
+    and empty ones dropped.
+    """
+    sentences = [text[start:stop] for start, stop in pairwise([*starts(text), len(text)])]
     if keep_newlines:
         return sentences
-    return [stripped for sentence in sentences if (stripped := sentence.strip())]
+    stripped = [sentence.strip() for sentence in sentences]
+    return [sentence for sentence in stripped if sentence]

@@ -28,51 +28,57 @@ ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst"
 LONGEST_LINE_MB = 64  # default of --max-line-mb
 
 _CHUNK_BYTES = 256 << 10
-_PIECES_A_SIZE = 8  # so many pieces of 256 KB, then as many of 512 KB, ...
+_PIECES_A_SIZE = 8  # the first 8 pieces have 256 KB, the next 8 have 512 KB, ...
 _LARGEST_PIECE = 1 << 20  # reached after 6 MB; larger ones take more memory and no less time
-_ZSTD_BYTES = 256  # read at a time: 4 bytes of zstd can decompress to 128 KB, so 256 give at most 8 MB
+_ZSTD_BYTES = 256  # compressed bytes read at a time: 4 bytes of zstd can decompress to 128 KB, so 256 give at most 8 MB
 _PARQUET_ROWS = 256
 
 
 class Chunk(NamedTuple):
-    """Neighbouring lines of one file; the first has number `first`, counted from 1."""
+    """Consecutive lines of one file."""
 
     path: str
-    first: int
+    first: int  # number of the first line, counted from 1
     text: bytes
 
 
 class Piece(NamedTuple):
-    """Consecutive chunks. position: bytes of the input files read up to its end, None if unknown."""
+    """Consecutive chunks, perhaps of several files."""
 
     number: int
     chunks: list[Chunk]
-    position: int | None
+    position: int | None  # bytes of the input files up to its end; None if unknown
 
 
 class Source(NamedTuple):
-    """An open file. blocks: its text in parts of any size. position: bytes of the file read so far, None if unknown."""
+    """An open file."""
 
-    blocks: Iterator[bytes]
-    position: Callable[[], int | None]
+    blocks: Iterator[bytes]  # its text in parts of any size
+    position: Callable[[], int | None]  # returns the bytes of the file read so far; None if unknown
 
 
 def input_files(patterns: list[str], endings: tuple[str, ...] = ENDINGS) -> list[str]:
-    """The files that `patterns` name: files, folders (their files with one of `endings`, at any depth), globs, or "-"."""
+    """Return the input files in order.
+
+    A pattern is a file, a glob, "-", or a folder, of which the files with one of `endings` count, at any depth.
+    """
     files = []
     for pattern in patterns:
         if pattern == STDIN:
-            found = [STDIN]
+            matches = [STDIN]
         elif os.path.isdir(pattern):
-            found = sorted(str(p) for p in Path(pattern).rglob("*") if p.name.endswith(endings) and p.is_file())
+            matches = sorted(str(p) for p in Path(pattern).rglob("*") if p.name.endswith(endings) and p.is_file())
+        elif _is_file(pattern):
+            matches = [pattern]
         else:
-            found = [pattern] if _is_file(pattern) else sorted(filter(_is_file, glob.glob(pattern)))
-        if not found:
+            matches = sorted(filter(_is_file, glob.glob(pattern)))
+        if not matches:
             raise ValueError(f"--input {pattern}: no such file, or no file in it ends in {' or '.join(endings)}")
-        files += found
+        files += matches
     streams = list(filter(_is_stream, files))
-    if twice := [path for path in streams if streams.count(path) > 1]:
-        name = f"standard input ({STDIN})" if twice[0] == STDIN else f"the pipe {twice[0]}"
+    repeated = [path for path in streams if streams.count(path) > 1]
+    if repeated:
+        name = f"standard input ({STDIN})" if repeated[0] == STDIN else f"the pipe {repeated[0]}"
         raise ValueError(f"--input names {name} twice; it can be read once")
     return files
 
@@ -87,60 +93,70 @@ def _is_stream(path: str) -> bool:
 
 
 def total_size(files: list[str]) -> int | None:
-    """Bytes of the files; None if one is standard input or a pipe."""
-    return None if any(map(_is_stream, files)) else sum(map(os.path.getsize, files))
+    """Return the bytes of the files; None if one is standard input or a pipe."""
+    if any(map(_is_stream, files)):
+        return None
+    return sum(map(os.path.getsize, files))
 
 
 def read_pieces(files: list[str], keys: list[str], longest_line: int = LONGEST_LINE_MB << 20) -> Iterator[Piece]:
-    """All text of all files, in order. keys: the columns to read from Parquet files.
+    """Yield the text of all files in order, as pieces. keys: the columns to read from Parquet files.
 
-    longest_line: in bytes; it bounds the memory, whatever a compressed file expands to. Raises ValueError for a longer line or a
-    damaged file, ImportError for a missing package.
+    longest_line: in bytes; it bounds the memory, whatever a compressed file expands to. Raises ValueError for a longer
+    line or a damaged file, ImportError for a missing package.
     """
-    number, before = 0, 0
+    number = 0
+    earlier_bytes = 0  # of the files before this one
     chunks: list[Chunk] = []
     for path in files:
         with _open_source(path, keys) as source:
             for chunk in _chunks(path, source.blocks, longest_line):
                 chunks.append(chunk)
-                if sum(len(chunk.text) for chunk in chunks) >= piece_bytes(number):
-                    read = source.position()
-                    yield Piece(number, chunks, None if read is None else before + read)
-                    number, chunks = number + 1, []
-        before += 0 if _is_stream(path) else os.path.getsize(path)
+                if sum(len(chunk.text) for chunk in chunks) >= min_piece_bytes(number):
+                    position = source.position()
+                    if position is not None:
+                        position += earlier_bytes
+                    yield Piece(number, chunks, position)
+                    number += 1
+                    chunks = []
+        if not _is_stream(path):
+            earlier_bytes += os.path.getsize(path)
     if chunks:
-        yield Piece(number, chunks, before)
+        yield Piece(number, chunks, earlier_bytes)
 
 
-def piece_bytes(number: int) -> int:
-    """Minimum size of a piece: small at first, so that a small input also occupies several workers."""
+def min_piece_bytes(number: int) -> int:
+    """Return the size at which a piece ends: small at first, so that a small input also occupies several workers."""
     return min(_LARGEST_PIECE, _CHUNK_BYTES << min(number // _PIECES_A_SIZE, 20))
 
 
 def _chunks(path: str, blocks: Iterator[bytes], longest_line: int) -> Iterator[Chunk]:
-    """The lines of a file; a chunk ends at the first line end past 256 KB."""
+    """Cut the lines of a file into chunks. A chunk ends at the first line end past 256 KB."""
     buffer = bytearray()
-    first, searched = 1, _CHUNK_BYTES - 1
+    first_line = 1
+    search_from = _CHUNK_BYTES - 1  # no line end before this one ends the chunk
     for block in blocks:
         buffer += block
-        while (end := buffer.find(b"\n", searched)) >= 0:
+        while (end := buffer.find(b"\n", search_from)) >= 0:
             text = bytes(buffer[: end + 1])
             del buffer[: end + 1]
-            yield Chunk(path, first, text)
-            first, searched = first + text.count(b"\n"), _CHUNK_BYTES - 1
-        searched = max(searched, len(buffer))
-        if searched > longest_line:
-            line = first + buffer.count(b"\n")
+            yield Chunk(path, first_line, text)
+            first_line += text.count(b"\n")
+            search_from = _CHUNK_BYTES - 1
+        search_from = max(search_from, len(buffer))
+        if search_from > longest_line:
+            line = first_line + buffer.count(b"\n")
             raise ValueError(
                 f"{path}:{line}: a line of more than {longest_line >> 20} MB (--max-line-mb); is it JSON lines? To allow such a "
                 "document, raise the limit, if there is memory for a hundred times as much"
             )
     if buffer:
-        yield Chunk(path, first, bytes(buffer))
+        yield Chunk(path, first_line, bytes(buffer))
 
 
 @contextlib.contextmanager
 def _open_source(path: str, keys: list[str]) -> Iterator[Source]:
+    """Open a file of any kind, by its ending."""
     if path == STDIN:
         yield Source(_read_blocks(sys.stdin.buffer), lambda: None)
         return
@@ -148,9 +164,10 @@ def _open_source(path: str, keys: list[str]) -> Iterator[Source]:
         if path.endswith(".parquet"):
             yield _parquet(path, file, keys)
         else:
-            read = {".gz": _gzip_blocks, ".zst": _zstd_blocks}.get(Path(path).suffix)
+            decompress = {".gz": _gzip_blocks, ".zst": _zstd_blocks}.get(Path(path).suffix)
+            blocks = _read_blocks(file) if decompress is None else decompress(path, file)
             position = (lambda: None) if _is_stream(path) else file.tell
-            yield Source(read(path, file) if read else _read_blocks(file), position)
+            yield Source(blocks, position)
 
 
 def _read_blocks(file: BinaryIO) -> Iterator[bytes]:
@@ -166,15 +183,19 @@ def _gzip_blocks(path: str, file: BinaryIO) -> Iterator[bytes]:
 
 
 def _zstd_blocks(path: str, file: BinaryIO) -> Iterator[bytes]:
-    """The file's text, frame by frame, since the library's own reader does not notice a truncated file."""
+    """Decompress a file frame by frame, since the library's own reader does not notice a truncated file."""
     zstandard = optional_package("zstandard", path)
-    frame = None
+    frame = None  # the decompressor of the open frame
     try:
         for block in iter(functools.partial(file.read, _ZSTD_BYTES), b""):
             while block:
                 frame = frame or zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
                 yield frame.decompress(block)
-                block, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+                if frame.eof:
+                    block = frame.unused_data  # the start of the next frame
+                    frame = None
+                else:
+                    block = b""
     except zstandard.ZstdError as error:
         raise ValueError(f"{path} is damaged: {error}; copy it again") from None
     if frame is not None:
@@ -182,30 +203,35 @@ def _zstd_blocks(path: str, file: BinaryIO) -> Iterator[bytes]:
 
 
 def _parquet(path: str, file: BinaryIO, keys: list[str]) -> Source:
-    """The rows as JSON lines, as all later code reads them. Line n is row n."""
-    pyarrow, parquet = (optional_package(name, path) for name in ("pyarrow", "pyarrow.parquet"))
+    """Convert the rows to JSON lines, which all later code reads. Line n is row n."""
+    pyarrow = optional_package("pyarrow", path)
+    parquet = optional_package("pyarrow.parquet", path)
     try:
         table = parquet.ParquetFile(file)
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path} is no Parquet file, or damaged: {error}") from None
     names = table.schema_arrow.names
-    if missing := [key for key in keys if key not in names]:
+    missing = [key for key in keys if key not in names]
+    if missing:
         raise ValueError(f"{path} has no column {missing[0]!r}; it has {', '.join(map(repr, names))}; see --json-keys")
     rows = 0
 
     def blocks() -> Iterator[bytes]:
         nonlocal rows
         try:
-            for group in range(table.num_row_groups):  # pyarrow would keep memory of all groups
+            # Group by group: iterating over all at once, pyarrow would keep memory of all groups.
+            for group in range(table.num_row_groups):
                 for batch in table.iter_batches(_PARQUET_ROWS, [group], keys):
                     rows += batch.num_rows
-                    yield b"".join(json.dumps(row, default=_unreadable).encode() + b"\n" for row in batch.to_pylist())
+                    lines = [json.dumps(row, default=_as_null).encode() + b"\n" for row in batch.to_pylist()]
+                    yield b"".join(lines)
         except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} is damaged near row {rows + 1}: {error}; copy it again") from None
 
-    size, total = os.path.getsize(path), max(table.metadata.num_rows, 1)
-    return Source(blocks(), lambda: size * rows // total)
+    file_bytes = os.path.getsize(path)
+    total_rows = max(table.metadata.num_rows, 1)
+    return Source(blocks(), lambda: file_bytes * rows // total_rows)
 
 
-def _unreadable(value: Any) -> None:
-    """A value that JSON cannot hold, such as bytes, becomes null, which is then reported as no string."""
+def _as_null(value: Any) -> None:
+    """Replace a value that JSON cannot hold, such as bytes, by null, which is then reported as no string."""

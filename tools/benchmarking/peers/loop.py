@@ -1,4 +1,4 @@
-"""Peers in a plain training loop: float32 weights, optional bfloat16 autocast, torch's fused AdamW, clipping."""
+"""Plain training loop of the peers: float32 weights, optional bfloat16 autocast, clipping, torch's fused AdamW."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -17,54 +17,69 @@ from tools.benchmarking.peers.plain import PlainModel
 from tools.benchmarking.peers.weights import as_plain, load_plain, our_weights
 from tools.benchmarking.work import Contender, Work
 
-KEEPS_FREED = 2**31 - 1  # bytes: as a run of ours, which sets it by --empty-unused-memory-level 0
+KEEPS_FREED = 2**31 - 1  # bytes of freed memory that malloc keeps, as in a run of ours (--empty-unused-memory-level 0)
 Scores = Tensor | tuple[Tensor, Tensor]
 
 
 def loss_of(scores: Scores, batch: dict[str, Tensor], words: int | None = None, *, with_order: bool = True) -> Tensor:
-    """Mean loss of a batch. words: of the vocabulary without padding, for a loss that can be compared. with_order: add that of a
-    BERT's order of sentences."""
+    """Return the mean loss of a batch, [].
+
+    scores: logits [b, s, v], or a BERT's pair of them and the logits of the sentence order [b, 2]. words: size of the
+    vocabulary without padding, for a loss that can be compared. with_order: add the loss of the sentence order.
+    """
     if isinstance(scores, Tensor):
         return _cross_entropy(scores, batch["labels"], words)
     mask = batch["loss_mask"] == 0
     labels = batch["labels"].masked_fill(mask, -100)  # cross_entropy ignores -100
     loss = _cross_entropy(scores[0], labels, words)
-    return loss + functional.cross_entropy(scores[1].float(), batch["is_random"]) if with_order else loss
+    if with_order:
+        loss = loss + functional.cross_entropy(scores[1].float(), batch["is_random"])
+    return loss
 
 
 def _cross_entropy(scores: Tensor, labels: Tensor, words: int | None) -> Tensor:
-    if isinstance(scores, DTensor):
-        scores = scores if words is None else scores.full_tensor()
+    """Return the mean cross entropy. scores [b, s, v], labels [b, s]."""
     if words is not None:
-        scores = scores[..., :words].float()
+        if isinstance(scores, DTensor):
+            scores = scores.full_tensor()
+        scores = scores[..., :words].float()  # without padding
     return functional.cross_entropy(scores.flatten(0, 1), labels.flatten())
 
 
 def clip(parameters: list[nn.Parameter]) -> None:
-    """Clip by the norm of all gradients, of sharded parameters and of whole ones, which torch does not take together."""
+    """Clip by the norm of all gradients. torch's functions take sharded or unsharded parameters, not both at once."""
     sharded = [p for p in parameters if isinstance(p, DTensor)]
-    kinds = [kind for kind in (sharded, [p for p in parameters if not isinstance(p, DTensor)]) if kind]
-    norms = [nn.utils.get_total_norm([p.grad for p in kind]) for kind in kinds]
-    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    total = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
-    for kind in kinds:
-        nn.utils.clip_grads_with_norm_(kind, CLIP, total)
+    unsharded = [p for p in parameters if not isinstance(p, DTensor)]
+    groups = [group for group in (sharded, unsharded) if group]
+    norms = []
+    for group in groups:
+        norm = nn.utils.get_total_norm([p.grad for p in group])
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    total_norm = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
+    for group in groups:
+        nn.utils.clip_grads_with_norm_(group, CLIP, total_norm)
 
 
 def make_adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Matrices decay, vectors do not. torch's fused kernel takes either sharded parameters or whole ones."""
-    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    """Return AdamW with weight decay of matrices, and none of vectors.
+
+    A group has either sharded or unsharded parameters, since torch's fused kernel does not take both.
+    """
+    params_of: dict[tuple[bool, bool], list[nn.Parameter]] = {}  # (is a matrix, is sharded) -> parameters
     for p in parameters:
-        groups.setdefault((p.dim() > 1, isinstance(p, DTensor)), []).append(p)
-    decays = [{"params": some, "weight_decay": WEIGHT_DECAY * matrices} for (matrices, _), some in groups.items()]
-    return torch.optim.AdamW(decays, lr=LR, fused=True)
+        params_of.setdefault((p.dim() > 1, isinstance(p, DTensor)), []).append(p)
+    groups = []
+    for (is_matrix, _), params in params_of.items():
+        groups.append({"params": params, "weight_decay": WEIGHT_DECAY if is_matrix else 0.0})
+    return torch.optim.AdamW(groups, lr=LR, fused=True)
 
 
 class Plain:
-    """A `PlainModel`, on several ranks wrapped by torch's means for the same layout."""
+    """Trainer of a `PlainModel`, on several ranks wrapped by torch's parallelism for the same layout."""
 
     def __init__(self, contender: Contender, work: Work, device_name: str):
-        self.work, self.device = work, Device.select(device_name, local_rank=parallel_state.launched_local_rank())
+        self.work = work
+        self.device = Device.select(device_name, local_rank=parallel_state.launched_local_rank())
         self.where = self.device.torch_device
         self.autocast = work.bf16 if contender.bf16 is None else contender.bf16
         if contender.same_allocator:
@@ -79,23 +94,30 @@ class Plain:
         self.wrapped = self.wrap(compiled=self.compiled)
         self.parameters = list(self.model.parameters())
         self.optimizer = make_adamw(self.parameters)
-        self.batches, self.phases = Batches(work, self.replica), Phases(self.device)
+        self.batches = Batches(work, self.replica)
+        self.phases = Phases(self.device)
 
     def make_model(self) -> nn.Module:
+        """Build the model with our initial weights."""
         model = PlainModel(self.work, fused=self.work.parallel != "tp")
         load_plain(model, as_plain(our_weights(self.work), self.work))
         return model
 
     def wrap(self, *, compiled: bool) -> nn.Module:
-        """What a step calls. One process compiles the whole model, several compile each block, as torch's examples do."""
+        """Return the module that a step calls.
+
+        One process compiles the whole model, several compile each block, as torch's examples do.
+        """
         if self.work.ranks == 1:
             return torch.compile(self.model) if compiled else self.model
         wrapped = parallel.WRAPPED[self.work.parallel](self.model, self.work, self.autocast)
-        for block in self.model.blocks.values() if compiled else ():
-            block.compile()
+        if compiled:
+            for block in self.model.blocks.values():
+                block.compile()
         return wrapped
 
     def scores(self, model: nn.Module, batch: dict[str, Tensor]) -> Scores:
+        """Return the logits of a batch, as `loss_of` takes them."""
         if "tokens" in batch:
             return model(batch["tokens"])
         return model(batch["text"], batch["types"], batch["padding_mask"].bool()[:, None, None, :])
@@ -108,9 +130,13 @@ class Plain:
 
     @torch.no_grad()
     def loss(self) -> float:
-        """Of the first batch, without dropout; of the words alone where a BERT trains with it: after two steps the loss of a few
-        samples' order is 0.6 to 1.3, by the masks. Every rank must call."""
-        batches, losses = Batches(self.work, self.replica), []
+        """Return the loss of the first batch without dropout. Every rank must call.
+
+        If a BERT trains with dropout, the loss of the sentence order is left out: after two steps it is 0.6 to 1.3 for
+        the few samples, depending on the dropout masks.
+        """
+        batches = Batches(self.work, self.replica)
+        losses = []
         self.model.eval()
         for _ in range(self.work.num_microbatches):
             batch = self._next(batches)
@@ -124,16 +150,19 @@ class Plain:
         return loss_of(self.scores(self.model, batch), batch, self.work.vocab_size, with_order=with_order)
 
     def _mean(self, loss: Tensor) -> float:
-        """Over the replicas."""
+        """Return the mean over the replicas."""
         if self.work.replicas > 1:
             dist.all_reduce(loss)
         return loss.item() / self.work.replicas
 
     def step(self) -> None:
-        work, timed = self.work, self.phases.timed
+        """Train one step."""
+        work = self.work
+        timed = self.phases.timed
         for i in range(work.num_microbatches):
             batch = self._next(self.batches)
-            parallel.sums_gradients(self.wrapped, i == work.num_microbatches - 1)
+            is_last = i == work.num_microbatches - 1
+            parallel.set_gradient_sync(self.wrapped, is_last)
             with loss_parallel() if work.parallel == "tp" else nullcontext():
                 with timed("forward"), self._precision():
                     loss = loss_of(self.scores(self.wrapped, batch), batch) / work.num_microbatches
@@ -147,8 +176,11 @@ class Plain:
         self._mean(loss.detach().clone())  # ours reports the mean over the replicas, and reading it synchronizes
 
     def check_compiled(self) -> None:
-        """torch.compile raises where it cannot; a graph break would leave a part to eager code."""
-        if self.compiled and (breaks := torch._dynamo.utils.counters["graph_break"]):
+        """Raise RuntimeError if a graph break has left a part to eager code. Other failures of torch.compile raise."""
+        if not self.compiled:
+            return
+        breaks = torch._dynamo.utils.counters["graph_break"]
+        if breaks:
             raise RuntimeError(f"compiled in parts: {dict(breaks)}")
 
     def meet(self) -> None:

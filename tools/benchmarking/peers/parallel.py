@@ -1,4 +1,4 @@
-"""Plain models on several ranks by torch's own means: the peers of --parallel."""
+"""Wrap plain models for several ranks with torch's own parallelism: the peers of --parallel."""
 
 from collections.abc import Callable
 
@@ -14,13 +14,15 @@ from tools.benchmarking.work import Work
 
 
 def replicated(model: PlainModel, work: Work, half: bool) -> nn.Module:
-    """Data parallel, gradients in buckets that are views."""
+    """Wrap a model for data parallelism. Gradients are views of the buckets, which saves a copy."""
     return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
 def fully_sharded(model: PlainModel, work: Work, half: bool) -> nn.Module:
-    """Each block gives up its parameters after its forward, the default. half: they are gathered in bfloat16, gradients summed in
-    float32, as ours."""
+    """Shard a model by fully_shard. Each block frees its full parameters after its forward, which is the default.
+
+    half: parameters are gathered in bfloat16, and gradients summed in float32, as in ours.
+    """
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
     for block in model.blocks.values():
         fully_shard(block, mp_policy=policy)
@@ -28,7 +30,7 @@ def fully_sharded(model: PlainModel, work: Work, half: bool) -> nn.Module:
 
 
 def tensor_parallel(model: PlainModel, work: Work, half: bool) -> nn.Module:
-    """Column and row parallel products, a table sharded by words, and scores that stay sharded for the loss."""
+    """Shard a model by DTensor: column- and row-parallel matrices, vocabulary-parallel embedding and logits."""
     mesh = dist.init_device_mesh(next(model.parameters()).device.type, (work.ranks,))
     plan = {"attention.qkv.*": ColwiseParallel(), "attention.out": RowwiseParallel()}
     plan |= {"mlp.up.*": ColwiseParallel(), "mlp.down": RowwiseParallel()}
@@ -41,12 +43,12 @@ def tensor_parallel(model: PlainModel, work: Work, half: bool) -> nn.Module:
     return model
 
 
-def sums_gradients(wrapped: nn.Module, now: bool) -> None:
-    """Whether the next backward sums gradients over the replicas: the last microbatch of a step does."""
+def set_gradient_sync(wrapped: nn.Module, is_last_microbatch: bool) -> None:
+    """Let the next backward sum gradients over the replicas if it is the last of a step."""
     if isinstance(wrapped, nn.parallel.DistributedDataParallel):
-        wrapped.require_backward_grad_sync = now
+        wrapped.require_backward_grad_sync = is_last_microbatch
     elif isinstance(wrapped, FSDPModule):
-        wrapped.set_requires_gradient_sync(now)
+        wrapped.set_requires_gradient_sync(is_last_microbatch)
 
 
 WRAPPED: dict[str, Callable[[PlainModel, Work, bool], nn.Module]] = {

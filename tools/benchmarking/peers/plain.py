@@ -1,6 +1,6 @@
 """The same models in plain PyTorch, as one writes them without a framework: the peer of every work.
 
-GPT-2 with norms before the blocks and a tied table; Llama with RMSNorm, rotary positions, SwiGLU and shared key/value heads;
+GPT-2 with norms before the blocks and a tied embedding; Llama with RMSNorm, rotary positions, SwiGLU and shared key/value heads;
 BERT with norms before the blocks, as Megatron trains it. Activations are [b, s, h], attention is torch's fused kernel.
 """
 
@@ -16,73 +16,95 @@ EPSILON = 1e-5
 
 
 def make_norm(work: Work) -> nn.Module:
-    return (nn.RMSNorm if work.family == "llama" else nn.LayerNorm)(work.hidden_size, eps=EPSILON)
+    norm = nn.RMSNorm if work.family == "llama" else nn.LayerNorm
+    return norm(work.hidden_size, eps=EPSILON)
 
 
 def rotation(work: Work) -> Tensor:
-    """cos and sin of every position and feature, [2, s, d]."""
+    """Return cos and sin of every position and feature, [2, s, d]."""
     d = work.hidden_size // work.num_attention_heads
     angles = torch.arange(work.seq_length)[:, None] * (1 / 10000.0 ** (torch.arange(0, d, 2) / d))
     return torch.stack((angles.cos(), angles.sin())).repeat(1, 1, 2)
 
 
 def rotated(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """x [b, n, s, d], feature i paired with i + d / 2."""
+    """Rotate x [b, n, s, d] by position, in pairs of features i and i + d / 2 (arXiv:2104.09864)."""
     cos, sin = cos_sin.to(x.dtype)
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 class Attention(nn.Module):
-    """fused: queries, keys and values by one product; tensor parallelism by DTensor needs three."""
+    """Self-attention. fused: queries, keys and values are one matrix; tensor parallelism by DTensor needs three."""
 
     def __init__(self, work: Work, fused: bool):
         super().__init__()
-        h, bias = work.hidden_size, work.family != "llama"
-        self.width, self.dropout = h // work.num_attention_heads, work.attention_dropout
-        keys = self.width * work.kv_heads
-        self.sizes = [h, keys, keys]
+        h = work.hidden_size
+        bias = work.family != "llama"
+        self.width = h // work.num_attention_heads  # d
+        self.dropout = work.attention_dropout
+        kv_width = self.width * work.kv_heads
+        self.sizes = [h, kv_width, kv_width]
         parts = [sum(self.sizes)] if fused else self.sizes
         self.qkv = nn.ModuleList(nn.Linear(h, part, bias=bias) for part in parts)
         self.out = nn.Linear(h, h, bias=bias)
-        self.causal, self.shared = work.family != "bert", work.num_attention_heads // work.kv_heads
+        self.causal = work.family != "bert"
+        self.heads_per_group = work.num_attention_heads // work.kv_heads
 
     def forward(self, x: Tensor, mask: Tensor | None, cos_sin: Tensor | None) -> Tensor:
         b, s = x.shape[:2]
-        parts = self.qkv[0](x).split(self.sizes, dim=-1) if len(self.qkv) == 1 else [part(x) for part in self.qkv]
-        q, *kv = (part.view(b, s, -1, self.width).transpose(1, 2) for part in parts)  # [b, n, s, d]
+        if len(self.qkv) == 1:
+            q, k, v = self.qkv[0](x).split(self.sizes, dim=-1)
+        else:
+            q, k, v = (linear(x) for linear in self.qkv)
+        q = q.view(b, s, -1, self.width).transpose(1, 2)  # [b, n, s, d]
+        k = k.view(b, s, -1, self.width).transpose(1, 2)  # [b, groups, s, d]
+        v = v.view(b, s, -1, self.width).transpose(1, 2)  # [b, groups, s, d]
         if cos_sin is not None:
-            q, kv[0] = rotated(q, cos_sin), rotated(kv[0], cos_sin)
-        if self.shared > 1:
-            kv = [part.repeat_interleave(self.shared, dim=1) for part in kv]
+            q = rotated(q, cos_sin)
+            k = rotated(k, cos_sin)
+        if self.heads_per_group > 1:
+            k = k.repeat_interleave(self.heads_per_group, dim=1)  # [b, n, s, d]
+            v = v.repeat_interleave(self.heads_per_group, dim=1)  # [b, n, s, d]
         dropout = self.dropout if self.training else 0.0
-        out = functional.scaled_dot_product_attention(q, *kv, mask, dropout, is_causal=self.causal)
-        return self.out(out.transpose(1, 2).reshape(b, s, -1))
+        out = functional.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=self.causal)
+        return self.out(out.transpose(1, 2).reshape(b, s, -1))  # [b, s, h]
 
 
 class MLP(nn.Module):
-    """W2 gelu(W1 x), or W2 (silu(Wg x) * (Wu x)), with Wg and Wu in one product if `fused`."""
+    """W2 gelu(W1 x), or W2 (silu(Wg x) * (Wu x)). fused: Wg and Wu are one matrix."""
 
     def __init__(self, work: Work, fused: bool):
         super().__init__()
-        h, f = work.hidden_size, work.shape.ffn_size
-        self.gated, bias = work.shape.gated, work.family != "llama"
-        parts = ([2 * f] if fused else [f, f]) if self.gated else [f]
+        h = work.hidden_size
+        f = work.shape.ffn_size
+        self.gated = work.shape.gated
+        bias = work.family != "llama"
+        parts = [f]
+        if self.gated:
+            parts = [2 * f] if fused else [f, f]
         self.up = nn.ModuleList(nn.Linear(h, part, bias=bias) for part in parts)
         self.down = nn.Linear(f, h, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.gated:
             return self.down(functional.gelu(self.up[0](x), approximate="tanh"))
-        gate, up = self.up[0](x).chunk(2, dim=-1) if len(self.up) == 1 else [part(x) for part in self.up]
+        if len(self.up) == 1:
+            gate, up = self.up[0](x).chunk(2, dim=-1)
+        else:
+            gate, up = (linear(x) for linear in self.up)
         return self.down(functional.silu(gate) * up)
 
 
 class Block(nn.Module):
+    """One transformer layer with norms before attention and MLP."""
+
     def __init__(self, work: Work, fused: bool):
         super().__init__()
-        self.attention_norm, self.mlp_norm = make_norm(work), make_norm(work)
-        self.attention, self.mlp = Attention(work, fused), MLP(work, fused)
+        self.attention_norm = make_norm(work)
+        self.mlp_norm = make_norm(work)
+        self.attention = Attention(work, fused)
+        self.mlp = MLP(work, fused)
         self.dropout = nn.Dropout(work.hidden_dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, cos_sin: Tensor | None = None) -> Tensor:
@@ -91,49 +113,62 @@ class Block(nn.Module):
 
 
 class BertHeads(nn.Module):
-    """The transform before the output layer with a bias a word, and the two scores of the order of sentences."""
+    """A BERT's transform before the output layer, the bias of its logits, and the logits of the sentence order.
+
+    forward(x [b, s, h]) -> (input of the output layer [b, s, h], sentence-order logits [b, 2])
+    """
 
     def __init__(self, work: Work):
         super().__init__()
         h = work.hidden_size
-        self.transform, self.norm = nn.Linear(h, h), make_norm(work)
+        self.transform = nn.Linear(h, h)
+        self.norm = make_norm(work)
         self.word_bias = nn.Parameter(torch.zeros(work.padded_vocab_size))
-        self.pooler, self.order = nn.Linear(h, h), nn.Linear(h, 2)
+        self.pooler = nn.Linear(h, h)
+        self.order = nn.Linear(h, 2)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        words = self.norm(functional.gelu(self.transform(x), approximate="tanh"))
-        return words, self.order(torch.tanh(self.pooler(x[:, 0])))
+        transformed = self.norm(functional.gelu(self.transform(x), approximate="tanh"))  # [b, s, h]
+        first_token = x[:, 0]  # [b, h]
+        return transformed, self.order(torch.tanh(self.pooler(first_token)))
 
 
 class PlainModel(nn.Module):
-    """A model, or the pipeline stage with `layers` of it. forward(words [b, s], or hidden states [b, s, h] of the stage before;
-    types, mask) -> scores [b, s, v], hidden states if another stage follows, or a BERT's pair of scores."""
+    """A model, or the pipeline stage with `layers` of it.
+
+    forward(tokens [b, s], or hidden states [b, s, h] of the previous stage; types [b, s], mask) -> logits [b, s, v], or
+    hidden states [b, s, h] if another stage follows, or a BERT's pair of logits.
+    """
 
     def __init__(self, work: Work, *, fused: bool = True, layers: Iterable[int] | None = None):
         super().__init__()
         layers = range(work.num_layers) if layers is None else layers
-        h, rows = work.hidden_size, work.padded_vocab_size
-        self.is_first, self.is_last = 0 in layers, work.num_layers - 1 in layers
+        h = work.hidden_size
+        v = work.padded_vocab_size
+        self.is_first = 0 in layers
+        self.is_last = work.num_layers - 1 in layers
         if self.is_first:
-            self.words, self.dropout = nn.Embedding(rows, h), nn.Dropout(work.hidden_dropout)
+            self.words = nn.Embedding(v, h)
+            self.dropout = nn.Dropout(work.hidden_dropout)
             self.positions = None if work.family == "llama" else nn.Embedding(work.seq_length, h)
             self.types = nn.Embedding(2, h) if work.family == "bert" else None
         self.blocks = nn.ModuleDict({str(i): Block(work, fused) for i in layers})
         if self.is_last:
-            self.norm, self.scores = make_norm(work), nn.Linear(h, rows, bias=False)
+            self.norm = make_norm(work)
+            self.scores = nn.Linear(h, v, bias=False)
             self.heads = BertHeads(work) if work.family == "bert" else None
         self.tied = work.family != "llama"
         self.tie()
         self.register_buffer("cos_sin", rotation(work) if work.family == "llama" else None, persistent=False)
 
     def tie(self) -> None:
-        """One table for words and scores, where this stage has both."""
+        """Share the embedding weight with the output layer if this stage has both."""
         if self.tied and self.is_first and self.is_last:
             self.scores.weight = self.words.weight
 
     def forward(self, x: Tensor, types: Tensor | None = None, mask: Tensor | None = None) -> Tensor | tuple:
         if self.is_first:
-            x = self.words(x)
+            x = self.words(x)  # [b, s] -> [b, s, h]
             if self.positions is not None:
                 x = x + self.positions.weight
             if self.types is not None:
@@ -145,6 +180,6 @@ class PlainModel(nn.Module):
             return x
         x = self.norm(x)
         if self.heads is None:
-            return self.scores(x)
-        words, order = self.heads(x)
-        return functional.linear(words, self.scores.weight, self.heads.word_bias), order
+            return self.scores(x)  # [b, s, v]
+        transformed, order = self.heads(x)
+        return functional.linear(transformed, self.scores.weight, self.heads.word_bias), order

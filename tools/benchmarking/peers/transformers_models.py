@@ -1,6 +1,6 @@
 """transformers' GPT-2, Llama and BERT at the sizes of a work, with torch's fused attention. Needs transformers.
 
-GPT-2 and Llama start from our weights. Its BERT norms after the blocks instead of before, so its losses cannot be ours.
+GPT-2 and Llama start from our weights. Its BERT has norms after the blocks instead of before, so its losses differ from ours.
 """
 
 from typing import Any
@@ -15,6 +15,7 @@ from tools.benchmarking.work import Work
 
 
 def make_model(work: Work) -> nn.Module:
+    """Build the model of transformers with the sizes of a work."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -38,7 +39,7 @@ def make_model(work: Work) -> nn.Module:
         transformers.LlamaConfig(
             **common,
             **{name: size for name, size in sizes.items() if "dropout" not in name},
-            attention_dropout=work.attention_dropout,  # it has no other
+            attention_dropout=work.attention_dropout,  # Llama has no other dropout
             num_key_value_heads=work.kv_heads,
             rms_norm_eps=EPSILON,
         )
@@ -87,22 +88,25 @@ _LLAMA = {
 
 @torch.no_grad()
 def load(model: nn.Module, weights: dict[str, Tensor], work: Work) -> None:
-    """Copy `as_plain` weights into transformers' GPT-2 or Llama. GPT-2's products hold their weights transposed."""
+    """Copy `as_plain` weights into transformers' GPT-2 or Llama. GPT-2 stores its matrices transposed."""
     names, layers = {"gpt": (_GPT2, "transformer.h"), "llama": (_LLAMA, "model.layers")}[work.family]
     parameters = dict(model.named_parameters())
     for name, value in weights.items():
-        part, kind = name.rsplit(".", 1)
-        of_a_layer = part.startswith("blocks.")
-        inside = part.split(".", 2)[2] if of_a_layer else part
-        if inside in names:
-            where = f"{layers}.{part.split('.')[1]}." if of_a_layer else ""
-            transposed = work.family == "gpt" and of_a_layer and value.dim() > 1
-            parameters.pop(f"{where}{names[inside]}.{kind}").copy_(value.t() if transposed else value)
+        module, kind = name.rsplit(".", 1)  # kind: weight or bias
+        prefix = ""
+        is_in_layer = module.startswith("blocks.")
+        if is_in_layer:
+            _, number, module = module.split(".", 2)
+            prefix = f"{layers}.{number}."
+        if module not in names:
+            continue
+        is_transposed = work.family == "gpt" and is_in_layer and value.dim() > 1
+        parameters.pop(f"{prefix}{names[module]}.{kind}").copy_(value.t() if is_transposed else value)
     assert not parameters, f"without a value: {list(parameters)}"
 
 
 class Transformers(Plain):
-    """A model of transformers in the same loop."""
+    """Trainer of a model of transformers, by the same loop."""
 
     def make_model(self) -> nn.Module:
         model = make_model(self.work)

@@ -1,10 +1,9 @@
-"""Our initial weights, for the peers: every contender starts from the same ones, so that its losses can be compared.
+"""Our initial weights for the peers: all contenders start from the same weights, so that losses can be compared.
 
-A peer builds our model on the CPU, which draws each parameter by its name, and copies it under its own names.
+A peer builds our model on the CPU, where each parameter is drawn by its name, and copies the parameters to its own names.
 """
 
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,13 +17,13 @@ from megatron.core.transformer.model_config import ModelConfig
 from tools.benchmarking.batches import SEED
 from tools.benchmarking.work import FAMILIES, Work
 
-Named = Iterator[tuple[str, Tensor]]
+NamedTensors = Iterator[tuple[str, Tensor]]
 
 
 def our_weights(work: Work) -> dict[str, Tensor]:
-    """Every parameter of our model by its name, in float32, whole. Every rank must call."""
-    said = dict(FAMILIES[work.family])
-    said["add_bias_linear"] = not said.pop("disable_bias_linear", False)
+    """Return every parameter of our model by name, in float32 and unsharded. Every rank must call."""
+    settings = dict(FAMILIES[work.family])
+    settings["add_bias_linear"] = not settings.pop("disable_bias_linear", False)
     config = ModelConfig(
         num_layers=work.num_layers,
         hidden_size=work.hidden_size,
@@ -32,10 +31,11 @@ def our_weights(work: Work) -> dict[str, Tensor]:
         num_query_groups=work.num_query_groups or 1,
         ffn_hidden_size=work.ffn_hidden_size,
         make_vocab_size_divisible_by=work.padded_vocab_size,
-        **said,
+        **settings,
     )
     mesh = parallel_state.initialize_model_parallel()
-    model = (BertModel if work.family == "bert" else GPTModel)(
+    model_class = BertModel if work.family == "bert" else GPTModel
+    model = model_class(
         config,
         vocab_size=work.vocab_size,
         positions=work.seq_length,
@@ -47,19 +47,24 @@ def our_weights(work: Work) -> dict[str, Tensor]:
 
 
 def queries_keys_values(fused: Tensor, work: Work) -> tuple[Tensor, ...]:
-    """The rows of our fused weight or bias, each group's queries, key and value together -> all queries, all keys, all values."""
-    shared, width = work.num_attention_heads // work.kv_heads, work.hidden_size // work.num_attention_heads
-    groups = fused.view(work.kv_heads, shared + 2, width, *fused.shape[1:])
-    return tuple(part.flatten(0, 2) for part in groups.split([shared, 1, 1], dim=1))
+    """Split our fused weight or bias into those of all queries, all keys and all values.
+
+    The rows of `fused` are in groups: the queries of a group, its key and its value.
+    """
+    heads_per_group = work.num_attention_heads // work.kv_heads
+    width = work.hidden_size // work.num_attention_heads
+    groups = fused.view(work.kv_heads, heads_per_group + 2, width, *fused.shape[1:])
+    return tuple(part.flatten(0, 2) for part in groups.split([heads_per_group, 1, 1], dim=1))
 
 
-_OF_A_LAYER = {
+# Our names -> those of `PlainModel`: of modules in a layer, and of the others.
+_IN_LAYER = {
     "input_layernorm": "attention_norm",
     "self_attention.linear_proj": "attention.out",
     "pre_mlp_layernorm": "mlp_norm",
     "mlp.linear_fc2": "mlp.down",
 }
-_AROUND = {
+_OUTSIDE_LAYERS = {
     "embedding.word_embeddings": "words",
     "embedding.position_embeddings": "positions",
     "embedding.tokentype_embeddings": "types",
@@ -73,42 +78,49 @@ _AROUND = {
 
 
 def as_plain(ours: dict[str, Tensor], work: Work) -> dict[str, Tensor]:
-    """Under the names of `PlainModel` with fused and with separate products."""
-    return dict(pair for name, value in ours.items() for pair in _plain(name, value, work))
+    """Return our weights under the names of `PlainModel`, both of its fused and of its separate matrices."""
+    result = {}
+    for name, value in ours.items():
+        result.update(_plain_names(name, value, work))
+    return result
 
 
-def _plain(name: str, value: Tensor, work: Work) -> Named:
-    part, kind = name.rsplit(".", 1)
-    if part == "word_bias":
+def _plain_names(name: str, value: Tensor, work: Work) -> NamedTensors:
+    """Yield one of our parameters under the names of `PlainModel`."""
+    module, kind = name.rsplit(".", 1)  # kind: weight or bias
+    if module == "word_bias":
         yield "heads.word_bias", value
-    elif part in _AROUND:
-        yield f"{_AROUND[part]}.{kind}", value
-        if part == "embedding.word_embeddings" and work.family != "llama":
-            yield "scores.weight", value
+    elif module in _OUTSIDE_LAYERS:
+        yield f"{_OUTSIDE_LAYERS[module]}.{kind}", value
+        if module == "embedding.word_embeddings" and work.family != "llama":
+            yield "scores.weight", value  # tied
     else:
-        layer, inside = part.removeprefix("decoder.layers.").split(".", 1)
-        yield from _of_a_layer(f"blocks.{layer}", inside, kind, value, work)
+        layer, module = module.removeprefix("decoder.layers.").split(".", 1)
+        yield from _plain_names_in_layer(f"blocks.{layer}", module, kind, value, work)
 
 
-def _of_a_layer(block: str, inside: str, kind: str, value: Tensor, work: Work) -> Named:
-    if inside in _OF_A_LAYER:
-        yield f"{block}.{_OF_A_LAYER[inside]}.{kind}", value
+def _plain_names_in_layer(block: str, module: str, kind: str, value: Tensor, work: Work) -> NamedTensors:
+    if module in _IN_LAYER:
+        yield f"{block}.{_IN_LAYER[module]}.{kind}", value
         return
-    several = {
-        "self_attention.linear_qkv": ("attention.qkv", partial(queries_keys_values, work=work)),
-        "mlp.linear_fc1": ("mlp.up", lambda whole: whole.chunk(2 if work.shape.gated else 1)),
-    }
-    theirs, parts_of = several[inside]
-    parts = parts_of(value)
-    yield f"{block}.{theirs}.fused.{kind}", torch.cat(parts)
+    if module == "self_attention.linear_qkv":
+        plain_module = "attention.qkv"
+        parts = queries_keys_values(value, work)
+    elif module == "mlp.linear_fc1":
+        plain_module = "mlp.up"
+        parts = value.chunk(2 if work.shape.gated else 1)
+    else:
+        raise KeyError(module)
+    yield f"{block}.{plain_module}.fused.{kind}", torch.cat(parts)
     for i, part in enumerate(parts):
-        yield f"{block}.{theirs}.{i}.{kind}", part
+        yield f"{block}.{plain_module}.{i}.{kind}", part
 
 
 def load_plain(model: torch.nn.Module, weights: dict[str, Tensor]) -> None:
-    """Copy `as_plain` weights into a `PlainModel`, or a stage of it, before anything wraps it."""
+    """Copy `as_plain` weights into a `PlainModel`, or a stage of it, before it is wrapped."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            fused = name.replace(".qkv.0.", ".qkv.fused.").replace(".up.0.", ".up.fused.")
-            candidates = (weights[one] for one in (name, fused) if one in weights)
+            # qkv.0 is the matrix of the queries, or a fused one; the shape tells which
+            fused_name = name.replace(".qkv.0.", ".qkv.fused.").replace(".up.0.", ".up.fused.")
+            candidates = [weights[key] for key in (name, fused_name) if key in weights]
             parameter.copy_(next(value for value in candidates if value.shape == parameter.shape))
