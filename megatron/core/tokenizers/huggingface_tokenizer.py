@@ -109,9 +109,8 @@ def _apply_special_tokens(
 
     Returns (the ids of the named tokens, the changes, which the tokenizer's hash includes).
     """
-    before, after = special_tokens.template_ids(
-        tokenizer
-    )  # before tokens are added, since their ids are counted from its size
+    # before tokens are added, since their ids are counted from the tokenizer's size
+    before, after = special_tokens.template_ids(tokenizer)
     if special_tokens.added:
         tokenizer.add_tokens([library.AddedToken(**vars(token)) for token in special_tokens.added])
     named_ids = {}
@@ -120,16 +119,16 @@ def _apply_special_tokens(
     changes: list[Any] = [[token.content, tokenizer.token_to_id(token.content)] for token in special_tokens.added]
 
     if (before, after) != template_ids_of(tokenizer):
-        bos = f"{special_tokens.named['bos_token']}"
-        eos = f"{special_tokens.named['eos_token']}"
         parts = ["$A"]  # the text
         tokens = []
-        if before:
-            parts.insert(0, bos)
-            tokens.append((bos, named_ids["bos_token"]))
+        if before:  # the folder names the token, as it does the one at the end
+            bos = special_tokens.named["bos_token"]
+            parts.insert(0, str(bos))
+            tokens.append((str(bos), named_ids["bos_token"]))
         if after:
-            parts.append(eos)
-            tokens.append((eos, named_ids["eos_token"]))
+            eos = special_tokens.named["eos_token"]
+            parts.append(str(eos))
+            tokens.append((str(eos), named_ids["eos_token"]))
         tokenizer.post_processor = library.processors.TemplateProcessing(single=parts, special_tokens=tokens)
         changes.append({"begin": before, "end": after})
     return named_ids, changes

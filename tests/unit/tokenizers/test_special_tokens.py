@@ -128,6 +128,14 @@ def test_begin_and_end_of_a_text_are_as_the_folder_says(tmp_path):
     assert (of("4", add_bos_token=False), of("5", add_bos_token=False)) == ([], [0])
 
 
+@pytest.mark.parametrize("named", [{"bos_token": "<s>"}, {"eos_token": "</s>"}])
+def test_a_folder_may_name_one_end_of_a_text_alone(tmp_path, named):
+    """Its class then begins and ends no text, whatever template the tokenizer.json has."""
+    settings = {"tokenizer_class": "CodeLlamaTokenizerFast", "unk_token": "<unk>", "add_bos_token": False, **named}
+    tokenizer = build_tokenizer(config_of(folder_with(tmp_path / "f", settings), "4"))
+    assert tokenizer.tokenize("") == []
+
+
 def test_text_is_cut_as_the_chosen_version_cuts_it(tmp_path):
     """tokenizer.json says it, and 4.57; 5 has rules of its own for two classes."""
 
