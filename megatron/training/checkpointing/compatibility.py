@@ -97,7 +97,7 @@ def absent_parameters(
         return set()
 
     head_names = {*absent_heads_in(state)}
-    of_heads = [name for name in lacking if name in head_names]
+    missing_of_heads = [name for name in lacking if name in head_names]
     others = [name for name in lacking if name not in head_names]
     if others and (load_optimizer or not config.checkpoint.allow_missing_tensors):
         if load_optimizer:
@@ -108,8 +108,8 @@ def absent_parameters(
         else:
             advice = missing_tensors_advice(state)
         raise CheckpointError(checkpoint.folder, [f"lacks {with_hf_names(state, name)}" for name in others], advice)
-    if of_heads:
-        print_rank_0(f"{source} has no {describe_heads(of_heads)}, as its architecture: they get first values")
+    if missing_of_heads:
+        print_rank_0(f"{source} has no {describe_heads(missing_of_heads)}, as its architecture: they get first values")
     for name in others:
         print_rank_0(f"WARNING: {source} lacks {with_hf_names(state, name)}: it gets first values")
     return {f"{_MODEL}{name}" for name in lacking}
