@@ -35,7 +35,7 @@ import torch
 import pretrain_gpt
 from megatron.core.base import rank_status
 from megatron.training import step as train_step
-from megatron.training.batch_cache import KeptBatches
+from megatron.training.batch_cache import BatchCache
 from megatron.training.fault_tolerance import hang_watch
 from megatron.training.initialize import initialize_megatron
 from megatron.training.trainer import Trainer
@@ -108,14 +108,16 @@ def timed(call: Callable[[], object], calls: int = 1000, rounds: int = 30) -> tu
 def alone(run: Run, collectives: int) -> None:
     """Print the cost of the calls that each check adds to a step, as a share of the step."""
     seen: dict[str, tuple] = {}
-    judge, problem_of = run.trainer.guard.judge, train_step.problem_of
+    judge, non_finite_problem = run.trainer.guard.judge, train_step.non_finite_problem
     run.trainer.guard.judge = lambda *given: seen.setdefault("judge", given) and judge(*given)
-    train_step.problem_of = lambda *given: seen.setdefault("problem_of", given) and problem_of(*given)
+    train_step.non_finite_problem = lambda *given: (
+        seen.setdefault("non_finite_problem", given) and non_finite_problem(*given)
+    )
     run.turn(None, 2)
-    run.trainer.guard.judge, train_step.problem_of = judge, problem_of
+    run.trainer.guard.judge, train_step.non_finite_problem = judge, non_finite_problem
     step = min(run.turn(None, 1)[0] for _ in range(20))
     microbatches = run.trainer.pipeline.batch.num_microbatches
-    kept = KeptBatches(itertools.repeat({}))
+    kept = BatchCache(itertools.repeat({}))
 
     def keep() -> None:
         kept.begin()
@@ -123,7 +125,7 @@ def alone(run: Run, collectives: int) -> None:
             next(kept)
 
     def check() -> None:
-        problem_of(*seen["problem_of"])
+        non_finite_problem(*seen["non_finite_problem"])
         judge(*seen["judge"])
 
     def note() -> None:
@@ -135,8 +137,8 @@ def alone(run: Run, collectives: int) -> None:
 
     with hang_watch.watching(0, 1):
         noted = timed(note, calls=100)
-        looked = timed(hang_watch._mine._note_activity, calls=100)
-        hang_watch._mine.step_took(0.1)
+        looked = timed(hang_watch._watch_of_process._note_activity, calls=100)
+        hang_watch._watch_of_process.step_took(0.1)
     rows = {"finite": timed(check), "rerun": timed(keep), "hangs": noted}
     rows["hangs"] = tuple(a + b * step / 1000 for a, b in zip(noted, looked))
     print(f"a step: {step:.1f} ms of processor time, {microbatches} microbatches, {collectives} collectives")

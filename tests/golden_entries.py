@@ -355,7 +355,7 @@ def of_memory(flags: str) -> list[dict[str, Any]]:
         "--make-vocab-size-divisible-by 8 --device cpu "
     )
     job = read(shlex.split(small + flags)).job
-    return [{"layers": one.layers, "parameters": one.parameters, "bytes": one.on} for one in forecast(job)]
+    return [{"layers": one.layers, "parameters": one.parameters, "bytes": one.by_tier} for one in forecast(job)]
 
 
 # ---------------------------------------------------------------- schedules, initial values, manifests, help

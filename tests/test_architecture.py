@@ -113,7 +113,7 @@ META_DEVICE = {
 
 
 def test_nothing_in_core_asks_whether_its_memory_is_predicted():
-    asking = re.compile(r"\bis_meta\b|[\"']meta[\"']|stand_ins|ShapesOnly|SilentGroup|is_dry_run|dry.run")
+    asking = re.compile(r"\bis_meta\b|[\"']meta[\"']|stand_ins|ShapesOnly|FakeGroup|is_dry_run|dry.run")
     found = {}
     for path in sorted(CORE.rglob("*.py")):
         if lines := [line.strip() for line in path.read_text().splitlines() if asking.search(line)]:

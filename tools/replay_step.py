@@ -27,10 +27,10 @@ from megatron.core.dist_checkpointing import Checkpoint, CheckpointError, LocalT
 from megatron.core.dist_checkpointing.lost_buffers import lost_buffers
 from megatron.core.sharding.boxes import whole
 from megatron.training.arguments.config import COMPONENTS
-from megatron.training.batch_cache import KeptBatches
+from megatron.training.batch_cache import BatchCache
 from megatron.training.global_vars import print_rank_0, set_runtime
 from megatron.training.initialize import initialize_megatron
-from megatron.training.rerun.nan_locator import first_bad_tensor
+from megatron.training.rerun.nan_locator import first_nonfinite_tensor
 from megatron.training.rerun.step_dump import BATCH, exact_numbers
 from megatron.training.step import StepFigures, StepWork
 from megatron.training.trainer import Trainer
@@ -160,16 +160,16 @@ def replay(root: str, model: str, further_flags: list[str]) -> None:
         num_microbatches = step["samples"] // runtime.samples_at_once
         work = StepWork(trainer.pipeline, trainer.optimizer, data, step["first_sample"], num_microbatches)
         for batches in data.values():
-            if isinstance(batches, KeptBatches):
+            if isinstance(batches, BatchCache):
                 batches.begin()
 
         # rerun the step twice: for its numbers, then with a check of each tensor
         print_rank_0(f"iteration {state['train']['iteration'] + 1} of the run: {step['text']}")
         for line in compare(step, work.compute()):
             print_rank_0(line)
-        print_rank_0(first_bad_tensor(work, runtime.device.torch_device))
+        print_rank_0(first_nonfinite_tensor(work, runtime.device.torch_device))
     finally:
-        runtime.held.close()
+        runtime.resources.close()
         set_runtime(None)
 
 

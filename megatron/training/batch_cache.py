@@ -1,29 +1,32 @@
-"""The batches of one step, kept to be read again."""
+"""The batches of one step are cached, so that the step can be computed again."""
 
 from collections.abc import Iterator
 from typing import Any
 
 
-class KeptBatches:
-    """An iterator that keeps what it has given since `begin`; after `rewind` it gives that again, then goes on."""
+class BatchCache:
+    """An iterator that caches what it returned since `begin`. After `rewind` it returns the cached batches again, then
+    continues with new ones."""
 
     def __init__(self, batches: Iterator):
         self._batches = batches
-        self.kept: list[Any] = []
-        self._at = 0
+        self.kept: list[Any] = []  # the batches of this step
+        self._next = 0  # index into `kept`
 
     def begin(self) -> None:
-        """A step begins: forget the one before."""
-        self.kept, self._at = [], 0
+        """Begin a step: drop the batches of the step before."""
+        self.kept = []
+        self._next = 0
 
     def rewind(self) -> None:
-        self._at = 0
+        self._next = 0
 
-    def __iter__(self) -> "KeptBatches":
+    def __iter__(self) -> "BatchCache":
         return self
 
     def __next__(self) -> Any:
-        if self._at == len(self.kept):
+        if self._next == len(self.kept):
             self.kept.append(next(self._batches))
-        self._at += 1
-        return self.kept[self._at - 1]
+        batch = self.kept[self._next]
+        self._next += 1
+        return batch

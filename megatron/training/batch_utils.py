@@ -1,4 +1,4 @@
-"""Batches, masks and averaged losses of a script's forward step, under the names that Megatron's scripts know them by."""
+"""Batches, masks and averaged losses of a script's forward step have the names that Megatron's scripts call them by."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,16 +20,30 @@ NAMES = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")  # i
 
 @accepts_defaults_only(mtp_on_this_rank=False)
 def get_batch_on_this_tp_rank(data_iterator: Iterator | None) -> dict[str, Any]:
-    """tokens, labels, position_ids: int64 [b, s]; loss_mask: float32 [b, s]; attention_mask: None where attention is
-    causal over
-    the whole sample, which is faster than a mask, else `Documents`. Every tensor-parallel rank of the stage must call."""
+    """Read a batch on the first tensor-parallel rank and broadcast it. Every tensor-parallel rank of the stage must call.
+
+    tokens, labels, position_ids: int64 [b, s]; loss_mask: float32 [b, s]; attention_mask: None where attention is causal
+    over the whole sample, which is faster than a mask, else `Documents`.
+    """
     runtime = get_runtime()
-    config, where = runtime.config, (runtime.mesh["tp"], runtime.device.torch_device)
+    config = runtime.config
+    tp = runtime.mesh["tp"]
+    device = runtime.device.torch_device
     shape = (config.training.micro_batch_size, config.data.seq_length)
-    data = next(data_iterator) if data_iterator is not None else None
-    keys = ["tokens", "labels", "position_ids"] + ["document_ids"] * config.data.reset_attention_mask
-    batch: dict[str, Any] = dict(zip(keys, broadcast_batch(keys, data, torch.int64, shape, *where)))
-    (batch["loss_mask"],) = broadcast_batch(["loss_mask"], data, torch.float32, shape, *where)
+
+    # read
+    data = None
+    if data_iterator is not None:
+        data = next(data_iterator)
+
+    # broadcast, integers and floats apart
+    keys = ["tokens", "labels", "position_ids"]
+    if config.data.reset_attention_mask:
+        keys.append("document_ids")
+    batch: dict[str, Any] = dict(zip(keys, broadcast_batch(keys, data, torch.int64, shape, tp, device)))  # [b, s] each
+    (batch["loss_mask"],) = broadcast_batch(["loss_mask"], data, torch.float32, shape, tp, device)  # [b, s]
+
+    # the mask follows from the document of each token
     documents = batch.pop("document_ids", None)
     batch["attention_mask"] = None if documents is None else Documents(documents)
     return {name: batch[name] for name in NAMES}
@@ -37,57 +51,64 @@ def get_batch_on_this_tp_rank(data_iterator: Iterator | None) -> dict[str, Any]:
 
 @accepts_defaults_only(cp_group=None)
 def get_batch_on_this_cp_rank(batch: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """This context-parallel rank's rows of each sample: of tensors [b, s], and of the queries of a mask [b, 1, s, s].
+    """Return this context-parallel rank's part of each sample: of tensors [b, s], and of the queries of a mask [b, 1, s, s].
 
-    `Documents` stay whole, since a query sees keys of other ranks. Labels must have been shifted before."""
+    `Documents` stay whole, since a query sees keys of other ranks. Labels must have been shifted before.
+    """
     sequence = parallel_state.get_mesh().sequence
-    return {
-        name: shard_sequence(x, sequence, dim=2 if name == "attention_mask" else 1) if isinstance(x, Tensor) else x
-        for name, x in batch.items()
-    }
+    shards = {}
+    for name, x in batch.items():
+        if isinstance(x, Tensor):
+            dim = 2 if name == "attention_mask" else 1
+            x = shard_sequence(x, sequence, dim=dim)  # [b, s / cp]; a mask [b, 1, s / cp, s]
+        shards[name] = x
+    return shards
 
 
 def mean_over_shared_samples(total: Tensor, count: Tensor) -> Tensor:
-    """A mean over the tokens of a microbatch, as `loss_func` returns it in Megatron's older form, (loss, report).
+    """Return the mean over the tokens of a microbatch, as `loss_func` returns it in Megatron's older form, (loss, report).
 
-    total, count: of this rank's tokens. The ranks that share the samples each get a number, of which the step takes the
-    mean; all
-    of them must call."""
+    total, count: sums over this rank's tokens. The ranks that share the samples each get a number, of which the step takes
+    the mean; all of them must call.
+    """
     sequence = parallel_state.get_mesh().sequence
     if sequence.size > 1:
-        total, count = total * sequence.size, collectives.all_reduce(count.clone(), sequence)
+        total = total * sequence.size  # the step divides by it when it takes the mean over the ranks
+        count = collectives.all_reduce(count.clone(), sequence)
     return total / count.clamp(min=1)
 
 
 def loss_report(losses: Tensor, loss_mask: Tensor, loss_sum: Tensor, num_tokens: Tensor) -> dict[str, Tensor]:
-    """What a loss function reports of a model's losses [b, s]: pairs (sum, count) over the tokens that the mask counts.
+    """Return the report of a loss function: tensors [2] of (sum, count) over the tokens that the mask counts.
 
-    lm loss: the cross entropy. lm objective: what training lowers, where that is more: with label smoothing or z-loss.
-    loss_sum: of the losses as they are.
+    lm loss: the cross entropy. lm objective: the trained loss, where it has more terms: with label smoothing or z-loss.
+    losses, loss_mask: [b, s]. loss_sum: the masked sum of `losses`.
     """
     loss_sum = loss_sum.detach()
-    plain = cross_entropy_of(losses)
-    if plain is None:
+    cross_entropy = cross_entropy_of(losses)  # [b, s]; None if the losses are the cross entropy
+    if cross_entropy is None:
         return {"lm loss": torch.stack((loss_sum, num_tokens))}
-    pairs = {"lm loss": ((plain * loss_mask).sum(), num_tokens), "lm objective": (loss_sum, num_tokens)}
-    return {name: torch.stack(pair) for name, pair in pairs.items()}
+    cross_entropy_sum = (cross_entropy * loss_mask).sum()
+    return {
+        "lm loss": torch.stack((cross_entropy_sum, num_tokens)),
+        "lm objective": torch.stack((loss_sum, num_tokens)),
+    }
 
 
 def average_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
-    """Mean of each loss over the data-parallel ranks: [len(losses)], detached. Every rank of the stage must call."""
+    """Return the mean of each loss over the data-parallel ranks: [len(losses)], detached. Every rank of the stage must call."""
     tokens = parallel_state.get_mesh().tokens
-    mine = torch.cat([loss.detach().clone().view(1) for loss in losses])
-    return collectives.all_reduce(mine, tokens) / tokens.size
+    rank_losses = torch.cat([loss.detach().clone().view(1) for loss in losses])  # [losses]
+    return collectives.all_reduce(rank_losses, tokens) / tokens.size
 
 
 def get_ltor_masks_and_position_ids(
     data: Tensor, eod_token: int, reset_position_ids: bool, reset_attention_mask: bool, eod_mask_loss: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(attention_mask, loss_mask, position_ids) of the tokens `data` [b, s] for a left-to-right model.
+    """Return (attention_mask, loss_mask, position_ids) of the tokens `data` [b, s] for a left-to-right model.
 
     attention_mask: bool [1, 1, s, s], True where attention is forbidden; with `reset_attention_mask` [b, 1, s, s], and
-    earlier
-        documents are forbidden too
+        earlier documents are forbidden too
     loss_mask: float [b, s]; with `eod_mask_loss` 0 at end-of-document tokens
     position_ids: [b, s]; with `reset_position_ids` they restart at 0 after each end-of-document token
 
@@ -95,17 +116,25 @@ def get_ltor_masks_and_position_ids(
     """
     b, s = data.shape
     ends = data == eod_token
-    documents = ends.cumsum(dim=1) - ends.long()  # an end token belongs to its document
-    positions = torch.arange(s, device=data.device).expand(b, s)
-    future = positions[0][None, :] > positions[0][:, None]
-    attention_mask = future[None, None]
+    documents = ends.cumsum(dim=1) - ends.long()  # [b, s]; an end token belongs to its document
+    positions = torch.arange(s, device=data.device).expand(b, s)  # [b, s]
+
+    # attention to later tokens is forbidden, and to other documents
+    future = positions[0][None, :] > positions[0][:, None]  # [s, s]: query, key
+    attention_mask = future[None, None]  # [1, 1, s, s]
     if reset_attention_mask:
-        attention_mask = attention_mask | (documents[:, None, :] != documents[:, :, None])[:, None]
+        other_document = documents[:, None, :] != documents[:, :, None]  # [b, s, s]
+        attention_mask = attention_mask | other_document[:, None]  # [b, 1, s, s]
+
+    # end tokens may count nothing
     loss_mask = torch.ones(b, s, dtype=torch.float32, device=data.device)
     if eod_mask_loss:
         loss_mask[ends] = 0.0
+
+    # positions may count from the first token of the document
     if reset_position_ids:
-        begins = torch.where(documents != documents.roll(1, dims=1), positions, 0)
-        begins[:, 0] = 0
-        positions = positions - begins.cummax(dim=1).values
+        is_begin = documents != documents.roll(1, dims=1)  # [b, s]
+        begins = torch.where(is_begin, positions, 0)  # [b, s]: the position of a document's first token, else 0
+        begins[:, 0] = 0  # roll compared the first token with the last
+        positions = positions - begins.cummax(dim=1).values  # [b, s]
     return attention_mask, loss_mask, positions.clone()

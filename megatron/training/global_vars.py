@@ -1,5 +1,4 @@
-"""`Runtime`: the parts of a run below the model, and the functions by which scripts read them (get_args, get_timers,
-...)."""
+"""A `Runtime` holds the parts of a run that exist before the model; scripts read it by get_args, get_timers and so on."""
 
 import contextlib
 import threading
@@ -30,27 +29,27 @@ from megatron.training.model_flops import ModelShape, TwoStackShape
 
 
 def _with_these_ranks(of_config: Callable[[Config, int], Any]) -> property:
-    """A quantity of the settings and the number of ranks, as a property of `Runtime`."""
+    """Return a property of `Runtime` that follows from the settings and the number of ranks."""
     return property(lambda runtime: of_config(runtime.config, runtime.world_size))
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """Built by `pretrain` before the model, then passed on."""
+    """The parts of a run that exist before the model. `pretrain` builds it and passes it on."""
 
     config: Config
     args: Arguments
     mesh: Mesh
     device: Device
-    tokenizer: Tokenizer | None  # None for scripts with data of their own
+    tokenizer: Tokenizer | None  # None for scripts with their own data
     dropout_keys: DropoutKeys
     weight_grads: WeightGradStore
     timers: Timers = field(default_factory=Timers)
-    offload_store: OffloadStore | None = None  # of offloaded state
+    offload_store: OffloadStore | None = None  # for offloaded state
     matmul_modes: MatmulModes = NATIVE  # how a CPU computes half-precision products
-    held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # resources released at the end of the run
-    tokenizer_sha256: str | None = None  # of its files' content
-    data_sha256: str | None = None  # of the data's content; only on the first rank
+    resources: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # released at the end of the run
+    tokenizer_sha256: str | None = None  # of the content of its files
+    data_sha256: str | None = None  # of the content of the data; only on the first rank
 
     @property
     def world_size(self) -> int:
@@ -82,21 +81,24 @@ class Runtime:
     @property
     def model_shape(self) -> ModelShape | TwoStackShape:
         """The sizes that determine the model's FLOPs."""
-        model, data = self.config.transformer, self.config.data
+        model = self.config.transformer
+        data = self.config.data
         shape = ModelShape.of(model, self.vocab_size, data.seq_length)
-        layers, length = model.decoder_layers, data.decoder_seq_length
-        return TwoStackShape(shape, layers, length) if layers and length else shape
+        if not model.decoder_layers or not data.decoder_seq_length:
+            return shape
+        return TwoStackShape(shape, model.decoder_layers, data.decoder_seq_length)
 
     @property
     def layer_context(self) -> LayerContext:
-        """The context that every layer of this rank gets."""
+        """The context that every layer of this rank is built with."""
+        file_store = None  # for offloaded activations; without it they go to host memory
+        if self.offload_store is not None and self.offload_store.name == "file":
+            file_store = self.offload_store
         return LayerContext.from_mesh(
             self.mesh,
             self.config.transformer.params_dtype,
             self.dropout_keys,
-            offload_store=self.offload_store
-            if self.offload_store is not None and self.offload_store.name == "file"
-            else None,
+            offload_store=file_store,
             cp_types=tuple(self.config.parallel.cp_comm_type),
             longest=max(self.config.data.seq_length, self.config.data.decoder_seq_length or 0),
             restarts_positions=self.config.restarts_angles,
@@ -110,12 +112,12 @@ class Runtime:
     def model_parts(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
     ) -> dict[str, Any]:
-        """The keyword arguments of `GPTModel` for this rank's stage; with interleaving, for its chunk `vp_stage`."""
-        mine = self.mesh.stages.of_rank(self.mesh["pp"].rank)
+        """Return the keyword arguments of `GPTModel` for this rank's stage; with interleaving, for its chunk `vp_stage`."""
+        stages = self.mesh.stages.of_rank(self.mesh["pp"].rank)  # by chunk
         return {
             "vocab_size": self.vocab_size,
             "positions": self.config.positions,
-            "layers": self.config.layer_split[mine[vp_stage or 0]],
+            "layers": self.config.layer_split[stages[vp_stage or 0]],
             "context": self.layer_context,
             "pre_process": pre_process,
             "post_process": post_process,
@@ -123,28 +125,33 @@ class Runtime:
 
     @property
     def building(self) -> dict[str, Any]:
-        """How the ranks share the building of data sets, as functions that build them take it: the first builds indices, the
-        others wait."""
-        world, device = self.mesh["world"], self.device.torch_device
-        wait = {"is_builder": world.is_first, "wait": lambda: collectives.barrier(world, device)}
-        return wait | {"say": print_rank_0, "progress": print_rank_0}
+        """The keyword arguments of functions that build data sets: the first rank builds indices, the others wait."""
+        world = self.mesh["world"]
+        device = self.device.torch_device
+        return {
+            "is_builder": world.is_first,
+            "wait": lambda: collectives.barrier(world, device),
+            "say": print_rank_0,
+            "progress": print_rank_0,
+        }
 
 
 def vocab_size_of(config: Config, tokenizer: Tokenizer | None) -> int | None:
-    """Words of the model: --model-vocab-size, else those of the tokenizer, else --vocab-size; None if none is given."""
-    words = config.tokenizer.vocab_size if tokenizer is None else tokenizer.vocab_size
-    return config.tokenizer.model_vocab_size or words
+    """Return the model's vocabulary size: --model-vocab-size, else the tokenizer's, else --vocab-size; None if none is
+    given."""
+    size = config.tokenizer.vocab_size if tokenizer is None else tokenizer.vocab_size
+    return config.tokenizer.model_vocab_size or size
 
 
 _runtime: Runtime | None = None
 
 
-class _OfThread(threading.local):
+class _ThreadOverride(threading.local):
     runtime: Runtime | None = None
-    acts = False  # whether it is another run for the time being, in `acting_as`
+    acts = False  # whether the thread is inside `acting_as`
 
 
-_override = _OfThread()  # tests run ranks as threads, each with its own runtime
+_override = _ThreadOverride()  # tests run ranks as threads, each with its own runtime
 
 
 def set_runtime(runtime: Runtime | None, *, this_thread_only: bool = False) -> None:
@@ -159,17 +166,21 @@ def set_runtime(runtime: Runtime | None, *, this_thread_only: bool = False) -> N
 
 @contextlib.contextmanager
 def acting_as(runtime: Runtime) -> Iterator[None]:
-    """Inside, in this thread, the run is another one, on its own mesh: for a rank of it that is not this process'."""
-    before, acted = _override.runtime, is_dry_run()
-    _override.runtime, _override.acts = runtime, True
+    """Replace the run of this thread inside, on the mesh of `runtime`: the memory prediction acts as other ranks do."""
+    runtime_before = _override.runtime
+    acts_before = _override.acts
+    _override.runtime = runtime
+    _override.acts = True
     try:
-        with mesh_override(runtime.mesh) as here:
-            here.run, here.device = runtime, runtime.device.torch_device
-            here.matmul_modes = runtime.matmul_modes
-            here.sequence_parallel = runtime.config.parallel.sequence_parallel_on
+        with mesh_override(runtime.mesh) as global_state:
+            global_state.run = runtime
+            global_state.device = runtime.device.torch_device
+            global_state.matmul_modes = runtime.matmul_modes
+            global_state.sequence_parallel = runtime.config.parallel.sequence_parallel_on
             yield
     finally:
-        _override.runtime, _override.acts = before, acted
+        _override.runtime = runtime_before
+        _override.acts = acts_before
 
 
 def is_dry_run() -> bool:
@@ -179,7 +190,7 @@ def is_dry_run() -> bool:
 
 
 def get_runtime() -> Runtime:
-    """The parts of the run, for top-level scripts; megatron/core never calls it."""
+    """Return the parts of the run, for top-level scripts; megatron/core never calls it."""
     runtime = _override.runtime or _runtime
     if runtime is None:
         raise RuntimeError("the run is not initialised; call pretrain() or initialize_megatron() first")
@@ -187,12 +198,12 @@ def get_runtime() -> Runtime:
 
 
 def get_args() -> Arguments:
-    """Every setting and every other flag of Megatron, by its name in Megatron's `args`."""
+    """Return every setting and every other flag of Megatron, by its name in Megatron's `args`."""
     return get_runtime().args
 
 
 def get_tokenizer() -> Tokenizer:
-    """The tokenizer of the run, with the ids that the model has rows for. Raises ConfigError if the run has none."""
+    """Return the tokenizer of the run, limited to ids that the model's embedding has. Raises ConfigError if the run has none."""
     runtime = get_runtime()
     if runtime.tokenizer is None:
         raise ConfigError(f"this script asks for a tokenizer, and there is none: {NO_TOKENIZER}")
@@ -200,7 +211,7 @@ def get_tokenizer() -> Tokenizer:
 
 
 def get_timers() -> Timers:
-    """The timers of the run: `with get_timers()("name", log_level=2): ...`."""
+    """Return the timers of the run: `with get_timers()("name", log_level=2): ...`."""
     return get_runtime().timers
 
 
@@ -214,7 +225,9 @@ def is_last_rank() -> bool:
 
 def print_rank_0(message: str, rank: int | None = None) -> None:
     """Print once per run, from the first rank. rank: this process's, if the caller knows it."""
-    if (parallel_state.launched_rank() if rank is None else rank) == 0 and not is_dry_run():
+    if rank is None:
+        rank = parallel_state.launched_rank()
+    if rank == 0 and not is_dry_run():
         _print_line(message)
 
 
@@ -225,12 +238,11 @@ def print_rank_last(message: str) -> None:
 
 
 def _print_line(message: str) -> None:
-    """In one write: ranks under a launcher write to one place, where another's line could come before the end of this
-    one."""
+    """Print a line in one write: under a launcher ranks share an output, and another's line could split this one."""
     try:
         print(f"{message}\n", end="", flush=True)
-    except OSError as error:  # of an object that the script has put in the place of standard output
-        if output_streams.answers_failed():  # it is that of a tool
+    except OSError as error:  # raised by an object with which the script has replaced standard output
+        if output_streams.answers_failed():  # the output of a tool, which must not be lost
             raise
         output_streams.lose("the log", error)
 

@@ -1,4 +1,10 @@
-"""From the command line to a `Runtime`: parse, check, join the other ranks, agree on the settings."""
+"""A `Runtime` is built from the command line: parse, check, join the other ranks, agree on the settings.
+
+read_settings       this rank alone: parse the flags, check them, select the device, build the tokenizer
+start_distributed   join the process group
+agree_on_settings   all ranks: refuse invalid or different settings, before any other group is created
+initialize_model_parallel, seed_generators, build_runtime
+"""
 
 import contextlib
 import os
@@ -40,7 +46,12 @@ from megatron.core.tokenizers import build_tokenizer
 from megatron.core.tokenizers.tokenizer_fingerprint import tokenizer_sha256
 from megatron.core.tokenizers.tokenizer_registry import Tokenizer
 from megatron.training.arguments.checkpoint_to_load import mistake_in
-from megatron.training.arguments.command_line import Arguments, ArgumentsError, ExtraArgs, parse_args as parse_words
+from megatron.training.arguments.command_line import (
+    Arguments,
+    ArgumentsError,
+    ExtraArgs,
+    parse_args as parse_command_line,
+)
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.hf_config import hf_config_problems
 from megatron.training.arguments.monitor_config import watch_notes
@@ -54,7 +65,7 @@ from megatron.training.memory.memory_check import notes_of
 
 @dataclass(frozen=True)
 class Settings:
-    """The state of a rank before it joins the others."""
+    """The checked settings of a rank, its device and its tokenizer, before it joins the others."""
 
     config: Config
     args: Arguments
@@ -80,10 +91,13 @@ def initialize_megatron(
     """Build the runtime: everything before the model. Every rank must call.
 
     Ranks may be started with different or invalid settings, so they agree first. Raises ConfigError on ranks with invalid
-    settings and PeerError on the others, before any group is made.
+    settings and PeerError on the others, before any group but the first is created.
     """
-    del allow_no_cuda  # Megatron's; the device is --device, or the one that is there
-    settings, problem = None, None
+    del allow_no_cuda  # Megatron's argument; here the device is --device, or the one that exists
+
+    # read the settings; in a job of several ranks an error waits until all ranks can be told
+    settings = None
+    problem = None
     output_streams.keep_running(parallel_state.launched_rank())
     rank_status.enter("reading settings")
     try:
@@ -92,17 +106,30 @@ def initialize_megatron(
         if parallel_state.launched_world_size() == 1:
             raise
         problem = error
-    asked = settings.config.device if settings else DeviceConfig()
-    # A rank with invalid settings only agrees on them, by a device of the kind that the others probably have.
-    device = settings.device if settings else Device.select(local_rank=parallel_state.launched_local_rank())
-    if settings:
+
+    # choose the device; a rank with invalid settings joins by the kind of device that the others probably have
+    if settings is not None:
+        device = settings.device
+        device_config = settings.config.device
         listen_for_requests(settings.config.training)
-        hang_watch.set_limits(settings.config.hangs, asked.distributed_timeout_minutes)
-    parallel_state.start_distributed(asked.distributed_backend or device.backend, asked.distributed_timeout_minutes)
+        hang_watch.set_limits(settings.config.hangs, device_config.distributed_timeout_minutes)
+    else:
+        device = Device.select(local_rank=parallel_state.launched_local_rank())
+        device_config = DeviceConfig()
+
+    # join the process group
+    parallel_state.start_distributed(
+        device_config.distributed_backend or device.backend, device_config.distributed_timeout_minutes
+    )
     if device.identity and (taken := parallel_state.shared_device_problem(device.identity)):
-        problem = ConfigError([*(problem.problems if problem else []), taken])
+        earlier_problems = [] if problem is None else problem.problems
+        problem = ConfigError([*earlier_problems, taken])
+
+    # agree on the settings; from here on they are valid and equal on all ranks
     rank_status.enter("agreeing on settings")
     agree_on_settings(settings, problem)
+
+    # create the groups of the mesh
     rank_status.enter("making groups")
     config = settings.config
     mesh = parallel_state.initialize_model_parallel(
@@ -119,11 +146,14 @@ def initialize_megatron(
         get_embedding_ranks=get_embedding_ranks,
         get_position_embedding_ranks=get_position_embedding_ranks,
     )
-    get_global_state().device, get_global_state().sequence_parallel = (
-        device.torch_device,
-        config.parallel.sequence_parallel_on,
-    )
+
+    # set the global state that Megatron's functions read, and the seeds
+    global_state = get_global_state()
+    global_state.device = device.torch_device
+    global_state.sequence_parallel = config.parallel.sequence_parallel_on
     seed_generators(config.training.seed, mesh)
+
+    # build the runtime and print the layout
     runtime = build_runtime(settings, mesh)
     set_runtime(runtime)
     announce(runtime, settings.notes)
@@ -131,18 +161,36 @@ def initialize_megatron(
 
 
 def build_runtime(settings: Settings, mesh: Mesh) -> Runtime:
-    """The `Runtime` of checked settings and a mesh. Every rank must call."""
-    config, device = settings.config, settings.device
-    log, world = config.log, mesh["world"]
-    level, option = log.timing_log_level, log.timing_log_option
-    barrier = log.barrier_with_L1_time
-    timers = Timers(level, option, device=device, world=world, barrier=barrier, say=print_rank_last)
+    """Build the `Runtime` from checked settings and a mesh. Every rank must call."""
+    config = settings.config
+    device = settings.device
+    world = mesh["world"]
+
+    # timers
+    timers = Timers(
+        config.log.timing_log_level,
+        config.log.timing_log_option,
+        device=device,
+        world=world,
+        barrier=config.log.barrier_with_L1_time,
+        say=print_rank_last,
+    )
+
+    # the store of offloaded state; a rank that cannot open it stops all ranks
     with collectives.raise_together(world, device.torch_device):
         offload_store = make_offload_store(config.offload, world.rank, device.torch_device)
         settings.notes.extend(_remove_left_behind(config, world.size))
-    get_global_state().matmul_modes = ways = settle_products(config, world, device, settings.notes)
+
+    # how to compute half-precision matrix products, and whether to compile
+    matmul_modes = choose_matmul_modes(config, world, device, settings.notes)
+    get_global_state().matmul_modes = matmul_modes
     settings.notes.extend(agree_on_compiling(config.transformer, device.torch_device, world))
-    names_data = (config.checkpoint.save or config.checkpoint.load) and world.is_first
+
+    # the hash of the data, which checkpoints record; the first rank alone reads the files
+    data_hash = None
+    if (config.checkpoint.save or config.checkpoint.load) and world.is_first:
+        data_hash = data_sha256(config.data)
+
     runtime = Runtime(
         config,
         settings.args.and_also(derived_settings(config, mesh, settings.tokenizer)),
@@ -153,24 +201,32 @@ def build_runtime(settings: Settings, mesh: Mesh) -> Runtime:
         WeightGradStore(),
         timers,
         offload_store,
-        matmul_modes=ways,
+        matmul_modes=matmul_modes,
         tokenizer_sha256=settings.tokenizer_sha256,
-        data_sha256=data_sha256(config.data) if names_data else None,
+        data_sha256=data_hash,
     )
-    runtime.held.callback(device.restore)
+
+    # released at the end of the run, the last one first
+    runtime.resources.callback(device.restore)
     if offload_store is not None:
-        runtime.held.callback(offload_store.close)
+        runtime.resources.callback(offload_store.close)
     return runtime
 
 
-def settle_products(config: Config, world: Axis, device: Device, notes: list[str]) -> matmul.MatmulModes:
-    """How to compute half-precision products: as in the checkpoint, or as measured, with a note. Every rank must call."""
-    dtype, asked = config.transformer.params_dtype, config.transformer.cpu_half_products
-    measures = asked == "auto" and matmul.is_half_precision_on_cpu(dtype, device.torch_device)
-    kept = saved_matmul_modes(config.checkpoint, world, device.torch_device) if measures else None
-    found, note = matmul.select_matmul_modes(dtype, device.torch_device, world, requested=asked, saved=kept)
-    notes += [note] if note else []
-    return found
+def choose_matmul_modes(config: Config, world: Axis, device: Device, notes: list[str]) -> matmul.MatmulModes:
+    """Return how to compute half-precision products: as in the checkpoint, or as measured. Every rank must call.
+
+    Adds a note to `notes`. A resumed run computes as the checkpoint's run did, so that its numbers stay the same.
+    """
+    dtype = config.transformer.params_dtype
+    requested = config.transformer.cpu_half_products
+    saved = None
+    if requested == "auto" and matmul.is_half_precision_on_cpu(dtype, device.torch_device):
+        saved = saved_matmul_modes(config.checkpoint, world, device.torch_device)
+    modes, note = matmul.select_matmul_modes(dtype, device.torch_device, world, requested=requested, saved=saved)
+    if note:
+        notes.append(note)
+    return modes
 
 
 def read_settings(
@@ -181,36 +237,52 @@ def read_settings(
 ) -> Settings:
     """Parse and check the command line and prepare this rank's device. Raises ConfigError with all problems."""
     world_size = parallel_state.launched_world_size()
+
+    # parse; after a parsing error, check the flags that could be parsed, so that all problems are reported at once
     try:
-        parsed = parse_words(argv, extra_args_provider, args_defaults, rules.unread)
+        parsed = parse_command_line(argv, extra_args_provider, args_defaults, rules.unread)
     except ArgumentsError as error:
-        found = examine(filled_in(error.parts), world_size, rules).problems
-        raise ConfigError(error.problems + apart_from(error.problems, error.parts, found)) from None
+        other_problems = examine(filled_in(error.parts), world_size, rules).problems
+        raise ConfigError(error.problems + apart_from(error.problems, error.parts, other_problems)) from None
+
+    # check
     config = parsed.config
     examined = examine(config, world_size, rules)
     if examined.problems:
         raise ConfigError(examined.problems)
-    device, tokenizer = examined.device, examined.tokenizer
-    moved = config.transformer.cpu_offloading_num_layers > 0
-    notes = [
-        *parsed.notes,
-        *share_cores(Launch() if parallel_state.has_joined() else discover(os.environ)),
-        *watch_notes(config.tensorboard, config.profile, config.training.train_iters),
-        *_notes_of_settings(config, world_size),
-        *_notes_of_table(config, tokenizer),
-        *notes_of(device.name, config.offload.tier, moved, torch.get_num_threads()),
-    ]
+    device = examined.device
+    tokenizer = examined.tokenizer
+
+    # collect the notes to print; share_cores sets the number of threads, which the last note reads
+    notes = list(parsed.notes)
+    launch = Launch() if parallel_state.has_joined() else discover(os.environ)
+    notes += share_cores(launch)
+    notes += watch_notes(config.tensorboard, config.profile, config.training.train_iters)
+    notes += _notes_of_settings(config, world_size)
+    if tokenizer is not None:
+        note = embedding_note(tokenizer, vocab_size_of(config, tokenizer))
+        if note is not None:
+            notes.append(note)
+    offloads_activations = config.transformer.cpu_offloading_num_layers > 0
+    notes += notes_of(device.name, config.offload.tier, offloads_activations, torch.get_num_threads())
+
+    # prepare the device
     empty_level = max(config.device.empty_unused_memory_level, int(config.offload.tier == "file"))
     device.prepare(bf16=config.transformer.bf16, empty_level=empty_level, ranks=world_size)
     if config.profile.record_memory_history:
         device.record_memory_history()
-    sha256 = None if tokenizer is None else tokenizer_sha256(config.tokenizer, tokenizer)
-    return Settings(config, parsed.args, notes, device, tokenizer, sha256)
+
+    tokenizer_hash = None
+    if tokenizer is not None:
+        tokenizer_hash = tokenizer_sha256(config.tokenizer, tokenizer)
+    return Settings(config, parsed.args, notes, device, tokenizer, tokenizer_hash)
 
 
 def _notes_of_settings(config: Config, world_size: int) -> Iterator[str]:
-    """Notes if ZeRO shards nothing, since each sharding group is a single rank, and on rounding with --reuse-fp32-param."""
-    stage, instances = config.data_parallel.stage, config.data_parallel.num_distributed_optimizer_instances
+    """Yield a note if ZeRO shards nothing, since each sharding group is a single rank, and one on the rounding of
+    --reuse-fp32-param."""
+    stage = config.data_parallel.stage
+    instances = config.data_parallel.num_distributed_optimizer_instances
     if stage and 1 < instances == config.data_parallel_size(world_size):
         yield (
             f"no effect here: ZeRO stage {stage}: --num-distributed-optimizer-instances {instances} is the data-parallel size, "
@@ -219,16 +291,9 @@ def _notes_of_settings(config: Config, world_size: int) -> Iterator[str]:
     if config.optimizer.reuse_fp32_param:
         yield (
             "--reuse-fp32-param: weights are the masters rounded to nearest even, as without the flag. A master "
-            "half way between "
-            "two weights that rounds towards zero (1 in 131,072 by chance) is kept one unit in the last place "
-            "nearer to zero; "
-            "losses may in time differ in their last digits from a run without the flag"
+            "half way between two weights that rounds towards zero (1 in 131,072 by chance) is kept one unit in the last "
+            "place nearer to zero; losses may in time differ in their last digits from a run without the flag"
         )
-
-
-def _notes_of_table(config: Config, tokenizer: Tokenizer | None) -> list[str]:
-    note = None if tokenizer is None else embedding_note(tokenizer, vocab_size_of(config, tokenizer))
-    return [] if note is None else [note]
 
 
 class Examined(NamedTuple):
@@ -249,20 +314,30 @@ def examine(config: Config, world_size: int, rules: ModelRules) -> Examined:
 
 
 def examine_without_device(config: Config, world_size: int, rules: ModelRules) -> tuple[list[str], Tokenizer | None]:
-    """(problems of the settings, their files and their tokenizer; the tokenizer). A missing package is a problem too."""
+    """Return the problems of the settings, their files and their tokenizer, and the tokenizer. A missing package is a problem
+    too."""
     problems: list[str] = []
-    tokenizer = None
+
+    # the settings against each other, and their files
     with collected(problems):
         check(config, world_size)
     problems += file_problems(config, reads_text=rules.reads_text)
+
+    # the tokenizer
+    tokenizer = None
     if config.tokenizer.tokenizer_type is not None:
         with collected(problems):
             try:
                 tokenizer = build_tokenizer(config.tokenizer)
             except ImportError as error:
                 raise ConfigError(f"--tokenizer-type {config.tokenizer.tokenizer_type}: {error}") from error
-    rows = config.tokenizer.model_vocab_size
-    if tokenizer is not None and rows is not None and (problem := embedding_problem(tokenizer, rows)):
+
+    # the tokenizer against the model's vocabulary
+    vocab_size = config.tokenizer.model_vocab_size
+    problem = None
+    if tokenizer is not None and vocab_size is not None:
+        problem = embedding_problem(tokenizer, vocab_size)
+    if problem:
         problems.append(
             f"{problem}, or --resize-token-embeddings tokens to start from the rows of the words that both have"
         )
@@ -271,14 +346,22 @@ def examine_without_device(config: Config, world_size: int, rules: ModelRules) -
             FillInTheMiddle(
                 config.fim, within_embedding(tokenizer, vocab_size_of(config, tokenizer)), config.training.seed
             )
-    return problems + hf_config_problems(config, rules) + rules.problems(config, tokenizer), tokenizer
+
+    # the Hugging Face configuration, and the model's own rules
+    problems = problems + hf_config_problems(config, rules) + rules.problems(config, tokenizer)
+    return problems, tokenizer
 
 
 def select_device(config: DeviceConfig) -> Device:
-    """This rank's device. Raises ConfigError if --distributed-backend cannot connect its processes; a single one may
-    name any."""
-    local_rank = parallel_state.launched_local_rank() if config.local_rank is None else config.local_rank
-    device, backend = Device.select(config.device, local_rank), config.distributed_backend
+    """Return this rank's device.
+
+    Raises ConfigError if --distributed-backend cannot connect its processes; a single process may name any backend.
+    """
+    local_rank = config.local_rank
+    if local_rank is None:
+        local_rank = parallel_state.launched_local_rank()
+    device = Device.select(config.device, local_rank)
+    backend = config.distributed_backend
     if backend != "gloo":
         device.check_number(parallel_state.launched().local_size)
     if backend not in (None, "gloo", device.backend) and parallel_state.will_join():
@@ -290,37 +373,59 @@ def select_device(config: DeviceConfig) -> Device:
 
 
 def file_problems(config: Config, *, reads_text: bool = True) -> list[str]:
-    """Missing files, and folders that cannot be written, on this host. Creates nothing."""
+    """Return the missing files, and the folders that cannot be written, on this host. Creates nothing."""
     problems = config.data.missing_files() if reads_text else []
-    load, offload_dir = config.checkpoint.load, config.offload.offload_dir
-    cache = "--data-cache-path", config.data.data_cache_path
-    for flag, folder in (("--save", config.checkpoint.save), cache, ("--offload-dir", offload_dir)):
+
+    # folders to write
+    load = config.checkpoint.load
+    offload_dir = config.offload.offload_dir
+    folders = {
+        "--save": config.checkpoint.save,
+        "--data-cache-path": config.data.data_cache_path,
+        "--offload-dir": offload_dir,
+    }
+    for flag, folder in folders.items():
+        if folder is None:
+            continue
         # An existing cache may be read-only; if it lacks an index, the builder of that index reports it.
-        is_built = flag == "--data-cache-path" and folder and any(Path(folder).glob("*-description.txt"))
-        if folder is not None and not is_built and not is_url(folder) and (obstacle := _obstacle(path_of(folder))):
+        if flag == "--data-cache-path" and folder and any(Path(folder).glob("*-description.txt")):
+            continue
+        if is_url(folder):
+            continue
+        obstacle = _obstacle(path_of(folder))
+        if obstacle:
             problems.append(f"{flag} {folder} cannot be written: {obstacle}; choose another folder")
     if offload_dir is not None:
         problems += folder_problems(offload_dir, parallel_state.launched_rank())
+
+    # a file in place of the checkpoint's folder
     if load is not None and not is_url(load) and os.path.isfile(path_of(load)):
         problems.append(f"--load {load} {mistake_in(path_of(load))}")
     return problems
 
 
 def _obstacle(folder: Path) -> str | None:
-    """Why files cannot be written into `folder`, which may not exist yet; None if they can."""
-    there = next((path for path in (folder, *folder.absolute().parents) if os.path.lexists(path)), Path("/"))
-    if not there.exists():
-        return f"{there} is a link to {os.readlink(there)}, which does not exist"
-    if not there.is_dir():
-        return f"{there} is a file"
-    return None if os.access(there, os.W_OK | os.X_OK) else f"{there} allows this user no new files"
+    """Return why files cannot be written into `folder`, which may not exist yet; None if they can."""
+    # the folder itself, or else its nearest parent that exists
+    existing = Path("/")
+    for path in (folder, *folder.absolute().parents):
+        if os.path.lexists(path):
+            existing = path
+            break
+    if not existing.exists():
+        return f"{existing} is a link to {os.readlink(existing)}, which does not exist"
+    if not existing.is_dir():
+        return f"{existing} is a file"
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return f"{existing} allows this user no new files"
+    return None
 
 
 @contextlib.contextmanager
 def collected(problems: list[str]) -> Iterator[None]:
     """Add the block's ConfigError, ValueError or OSError to `problems`, so that all are reported at once."""
     try:
-        with as_settings_problem():
+        with as_config_error():
             yield
     except ConfigError as error:
         problems += error.problems
@@ -340,21 +445,21 @@ def share_cores(launch: Launch) -> list[str]:
 
 
 def available_cores() -> tuple[int, bool]:
-    """(cores that this process may use, whether the launcher has restricted them)."""
+    """Return the number of cores that this process may use, and whether the launcher has restricted them."""
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1, False
-    mine = os.sched_getaffinity(0)
+    cores = os.sched_getaffinity(0)
     try:
-        return len(mine), mine < os.sched_getaffinity(os.getppid())
+        return len(cores), cores < os.sched_getaffinity(os.getppid())
     except OSError:  # the parent has ended, or belongs to another user
-        return len(mine), False
+        return len(cores), False
 
 
 @contextlib.contextmanager
-def as_settings_problem() -> Iterator[None]:
+def as_config_error() -> Iterator[None]:
     """Turn ValueError and OSError, raised for files that the user named, into ConfigError: reported once, without traceback.
 
-    A ValueError that Python or a library raises in our own code is none of the user's, and keeps its traceback.
+    A ValueError that Python or a library raises in our own code is no fault of the user, and keeps its traceback.
     """
     try:
         yield
@@ -376,33 +481,43 @@ def agree_on_settings(settings: Settings | None, problem: ConfigError | None) ->
             raise problem
     # A script's own flags may differ between ranks, unless the meaning of the parameters depends on them ("own_model").
     shared = {name: part for name, part in settings.config.as_json().items() if name not in ("device", "own")}
-    mine = collectives.fingerprint(f"{shared} {settings.tokenizer_sha256}")
-    ends = torch.tensor([mine, -mine], dtype=torch.int64)
-    collectives.all_reduce(ends, world, "max")
-    if ends[0].item() != -ends[1].item():
+    fingerprint = collectives.fingerprint(f"{shared} {settings.tokenizer_sha256}")
+
+    # equal on all ranks if the maximum of the fingerprints is their minimum, which is -max(-fingerprint)
+    extremes = torch.tensor([fingerprint, -fingerprint], dtype=torch.int64)  # [2]
+    collectives.all_reduce(extremes, world, "max")
+    if extremes[0].item() != -extremes[1].item():
         raise ConfigError("the ranks were started with different settings or tokenizers; start all with the same ones")
 
 
 def _remove_left_behind(config: Config, world_size: int) -> list[str]:
-    """Remove the files of offloaded state that killed runs have left on this node; the node's first rank does, with a
+    """Remove the files of offloaded state that killed runs have left on this node. The node's first rank does, and returns a
     note."""
     if config.offload.tier != "file" or parallel_state.launched_local_rank() != 0:
         return []
     folder = config.offload.offload_dir
-    found = remove_left_behind(folder, world_size)
-    where = f"{found[0]} to {found[-1]}" if len(found) > 1 else "".join(found)
-    return [f"--offload-dir {folder}: removed {where}, left by a run that was killed"] if found else []
+    removed = remove_left_behind(folder, world_size)
+    if not removed:
+        return []
+    names = removed[0]
+    if len(removed) > 1:
+        names = f"{removed[0]} to {removed[-1]}"
+    return [f"--offload-dir {folder}: removed {names}, left by a run that was killed"]
 
 
 def derived_settings(config: Config, mesh: Mesh, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """The entries of Megatron's `args` that are not flags."""
-    tensor, words = config.parallel.tensor_model_parallel_size, vocab_size_of(config, tokenizer)
+    """Return the entries of Megatron's `args` that are not flags."""
+    padded_vocab_size = None
+    vocab_size = vocab_size_of(config, tokenizer)
+    if vocab_size is not None:
+        tp = config.parallel.tensor_model_parallel_size
+        padded_vocab_size = config.transformer.padded_vocab_size(vocab_size, tp)
     return {
         "rank": parallel_state.launched_rank(),
         "world_size": mesh["world"].size,
         "data_parallel_size": mesh.samples.size,
         "params_dtype": config.transformer.params_dtype,
-        "padded_vocab_size": None if words is None else config.transformer.padded_vocab_size(words, tensor),
+        "padded_vocab_size": padded_vocab_size,
         "virtual_pipeline_model_parallel_size": get_global_state().virtual_size,
         "global_batch_size": config.global_batch_size(mesh["world"].size),
         "max_position_embeddings": config.positions,
@@ -422,16 +537,25 @@ def seed_generators(seed: int, mesh: Mesh) -> None:
 
 def announce(runtime: Runtime, notes: Sequence[str]) -> None:
     """Print the layout, the settings that differ from their defaults, and the notes, once."""
-    config, mesh = runtime.config, runtime.mesh
-    told = ("tp", "pp", "dp")  # also where their size is 1
-    others = (name for name in ORDER.split("-") if name not in told and mesh[name].size > 1)
-    layout = ", ".join(f"{name} {mesh[name].size}" for name in (*told, *others))
-    sizes = [size // runtime.samples_at_once for size in runtime.batch_sizes.sizes]
-    ramp = f"{sizes[0]} to " if len(sizes) > 1 else ""
+    config = runtime.config
+    mesh = runtime.mesh
+
+    # the layout: tp, pp and dp always, other axes if they have several ranks
+    names = ["tp", "pp", "dp"]
+    for name in ORDER.split("-"):
+        if name not in names and mesh[name].size > 1:
+            names.append(name)
+    layout = ", ".join(f"{name} {mesh[name].size}" for name in names)
+
+    # the microbatches, of which a batch size ramp has fewer at first
+    microbatches = [size // runtime.samples_at_once for size in runtime.batch_sizes.sizes]
+    ramp = f"{microbatches[0]} to " if len(microbatches) > 1 else ""
     print_rank_0(
         f"{runtime.world_size} rank(s) on {runtime.device.name}: {layout}; "
         f"{ramp}{runtime.num_microbatches} microbatch(es) of {config.training.micro_batch_size} per rank and step"
     )
+
+    # the settings that differ from their defaults, and the notes
     if changed := config.changed_lines():
         print_rank_0("settings that are not the default:\n" + "\n".join(changed))
     for note in notes:
@@ -439,13 +563,15 @@ def announce(runtime: Runtime, notes: Sequence[str]) -> None:
 
 
 def stop_with(error: ConfigError | collectives.PeerError) -> NoReturn:
-    """Print the problems once, leave the job in order and exit with code 2. Every rank calls it, with its own error."""
+    """Print the problems once, leave the process group and exit with code 2. Every rank must call, with its own error."""
     problems = error.problems if isinstance(error, ConfigError) else [str(error)]
     lines = "\n".join(f"  - {problem}" for problem in problems)
-    told = f"cannot start, {len(problems)} problem(s):\n{lines}"
-    write_error_file(told)
-    if parallel_state.launched_rank() == 0 or not parallel_state.has_joined():  # without a job every process prints
-        output_streams.print_stderr(told)
+    message = f"cannot start, {len(problems)} problem(s):\n{lines}"
+    write_error_file(message)
+    if (
+        parallel_state.launched_rank() == 0 or not parallel_state.has_joined()
+    ):  # without a process group every process prints
+        output_streams.print_stderr(message)
     parallel_state.stop_distributed()
     sys.exit(2)
 

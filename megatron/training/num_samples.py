@@ -1,4 +1,4 @@
-"""How many samples a run requests from its data sets, and checks of the data sets it gets. Pure."""
+"""A run requests a number of samples from its data sets, and checks the data sets that it gets. Pure."""
 
 from typing import Any
 
@@ -12,36 +12,45 @@ from megatron.training.checkpointing.train_state import TrainState
 def samples_to_request(
     training: TrainingConfig, data: DataConfig, train_iters: int, batch_size: int, state: TrainState
 ) -> list[int | None]:
-    """Samples of [train, valid, test] for a run resumed at `state`. batch_size: global, at the end of a ramp.
+    """Return the samples of [train, valid, test] for a run resumed at `state`. batch_size: global, at the end of a ramp.
 
-    None for a validation set that is read whole: one epoch, or where data are made up, --eval-iters batches. A resumed run
+    None for a validation set that is read whole, which is one epoch; with mock data --eval-iters batches instead. A resumed run
     requests at least as many training samples as before, as a data set's order may depend on the number requested.
     """
-    interval, iters = training.eval_interval, training.eval_iters
-    done = {"iteration": state.iteration, "consumed": state.consumed_train_samples}
-    counts = requested_samples(train_iters, interval, iters, batch_size, **done)
-    train = max(training.train_samples or counts[0], state.requested_train_samples)
-    valid = whole_set(data, iters * batch_size) if data.full_validation else counts[1]
-    return [train, valid, counts[2]]
+    train, valid, test = requested_samples(
+        train_iters,
+        training.eval_interval,
+        training.eval_iters,
+        batch_size,
+        iteration=state.iteration,
+        consumed=state.consumed_train_samples,
+    )
+    train = max(training.train_samples or train, state.requested_train_samples)
+    if data.full_validation:
+        valid = whole_set(data, training.eval_iters * batch_size)
+    return [train, valid, test]
 
 
-def whole_set(data: DataConfig, made_up: int) -> int | None:
-    """The samples to request of a validation set that --full-validation reads: None for one epoch, or so many made-up
-    ones."""
-    return made_up if data.mock_data else None
+def whole_set(data: DataConfig, mock_samples: int) -> int | None:
+    """Return the samples to request of a validation set that --full-validation reads: None for one epoch. Mock data have no
+    end, so they get a number."""
+    return mock_samples if data.mock_data else None
 
 
 SPLITS = ("train", "valid", "test")
 
 
 def check_datasets(datasets: Any, steps: int, needed: int, state: TrainState) -> dict[str, Any]:
-    """A provider's data sets by split, of validation perhaps a list of several.
+    """Return a provider's data sets by split; for validation possibly a list of several.
 
-    Raises ConfigError unless there are three, with `needed` samples for `steps` steps."""
+    Raises ConfigError unless there are three, and training has `needed` samples for `steps` steps.
+    """
     if not isinstance(datasets, tuple | list) or len(datasets) != 3:
-        given = f"{len(datasets)} of them" if isinstance(datasets, tuple | list) else type(datasets).__name__
+        returned = type(datasets).__name__
+        if isinstance(datasets, tuple | list):
+            returned = f"{len(datasets)} of them"
         raise ConfigError(
-            f"train_valid_test_datasets_provider must return three data sets (None for a missing set), not {given}"
+            f"train_valid_test_datasets_provider must return three data sets (None for a missing set), not {returned}"
         )
     train = datasets[0]
     if steps > 0 and train is None:
@@ -57,13 +66,18 @@ def check_datasets(datasets: Any, steps: int, needed: int, state: TrainState) ->
 
 
 def notes_of_no_validation(config: Config, datasets: dict[str, Any]) -> list[str]:
-    """The note of a run that should validate, but has no validation set."""
-    training, data = config.training, config.data
+    """Return the note of a run that should validate, but has no validation set."""
+    data = config.data
     if datasets["valid"] is not None or not config.validates:
         return []
-    nothing = "nothing is validated" if datasets["test"] is not None else "nothing is validated or tested"
-    is_zero = not data.has_own_splits and parse_split(data.split_shares)[1] == 0
+
+    # the effect
+    effect = "nothing is validated"
+    if datasets["test"] is None:
+        effect = "nothing is validated or tested"
+
+    # the reason
     advice = "; give --valid-data-path, or data with more documents: splits are divided between documents"
-    if is_zero:
+    if not data.has_own_splits and parse_split(data.split_shares)[1] == 0:
         advice = f"; --split {data.split_shares} leaves it no share; give a second share above 0"
-    return [f"no validation set: {nothing}, whatever --eval-iters ({training.eval_iters}){advice}"]
+    return [f"no validation set: {effect}, whatever --eval-iters ({config.training.eval_iters}){advice}"]

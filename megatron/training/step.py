@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
@@ -11,38 +10,42 @@ from megatron.core.optimizer.loss_scaler import DynamicGradScaler, GradScaler
 from megatron.core.pipeline_parallel.loss_func_results import ForwardStep, LossTotals
 from megatron.core.pipeline_parallel.schedules import Pipeline, SharedTotals
 from megatron.core.timers import Timers
-from megatron.training.batch_cache import KeptBatches
+from megatron.training.batch_cache import BatchCache
 
 
 class NotFiniteError(FloatingPointError):
-    """A loss or gradient norm is NaN or infinite. The message says all there is to know; no traceback is needed."""
+    """A loss or gradient norm is NaN or infinite. The message is complete, so it is shown without a traceback."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The reported numbers of one step. `losses` is empty on ranks outside the last stage, and lacks those that count
-    nothing."""
+    """The reported numbers of one step.
+
+    losses: means by name, on the ranks of the last stage; empty on the others. A loss that counted no token is absent.
+    """
 
     losses: dict[str, float]
     grad_norm: float
     loss_scale: float = 1.0  # of the next step
     skipped: bool = False  # no parameter changed
-    overflowed: bool = False  # the scaled gradient did, which a smaller loss scale repairs
+    overflowed: bool = False  # the scaled gradient overflowed, which a smaller loss scale repairs
     loss_is_finite: bool = True  # in every microbatch of every rank
 
     @property
     def is_nan(self) -> bool:
         """Whether something is NaN or infinite that a smaller loss scale would not repair."""
-        return not self.loss_is_finite or not (self.overflowed or math.isfinite(self.grad_norm))
+        if not self.loss_is_finite:
+            return True
+        return not self.overflowed and not math.isfinite(self.grad_norm)
 
 
 class StepFigures(NamedTuple):
-    """The numbers of a computed step before its update: equal on all ranks, but for `mine`."""
+    """The numbers of a computed step before its update: equal on all ranks, except `rank_totals`."""
 
     shared: SharedTotals
-    norm: float
-    factor: float  # of the gradients in the update
-    mine: LossTotals  # of this rank, if it runs the last stage
+    norm: float  # of the whole gradient, before clipping
+    factor: float  # multiplies the gradients in the update: 1 / tokens, and clipping
+    rank_totals: LossTotals  # of this rank alone, if it runs the last stage
 
 
 _NO_TIMERS = Timers()
@@ -52,9 +55,10 @@ _NO_TIMERS = Timers()
 class StepWork:
     """The forwards and backwards of one step.
 
-    With `KeptBatches` for iterators it can be computed again, from the same weights, batches and dropout masks.
-    num_microbatches:
-    per rank. empty(level): see `train_step`.
+    They are an object because the guard may compute them again to find the cause of wrong numbers: with `BatchCache`
+    iterators, a second `compute` uses the same weights, batches and dropout masks.
+
+    num_microbatches: per rank. empty(level): see `train_step`.
     """
 
     pipeline: Pipeline
@@ -66,47 +70,74 @@ class StepWork:
     empty: Callable[[int], None] = lambda level: None
 
     def compute(self, forward_step: ForwardStep | None = None) -> StepFigures:
-        """Compute the losses and the summed gradients; nothing is updated. Every rank must call. forward_step: default: the
-        pipeline's."""
-        pipeline, m = self.pipeline, self.num_microbatches
+        """Compute the losses and the summed gradients, without an update. Every rank must call.
+
+        forward_step: default: the pipeline's.
+        """
+        pipeline = self.pipeline
         scaler = self.optimizer.scaler
         chunks = list(pipeline.chunks.values())
+
+        # rewind the data: a second computation must read the same batches
         for iterator in self.data_iterators.values():
-            if isinstance(iterator, KeptBatches):
+            if isinstance(iterator, BatchCache):
                 iterator.rewind()
+
+        # clear the gradient buffers
         for chunk in chunks:
-            if not chunk.training:  # after a validation; the call visits every module
+            if not chunk.training:  # only after a validation, since train() visits every module
                 chunk.train()
-            chunk.zero_grad_buffer(m)
-        step_tokens = pipeline.batch.nominal_tokens * m * pipeline.mesh.tokens.size
-        loss_scale = 1.0 if scaler is None else scaler.scale / step_tokens
-        run = partial(pipeline.run, num_microbatches=m, loss_scale=loss_scale, forward_step=forward_step)
+            chunk.zero_grad_buffer(self.num_microbatches)
+
+        # choose the factor of the loss; a sum over all tokens would leave float16's range, hence the division
+        loss_scale = 1.0
+        if scaler is not None:
+            step_tokens = pipeline.batch.nominal_tokens * self.num_microbatches * pipeline.mesh.tokens.size
+            loss_scale = scaler.scale / step_tokens
+
+        # run all forwards and backwards in the order of the schedule
         with self.timers("forward-backward"):
-            totals = run(self.data_iterators, self.first_sample)
+            totals = pipeline.run(
+                self.data_iterators,
+                self.first_sample,
+                num_microbatches=self.num_microbatches,
+                loss_scale=loss_scale,
+                forward_step=forward_step,
+            )
         self.empty(1)
+
+        # sum tokens and losses over the ranks
         shared = pipeline.share_totals(totals)
+
+        # complete the gradients: wait for their reduction, and sum those of tied embeddings
         with self.timers("all-grads-sync"):
             for chunk in chunks:
                 chunk.finish_grad_reduce()
+
+        # compute the norm, and the factor that divides by the tokens, unscales and clips
+        tokens = shared.tokens or 1.0  # a step that counts no token has no mean
         with self.timers("optimizer-clip-main-grad"):
-            norm, factor = self.optimizer.clip_factor((shared.tokens or 1.0) * loss_scale)
+            norm, factor = self.optimizer.clip_factor(tokens * loss_scale)
         return StepFigures(shared, norm, factor, totals)
 
 
 class StepGuard:
-    """Looks at a step while it is taken; this one stops at numbers that are not finite. Every rank must call."""
+    """Checks each step before its update. This base class stops at numbers that are not finite. Every rank must call."""
 
     def before_step(self, work: StepWork) -> None:
-        """Nothing of the step is computed yet."""
+        """Called before anything of the step is computed."""
 
     def judge(self, work: StepWork, figures: StepFigures, problem: str) -> bool:
-        """Whether to leave out the update; may raise. problem: the message of numbers that are not finite, or ""."""
+        """Return whether to skip the update; may raise.
+
+        problem: the message about numbers that are not finite, or "".
+        """
         if problem:
             raise NotFiniteError(problem)
         return False
 
     def before_update(self) -> None:
-        """The gradients are complete, and no parameter has changed."""
+        """Called when the gradients are complete and no parameter has changed."""
 
 
 _NO_GUARD = StepGuard()
@@ -130,35 +161,50 @@ def train_step(
     """Update the parameters once. Every rank must call; all raise NotFiniteError if a loss or the gradient is NaN or
     infinite.
 
-    Gradients are summed over tokens and divided once, by the tokens of the whole step: neither the layout nor an uneven loss
-    mask changes their meaning. `loss_func` counts the tokens; its count may be a sum of weights, fractional or negative.
-    A step
-    with count 0 has no mean: its gradients (zeros if every token is masked) are used undivided.
+    Gradients are summed over tokens and divided once, by the tokens of the whole step. So neither the layout nor an
+    uneven loss mask changes their meaning. `loss_func` counts the tokens; its count may be a sum of weights, fractional
+    or negative. A step with count 0 has no mean: its gradients (zeros if every token is masked) are used undivided.
 
     With a loss scale, the objective is multiplied by scale / nominal tokens before the backward, because a sum over
-    tokens would
-    leave float16's range. If the gradient overflows all the same, every rank skips the update, since all see the same
-    norm. A
-    dynamic scale falls then, and no error is raised while it can fall. A NaN or infinite loss is not an overflow: the scale
-    changes only the backward.
+    tokens would leave float16's range. If the gradient overflows nevertheless, every rank skips the update, since all
+    have the same norm. A dynamic scale is then lowered, and no error is raised while it can be lowered. A NaN or
+    infinite loss is not an overflow: the scale changes only the backward.
 
     num_microbatches: per rank in this step, default: the pipeline's. weight_decay: default: the optimizer's.
-    empty(level) returns unused device memory; called with 1 after the backwards and 2 after the update. guard: decides about
-    wrong numbers.
+    empty(level) returns unused device memory; called with 1 after the backwards and with 2 after the update.
+    guard: decides what happens to a step with wrong numbers.
 
     Scalars communicated: token count and loss over dp and pp, the loss report on the last stage, the gradient norm over mp.
     """
-    m, scaler = num_microbatches or pipeline.batch.num_microbatches, optimizer.scaler
-    work = StepWork(pipeline, optimizer, data_iterators, first_sample, m, timers, empty)
+    # compute the losses, the summed gradients and their norm
+    scaler = optimizer.scaler
+    work = StepWork(
+        pipeline,
+        optimizer,
+        data_iterators,
+        first_sample,
+        num_microbatches or pipeline.batch.num_microbatches,
+        timers,
+        empty,
+    )
     guard.before_step(work)
     figures = work.compute()
-    shared, norm = figures.shared, figures.norm
-    left_out = guard.judge(work, figures, problem_of(shared, norm, scaler) if check_finite else "")
-    loss_is_finite, overflow = math.isfinite(shared.loss), not math.isfinite(norm)
-    if scaler is not None and (loss_is_finite or not overflow):
-        scaler.update(overflow)
-    overflowed = overflow and scaler is not None
-    skipped = overflowed or left_out
+
+    # ask the guard whether the update may happen; it must see the loss scale before that is changed below
+    problem = ""
+    if check_finite:
+        problem = non_finite_problem(figures.shared, figures.norm, scaler)
+    guard_skips = guard.judge(work, figures, problem)
+
+    # adapt the loss scale, except after a NaN or infinite loss, which the scale did not cause
+    loss_is_finite = math.isfinite(figures.shared.loss)
+    norm_is_finite = math.isfinite(figures.norm)
+    if scaler is not None and (loss_is_finite or norm_is_finite):
+        scaler.update(not norm_is_finite)
+    overflowed = scaler is not None and not norm_is_finite
+
+    # update the parameters, then start gathering those that are sharded
+    skipped = overflowed or guard_skips
     if not skipped:
         guard.before_update()
         with timers("optimizer"):
@@ -167,21 +213,32 @@ def train_step(
             for chunk in pipeline.chunks.values():
                 chunk.gather_params()
     empty(2)
-    scale = 1.0 if scaler is None else scaler.scale
-    return StepResult(shared.report, norm, scale, skipped, overflowed, loss_is_finite)
+
+    # report
+    return StepResult(
+        losses=figures.shared.report,
+        grad_norm=figures.norm,
+        loss_scale=1.0 if scaler is None else scaler.scale,
+        skipped=skipped,
+        overflowed=overflowed,
+        loss_is_finite=loss_is_finite,
+    )
 
 
-def problem_of(shared: SharedTotals, norm: float, scaler: GradScaler | None) -> str:
-    """The message of a NaN or infinite loss, or of an overflowing gradient if the loss scale cannot fall; "" otherwise."""
-    bad_loss = why = ""
+def non_finite_problem(shared: SharedTotals, norm: float, scaler: GradScaler | None) -> str:
+    """Return the message about a NaN or infinite loss, or about a gradient overflow that the loss scale cannot repair;
+    "" if there is neither."""
+    loss_text = ""
+    scale_text = ""
     if not math.isfinite(shared.loss):
-        blame = "" if scaler is None else ", which no loss scale can cause"
-        bad_loss = f"the sum of the step's losses is {shared.loss}{blame}, and "
+        no_scale = "" if scaler is None else ", which no loss scale can cause"
+        loss_text = f"the sum of the step's losses is {shared.loss}{no_scale}, and "
     elif math.isfinite(norm) or (scaler is not None and scaler.can_fall):
         return ""
     elif isinstance(scaler, DynamicGradScaler):
-        why = f"The step before overflowed too, and the loss scale is at its minimum (--min-loss-scale {scaler.minimum}). "
+        scale_text = f"The step before overflowed too, and the loss scale is at its minimum (--min-loss-scale {scaler.minimum}). "
     return (
-        f"{bad_loss}the gradient's norm is {norm} (losses on this rank: {shared.report}); nothing was updated in this step. {why}"
+        f"{loss_text}the gradient's norm is {norm} (losses on this rank: {shared.report}); nothing was updated in this "
+        f"step. {scale_text}"
         "Lower --lr or check the data; --no-check-for-nan-in-loss-and-grad continues regardless"
     )

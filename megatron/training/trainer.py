@@ -1,7 +1,7 @@
-"""The loop: a `Trainer` holds the parts of one run and takes its steps.
+"""The training loop: a `Trainer` holds the parts of one run and takes its steps.
 
-Trainer(...)    model and optimizer, pipeline, checkpoint, schedules, log, data, watchers
-run()           each step: pipeline -> gradients -> update -> log -> maybe validate, stop, save
+Trainer(...)    builds model, optimizer and pipeline, loads the checkpoint, sets schedules, builds log, data and monitors
+run()           takes the steps: pipeline -> gradients -> update -> log -> validation, stop and save where due
                 at the end: validation and test losses
 """
 
@@ -31,30 +31,29 @@ from megatron.core.optimizer.lr_schedule import (
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.parallel import collectives
 from megatron.core.pipeline_parallel.loss_func_results import ForwardStep, keep_reports
-from megatron.training.arguments.checkpoint_to_load import where_to_go_on
-from megatron.training.build import DatasetsProvider, built_chunks, refused_alike
+from megatron.training.arguments.checkpoint_to_load import resume_hint
+from megatron.training.build import DatasetsProvider, build_chunks, refuse_together
 from megatron.training.checkpointing import save_and_load
 from megatron.training.checkpointing.save_folder import prepare_folder, prepare_hf_folder, warn_of_other_checkpoints
 from megatron.training.checkpointing.save_manager import CheckpointManager
-from megatron.training.checkpointing.train_state import TrainState
-from megatron.training.evaluate import evaluate, where_to_read
+from megatron.training.evaluate import evaluate, samples_to_evaluate
 from megatron.training.fault_tolerance import hang_watch
-from megatron.training.fault_tolerance.exit_conditions import Exits
+from megatron.training.fault_tolerance.exit_conditions import ExitConditions
 from megatron.training.global_vars import Runtime, is_last_rank, print_rank_0, print_rank_last
-from megatron.training.initialize import as_settings_problem, available_cores
+from megatron.training.initialize import as_config_error, available_cores
 from megatron.training.memory.dry_run import Job
-from megatron.training.memory.memory_monitor import MemoryWatch
+from megatron.training.memory.memory_monitor import MemoryMonitor
 from megatron.training.memory.peak_along_schedule import Forecast
 from megatron.training.model_chunks import ModelProvider, build_optimizer, build_pipeline
-from megatron.training.monitor.cpu_contention import Contention
+from megatron.training.monitor.cpu_contention import CpuContention
 from megatron.training.monitor.long_task_progress import heartbeat
-from megatron.training.monitor.monitor import Watch
+from megatron.training.monitor.monitor import Monitor
 from megatron.training.monitor.training_log import StepNumbers, TrainingLog, print_validation
 from megatron.training.num_samples import check_datasets, notes_of_no_validation, samples_to_request
 from megatron.training.rerun.base_check import WrongNumbersError
 from megatron.training.rerun.check_runner import Guard
 from megatron.training.step import NotFiniteError, StepResult, train_step
-from megatron.training.validation_sets import EvaluatedSet, lines_of, sets_of, too_small
+from megatron.training.validation_sets import EvaluatedSet, evaluated_sets, reason_left_out, set_lines
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class NonLossData:
 
 
 class Trainer:
-    """The parts of one run and the loop over its steps."""
+    """The parts of one run, and the loop over its steps."""
 
     # ---------------------------------------------------------------- the parts, in the order in which they are built
 
@@ -80,136 +79,189 @@ class Trainer:
         began: float | None = None,
         non_loss: NonLossData = NonLossData(),
     ):
-        """began: `time.monotonic()` at the start of the run; default: now."""
-        self.runtime, self.config = runtime, runtime.config
+        """Build all parts of the run. Every rank must call. began: `time.monotonic()` at the start of the run; default: now.
+
+        The order: what can refuse the run cheaply, then the model, then the checkpoint, which fills the model and says
+        how far training is; schedules and data sets depend on that.
+        """
+        self.runtime = runtime
+        self.config = runtime.config
         self.mesh = runtime.mesh
-        self.device, self.non_loss = runtime.device.torch_device, non_loss
+        self.device = runtime.device.torch_device
+        self.non_loss = non_loss
         self.batch_sizes = runtime.batch_sizes
         self.batch_size = self.batch_sizes.last  # of validation, and of training at the end of a ramp
-        began = time.monotonic() if began is None else began
-        self.exits = Exits(self.config.training, self.mesh["world"], self.device, began)
-        self._check_folders()
+        world = self.mesh["world"]
+
+        # the conditions that end the run: duration, signals
+        if began is None:
+            began = time.monotonic()
+        self.exits = ExitConditions(self.config.training, world, self.device, began)
+
+        # refuse an unusable --load or --save now, since building the model may take minutes
+        save_and_load.choose_start(self.config.checkpoint, world, self.device)  # first: a refused run creates no folder
+        prepare_folder(self.config.checkpoint, world, self.device, runtime.resources)
+        prepare_hf_folder(self.config.hf.save_hf, world, self.device, runtime.resources)
+
+        # build the model chunks of this rank, by stage, and the optimizer over their buffers
         rank_status.enter("building the model")
         with heartbeat("building the model", print_rank_0), runtime.device.memory_that_stays():
-            # chunks by stage
-            forecast = Forecast(Job(runtime, model_provider, forward_step, runtime.device.module is not None, group_of))
-            self.chunks = built_chunks(model_provider, runtime, group_of, forecast)
-            with refused_alike(runtime):
+            has_accelerator = runtime.device.module is not None
+            forecast = Forecast(Job(runtime, model_provider, forward_step, has_accelerator, group_of))
+            self.chunks = build_chunks(model_provider, runtime, group_of, forecast)
+            with refuse_together(runtime):
                 self.optimizer = build_optimizer(self.chunks, runtime, group_of)
         runtime.device.return_freed()
         self.model = list(self.chunks.values())
         for line in compile_fallback_lines(self.model):
             print_rank_last(line)
-        ranks_here = parallel_state.launched().local_size
-        self.contention = Contention(ranks_here, available_cores()[0], torch.get_num_threads())
-        self.memory = MemoryWatch(runtime, self.model, self.optimizer, forecast)
+
+        # watch the load of the cores and the memory
+        ranks_of_node = parallel_state.launched().local_size
+        cores, _ = available_cores()
+        self.contention = CpuContention(ranks_of_node, cores, torch.get_num_threads())
+        self.memory = MemoryMonitor(runtime, self.model, self.optimizer, forecast)
+
+        # build the pipeline over the chunks
         self.pipeline = build_pipeline(self.chunks, runtime, forward_step)
         self.pipeline.transport.connect(self.pipeline.stages.neighbours)
-        with as_settings_problem():
-            self.state, log_state = self._load()
-            length, done = self.config.training, self.state
-            self.train_iters = length.train_iters or done.iteration + self.batch_sizes.steps(
-                done.consumed_train_samples, length.train_samples
-            )
+
+        with as_config_error():
+            # load the checkpoint into model and optimizer; log_state: the saved log of an interrupted log interval
+            rank_status.enter("loading the checkpoint")
+            with heartbeat("loading the checkpoint", print_rank_0):
+                self.state, log_state = save_and_load.load(runtime, self.model, self.optimizer)
+            warn_of_other_checkpoints(self.config.checkpoint, self.state.iteration, world)
+
+            # set the length of the run; --train-samples is counted on from the samples already consumed
+            self.train_iters = self.config.training.train_iters
+            if not self.train_iters:
+                consumed = self.state.consumed_train_samples
+                steps = self.batch_sizes.steps(consumed, self.config.training.train_samples)
+                self.train_iters = self.state.iteration + steps
+
+            # set the schedules, the guard and the log
             self._set_schedules()
             self.guard = Guard(runtime, self.pipeline, self.model, self.optimizer, self.state)
             self.log = self._build_log(log_state)
+
+        # build the data sets; how many samples they need follows from the checkpoint's state
         self.datasets = self._build_datasets(datasets_provider)
-        with collectives.raise_together(self.mesh["world"], self.device), as_settings_problem():
-            self.watch = Watch(runtime, self.pipeline, self.model, self.state)
+
+        # open the writers and profilers; a rank that cannot stops all ranks
+        with collectives.raise_together(world, self.device), as_config_error():
+            self.watch = Monitor(runtime, self.pipeline, self.model, self.state)
+
+        # prepare for saving, last, since saves report their progress to the monitor
         rank_status.enter("getting ready")
         self.saves = CheckpointManager(runtime, self.model, self.optimizer, self.state, self.watch.note_progress)
 
-    def _check_folders(self) -> None:
-        """Refuse an unusable --save or --load before the model is built, which may take minutes."""
-        config, world = self.config.checkpoint, self.mesh["world"]
-        save_and_load.choose_start(config, world, self.device)  # first: a run that is refused makes no folder
-        prepare_folder(config, world, self.device, self.runtime.held)
-        prepare_hf_folder(self.config.hf.save_hf, world, self.device, self.runtime.held)
-
-    def _load(self) -> tuple[TrainState, dict[str, Any] | None]:
-        """(state to resume from, saved log of the interrupted log interval)."""
-        rank_status.enter("loading the checkpoint")
-        with heartbeat("loading the checkpoint", print_rank_0):
-            state, log_state = save_and_load.load(self.runtime, self.model, self.optimizer)
-        warn_of_other_checkpoints(self.config.checkpoint, state.iteration, self.mesh["world"])
-        return state, log_state
-
     def _set_schedules(self) -> None:
         """Set learning rate and weight decay from this run's settings, or from the checkpoint's if a flag asks for that."""
-        config, length = self.config, self.runtime.run_length
+        config = self.config
         state = self.state
+
+        # the unit of the schedules: with --train-iters, an iteration counts as many samples as in the run's first start
+        length = self.runtime.run_length
         if length.unit == "iters":
             state.samples_per_iter = state.samples_per_iter or length.samples_per_iter
             length = replace(length, samples_per_iter=state.samples_per_iter)
         else:
             state.samples_per_iter = 0
+
+        # the checkpoint's schedules; a run without steps left compares nothing
         saved = state.schedules if self._steps_left > 0 else {}
-        asks = config.learning_rate.use_checkpoint_opt_param_scheduler
-        if asks and not state.schedules and config.checkpoint.load is not None:
+        uses_saved = config.learning_rate.use_checkpoint_opt_param_scheduler
+        if uses_saved and not state.schedules and config.checkpoint.load is not None:
             print_rank_0(
                 "--use-checkpoint-opt_param-scheduler: no checkpoint is resumed that holds schedules; those of this run's "
                 "settings are followed"
             )
 
-        def in_force(mine: AnySchedule, name: str) -> AnySchedule:
-            what, samples = name.replace("_", " "), state.scheduled_train_samples
-            # Without its optimizer state a run has a schedule of its own, unless it asks for the checkpoint's.
-            compared = saved.get(name) if config.checkpoint.load_optim or asks else None
-            plan = schedule_in_force(mine, compared, config.learning_rate, what=what, samples=samples)
-            if name in saved and (differ := differences(read_schedule(type(plan), saved[name], what=what), plan)):
-                told = "; ".join(differ.values())
-                print_rank_0(
-                    f"the {what} follows this run's settings, not those of the checkpoint (in samples: {told})"
-                )
-            return plan
+        def in_force(from_settings: AnySchedule, name: str) -> AnySchedule:
+            """Return the schedule to follow, and print how it differs from the checkpoint's."""
+            title = name.replace("_", " ")
+            # A run that does not load the optimizer state has a schedule of its own, unless it asks for the checkpoint's.
+            compared = None
+            if config.checkpoint.load_optim or uses_saved:
+                compared = saved.get(name)
+            samples = state.scheduled_train_samples
+            followed = schedule_in_force(from_settings, compared, config.learning_rate, what=title, samples=samples)
+            if name in saved:
+                of_checkpoint = read_schedule(type(followed), saved[name], what=title)
+                changes = differences(of_checkpoint, followed)
+                if changes:
+                    print_rank_0(
+                        f"the {title} follows this run's settings, not those of the checkpoint "
+                        f"(in samples: {'; '.join(changes.values())})"
+                    )
+            return followed
 
         self.schedule = in_force(learning_rate_schedule(config.learning_rate, length), "learning_rate")
         self.weight_decay = in_force(config.optimizer.weight_decay_schedule(length.samples), "weight_decay")
-        self.state.schedules = {"learning_rate": asdict(self.schedule), "weight_decay": asdict(self.weight_decay)}
+        state.schedules = {"learning_rate": asdict(self.schedule), "weight_decay": asdict(self.weight_decay)}
 
-    def _build_log(self, state: dict[str, Any] | None) -> TrainingLog:
-        flops, config = None, self.config.log
+    def _build_log(self, saved_state: dict[str, Any] | None) -> TrainingLog:
+        config = self.config.log
+
+        # FLOPs of a sample on one rank, if the throughput is logged
+        flops = None
         if config.log_throughput:
             shape = self.runtime.model_shape
             if getattr(self.model[0].module, "rules", NO_RULES).is_bert:
                 shape = replace(shape, is_bert=True)
             flops = shape.flops_per_sample / self.runtime.world_size
+
+        # without --log-interval, lines between the log lines show the progress in tokens
         tokens = self.config.data.tokens_per_sample if config.log_interval is None else None
         log = TrainingLog(self.train_iters, config.steps_between_lines, flops, progress_in_tokens=tokens)
-        if state is not None:
-            log.load_state(state)
+        if saved_state is not None:
+            log.load_state(saved_state)
         return log
 
     def _build_datasets(self, provider: DatasetsProvider) -> dict[str, Any]:
-        """Data sets by split: for training one, or None; else a list of those that are evaluated, each large enough."""
+        """Return the data sets by split: for training one, or None; for the others a list of `EvaluatedSet`, without those
+        smaller than a batch. Every rank must call."""
         rank_status.enter("building the data sets")
-        state, before = self.state, self.state.requested_train_samples
+        state = self.state
+
+        # the number of samples to request
         sizes = samples_to_request(self.config.training, self.config.data, self.train_iters, self.batch_size, state)
-        if before and sizes[0] > before:
+        requested_before = state.requested_train_samples
+        if requested_before and sizes[0] > requested_before:
             print_rank_0(
-                f"this run requests {sizes[0]} training samples, the checkpoint's run {before}: the sample order may differ"
+                f"this run requests {sizes[0]} training samples, the checkpoint's run {requested_before}: the sample order "
+                "may differ"
             )
         state.requested_train_samples = sizes[0]
+
+        # call the script's provider; an error on one rank stops all
         steps = self._steps_left
         needed = self.batch_sizes.consumed_after(state.consumed_train_samples, steps)
         building = heartbeat("building the data sets", print_rank_0)
-        with collectives.raise_together(self.mesh["world"], self.device), as_settings_problem(), building:
+        with collectives.raise_together(self.mesh["world"], self.device), as_config_error(), building:
             datasets = check_datasets(provider(sizes), steps, needed, state)
             at_once = self.runtime.samples_at_once
-            sets = {split: sets_of(split, datasets[split], self.config.data, at_once) for split in ("valid", "test")}
-        for line in (
-            *notes_of_no_validation(self.config, datasets),
-            *lines_of(sets, self.config.data, self.batch_size),
-        ):
+            sets = {}
+            for split in ("valid", "test"):
+                sets[split] = evaluated_sets(split, datasets[split], self.config.data, at_once)
+
+        # print notes, and leave out the sets that are smaller than a batch
+        for line in notes_of_no_validation(self.config, datasets):
             print_rank_0(line)
-        large = {split: [of for of in found if too_small(of, self.batch_size) is None] for split, found in sets.items()}
-        return {**datasets, **large}
+        for line in set_lines(sets, self.config.data, self.batch_size):
+            print_rank_0(line)
+        large_sets = {}
+        for split, sets_of_split in sets.items():
+            large_sets[split] = [one for one in sets_of_split if reason_left_out(one, self.batch_size) is None]
+        return {**datasets, **large_sets}
 
     @property
     def _steps_left(self) -> int:
         """Steps still to train."""
-        return 0 if self.config.training.skip_train else max(self.train_iters - self.state.iteration, 0)
+        if self.config.training.skip_train:
+            return 0
+        return max(self.train_iters - self.state.iteration, 0)
 
     # ---------------------------------------------------------------- the run
 
@@ -217,20 +269,25 @@ class Trainer:
         """Train to the last step, then validate and test. An exit flag ends the run earlier, without either."""
         self._announce()
         with self.exits.listening():
+            # train
             if self.config.training.skip_train:
                 print_rank_0("--skip-train: no training")
             elif reason := self._train():
                 print_rank_0(f"exiting at iteration {self.state.iteration}, {reason}")
                 return
+
+            # validate and test
             for split in ("valid", "test"):
-                if reason := self.exits.asked():
+                if reason := self.exits.signal_reason():
                     print_rank_0(f"exiting before the {split} loss, {reason}")
                     return
                 self._validate(split, at_end=True)
 
     def _train(self) -> str | None:
-        """Train and save; the reason if the run stops early or on a signal, else None."""
+        """Train and save. Returns the reason if the run stops early or on a signal, else None."""
         state = self.state
+
+        # a checkpoint may have all steps already
         if state.iteration >= self.train_iters:
             length = "--train-iters" if self.config.training.train_iters else "--train-samples"
             done = f"iteration {state.iteration} of {self.train_iters} is done"
@@ -243,48 +300,58 @@ class Trainer:
             )
             self.saves.export_if_missing()
             return None
+
+        # the loop: step, validate, decide whether to stop, save; saving comes last so that a stop is saved too
         data = self.training_data()
         self.guard.begin()
-        reason = self.exits.asked()  # while the run started
+        reason = self.exits.signal_reason()  # a signal may have come while the run started
         with self.saves:
             while state.iteration < self.train_iters and reason is None:
                 if state.iteration + 1 in self.config.guard.iterations_to_skip:
-                    data = self._leave_out()
+                    data = self._skip_iteration()
                 else:
                     self._step(data)
                 self._validate_if_due()
                 last = state.iteration == self.train_iters
                 reason = self.exits.reason(state.iteration, last=last)
                 self._save_if_due(last=last or reason is not None)
+
+        # wait for the gather of the last update's parameters
         for chunk in self.model:
             chunk.finish_param_gather()
         return reason
 
     def training_data(self) -> dict[int, Iterator | None]:
-        """The batches of training by stage, from the next sample on."""
-        return self.guard.keeping(self._iterators("train", self.datasets["train"], self.state.consumed_train_samples))
+        """Return the training batches by stage, beginning with the next sample to consume."""
+        iterators = self._iterators("train", self.datasets["train"], self.state.consumed_train_samples)
+        return self.guard.keeping(iterators)
 
-    def _leave_out(self) -> dict[int, Iterator | None]:
-        """Pass over the samples of an iteration, unread; returns the iterators that begin after them."""
-        state, batch_size = self.state, self.batch_sizes.at(self.state.consumed_train_samples)
-        first, scaler = state.consumed_train_samples, self.optimizer.scaler
+    def _skip_iteration(self) -> dict[int, Iterator | None]:
+        """Skip the samples of an iteration without reading them. Returns new iterators that begin after them."""
+        state = self.state
+        first = state.consumed_train_samples
+        batch_size = self.batch_sizes.at(first)
         state.iteration += 1
         state.consumed_train_samples += batch_size
         print_rank_0(
             f"iteration {state.iteration} is left out, as --iterations-to-skip asks: samples {first} to {first + batch_size - 1}"
         )
-        self._report(
-            StepResult({}, 0.0, 1.0 if scaler is None else scaler.scale, skipped=True), batch_size, left_out=True
-        )
+        scaler = self.optimizer.scaler
+        loss_scale = 1.0 if scaler is None else scaler.scale
+        self._report(StepResult({}, 0.0, loss_scale, skipped=True), batch_size, left_out=True)
         return self.training_data()
 
     def _step(self, data: Mapping[int, Iterator | None]) -> None:
+        """Take one step and report it. Every rank must call."""
         state = self.state
+        iteration = state.iteration + 1
         batch_size = self.batch_sizes.at(state.consumed_train_samples)
         lr, decoupled_lr = self._rates()
-        rank_status.begin_step(state.iteration + 1)
+        rank_status.begin_step(iteration)
         began = time.monotonic()
-        with self._naming_the_step(), self.watch.step(state.iteration + 1), self.memory.step(state.iteration + 1):
+
+        # compute and update
+        with self._naming_the_step(), self.watch.step(iteration), self.memory.step(iteration):
             result = train_step(
                 self.pipeline,
                 self.optimizer,
@@ -300,22 +367,28 @@ class Trainer:
                 guard=self.guard,
             )
             if not result.skipped:
-                self.guard.after_update(state.iteration + 1)
+                self.guard.after_update(iteration)
+
+        # count; a skipped step consumes its samples, but does not advance the schedules
         hang_watch.step_took(time.monotonic() - began)
-        state.iteration += 1
+        state.iteration = iteration
         state.consumed_train_samples += batch_size
-        state.scheduled_train_samples += 0 if result.skipped else self._scheduled(batch_size)
+        if not result.skipped:
+            state.scheduled_train_samples += self._scheduled(batch_size)
+
+        # report
         self._report(result, batch_size)
         self.tidy_up()
 
     def tidy_up(self) -> None:
-        """Print what the last step has compiled, and which kernels it could not use; return the memory that compiling took, or
-        that steps have left in pieces."""
-        if news := compile_log_line():
-            print_rank_last(news)
+        """Print what the last step has compiled and which kernels it could not use; return the memory that compiling took or
+        that steps have fragmented."""
+        compile_line = compile_log_line()
+        if compile_line:
+            print_rank_last(compile_line)
         for line in news_of_attention():
             print_rank_last(line)
-        self.runtime.device.return_freed_if_grown(surely=bool(news))
+        self.runtime.device.return_freed_if_grown(surely=bool(compile_line))
 
     @contextmanager
     def _naming_the_step(self) -> Iterator[None]:
@@ -323,128 +396,169 @@ class Trainer:
         try:
             yield
         except (NotFiniteError, WrongNumbersError) as error:
-            where = where_to_go_on(self.config.checkpoint.save)
-            raise type(error)(f"{error}. This was iteration {self.state.iteration + 1}; {where}") from error
+            hint = resume_hint(self.config.checkpoint.save)
+            raise type(error)(f"{error}. This was iteration {self.state.iteration + 1}; {hint}") from error
 
     def _rates(self) -> tuple[float, float | None]:
-        """The learning rate of the next step, and the decoupled one."""
-        at = self.state.scheduled_train_samples
-        return self.schedule.at(at), self.schedule.decoupled_at(at)
+        """Return the learning rate of the next step, and the decoupled one."""
+        samples = self.state.scheduled_train_samples
+        return self.schedule.at(samples), self.schedule.decoupled_at(samples)
 
     def _empty_unused(self, level: int) -> None:
-        if self.runtime.config.device.empty_unused_memory_level >= level:
+        if self.config.device.empty_unused_memory_level >= level:
             self.runtime.device.empty_unused()
 
     def _scheduled(self, batch_size: int) -> int:
-        """Samples by which a step advances the schedules. With --train-iters every iteration counts as the run's
-        first did."""
+        """Return the samples by which a step advances the schedules. With --train-iters every iteration counts as in the
+        run's first start, whatever the batch size is now."""
         length = self.runtime.run_length
         if length.unit == "samples":
             return batch_size
         return batch_size * self.state.samples_per_iter // length.samples_per_iter
 
     def _report(self, result: StepResult, batch_size: int, *, left_out: bool = False) -> None:
-        """Log the last step. left_out: it was not computed. Time spent on measurements is left out of the logged time."""
+        """Log the last step. left_out: it was not computed. Time spent on measurements is excluded from the logged time."""
         state = self.state
+
+        # add the step to the log interval
         if left_out:
             self.log.leave_out()
         else:
             self.log.add(result.losses, result.is_nan, skipped=result.skipped)
+
+        # measure
         with self.log.paused():
             self.memory.report(state.iteration)
             numbers, tensors = self.watch.measure()
-        norm, samples = None if result.skipped else result.grad_norm, state.consumed_train_samples
+
+        # print a line at the end of the interval
         lr, decoupled_lr = self._rates()
-        scale = result.loss_scale
-        step = StepNumbers(state.iteration, samples, batch_size, lr, decoupled_lr, scale, norm, **numbers)
+        step = StepNumbers(
+            state.iteration,
+            state.consumed_train_samples,
+            batch_size,
+            lr,
+            decoupled_lr,
+            result.loss_scale,
+            None if result.skipped else result.grad_norm,
+            **numbers,
+        )
         interval = self.log.line_if_due(step)
         if note := self.contention.note_if_due():
             print_rank_0(note)
+
+        # pass the numbers to the writers
         with self.log.paused():
             self.watch.report(step, result.losses, interval, tensors)
 
-    # ---------------------------------------------------------------- once in a while
+    # ---------------------------------------------------------------- validation and saving
 
     def _validate_if_due(self) -> None:
         """Validate at --eval-interval, but not after the last step: `run` validates at the end."""
         interval = self.config.training.eval_interval
-        if self.state.iteration < self.train_iters and interval and self.state.iteration % interval == 0:
+        if not interval or self.state.iteration >= self.train_iters:
+            return
+        if self.state.iteration % interval == 0:
             self._validate("valid", at_end=False)
 
     def _validate(self, split: str, *, at_end: bool) -> None:
-        for of in self.datasets[split]:
-            if of.is_whole or self.config.training.eval_iters > 0:
-                self._evaluate(of, at_end=at_end)
+        for evaluated in self.datasets[split]:
+            if evaluated.is_whole or self.config.training.eval_iters > 0:
+                self._evaluate(evaluated, at_end=at_end)
 
-    def _evaluate(self, of: EvaluatedSet, *, at_end: bool) -> None:
+    def _evaluate(self, evaluated: EvaluatedSet, *, at_end: bool) -> None:
         """Evaluate one set and report its losses. Every rank must call."""
         with self.log.paused(), rank_status.during("validating", then="training"):
-            at_once, length = self.runtime.samples_at_once, self.config.training
-            first, num_microbatches = where_to_read(of, self.state.iteration, length, self.batch_size, at_once)
+            first_sample, num_microbatches = samples_to_evaluate(
+                evaluated, self.state.iteration, self.config.training, self.batch_size, self.runtime.samples_at_once
+            )
             losses = evaluate(
                 self.pipeline,
-                lambda first: self._iterators(of.split, of.samples, first),
+                lambda first: self._iterators(evaluated.split, evaluated.samples, first),
                 num_microbatches=num_microbatches,
-                first_sample=first,
-                has_empty_rows=of.is_whole and of.samples.has_empty_rows,
+                first_sample=first_sample,
+                has_empty_rows=evaluated.is_whole and evaluated.samples.has_empty_rows,
             )
-            print_validation(of.split, of.name, self.state.iteration, losses, at_end=at_end)
-            self.watch.report_validation(of.name, losses, at_end=at_end)
+            print_validation(evaluated.split, evaluated.name, self.state.iteration, losses, at_end=at_end)
+            self.watch.report_validation(evaluated.name, losses, at_end=at_end)
             if self.non_loss.process is not None:
-                self._show_non_loss_data(of, first, num_microbatches)
+                self._show_non_loss_data(evaluated, first_sample, num_microbatches)
 
-    def _show_non_loss_data(self, of: EvaluatedSet, first_sample: int, num_microbatches: int) -> None:
+    def _show_non_loss_data(self, evaluated: EvaluatedSet, first_sample: int, num_microbatches: int) -> None:
         """Call the script's hooks; the last rank gets the data. Every rank must call: all run one more batch."""
         data = []
         with torch.no_grad():
             if self.non_loss.collect is not None:
                 data = self.non_loss.collect(self.model)
             else:
-                step = keep_reports(self.pipeline.forward_step, data, non_loss=True)
-                few = min(num_microbatches, self.pipeline.batch.num_microbatches)
-                options = {"training": False, "num_microbatches": few, "forward_step": step}
-                data_iterators = self._iterators(of.split, of.samples, first_sample)
-                self.pipeline.run(data_iterators, first_sample, **options)
+                self.pipeline.run(
+                    self._iterators(evaluated.split, evaluated.samples, first_sample),
+                    first_sample,
+                    training=False,
+                    num_microbatches=min(num_microbatches, self.pipeline.batch.num_microbatches),
+                    forward_step=keep_reports(self.pipeline.forward_step, data, non_loss=True),
+                )
         if is_last_rank():
             self.non_loss.process(data, self.state.iteration, None)
 
     def _save_if_due(self, *, last: bool) -> None:
         self.saves.poll()
-        if due := self.saves.due_actions(last=last):
-            with self.log.paused(), rank_status.during("saving", then="training"):
-                self.guard.before_save()
-                for save in due:
-                    save(self.log.state())
+        due = self.saves.due_actions(last=last)
+        if not due:
+            return
+        with self.log.paused(), rank_status.during("saving", then="training"):
+            self.guard.before_save()
+            for save in due:
+                save(self.log.state())
 
     def _iterators(self, split: str, dataset: Any, first_sample: int) -> dict[int, Iterator | None]:
-        """Batches of a data set by stage; None except on the first rank of each tensor-parallel group, which alone reads
-        data.
+        """Return the batches of a data set by stage; None except on the first rank of each tensor-parallel group, which
+        alone reads data.
 
-        Middle stages have iterators too, as scripts may ask before they look at their stage. Nothing is read until asked
-        for.
+        Middle stages have iterators too, since scripts may call next() before they look at their stage. Nothing is read
+        before that call.
         """
-        samples, kind = self.mesh.samples, self.config.data.dataloader_type
-        where = {
-            "consumed_samples": first_sample,
-            "micro_batch_size": self.config.training.micro_batch_size,
-            "data_parallel_rank": samples.rank,
-            "data_parallel_size": samples.size,
-            "num_workers": self.config.data.num_workers,
-        }
-        return {
-            stage: loader(kind, dataset, split, **where) if self.mesh["tp"].is_first else None for stage in self.chunks
-        }
+        samples = self.mesh.samples
+        iterators: dict[int, Iterator | None] = {}
+        for stage in self.chunks:
+            iterators[stage] = None
+            if self.mesh["tp"].is_first:
+                iterators[stage] = loader(
+                    self.config.data.dataloader_type,
+                    dataset,
+                    split,
+                    consumed_samples=first_sample,
+                    micro_batch_size=self.config.training.micro_batch_size,
+                    data_parallel_rank=samples.rank,
+                    data_parallel_size=samples.size,
+                    num_workers=self.config.data.num_workers,
+                )
+        return iterators
 
     def _announce(self) -> None:
-        """Print the model's parameter count, its traffic and where training starts and ends. Every rank must call."""
+        """Print the model's parameter count, its communication volume, and where training starts and ends. Every rank must
+        call."""
+        # parameters
         total = save_and_load.count_parameters(self.model, self.mesh, self.device)
         print_rank_0(f"model of {total:,} parameters; training to iteration {self.train_iters}")
-        chosen, axes = self.config.data_parallel, self.mesh.grad_axes(shards=True)
+
+        # communication over the data-parallel ranks
+        config = self.config.data_parallel
+        axes = self.mesh.grad_axes(shards=True)
         if axes.reduce.size > 1:
-            flats = [flat for chunk in self.model for flat in chunk.buffer_sizes()]
-            inner, m = axes.shard.size, self.pipeline.batch.num_microbatches
-            sizes = {"inner": inner, "outer": axes.reduce.size // inner, "microbatches": m}
-            print_rank_0(comm_volume_line(flats, chosen.stage, **sizes, divides_outer=chosen.divides_over_outer))
+            buffer_sizes = [size for chunk in self.model for size in chunk.buffer_sizes()]
+            inner = axes.shard.size
+            line = comm_volume_line(
+                buffer_sizes,
+                config.stage,
+                inner=inner,
+                outer=axes.reduce.size // inner,
+                microbatches=self.pipeline.batch.num_microbatches,
+                divides_outer=config.divides_over_outer,
+            )
+            print_rank_0(line)
+
+        # log lines and start
         interval = self.config.log.steps_between_lines
         if self._steps_left and self.state.iteration // interval == self.train_iters // interval:
             print_rank_0(f"no iteration of this run is logged: none is a multiple of --log-interval {interval}")

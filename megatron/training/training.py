@@ -1,17 +1,16 @@
-"""The entry of all top-level scripts: a run from its command line to its end.
+"""`pretrain` is the entry of all top-level scripts: one run from its command line to its end.
 
 pretrain(train_valid_test_datasets_provider, model_provider, ModelType.encoder_or_decoder, forward_step)
 
     initialize      settings, processes, device, tokenizer              initialize.py
     build           model chunks, buffers, optimizer, data, checkpoint  Trainer(...), trainer.py
     run             the steps, then validation and test                 Trainer.run
-    leave           in order, whatever happened                         failure_shutdown.py
+    shut down       whatever happened, every rank in the same order     failure_shutdown.py
 """
 
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -27,7 +26,7 @@ from megatron.core.models.common.model_rules import NO_RULES, ModelRules
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.parallel import collectives
 from megatron.core.pipeline_parallel.loss_func_results import ForwardStep
-from megatron.training.arguments.checkpoint_to_load import where_to_go_on
+from megatron.training.arguments.checkpoint_to_load import resume_hint
 from megatron.training.arguments.command_line import ExtraArgs
 from megatron.training.build import DatasetsProvider, build_train_valid_test_data_iterators, setup_model_and_optimizer
 from megatron.training.fault_tolerance import failure_shutdown, hang_watch, keyboard_interrupt, launcher_watch
@@ -42,7 +41,7 @@ __all__ = ["Trainer", "build_train_valid_test_data_iterators", "pretrain", "setu
 
 
 class Script(NamedTuple):
-    """What a top-level script gives `pretrain`, under the same names and in one order."""
+    """The arguments of `pretrain` by a top-level script, under the same names and in one order."""
 
     train_valid_test_datasets_provider: DatasetsProvider
     model_provider: ModelProvider
@@ -75,121 +74,160 @@ def pretrain(
 ) -> None:
     """Train a model from the command line's settings. Every process of the job calls it.
 
-    Arguments stand in Megatron's order; the order of Megatron 2.5, without model_type, works too.
+    The arguments have Megatron's order; the order of Megatron 2.5, without model_type, works too.
     Invalid settings end all processes with code 2. A later error ends them with code 1, or 3 if numbers are wrong, and
-    with the
-    message of the failing rank.
-    A job of one process raises that error, unless the message alone says what to change (for example for a NaN loss).
+    with the message of the failing rank. A job of one process raises that error, unless the message alone says what to
+    change (for example for a NaN loss).
 
     model_type: encoder_and_decoder has a second stack of layers (--decoder-num-layers), which the pipeline's stages
-    share too;
-        add_encoder and add_decoder say which of the stacks a stage has layers of
-
+        share too; add_encoder and add_decoder say which of the stacks a stage has layers of
     train_valid_test_dataset_provider([n_train, n_valid, n_test]) -> three data sets, or None in place of a set. A data
-    set has
-        a length, and its items are dictionaries of arrays. Every rank calls the provider, whatever its `is_distributed`
-        says.
+        set has a length, and its items are dictionaries of arrays. Every rank calls the provider, whatever its
+        `is_distributed` says.
     model_provider(pre_process, post_process[, vp_stage][, add_encoder, add_decoder]) -> this stage's part of the model
     forward_step_func(data_iterator, model) -> (output, loss_func); loss_func(output) -> (loss_sum, num_tokens, report)
     extra_args_provider(parser) adds the script's own flags; args_defaults: defaults of settings, by name
     process_non_loss_data_func(data, iteration, writer=None) is called on the last rank after each validation. data is
-    the result
-        of non_loss_data_func(model chunks), or a list of loss_func(output, non_loss_data=True) over the microbatches of
-        a batch.
+        the result of non_loss_data_func(model chunks), or a list of loss_func(output, non_loss_data=True) over the
+        microbatches of a batch.
     get_embedding_ranks, get_position_embedding_ranks: as in `initialize_model_parallel`
     rules: the model's own rules about settings, beside the rules for every run
     group_of(name, placement) -> the group that sets how this parameter is updated
     """
+    # accept Megatron 2.5's order: (datasets_provider, model_provider, forward_step, extra_args_provider, args_defaults)
     if forward_step_func is None or not isinstance(model_type, ModelType):
-        # Megatron 2.5: pretrain(datasets_provider, model_provider, forward_step, extra_args_provider, args_defaults).
-        args_defaults, process_non_loss_data_func = process_non_loss_data_func or args_defaults, None
-        extra_args_provider, forward_step_func = forward_step_func or extra_args_provider, model_type
+        args_defaults = process_non_loss_data_func or args_defaults
+        process_non_loss_data_func = None
+        extra_args_provider = forward_step_func or extra_args_provider
+        forward_step_func = model_type
         if isinstance(forward_step_func, ModelType) or not callable(forward_step_func):
             expected = "forward_step(data_iterator, model) -> (output, loss_func)"
             raise TypeError(f"pretrain() needs {expected}, after the model type")
-    if (
-        model_type is ModelType.encoder_and_decoder
-    ):  # has a decoder, as long as the encoder unless the flag says another
+
+    # an encoder and decoder model has a decoder, as long as the encoder unless the flag gives another length
+    if model_type is ModelType.encoder_and_decoder:
         args_defaults = {"decoder_num_layers": 0, **(args_defaults or {})}
-    ranks_of = {
-        "get_embedding_ranks": get_embedding_ranks,
-        "get_position_embedding_ranks": get_position_embedding_ranks,
-    }
-    non_loss = NonLossData(process_non_loss_data_func, non_loss_data_func)
-    functions = train_valid_test_dataset_provider, model_provider, forward_step_func, extra_args_provider
-    run_script(Script(*functions, args_defaults, ranks_of, non_loss, rules, group_of, argv))
+
+    run_script(
+        Script(
+            train_valid_test_datasets_provider=train_valid_test_dataset_provider,
+            model_provider=model_provider,
+            forward_step=forward_step_func,
+            extra_args_provider=extra_args_provider,
+            args_defaults=args_defaults,
+            ranks_of={
+                "get_embedding_ranks": get_embedding_ranks,
+                "get_position_embedding_ranks": get_position_embedding_ranks,
+            },
+            non_loss=NonLossData(process_non_loss_data_func, non_loss_data_func),
+            rules=rules,
+            group_of=group_of,
+            argv=argv,
+        )
+    )
 
 
 def run_script(script: Script) -> None:
     """Train as the script says, to the end. `pretrain` calls it by this name, which tools replace to read a script alone."""
     began = time.monotonic()
-    settings = script.extra_args_provider, script.args_defaults
-    initialize = partial(initialize_megatron, *settings, argv=script.argv, rules=script.rules, **script.ranks_of)
-    parts = script.train_valid_test_datasets_provider, script.model_provider, script.forward_step, script.group_of
 
-    def make_trainer(runtime: Runtime) -> Trainer:
-        return Trainer(runtime, *parts, began, script.non_loss)
-
-    rank, ranks = parallel_state.launched_rank(), parallel_state.launched_world_size()
+    # keep running if an output is closed, end with the launcher, listen to Ctrl-C, and watch for hangs
+    rank = parallel_state.launched_rank()
     output_streams.keep_running(rank)
     launcher_watch.end_with_launcher(rank)
-    with keyboard_interrupt.Interrupt(rank) as ctrl_c, hang_watch.watching(rank, ranks):
+    with keyboard_interrupt.Interrupt(rank) as ctrl_c, hang_watch.watching(rank, parallel_state.launched_world_size()):
         try:
-            _run(initialize, make_trainer, ctrl_c)
+            _run(script, began, ctrl_c)
         finally:
             stop_listening()
 
 
-def _run(
-    initialize: Callable[[], Runtime], make_trainer: Callable[[Runtime], Trainer], ctrl_c: keyboard_interrupt.Interrupt
-) -> None:
-    """Run one job. Whatever ends it, every rank leaves in order."""
-    runtime = trainer = None
+def _run(script: Script, began: float, ctrl_c: keyboard_interrupt.Interrupt) -> None:
+    """Run one job. Whatever ends it, every rank shuts down in the same order. began: `time.monotonic()` of the start."""
+    runtime = None
+    trainer = None
     listener = None
-    code = 0
+    code = 0  # of an error that is known to the other ranks
     try:
-        runtime = initialize()
+        # settings, process group, device and tokenizer
+        runtime = initialize_megatron(
+            script.extra_args_provider, script.args_defaults, argv=script.argv, rules=script.rules, **script.ranks_of
+        )
+
+        # under NCCL, end this rank too if another fails, which collectives would not notice
         listener = failure_shutdown.listen()
-        trainer = make_trainer(runtime)
+
+        # model, optimizer, checkpoint and data
+        trainer = Trainer(
+            runtime,
+            script.train_valid_test_datasets_provider,
+            script.model_provider,
+            script.forward_step,
+            script.group_of,
+            began,
+            script.non_loss,
+        )
+
+        # the steps, then validation and test
         trainer.run()
     except (Exception, KeyboardInterrupt) as error:
-        hang_watch.wait_for_verdict()
-        farewell = last_words(runtime, trainer) if ctrl_c.is_reason_of(error) else None
-        error = oom_advice.in_words(error, runtime, None if trainer is None else trainer.memory.predicted)
+        # while a hang alarm is on, wait: the watching thread knows the cause, reports it and ends the process
+        hang_watch.wait_for_diagnosis()
+
+        # put the error into words; interruption: the message if the cause is Ctrl-C
+        interruption = None
+        if ctrl_c.is_reason_of(error):
+            interruption = interruption_message(runtime, trainer)
+        predicted_memory = None if trainer is None else trainer.memory.predicted
+        error = oom_advice.in_words(error, runtime, predicted_memory)
         set_runtime(None)
-        is_refusal = isinstance(error, ConfigError | collectives.PeerError) and not isinstance(
-            error, collectives.LostPeerError
-        )
-        if trainer is None and is_refusal and farewell is None:
+
+        # a run refused before its first step: every rank has the error, and all stop with code 2
+        is_lost_peer = isinstance(error, collectives.LostPeerError)
+        is_refusal = isinstance(error, ConfigError | collectives.PeerError) and not is_lost_peer
+        if trainer is None and is_refusal and interruption is None:
             stop_with(error)
+
+        # a job of one process: print a message that explains itself, or raise with the traceback
         if parallel_state.launched_world_size() == 1:
             parallel_state.stop_distributed()
-            told = farewell or (f"stopping, because {error}" if failure_shutdown.explains_itself(error) else None)
-            write_error_file(told or failure_shutdown.account_of(error))
-            if told is None:
+            message = interruption
+            if message is None and failure_shutdown.explains_itself(error):
+                message = f"stopping, because {error}"
+            write_error_file(message or failure_shutdown.account_of(error))
+            if message is None:
                 raise
-            output_streams.print_stderr(told)
-            sys.exit(failure_shutdown.code_of(error) if farewell is None else keyboard_interrupt.CODE)
-        code = failure_shutdown.report(error, farewell)
+            output_streams.print_stderr(message)
+            if interruption is not None:
+                sys.exit(keyboard_interrupt.CODE)
+            sys.exit(failure_shutdown.code_of(error))
+
+        # a job of several processes: tell the other ranks
+        code = failure_shutdown.report(error, interruption)
     finally:
+        # the listener first: the others' errors no longer matter to a rank that is leaving
         if listener is not None:
             listener.stop()
         if trainer is not None:
             trainer.watch.close()
         if runtime is not None:
-            runtime.held.close()
+            runtime.resources.close()
         set_runtime(None)
-    del trainer, runtime
+
+    # free the model before the process group goes
+    del trainer
+    del runtime
     rank_status.enter("ending")
     if code:
         failure_shutdown.leave(code)
     parallel_state.stop_distributed()
 
 
-def last_words(runtime: Runtime | None, trainer: Trainer | None) -> str:
-    """The message of an interrupted run: its iteration, and how to resume."""
+def interruption_message(runtime: Runtime | None, trainer: Trainer | None) -> str:
+    """Return the message of an interrupted run: its iteration, and how to resume."""
     save = None if runtime is None else runtime.config.checkpoint.save
-    return keyboard_interrupt.farewell(None if trainer is None else trainer.state.iteration, where_to_go_on(save))
+    iteration = None if trainer is None else trainer.state.iteration
+    return keyboard_interrupt.farewell(iteration, resume_hint(save))
 
 
 __getattr__ = names_of_megatron(__name__)

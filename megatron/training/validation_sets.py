@@ -1,6 +1,6 @@
-"""The sets that a validation or test evaluates, each with its name in the log, and how one is read to its end. No torch.
+"""The data sets that a validation or test evaluates, each with its name in the log, and how one is read to its end. No torch.
 
-A set that is read whole ends with rows that count nothing, so that every rank has whole microbatches:
+A set that is read whole is padded with rows that count nothing, so that every rank has complete microbatches:
 
     9 samples, microbatches of 2, 2 data-parallel ranks     0 1 | 2 3 | 4 5 | 6 7 | 8 - | - -
                                                             rank0 rank1 rank0 rank1 rank0 rank1
@@ -18,20 +18,22 @@ from megatron.core.datasets.data_loader import Samples
 
 
 @dataclass(eq=False)
-class FilledUp:
-    """`samples`, then rows that count nothing, up to a multiple of `block`: sample 0 again, with a `loss_mask` of zeros."""
+class PaddedSet:
+    """`samples`, padded to a multiple of `block` with rows that count nothing: sample 0 again, its `loss_mask` all zeros."""
 
     samples: Samples
     block: int
 
     def __len__(self) -> int:
-        return -(-len(self.samples) // self.block) * self.block
+        blocks = -(-len(self.samples) // self.block)  # rounded up
+        return blocks * self.block
 
     def __getitem__(self, i: int) -> dict[str, Any]:
         if i < len(self.samples):
             return self.samples[i]
         item = dict(self.samples[0])
-        return item | {"loss_mask": item["loss_mask"] * 0}
+        item["loss_mask"] = item["loss_mask"] * 0
+        return item
 
     @property
     def has_empty_rows(self) -> bool:
@@ -40,7 +42,10 @@ class FilledUp:
 
 @dataclass(frozen=True)
 class EvaluatedSet:
-    """One set. name: `validation`, `validation-wiki` for one of several, or `test`. is_whole: read to its end each time."""
+    """A data set that is evaluated.
+
+    name: `validation`, `validation-wiki` for one of several, or `test`. is_whole: read to its end each time.
+    """
 
     split: str
     name: str
@@ -48,27 +53,30 @@ class EvaluatedSet:
     is_whole: bool = False
 
 
-def sets_of(split: str, dataset: Any, data: DataConfig, samples_at_once: int) -> list[EvaluatedSet]:
-    """The sets of `split`, which are evaluated one after another; `dataset` is what the script's provider gave for it.
+def evaluated_sets(split: str, dataset: Any, data: DataConfig, samples_at_once: int) -> list[EvaluatedSet]:
+    """Return the sets of `split`, which are evaluated one after another.
 
-    samples_at_once: of one microbatch over all data-parallel ranks. Raises ConfigError for a set that cannot be read whole.
+    dataset: the script's provider returned it for this split. samples_at_once: samples of one microbatch over all
+    data-parallel ranks. Raises ConfigError for a set that cannot be read whole.
     """
     is_valid = split == "valid"
-    given = _several(dataset, data) if is_valid and data.multiple_validation_sets else {"": dataset}
-    found = []
-    for suffix, samples in given.items():
+    by_suffix = {"": dataset}
+    if is_valid and data.multiple_validation_sets:
+        by_suffix = _by_suffix(dataset, data)
+    sets = []
+    for suffix, samples in by_suffix.items():
         name = f"{'validation' if is_valid else split}{suffix}"
         if samples is None:
             continue
         if is_valid and data.full_validation:
-            found.append(EvaluatedSet(split, name, _whole(samples, name, samples_at_once), is_whole=True))
+            sets.append(EvaluatedSet(split, name, _padded(samples, name, samples_at_once), is_whole=True))
         else:
-            found.append(EvaluatedSet(split, name, samples))
-    return found
+            sets.append(EvaluatedSet(split, name, samples))
+    return sets
 
 
-def _several(dataset: Any, data: DataConfig) -> dict[str, Any]:
-    """The sets of --multiple-validation-sets by the end of their names, as Megatron has them: -0, -1, or -NAME."""
+def _by_suffix(dataset: Any, data: DataConfig) -> dict[str, Any]:
+    """Return the sets of --multiple-validation-sets by the suffix of their names, as in Megatron: -0, -1, or -NAME."""
     sets = dataset if isinstance(dataset, list) else [dataset]
     names = data.validation_set_names or [str(number) for number in range(len(sets))]
     if len(names) != len(sets):
@@ -76,40 +84,51 @@ def _several(dataset: Any, data: DataConfig) -> dict[str, Any]:
             f"--validation-set-names gives {len(names)} names ({' '.join(names)}), and the script's provider {len(sets)} "
             "validation sets; give one for each"
         )
-    return {f"-{name}": one for name, one in zip(names, sets)}
+    return {f"-{name}": samples for name, samples in zip(names, sets)}
 
 
-def _whole(samples: Samples, name: str, samples_at_once: int) -> FilledUp:
+def _padded(samples: Samples, name: str, samples_at_once: int) -> PaddedSet:
     if not len(samples):
         raise ConfigError(f"the {name} set has no samples, so --full-validation has nothing to read; use more data")
-    whole = FilledUp(samples, samples_at_once)
-    if whole.has_empty_rows and "loss_mask" not in samples[0]:
+    padded = PaddedSet(samples, samples_at_once)
+    if padded.has_empty_rows and "loss_mask" not in samples[0]:
         raise ConfigError(
             f"--full-validation: the {name} set has {len(samples)} samples, no multiple of {samples_at_once} (--micro-batch-size "
             "x data-parallel size), and its samples have no loss_mask by which a row can count nothing; leave it out"
         )
-    return whole
+    return padded
 
 
-def too_small(of: EvaluatedSet, batch_size: int) -> str | None:
-    """Why a set is left out; None if it is not."""
-    if of.is_whole or len(of.samples) >= batch_size:
+def reason_left_out(evaluated: EvaluatedSet, batch_size: int) -> str | None:
+    """Return why a set is left out, since it is smaller than a global batch; None if it is not left out."""
+    if evaluated.is_whole or len(evaluated.samples) >= batch_size:
         return None
-    split = "valid" if of.name == "validation" else of.name
-    return f"{split} set of {len(of.samples)} samples is left out: a global batch has {batch_size}"
+    split = "valid" if evaluated.name == "validation" else evaluated.name
+    return f"{split} set of {len(evaluated.samples)} samples is left out: a global batch has {batch_size}"
 
 
-def lines_of(sets: Mapping[str, Sequence[EvaluatedSet]], data: DataConfig, batch_size: int) -> list[str]:
-    """Lines for the start of a run: the sets that are left out, and each of several with its file, where that is known."""
-    reasons = [too_small(of, batch_size) for found in sets.values() for of in found]
-    return [reason for reason in reasons if reason] + (_several_lines(sets["valid"], data) if sets["valid"] else [])
+def set_lines(sets: Mapping[str, Sequence[EvaluatedSet]], data: DataConfig, batch_size: int) -> list[str]:
+    """Return the log lines about the sets at the start of a run. sets: by split.
 
+    The lines name the sets that are left out, and with --multiple-validation-sets each set with its size and its file.
+    """
+    # the sets that are left out
+    lines = []
+    for sets_of_split in sets.values():
+        for evaluated in sets_of_split:
+            reason = reason_left_out(evaluated, batch_size)
+            if reason is not None:
+                lines.append(reason)
 
-def _several_lines(sets: Sequence[EvaluatedSet], data: DataConfig) -> list[str]:
-    if not data.multiple_validation_sets:
-        return []
+    # each of several validation sets
+    validation_sets = sets["valid"]
+    if not validation_sets or not data.multiple_validation_sets:
+        return lines
     blend = data.blends()[1]
     prefixes = [] if blend is None else list(blend.prefixes)
-    told = prefixes if len(prefixes) == len(sets) else [""] * len(sets)
-    counts = [len(of.samples.samples) if of.is_whole else len(of.samples) for of in sets]
-    return [f"{of.name}: {count} samples {prefix}".rstrip() for of, count, prefix in zip(sets, counts, told)]
+    if len(prefixes) != len(validation_sets):  # the files are not known
+        prefixes = [""] * len(validation_sets)
+    for evaluated, prefix in zip(validation_sets, prefixes):
+        samples = evaluated.samples.samples if evaluated.is_whole else evaluated.samples  # without padding
+        lines.append(f"{evaluated.name}: {len(samples)} samples {prefix}".rstrip())
+    return lines

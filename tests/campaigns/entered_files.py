@@ -46,7 +46,7 @@ BUILT, TRAINED = "a parameter is built", "a batch is trained"
 SUMMED, WRITTEN = "a gradient is summed", "a checkpoint's tensor is written"
 # What is done -> the functions that do it: of what, by which name.
 DOERS = {
-    "a rank's model is built": [(build, "built_chunks")],
+    "a rank's model is built": [(build, "build_chunks")],
     BUILT: [
         (transformer_layer, "ParallelMLP"),
         (build, "initialize_parameters"),

@@ -27,7 +27,7 @@ from documents import write_part
 from kill_campaign import lives
 from processes import Job
 
-from megatron.training.fault_tolerance.hang_watch_folder import places_in
+from megatron.training.fault_tolerance.hang_watch_folder import read_statuses
 
 GLOO = Path(__file__).parents[1] / "processes"
 SCRIPT, LAUNCHER = str(GLOO / "hanging_script.py"), str(GLOO / "forking_launcher.py")
@@ -84,7 +84,7 @@ def run_case(case: dict, folder: Path) -> dict:
         for pid in ranks:
             if lives(pid):
                 os.kill(pid, signal.SIGKILL)
-    left += [str(one) for one in Path("/dev/shm").glob("megatron-*") if {p.pid for p in places_in(one)} & {*ranks}]
+    left += [str(one) for one in Path("/dev/shm").glob("megatron-*") if {p.pid for p in read_statuses(one)} & {*ranks}]
     left += [path.name for path in folder.glob("*.partial*")]
     saved = max((int(path.name[5:]) for path in folder.glob("iter_[0-9]*") if path.name[5:].isdigit()), default=0)
     codes = list(ended.codes)

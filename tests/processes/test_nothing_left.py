@@ -8,7 +8,7 @@ import pytest
 from process_runs import GPT2, STEPS
 from processes import Job
 
-from megatron.training.fault_tolerance.hang_watch_folder import places_in
+from megatron.training.fault_tolerance.hang_watch_folder import read_statuses
 
 SCRIPT = str(Path(__file__).with_name("hanging_script.py"))
 RUN = [
@@ -35,7 +35,7 @@ ENDINGS = {
 
 def run_folders(processes: set[int]) -> list[str]:
     """The folders in shared memory in which one of these processes has written where it is."""
-    return [str(one) for one in Path("/dev/shm").glob("megatron-*") if processes & {p.pid for p in places_in(one)}]
+    return [str(one) for one in Path("/dev/shm").glob("megatron-*") if processes & {p.pid for p in read_statuses(one)}]
 
 
 @pytest.mark.parametrize(

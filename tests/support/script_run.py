@@ -88,7 +88,7 @@ def trainer_of(
         config, args, mesh, Device("cpu"), tokenizer, keys, WeightGradStore(), offload_store=offload_store
     )
     if offload_store is not None:
-        runtime.held.callback(offload_store.close)
+        runtime.resources.callback(offload_store.close)
     set_runtime(runtime, this_thread_only=True)
     _WhereAsked.this_thread.predicts = predicts
     try:
@@ -100,5 +100,5 @@ def trainer_of(
             getattr(script, "group_of", default_group),
         )
     finally:
-        runtime.held.close()
+        runtime.resources.close()
         set_runtime(None, this_thread_only=True)

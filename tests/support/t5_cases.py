@@ -29,7 +29,7 @@ from megatron.core.tokenizers import build_tokenizer
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.arguments.command_line import parse_args
 from megatron.training.arguments.validation import check
-from megatron.training.model_chunks import refuse_shared_tables
+from megatron.training.model_chunks import refuse_shared_embeddings
 
 PIPELINES = {  # ranks, chunks of each, schedule, the rank where the decoder begins
     "1 stage": (1, 1, "1f1b", None),
@@ -344,7 +344,7 @@ def t5_report(results: Sequence[dict]) -> str:
         f"| {what} | `{flags.strip()}` | {refused(ranks, flags)} |" for what, (ranks, flags, _) in T5_APART.items()
     ]
     try:
-        refuse_shared_tables(["the word table"], DataParallelConfig(zero_stage=3))
+        refuse_shared_embeddings(["the word table"], DataParallelConfig(zero_stage=3))
     except ConfigError as error:
         said, flags = " ".join(error.problems), "--pipeline-schedule zb-v --zero-stage 3"
         lines += [

@@ -17,7 +17,7 @@ from megatron.training.arguments.config import Config
 from megatron.training.arguments.hf_config import hf_config_problems
 from megatron.training.arguments.validation import apart_from, check, filled_in
 from megatron.training.global_vars import Runtime
-from megatron.training.initialize import as_settings_problem, collected
+from megatron.training.initialize import as_config_error, collected
 from megatron.training.memory.dry_run import Job, mesh_of
 from tools.estimating.flags import add_own_flags
 from tools.script import script_at
@@ -80,7 +80,7 @@ def read(words: Sequence[str]) -> JobAndArgs:
         raise _refusal(problems)
 
     # build what a run has before its model
-    with as_settings_problem():
+    with as_config_error():
         tokenizer = None if config.tokenizer.tokenizer_type is None else build_tokenizer(config.tokenizer)
     way = config.transformer.cpu_half_products
     matmul_modes = MatmulModes.all(way) if way in MATMUL_MODES else NATIVE  # by the flags, not by a trial on this CPU

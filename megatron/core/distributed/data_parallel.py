@@ -40,7 +40,7 @@ from megatron.core.distributed.contiguous_buffers import ACROSS_STAGES, ParamAnd
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.distributed.fixed_order_reduce import ReduceInFixedOrder
 from megatron.core.distributed.grad_count import GradCounter
-from megatron.core.distributed.param_grad_state import ParamSlot, declared_num_grads, is_shared
+from megatron.core.distributed.param_grad_state import ParamSlot, declared_num_grads, is_tied
 from megatron.core.distributed.zero import GradReduce, ParamGather, ReduceEachMicrobatch, ReduceOnce
 from megatron.core.distributed.zero3_param_fetcher import ParamFetcher, units_of
 from megatron.core.offload.offload_tiers import OffloadStore
@@ -334,7 +334,7 @@ class DistributedDataParallel(DataParallelBase):
     def buffer_sizes(self) -> list[BufferSizes]:
         """Return the sizes of each buffer, from which its communication volume follows."""
         buckets_used_twice = [
-            bucket for bucket in self._buckets if any(is_shared(slot.parameter) for slot in bucket.slots)
+            bucket for bucket in self._buckets if any(is_tied(slot.parameter) for slot in bucket.slots)
         ]
         result = []
         for buffer in self.buffers:

@@ -4,7 +4,7 @@ public:
 parameter.placement                 how the parameter is sharded; set by the layer that makes it
 parameter.main_grad                 where its gradient is accumulated, a view of a gradient buffer; Megatron's name
 parameter.num_grads_per_backward    gradients that one backward adds, set by a model whose parameter gets more than one
-parameter.is_shared                 set by a model that passes the parameter to another module too, as a tied embedding
+parameter.is_tied                   set by a model that passes the parameter to another module too, as a tied embedding
 """
 
 from typing import Any
@@ -73,6 +73,6 @@ def declared_num_grads(parameter: nn.Parameter) -> int | None:
     return getattr(parameter, "num_grads_per_backward", None)
 
 
-def is_shared(parameter: nn.Parameter) -> bool:
+def is_tied(parameter: nn.Parameter) -> bool:
     """Return whether the model passes the parameter to another module than its own too."""
-    return getattr(parameter, "is_shared", False)
+    return getattr(parameter, "is_tied", False)

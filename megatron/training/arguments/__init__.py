@@ -1,4 +1,4 @@
-"""The command line and the settings of a run: one dataclass a component, the rules between them, Megatron's flags, help,
+"""The command line and the settings of a run: one dataclass per component, the rules between them, Megatron's flags, help,
 YAML.
 
     command_line                 argv -> settings
@@ -9,8 +9,8 @@ YAML.
     checkpoint_args, hf_config, yaml_arguments     settings taken from a checkpoint, a config.json, a YAML file
     checkpoint_to_load, config_diff                the checkpoint a run starts from, and how its settings differ
 
-Megatron's names of `megatron.training.arguments` load on first use.
-To add a flag: a field of its component's dataclass.
+Megatron's names of `megatron.training.arguments` are imported on first use.
+To add a flag, add a field to its component's dataclass.
 """
 
 from typing import TYPE_CHECKING

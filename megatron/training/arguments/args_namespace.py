@@ -1,4 +1,4 @@
-"""`args` as Megatron's scripts read it: a namespace of all flags that any of its releases has, settings here or not."""
+"""Megatron's scripts read `args`: a namespace of all flags that any of its releases has, settings here or not."""
 
 import argparse
 from collections.abc import Iterable, Mapping
@@ -20,9 +20,9 @@ class Arguments(argparse.Namespace):
     __slots__ = ("_fixed",)  # outside the dictionary, so that `vars(args)` has flags only
 
     def __new__(cls, *_: Any, **__: Any) -> "Arguments":
-        made = super().__new__(cls)
-        made._fixed = frozenset()  # also of a copy, which copies attributes without `__init__`
-        return made
+        namespace = super().__new__(cls)
+        namespace._fixed = frozenset()  # also for a copy, which copies attributes without `__init__`
+        return namespace
 
     def __init__(self, values: Mapping[str, Any], fixed: Iterable[str] = ()):
         """fixed: the settings among the names of `values`."""
@@ -40,46 +40,67 @@ class Arguments(argparse.Namespace):
             )
 
     def and_also(self, more: Mapping[str, Any]) -> "Arguments":
-        """A copy in which `more` fills the settings that are missing or None."""
-        mine = vars(self)
-        return Arguments({**mine, **{n: v for n, v in more.items() if mine.get(n) is None}}, self._fixed)
+        """Return a copy in which `more` fills the settings that are missing or None."""
+        values = dict(vars(self))
+        for name, value in more.items():
+            if values.get(name) is None:
+                values[name] = value
+        return Arguments(values, self._fixed)
 
 
 def flags_without_a_setting(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Megatron's names for its flags that are no settings here, with Megatron's defaults. given: flag -> value, of those."""
-    values = {_name(flag): False if other.values == "0" else None for flag, other in OTHERS.items()}
+    """Return the values of Megatron's flags that are no settings here, by Megatron's names: given, or Megatron's defaults.
+
+    given: flag -> value, of such flags.
+    """
+    # the defaults: a switch is off
+    values: dict[str, Any] = {}
+    for flag, other in OTHERS.items():
+        values[_name(flag)] = False if other.values == "0" else None
     values |= DEFAULTS
+
+    # the given flags
     for flag, value in given.items():
-        switched = _switched_off(flag)
-        values[switched or _name(flag)] = False if switched else _typed(OTHERS[flag], value)
+        name = _switched_off(flag)
+        if name is not None:
+            values[name] = False
+        else:
+            values[_name(flag)] = _typed(OTHERS[flag], value)
     return values
 
 
 def other_names_of(config: Config) -> dict[str, Any]:
-    """Settings by Megatron's other names for them, or of another type there."""
-    shape, checkpoint = config.transformer, config.checkpoint
+    """Return settings by Megatron's other names for them, or as the type that they have there."""
+    model = config.transformer
+    checkpoint = config.checkpoint
     return {
-        "layernorm_epsilon": shape.norm_epsilon,
-        "encoder_num_layers": shape.num_layers,
+        "layernorm_epsilon": model.norm_epsilon,
+        "encoder_num_layers": model.num_layers,
         "encoder_seq_length": config.data.seq_length,
-        "add_position_embedding": shape.position_embedding_type == "learned_absolute",
-        "squared_relu": shape.activation == "squared-relu",
-        "quick_geglu": shape.activation == "quick-gelu" and shape.gated,
+        "add_position_embedding": model.position_embedding_type == "learned_absolute",
+        "squared_relu": model.activation == "squared-relu",
+        "quick_geglu": model.activation == "quick-gelu" and model.gated,
         "openai_gelu": False,  # which is the default here
-        **shape.parsed_patterns,
+        **model.parsed_patterns,
         "no_load_optim": None if checkpoint.load_optim else True,
         "no_save_optim": None if checkpoint.save_optim else True,
     }
 
 
 def flag_that_sets(name: str) -> str | None:
-    """Megatron's flag, no setting here, whose value is the attribute `name`."""
-    return next((flag for flag in OTHERS if _name(flag) == name), None)
+    """Return Megatron's flag, no setting here, whose value is the attribute `name`; None if there is none."""
+    for flag in OTHERS:
+        if _name(flag) == name:
+            return flag
+    return None
 
 
 def switch_that_clears(name: str) -> str | None:
-    """Megatron's switch, no setting here, that sets the attribute `name` to False."""
-    return next((flag for flag in OTHERS if _switched_off(flag) == name), None)
+    """Return Megatron's switch, no setting here, that sets the attribute `name` to False; None if there is none."""
+    for flag in OTHERS:
+        if _switched_off(flag) == name:
+            return flag
+    return None
 
 
 def _name(flag: str) -> str:
@@ -87,22 +108,27 @@ def _name(flag: str) -> str:
 
 
 def _switched_off(flag: str) -> str | None:
-    """The name that a switch like --no-bias-gelu-fusion sets to False; None for other flags."""
-    name = _name(flag)
-    for start in ("no_", "disable_"):
-        name = name.removeprefix(start)
-    name = _OFF.get(flag, name)
-    return name if name != _name(flag) and DEFAULTS.get(name) is True else None
+    """Return the name that a switch like --no-bias-gelu-fusion sets to False; None for other flags."""
+    own_name = _name(flag)
+    name = _OFF.get(flag, own_name.removeprefix("no_").removeprefix("disable_"))
+    if name != own_name and DEFAULTS.get(name) is True:
+        return name
+    return None
 
 
 def _typed(flag: OtherFlag, given: Any) -> Any:
-    """A flag's value as Megatron's parser types it, by its metavar: N an integer, X a float, else text."""
+    """Return a flag's value with the type that Megatron's parser gives it, by its metavar: N an integer, X a float, else
+    text."""
     if isinstance(given, list):
-        return [_typed(flag, one) for one in given]
+        return [_typed(flag, value) for value in given]
     try:
-        return {"N": int, "X": float}.get(flag.metavar, lambda it: it)(given)
-    except ValueError:
-        return given
+        if flag.metavar == "N":
+            return int(given)
+        if flag.metavar == "X":
+            return float(given)
+    except ValueError:  # text where a number is expected
+        pass
+    return given
 
 
 # Flag -> name, where the name is not the flag's own.

@@ -1,12 +1,12 @@
-"""--use-checkpoint-args: what the checkpoint's run computed becomes the default of this command line.
+"""--use-checkpoint-args: the settings of the checkpoint's run become the defaults of this command line.
 
     taken           the model's settings and its precision, the tokenizer, --seq-length, a script's flags of the model
-    not taken       what changes no number (memory, kernels), data, schedules, optimizer; the layout, but for
-                    --use-mp-args-from-checkpoint-args
+    not taken       settings that change no number (memory, kernels), data, schedules, optimizer; the layout, unless
+                    --use-mp-args-from-checkpoint-args is given
 
     command line  >  --yaml-cfg FILE  >  checkpoint, folder or --hf-config  >  the script's args_defaults  >  our defaults
 
-Where a given setting differs from the checkpoint's, a note says so.
+A note names each given setting that differs from the checkpoint's.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -50,10 +50,10 @@ _DESCRIBED = {*_MODEL} - {*COURSE_OF_MODEL, *PRECISION, "max_position_embeddings
 
 
 class Taken(NamedTuple):
-    """What a checkpoint adds to a command line."""
+    """The flags and settings that a checkpoint adds to a command line."""
 
     words: list[str]
-    settings: dict[str, Any]  # those that no flag can say: a switch that is off, a number that is left open
+    settings: dict[str, Any]  # those that no flag can express: a switch that is off, a number that is unset
     notes: list[str]
     where: str = ""  # the checkpoint, for messages
 
@@ -62,31 +62,48 @@ NOTHING_TAKEN = Taken([], {}, [])
 
 
 def taken_from_checkpoint(given: Mapping[str, Any], parser: FlagParser, defaults: Mapping[str, Any]) -> Taken:
-    """The checkpoint's settings. given: the settings of the command line, by name; empty without one of the two flags.
-    defaults: the script's args_defaults.
+    """Return the checkpoint's settings; empty without one of the two flags.
 
-    Raises ConfigError where --load names no folder of checkpoints, or one whose settings cannot be read.
+    given: the settings of the command line, by name. defaults: the script's args_defaults. Raises ConfigError if --load
+    names no folder of checkpoints, or one whose settings cannot be read.
     """
-    roots = [root for name in ("load", "pretrained_checkpoint") if (root := given.get(name))]
-    # Of another project, whose settings no command line has given.
-    if any(map(is_foreign, roots)) or (given.get("load") and is_foreign(given["load"], given.get("ckpt_step"))):
+    roots = []
+    for name in ("load", "pretrained_checkpoint"):
+        if given.get(name):
+            roots.append(given[name])
+
+    # a model of another project: no command line of ours has its settings, so they are taken without the flag
+    is_foreign_model = any(map(is_foreign, roots))
+    if not is_foreign_model and given.get("load"):
+        is_foreign_model = is_foreign(given["load"], given.get("ckpt_step"))
+    if is_foreign_model:
         given = {**given, "use_checkpoint_args": True}
-    asked = [name for name in ("use_checkpoint_args", "use_mp_args_from_checkpoint_args") if given.get(name)]
-    if not asked or not roots:
+
+    switches = [name for name in ("use_checkpoint_args", "use_mp_args_from_checkpoint_args") if given.get(name)]
+    if not switches or not roots:
         return NOTHING_TAKEN
-    config, flag = build(CheckpointConfig, dict(given)), flag_of(asked[0])
+
+    # find the checkpoint and read its settings
+    config = build(CheckpointConfig, dict(given))
+    flag = flag_of(switches[0])
     start = where_to_start(config)
     if start is None:
         return Taken([], {}, [f"{flag}: {config.load} holds no checkpoint yet, so nothing is taken from it"])
     step = next(iter(start.iterations), None)
     if is_foreign(start.root, step):
-        saved, where = settings_of_folder(path_of(start.root), step), start.root
+        saved = settings_of_folder(path_of(start.root), step)
+        where = start.root
     else:
         saved, iteration = _saved_settings(path_of(start.root), start.iterations)
         where = f"iteration {iteration} of {start.root}"
-    saved_own = saved.get("own_model", {})
-    own = [(action.dest, saved_own[action.dest]) for action in parser.own if action.dest in saved_own]
-    wanted = [*_wanted(config, given, saved), *(own if config.use_checkpoint_args else [])]
+
+    # select the requested ones, with the script's own flags of the model
+    wanted = list(_wanted(config, given, saved))
+    if config.use_checkpoint_args:
+        saved_own = saved.get("own_model", {})
+        for action in parser.own:
+            if action.dest in saved_own:
+                wanted.append((action.dest, saved_own[action.dest]))
     return as_flags(flag, where, wanted, given, parser, defaults)
 
 
@@ -98,15 +115,22 @@ def as_flags(
     parser: FlagParser,
     defaults: Mapping[str, Any],
 ) -> Taken:
-    """The settings `wanted` that are not given and differ from what the script would have without them; notes say where
-    given
-    ones differ. defaults: the script's args_defaults."""
+    """Return the settings of `wanted` that are not given and differ from what the script would have without them.
+
+    Notes name the given settings that differ from `wanted`. defaults: the script's args_defaults.
+    """
     words: list[str] = []
     settings: dict[str, Any] = {}
     taken: list[str] = []
     notes: list[str] = []
-    own_fields = {action.dest: field for action in parser.own if (field := field_of_action(action)) is not None}
-    usual = _DEFAULTS | {name: default_of(field) for name, field in own_fields.items()}
+
+    # the defaults, also of the script's own flags
+    usual = dict(_DEFAULTS)
+    for action in parser.own:
+        field = field_of_action(action)
+        if field is not None:
+            usual[action.dest] = default_of(field)
+
     for name, value in wanted:
         if name in given:
             if given[name] != value:
@@ -114,10 +138,11 @@ def as_flags(
             continue
         if value == defaults.get(name, usual.get(name)):
             continue
-        if said := _words(name, value, parser):
-            words += said
+        flag_words = _words(name, value, parser)
+        if flag_words:
+            words += flag_words
         elif (value is None or isinstance(value, bool)) and name in usual and value == usual[name]:
-            settings[name] = value
+            settings[name] = value  # no flag expresses it
         else:
             continue
         taken.append(f"{name} {shown(value)}")
@@ -125,7 +150,7 @@ def as_flags(
 
 
 def _saved_settings(root: Path, iterations: list[int]) -> tuple[dict[str, dict[str, Any]], int]:
-    """(the settings of the newest iteration with an undamaged manifest, by component; that iteration)."""
+    """Return the settings of the newest iteration with an undamaged manifest, by component, and that iteration."""
     problem = None
     for iteration in iterations:
         try:
@@ -144,41 +169,60 @@ def _saved_settings(root: Path, iterations: list[int]) -> tuple[dict[str, dict[s
 def _wanted(
     config: CheckpointConfig, given: Mapping[str, Any], saved: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[tuple[str, Any]]:
-    """(setting, the checkpoint's value) of all that the flags ask for."""
+    """Yield (setting, the checkpoint's value) for all that the flags ask for."""
     if config.use_mp_args_from_checkpoint_args:
-        yield from ((name, saved.get("parallel", {}).get(name, _DEFAULTS[name])) for name in _LAYOUT)
+        layout = saved.get("parallel", {})
+        for name in _LAYOUT:
+            yield name, layout.get(name, _DEFAULTS[name])
     if config.use_checkpoint_args:
         yield from of_model_and_tokenizer(config, given, saved)
-    if config.use_checkpoint_args and "seq_length" in saved.get("data", {}):
-        yield "seq_length", saved["data"]["seq_length"]
+        if "seq_length" in saved.get("data", {}):
+            yield "seq_length", saved["data"]["seq_length"]
 
 
 def of_model_and_tokenizer(
     config: CheckpointConfig, given: Mapping[str, Any], saved: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[tuple[str, Any]]:
-    """(setting, the saved value) of the model, of its precision unless another is given, and likewise of the tokenizer.
+    """Yield (setting, the saved value) of the model, of its precision unless another is given, and likewise of the tokenizer.
 
-    A setting of the model that is not saved has our default, and not the script's: so does the comparison with the
+    A setting of the model that is not saved has our default, and not the script's, as in the comparison with the
     checkpoint.
     """
-    model, tokenizer = saved.get("transformer", {}), saved.get("tokenizer", {})
-    keeps_precision = not config.allow_precision_change and not any(given.get(name) for name in PRECISION)
-    left_out = {*(() if keeps_precision else PRECISION)}
+    model = saved.get("transformer", {})
+    tokenizer = saved.get("tokenizer", {})
+
+    # the settings of the model that are not taken
+    excluded: set[str] = set()
+    if config.allow_precision_change or any(given.get(name) for name in PRECISION):
+        excluded.update(PRECISION)
     if config.allow_rope_change and any(name in given for name in SCALING):
-        left_out.update(SCALING)  # one scaling excludes another
-    of_model = {name: _DEFAULTS[name] for name in _DESCRIBED} | {name: model[name] for name in _MODEL if name in model}
-    yield from ((name, of_model[name]) for name in _MODEL if name in of_model and name not in left_out)
+        excluded.update(SCALING)  # one scaling excludes another
+
+    # the model
+    for name in _MODEL:
+        if name in excluded:
+            continue
+        if name in model:
+            yield name, model[name]
+        elif name in _DESCRIBED:
+            yield name, _DEFAULTS[name]
+
+    # the tokenizer
     kind = tokenizer.get("tokenizer_type")
     if given.get("tokenizer_type", kind) == kind and not config.allow_tokenizer_change:
-        yield from ((name, tokenizer[name]) for name in _TOKENIZER if name in tokenizer and name != "model_vocab_size")
+        for name in _TOKENIZER:
+            if name in tokenizer and name != "model_vocab_size":
+                yield name, tokenizer[name]
     elif kind is not None and "tokenizer_type" not in given and given.get("tokenizer_model") is not None:
-        yield "tokenizer_type", kind  # of the same type from another file
+        yield "tokenizer_type", kind  # a tokenizer of the same type from another file
+
+    # the vocabulary size of the model
     if "model_vocab_size" in tokenizer and config.resize_token_embeddings is None:
         yield "model_vocab_size", tokenizer["model_vocab_size"]
 
 
 def _words(name: str, value: Any, parser: FlagParser) -> list[str]:
-    """A setting as on the command line; none where no flag says it, or it is unset."""
+    """Return a setting as words of the command line; none if no flag expresses it, or it is unset."""
     actions = [action for action in parser.actions_by_flag().values() if action.dest == name]
     if isinstance(value, bool):
         actions = [action for action in actions if action.nargs == 0 and action.const is value]
@@ -187,4 +231,6 @@ def _words(name: str, value: Any, parser: FlagParser) -> list[str]:
     flag = actions[0].option_strings[0]
     if isinstance(value, bool):
         return [flag]
-    return [flag, *map(str, value)] if isinstance(value, list) else [f"{flag}={value}"]
+    if isinstance(value, list):
+        return [flag, *map(str, value)]
+    return [f"{flag}={value}"]

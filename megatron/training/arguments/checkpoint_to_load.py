@@ -1,4 +1,4 @@
-"""Which checkpoints a run may start from, or why it cannot start. Reads manifests, no tensors."""
+"""The checkpoint that a run starts from is chosen here, or the run is refused. Reads manifests, no tensors."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -26,17 +26,18 @@ class Start(NamedTuple):
     flag: str  # that gave `root`
     root: str
     weights_only: bool
-    iterations: list[int]  # the one to load, then older ones to go back to; of another project none, or --ckpt-step
-    warning: str = ""  # why the first may surprise
-    spoiled: tuple[int, ...] = ()  # iterations whose folder is there and holds no checkpoint
+    iterations: list[
+        int
+    ]  # the one to load, then older ones to fall back to; in another project's folder none, or --ckpt-step
+    warning: str = ""  # about the first, if the user may expect another
+    spoiled: tuple[int, ...] = ()  # iterations whose folder exists and holds no checkpoint
 
 
 def where_to_start(config: CheckpointConfig) -> Start | None:
-    """The checkpoint to start from; None if --load has no checkpoint yet and the run may start anew.
+    """Return the checkpoint to start from; None if --load has no checkpoint yet and the run may start anew.
 
     Raises ConfigError otherwise, with the folder's content: a run that starts anew by mistake costs more than a refused
-    run. Call
-    on one rank for all, since a shared file system may look different to each.
+    run. Call it on one rank for all, since a shared file system may look different to each.
     """
     try:
         return _choose(config)
@@ -47,12 +48,15 @@ def where_to_start(config: CheckpointConfig) -> Start | None:
 
 
 def _choose(config: CheckpointConfig) -> Start | None:
+    # --load, a folder of another project, or ours
     step = config.ckpt_step
     if config.load is not None and is_foreign(config.load, step):
         _check_not_saved_into("--load", config.load, config.save)
         return Start("--load", config.load, True, [] if step is None else [step])
     if config.load is not None and _load_holds_checkpoint(config):
         return Start("--load", config.load, config.finetune, *_iterations(config))
+
+    # --pretrained-checkpoint, which counts while --load has no checkpoint
     root = config.pretrained_checkpoint
     if root is None:
         return None
@@ -67,7 +71,7 @@ def _choose(config: CheckpointConfig) -> Start | None:
 
 
 def _check_not_saved_into(flag: str, root: str, save: str | None) -> None:
-    """Raises ConfigError for a folder of another project that is --save too: with checkpoints of ours it is read as ours."""
+    """Raise ConfigError if a folder of another project is --save too: once it has our checkpoints it is read as ours."""
     if save is not None and same_folder(root, save):
         raise ConfigError(
             f"{flag} and --save are both {root}, a model of another project; give it as --pretrained-checkpoint, and another "
@@ -76,31 +80,43 @@ def _check_not_saved_into(flag: str, root: str, save: str | None) -> None:
 
 
 def _iterations(config: CheckpointConfig) -> tuple[list[int], str, tuple[int, ...]]:
-    """(the iteration of --load to start from, then those to go back to where it is damaged; a warning; spoiled ones)."""
-    root, step = path_of(config.load), config.ckpt_step
-    saved, goes_back = saved_iterations(root)[::-1], not (config.finetune or config.exit_on_damaged_checkpoint)
-    if step is not None and loads_what_it_saves(config):
-        since = next((number for number in saved if number > step and _ckpt_step_of(root, number) == step), None)
-        if since is not None:
-            told = f"iteration {since} of {root} was saved by a run with --ckpt-step {step}, and is gone on from; "
-            told += f"to begin again from {step}, give another --save"
-            return [since, *(number for number in saved if step <= number < since and goes_back)], told, ()
+    """Return the iteration of --load to start from and older ones to fall back to if it is damaged; a warning; and the
+    spoiled iterations."""
+    root = path_of(config.load)
+    step = config.ckpt_step
+    saved = saved_iterations(root)[::-1]  # newest first
+    falls_back = not (config.finetune or config.exit_on_damaged_checkpoint)
+
+    # --ckpt-step: a restarted job continues from what it has saved since, not from that iteration again
     if step is not None:
-        return [find(root, step).iteration], "", ()
+        later = None
+        if loads_what_it_saves(config):
+            later = next((number for number in saved if number > step and _ckpt_step_of(root, number) == step), None)
+        if later is None:
+            return [find(root, step).iteration], "", ()
+        older = [number for number in saved if step <= number < later]
+        warning = (
+            f"iteration {later} of {root} was saved by a run with --ckpt-step {step}, and is gone on from; "
+            f"to begin again from {step}, give another --save"
+        )
+        return [later, *(older if falls_back else [])], warning, ()
+
+    # the iteration that the pointer file names, or another complete one if that is damaged
     try:
-        found = find(root)
+        latest = find(root)
     except CheckpointError as error:
-        left, spoiled = _beside_the_pointer(root, saved)
-        if not goes_back or not left:
+        complete, spoiled = _beside_the_pointer(root, saved)
+        if not falls_back or not complete:
             raise
-        told = f"{error.file}: {error.wrong}; iteration {left[0]} is loaded, the newest that is complete"
-        return left, told, spoiled
-    return [found.iteration, *(number for number in saved if number < found.iteration and goes_back)], found.warning, ()
+        warning = f"{error.file}: {error.wrong}; iteration {complete[0]} is loaded, the newest that is complete"
+        return complete, warning, spoiled
+    older = [number for number in saved if number < latest.iteration]
+    return [latest.iteration, *(older if falls_back else [])], latest.warning, ()
 
 
 def _beside_the_pointer(root: Path, saved: list[int]) -> tuple[list[int], tuple[int, ...]]:
-    """(the iterations to choose from where the pointer is damaged, or names no complete checkpoint; the one that is
-    spoiled)."""
+    """Return the iterations to choose from if the pointer file is damaged or names no complete checkpoint, and the spoiled
+    iteration."""
     try:
         named = latest_iteration(root)
     except CheckpointError:
@@ -111,9 +127,10 @@ def _beside_the_pointer(root: Path, saved: list[int]) -> tuple[list[int], tuple[
 
 
 def _ckpt_step_of(root: Path, iteration: int) -> int | None:
-    """The --ckpt-step of the run that saved an iteration; None if it had none, or the manifest is unreadable."""
+    """Return the --ckpt-step of the run that saved an iteration; None if it had none, or the manifest is unreadable."""
     try:
-        state = parse_manifest(read_manifest(folder := find(root, iteration).folder), folder / MANIFEST).state
+        folder = find(root, iteration).folder
+        state = parse_manifest(read_manifest(folder), folder / MANIFEST).state
     except CheckpointError:
         return None
     config = state.get("config")
@@ -122,20 +139,30 @@ def _ckpt_step_of(root: Path, iteration: int) -> int | None:
 
 
 def _load_holds_checkpoint(config: CheckpointConfig) -> bool:
-    root, alone = path_of(config.load), config.pretrained_checkpoint is None
+    """Whether --load has a checkpoint. Raises ConfigError if it has none and needs one, or is the wrong folder."""
+    root = path_of(config.load)
     is_save = loads_what_it_saves(config)
+    if is_file(root / LATEST):
+        return True
     # A run may be killed between completing its first checkpoint and writing the pointer file.
-    if is_file(root / LATEST) or ((is_save or config.ckpt_step is not None) and saved_iterations(root)):
+    if (is_save or config.ckpt_step is not None) and saved_iterations(root):
         return True
     if problem := mistake_in(root):
         raise ConfigError(f"--load {config.load} {problem}")
-    reasons = {
-        "--finetune needs weights to load": config.finetune and alone,
-        "--exit-on-missing-checkpoint is given": config.exit_on_missing_checkpoint and alone,
-        f"--ckpt-step {config.ckpt_step} names one": config.ckpt_step is not None,
-    }
-    for reason in (text for text, given in reasons.items() if given):
+
+    # no checkpoint: flags may need one
+    reason = None
+    has_other_weights = config.pretrained_checkpoint is not None
+    if config.finetune and not has_other_weights:
+        reason = "--finetune needs weights to load"
+    elif config.exit_on_missing_checkpoint and not has_other_weights:
+        reason = "--exit-on-missing-checkpoint is given"
+    elif config.ckpt_step is not None:
+        reason = f"--ckpt-step {config.ckpt_step} names one"
+    if reason is not None:
         raise ConfigError(f"--load {config.load} holds no checkpoint ({_content(root)}), and {reason}")
+
+    # the run may start anew in its own --save folder, or in an empty one
     if is_save:
         return False
     if not is_folder(root):
@@ -159,15 +186,15 @@ def loads_what_it_saves(config: CheckpointConfig) -> bool:
 
 
 def latest_in(root: str) -> str | None:
-    """The iteration that --load `root` would resume from; None if there is no checkpoint."""
+    """Return the iteration that --load `root` would resume from; None if there is no checkpoint."""
     try:
         return str(find(path_of(root)).iteration)
     except (OSError, CheckpointError):
         return None
 
 
-def where_to_go_on(save: str | None) -> str:
-    """How to resume a run that ended early, for its last message."""
+def resume_hint(save: str | None) -> str:
+    """Return a sentence on how to resume a run that ended early, for its last message."""
     if save is None:
         return "nothing is saved without --save"
     saved = latest_in(save)
@@ -177,19 +204,29 @@ def where_to_go_on(save: str | None) -> str:
 
 
 def mistake_in(root: Path) -> str | None:
-    """Why `root` cannot be a folder of checkpoints, and which folder to give; None if it can."""
+    """Return why `root` cannot be a folder of checkpoints, and which folder to give; None if it can."""
+    # a file, perhaps one of a checkpoint
     if exists(root) and not is_folder(root):
-        folder = next((p for p in root.absolute().parents if is_file(p / LATEST)), None)
-        return "is a file; give the folder that --save wrote to" + (f": {folder}" if folder else "")
+        problem = "is a file; give the folder that --save wrote to"
+        for parent in root.absolute().parents:
+            if is_file(parent / LATEST):
+                return f"{problem}: {parent}"
+        return problem
+
+    # the folder of one iteration
     if iteration_of(root.name) is not None or is_file(root / MANIFEST):
         if not is_folder(root):
             return f"does not exist; give the folder that --save wrote to: {root.parent}"
         return f"is the folder of one iteration; give its parent: --load {root.absolute().parent}"
+
+    # a folder that training can not read, or one without a pointer file
     names = backend_of(root).names(root) if is_folder(root) else []
-    if is_url(root):  # where a save that was killed leaves objects under the iteration's own name
+    if is_url(root):  # there a killed save leaves objects under the iteration's own name
         names = [name for name in names if is_file(root / name / MANIFEST) or not is_ours(root / name)]
-    if names and not is_url(root) and (said := why_unreadable(root)) is not None:
-        return said
+    if names and not is_url(root):
+        problem = why_unreadable(root)
+        if problem is not None:
+            return problem
     iterations = sorted(number for name in names if (number := iteration_of(name)) is not None)
     if iterations and not is_url(root) and is_foreign(root / folder_name(iterations[-1])):
         return f"holds folders that --save-hf has written; give one of them: {root / folder_name(iterations[-1])}"
@@ -202,10 +239,13 @@ def mistake_in(root: Path) -> str | None:
 
 
 def _content(root: Path) -> str:
-    """The folder's content, for a message."""
+    """Return the folder's content, for a message."""
     if not is_folder(root):
         return "it does not exist"
     names = backend_of(root).names(root)
     if not names:
         return "it is empty"
-    return f"it holds {', '.join(names[:5])}" + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    text = f"it holds {', '.join(names[:5])}"
+    if len(names) > 5:
+        text += f" and {len(names) - 5} more"
+    return text

@@ -1,4 +1,4 @@
-"""The configuration of a run: one dataclass per component. `rules` holds the rules between them."""
+"""The configuration of a run has one dataclass per component. `validation` holds the rules between them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -74,7 +74,7 @@ class TrainingConfig(FlagConfig):
     exit_duration_in_mins: NotNegative | None = option(None, "save and exit after this many minutes")
     exit_signal_handler: bool = option(
         False,
-        "on --exit-signal, on SIGHUP, of a lost terminal, and on SIGUSR1, a scheduler's warning, finish the iteration on "
+        "on --exit-signal, on SIGHUP (the terminal is lost) and on SIGUSR1 (the scheduler warns), finish the iteration on "
         "all ranks, save, and exit with code 0",
     )
     exit_signal: str = option(
@@ -85,8 +85,8 @@ class TrainingConfig(FlagConfig):
 
     def problems(self) -> Iterator[str]:
         if self.rampup_batch_size is not None and len(self.rampup_batch_size) != 3:
-            given = " ".join(map(str, self.rampup_batch_size))
-            yield f"--rampup-batch-size {given}: it needs three numbers, START INCREMENT SAMPLES"
+            numbers = " ".join(map(str, self.rampup_batch_size))
+            yield f"--rampup-batch-size {numbers}: it needs three numbers, START INCREMENT SAMPLES"
 
 
 @dataclass(frozen=True)
@@ -108,11 +108,12 @@ class CheckpointConfig(FlagConfig):
     )
     async_save: bool = option(
         False,
-        "save beside training, which waits only for a copy of the state to host memory (of as many bytes as a rank writes)",
+        "save while training continues; training waits only for a copy of the state in host memory "
+        "(as many bytes as a rank writes)",
     )
     non_persistent_save_interval: Count | None = option(
         None,
-        "iterations between copies for restarts, of which the newest is kept; a checkpoint that is due comes first",
+        "iterations between copies for restarts, of which the newest is kept; where a checkpoint is due, no copy is written",
     )
     non_persistent_ckpt_type: Literal["local", "global", "in_memory"] | None = option(
         None, "where copies are: local: on each machine's disk; global: on a file system that all ranks share"
@@ -124,7 +125,7 @@ class CheckpointConfig(FlagConfig):
         None, "folder of global copies; default: non_persistent in --save", metavar="DIR"
     )
     non_persistent_local_ckpt_algo: Literal["atomic", "fully_parallel"] = option(
-        "atomic", "atomic: each rank writes all that it holds, and needs no other rank's copy to go on"
+        "atomic", "atomic: each rank writes all of its state, and needs no other rank's copy to resume"
     )
     ckpt_step: Count | None = option(None, "iteration of --load to resume from (default: the latest)")
     use_checkpoint_args: bool = option(
@@ -148,7 +149,8 @@ class CheckpointConfig(FlagConfig):
     )
     save_retain_interval: Count | None = option(
         None,
-        "keep checkpoints of iterations that N divides for ever; without --keep-checkpoints, of the others the newest",
+        "never delete checkpoints whose iteration is a multiple of N; "
+        "without --keep-checkpoints, keep only the newest of the others",
     )
     save_optim: bool = option(True, "save no optimizer state; such a checkpoint is resumed with --no-load-optim")
     pretrained_checkpoint: str | None = option(
@@ -162,28 +164,29 @@ class CheckpointConfig(FlagConfig):
     )
     allow_rope_change: bool = option(
         False,
-        "load weights of a model that rotated in another way (--rotary-base, --rope-scaling, --use-rope-scaling), "
-        "for a longer "
-        "context",
+        "load weights of a model with other rotary settings (--rotary-base, --rope-scaling, --use-rope-scaling), "
+        "for a longer context",
     )
     allow_tokenizer_change: bool = option(
         False, "load weights trained with another tokenizer of the same vocabulary size"
     )
     resize_token_embeddings: Literal["tokens", "ids"] | None = option(
         None,
-        "load weights alone for another vocabulary: rows of the word table stay for tokens, or for ids, that both "
-        "tokenizers "
-        "have; the others get first values",
+        "load only weights, for another vocabulary: embeddings are kept for tokens, or for ids, that both tokenizers have; "
+        "the others get initial values",
     )
     allow_missing_tensors: bool = option(
-        False, "load weights alone of a model that lacks tensors: each is named, and gets its first values"
+        False,
+        "load only weights, although the checkpoint lacks tensors of the model: each is named, and gets its initial values",
     )
     allow_lost_buffers: bool = option(
-        False, "load a checkpoint that lacks buffers of its model that training had changed; they begin anew"
+        False,
+        "load a checkpoint without the buffers of its model that training had changed; they start with initial values",
     )
 
     def problems(self) -> Iterator[str]:
-        kind, interval = self.non_persistent_ckpt_type, self.non_persistent_save_interval
+        kind = self.non_persistent_ckpt_type
+        interval = self.non_persistent_save_interval
         if kind == "in_memory":
             yield (
                 "--non-persistent-ckpt-type in_memory: memory of the process does not outlive it; give local with "
@@ -199,12 +202,12 @@ class CheckpointConfig(FlagConfig):
             yield "--non-persistent-save-interval N and --non-persistent-ckpt-type local or global go together; give both"
         if interval is not None and self.save is None:
             yield "--non-persistent-save-interval needs --save, whose folder names the copy that counts"
-        folders = self.save, self.non_persistent_local_ckpt_dir, self.non_persistent_global_ckpt_dir
-        for url in (folder for folder in folders if interval is not None and folder is not None and is_url(folder)):
-            yield (
-                f"--non-persistent-save-interval needs folders for --save and its copies, where names are changed at once, and "
-                f"{url} is an object store; leave it out"
-            )
+        for folder in (self.save, self.non_persistent_local_ckpt_dir, self.non_persistent_global_ckpt_dir):
+            if interval is not None and folder is not None and is_url(folder):
+                yield (
+                    "--non-persistent-save-interval needs folders for --save and its copies, where names are changed at once, "
+                    f"and {folder} is an object store; leave it out"
+                )
         if interval is not None and not self.save_optim:
             yield "--no-save-optim leaves a copy for restarts nothing to go on from; leave out --non-persistent-save-interval"
         if self.allow_tokenizer_change and self.resize_token_embeddings is not None:
@@ -219,13 +222,16 @@ class CheckpointConfig(FlagConfig):
             yield "--non-persistent-global-ckpt-dir is the folder of --non-persistent-ckpt-type global; give both"
 
     def copy_is_due(self, iteration: int) -> bool:
-        """Whether a copy for restarts follows this iteration, unless a checkpoint does."""
-        return self.non_persistent_save_interval is not None and iteration % self.non_persistent_save_interval == 0
+        """Whether a copy for restarts is due after this iteration. If a checkpoint is due too, only that is saved."""
+        interval = self.non_persistent_save_interval
+        return interval is not None and iteration % interval == 0
 
     @property
     def kept(self) -> int | None:
-        """How many of the newest checkpoints stay when a new one is saved; None: all."""
-        return self.keep_checkpoints or (1 if self.save_retain_interval else None)
+        """The number of newest checkpoints that are kept when a new one is saved; None: all."""
+        if self.keep_checkpoints:
+            return self.keep_checkpoints
+        return 1 if self.save_retain_interval else None
 
     @property
     def without_effect(self) -> dict[str, str]:
@@ -275,12 +281,13 @@ class Config:
         return world_size // self.parallel.ranks_per_sample
 
     def samples_at_once(self, world_size: int) -> int:
-        """Samples of one microbatch over all data-parallel ranks; a step's batch is a multiple of it."""
+        """Return the samples of one microbatch over all data-parallel ranks; a step's batch is a multiple of it."""
         return self.training.micro_batch_size * self.data_parallel_size(world_size)
 
     def batch_sizes(self, world_size: int) -> BatchSizes:
-        """Global batch size of each step. Raises ConfigError for an invalid ramp or table."""
-        training, at_once = self.training, self.samples_at_once(world_size)
+        """Return the global batch size of each step. Raises ConfigError for an invalid ramp or table."""
+        training = self.training
+        at_once = self.samples_at_once(world_size)
         size = training.global_batch_size or at_once
         if training.step_batch_size_schedule is not None:
             sizes = size_table(training.step_batch_size_schedule, self.data.seq_length)
@@ -288,24 +295,27 @@ class Config:
             sizes = ramp(*training.rampup_batch_size, size)
         else:
             sizes = constant_size(size)
-        return replace(sizes, multiple=at_once) if training.decrease_batch_size_if_needed else sizes
+        if training.decrease_batch_size_if_needed:
+            sizes = replace(sizes, multiple=at_once)
+        return sizes
 
     def global_batch_size(self, world_size: int) -> int:
-        """Samples of a training step at the end of a ramp, and of a validation batch."""
+        """Return the samples of a training step at the end of a ramp, and of a validation batch."""
         return self.batch_sizes(world_size).last
 
     def num_microbatches(self, world_size: int) -> int:
-        """Microbatches per rank in one step, at the end of a ramp."""
+        """Return the microbatches per rank in one step, at the end of a ramp."""
         return self.global_batch_size(world_size) // self.samples_at_once(world_size)
 
     def train_iters(self, world_size: int) -> int:
-        """Iterations of the whole run, from its start."""
-        training = self.training
-        return training.train_iters or self.batch_sizes(world_size).steps(0, training.train_samples)
+        """Return the iterations of the whole run, from its start."""
+        if self.training.train_iters:
+            return self.training.train_iters
+        return self.batch_sizes(world_size).steps(0, self.training.train_samples)
 
     def run_length(self, world_size: int) -> RunLength:
-        """Length of the run, in the unit of its schedules. An iteration counts the batch size asked for, even if
-        rounded down."""
+        """Return the length of the run, in the unit of its schedules. An iteration counts as many samples as the settings
+        ask for, even if the batch is rounded down."""
         training = self.training
         if training.train_samples is not None:
             return RunLength(training.train_samples, "samples")
@@ -313,13 +323,14 @@ class Config:
 
     @property
     def validates(self) -> bool:
-        """Whether a validation set is read at all, if there is one."""
+        """Whether a validation set would be read."""
         return self.training.eval_iters > 0 or self.data.full_validation
 
     @property
     def chunks_per_rank(self) -> int:
         """Model chunks (virtual stages) per pipeline rank. Raises ConfigError if the layers do not divide into them."""
-        parallel, num_layers = self.parallel, self.transformer.all_layers
+        parallel = self.parallel
+        num_layers = self.transformer.all_layers
         if parallel.num_layers_per_virtual_pipeline_stage is None:
             return parallel.num_virtual_stages_per_pipeline_rank or default_chunks(parallel.pipeline_schedule)
         per_pass = parallel.num_layers_per_virtual_pipeline_stage * parallel.pipeline_model_parallel_size
@@ -334,8 +345,10 @@ class Config:
     @property
     def layer_split(self) -> list[range]:
         """The layer numbers, over the whole model, of each stage. Raises ValueError if the layers cannot be divided."""
-        parallel, model = self.parallel, self.transformer
-        if (split := parallel.pipeline_model_parallel_split_rank) is not None and model.decoder_layers:
+        parallel = self.parallel
+        model = self.transformer
+        split = parallel.pipeline_model_parallel_split_rank
+        if split is not None and model.decoder_layers:
             return split_two_stacks(model.num_layers, model.decoder_layers, self.stages, split)
         return split_layers(
             model.all_layers,
@@ -349,8 +362,10 @@ class Config:
 
     @property
     def schedule_name(self) -> str:
-        """The pipeline schedule that runs."""
-        return self.parallel.pipeline_schedule or ("1f1b" if self.chunks_per_rank == 1 else "interleaved")
+        """The name of the pipeline schedule in use."""
+        if self.parallel.pipeline_schedule:
+            return self.parallel.pipeline_schedule
+        return "1f1b" if self.chunks_per_rank == 1 else "interleaved"
 
     @property
     def stages(self) -> StageMap:
@@ -359,57 +374,71 @@ class Config:
 
     @property
     def restarts_angles(self) -> bool:
-        """Whether rotary angles restart with each document. Within documents alone they need not: scores depend on
-        distances."""
+        """Whether rotary angles restart with each document.
+
+        They need not where attention stays within documents, since scores depend on the distances of tokens alone.
+        """
         restarts = self.data.reset_position_ids and not self.data.reset_attention_mask
         return restarts and bool(self.transformer.ropes)
 
     @property
     def positions(self) -> int:
-        """Rows of a learned position table."""
-        return self.transformer.max_position_embeddings or max(self.data.seq_length, self.data.decoder_seq_length or 0)
+        """The number of learned position embeddings."""
+        if self.transformer.max_position_embeddings:
+            return self.transformer.max_position_embeddings
+        return max(self.data.seq_length, self.data.decoder_seq_length or 0)
 
     @property
     def without_effect(self) -> dict[str, str]:
         """The given flags that other settings make ineffective, with the reason."""
-        found, parallel = {}, self.data_parallel
+        reasons = self.parallel.without_effect | self.data.without_effect | self.tokenizer.without_effect
+
+        # the bucket size
+        data_parallel = self.data_parallel
+        if data_parallel.ddp_bucket_size is not None and not data_parallel.cuts_by_size:
+            reason = "a buffer is one bucket without --overlap-grad-reduce, --overlap-param-gather or --zero-stage 2"
+            if data_parallel.stage == 3:
+                reason = "ZeRO stage 3 reduces and gathers layer by layer"
+            reasons["--ddp-bucket-size"] = reason
+
+        # offload without anything to offload
         offload = self.offload
-        found |= self.parallel.without_effect | self.data.without_effect | self.tokenizer.without_effect
-        if parallel.ddp_bucket_size is not None and not parallel.cuts_by_size:
-            found["--ddp-bucket-size"] = (
-                "ZeRO stage 3 reduces and gathers layer by layer"
-                if parallel.stage == 3
-                else "a buffer is one bucket without --overlap-grad-reduce, --overlap-param-gather or --zero-stage 2"
-            )
-        moves = offload.optimizer_offload_fraction or self.transformer.cpu_offloading_num_layers
-        if offload.tier != "device" and not moves:
-            found[f"--{'offload-dir' if offload.tier == 'file' else 'optimizer-cpu-offload'}"] = (
+        offloads = offload.optimizer_offload_fraction or self.transformer.cpu_offloading_num_layers
+        if offload.tier != "device" and not offloads:
+            flag = "--offload-dir" if offload.tier == "file" else "--optimizer-cpu-offload"
+            reasons[flag] = (
                 "--optimizer-offload-fraction 0 offloads no masters or moments, and --cpu-offloading-num-layers is not given"
             )
-        return found | unread_flags(self) | self.checkpoint.without_effect
+        return reasons | unread_flags(self) | self.checkpoint.without_effect
 
     def component_values(self) -> dict[str, dict[str, Any]]:
-        """Every option's value by component."""
-        return {
-            name: {f.name: getattr(getattr(self, name), f.name) for f in option_fields(component)}
-            for name, component in COMPONENTS.items()
-        }
+        """Return every option's value by component."""
+        values = {}
+        for name, component in COMPONENTS.items():
+            part = getattr(self, name)
+            values[name] = {field.name: getattr(part, field.name) for field in option_fields(component)}
+        return values
 
     def as_json(self) -> dict[str, dict[str, Any]]:
-        """Every option's value by component, and the script's own flags."""
+        """Return every option's value by component, and the script's own flags."""
         return self.component_values() | self.own.as_json()
 
     def changed_lines(self) -> list[str]:
-        """Lines for the start of the log: settings that are not at their default, by component, and all flags of the
+        """Return lines for the start of the log: settings that are not at their default, by component, and all flags of the
         script."""
-        groups = {title_of(component): changes(getattr(self, name)) for name, component in COMPONENTS.items()}
-        groups = {title: dict(sorted(pairs.items())) for title, pairs in groups.items()}
+        # title -> setting -> (default, value)
+        groups: dict[str, dict[str, tuple[Any, Any]]] = {}
+        for name, component in COMPONENTS.items():
+            groups[title_of(component)] = dict(sorted(changes(getattr(self, name)).items()))
         for title, flags in self.own.by_title().items():
-            groups[title] = groups.get(title, {}) | {flag.name: (flag.default, flag.value) for flag in flags}
+            groups.setdefault(title, {}).update({flag.name: (flag.default, flag.value) for flag in flags})
+
+        # one line for each setting, its value in a column
         width = max((len(name) for pairs in groups.values() for name in pairs), default=0)
         lines = []
         for title, pairs in groups.items():
-            lines += [f"  {title}"] if pairs else []
+            if pairs:
+                lines.append(f"  {title}")
             for name, (default, value) in pairs.items():
                 differs = f"  (default {default})" if default not in (None, value) else ""
                 lines.append(f"    {name:<{width}}  {shown(value)}{differs}")
@@ -417,8 +446,10 @@ class Config:
 
 
 def shown(value: Any) -> str:
-    """A setting's value as on the command line."""
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    """Return a setting's value as on the command line."""
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return str(value)
 
 
 COMPONENTS: dict[str, type] = {f.name: f.type for f in fields(Config) if f.name != "own"}  # type: ignore[misc]

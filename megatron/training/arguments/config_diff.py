@@ -1,6 +1,6 @@
-"""Compare a run's settings with those of the checkpoint that it resumes from. Pure.
+"""A run's settings are compared with those of the checkpoint that it resumes from. Pure.
 
-    NOT_COMPARED (and _PARTS)    no effect on what is computed, or compared in another way
+    NOT_COMPARED (and _PARTS)    no effect on the numbers, or compared in another way
     PRECISION                    refused without --allow-precision-change
     ROPE                         refused without --allow-rope-change
     other model settings         refused: the parameters would mean something else
@@ -108,31 +108,54 @@ class Changes:
 def compare(
     mine: Parts, saved: Parts, own_defaults: Mapping[str, Any] = MappingProxyType({}), skipped: Collection[str] = ()
 ) -> Changes:
-    """The settings that differ between a run and a checkpoint, except those in `skipped`.
+    """Return the settings that differ between a run (`mine`) and a checkpoint (`saved`), except those in `skipped`.
 
-    own_defaults: of the script's own flags. A setting that the checkpoint lacks counts as its default; a checkpoint
-    without any
-    own flags is not compared in them.
+    own_defaults: defaults of the script's own flags. A setting that the checkpoint lacks counts as its default; the
+    script's own flags are not compared with a checkpoint that has none.
     """
-    changes, leave_out = Changes(), {*skipped, *(name for names in NOT_COMPARED.values() for name in names)}
+    changes = Changes()
+    ignored = set(skipped)
+    for names in NOT_COMPARED.values():
+        ignored.update(names)
     own_of_model = {*mine.get("own_model", ()), *saved.get("own_model", ())}
-    now_of, before_of = _in_force(mine), _in_force(saved)
-    if "own" not in before_of:
-        now_of.pop("own", None)
-    for part in (part for part in dict.fromkeys([*now_of, *before_of]) if part not in NOT_COMPARED_PARTS):
-        now, before = now_of.get(part, {}), before_of.get(part, {})
-        defaults = (
-            {f.name: default_of(f) for f in option_fields(COMPONENTS[part])} if part in COMPONENTS else own_defaults
-        )
-        for name in dict.fromkeys([*now, *before]):
-            change = Change(name, before.get(name, defaults.get(name)), now.get(name), name not in now)
-            there, here = (by_layer(name, value, now.get("num_layers")) for value in (change.before, change.now))
-            if name in leave_out or (there == here and not change.is_unknown):
+    run_parts = _in_force(mine)
+    checkpoint_parts = _in_force(saved)
+    if "own" not in checkpoint_parts:
+        run_parts.pop("own", None)
+
+    for part in dict.fromkeys([*run_parts, *checkpoint_parts]):
+        if part in NOT_COMPARED_PARTS:
+            continue
+        run_values = run_parts.get(part, {})
+        checkpoint_values = checkpoint_parts.get(part, {})
+        defaults = own_defaults
+        if part in COMPONENTS:
+            defaults = {field.name: default_of(field) for field in option_fields(COMPONENTS[part])}
+
+        for name in dict.fromkeys([*run_values, *checkpoint_values]):
+            # the two values; lists by layer are equal if they say the same of each layer
+            before = checkpoint_values.get(name, defaults.get(name))
+            now = run_values.get(name)
+            change = Change(name, before, now, is_unknown=name not in run_values)
+            if name in ignored:
                 continue
-            of_model = name in own_of_model if part == "own" else part == "transformer" and name not in COURSE_OF_MODEL
-            apart = changes.precision if name in PRECISION else changes.rope if of_model and name in ROPE else None
-            found = apart if apart is not None else changes.model if of_model else changes.course
-            found.append(change)
+            num_layers = run_values.get("num_layers")
+            is_equal = by_layer(name, before, num_layers) == by_layer(name, now, num_layers)
+            if is_equal and not change.is_unknown:
+                continue
+
+            # the kind of the change
+            of_model = part == "transformer" and name not in COURSE_OF_MODEL
+            if part == "own":
+                of_model = name in own_of_model
+            if name in PRECISION:
+                changes.precision.append(change)
+            elif of_model and name in ROPE:
+                changes.rope.append(change)
+            elif of_model:
+                changes.model.append(change)
+            else:
+                changes.course.append(change)
     return changes
 
 
@@ -140,22 +163,24 @@ OF_WIDTHS = ("hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channe
 
 
 def _in_force(parts: Parts) -> dict[str, dict[str, Any]]:
-    """The settings with unset ones resolved to their effective values, and the script's own flags in one part."""
-    found = {part: dict(settings) for part, settings in parts.items()}
-    if "transformer" in found:
-        model = found["transformer"]
+    """Return the settings, unset ones resolved to their effective values, and the script's own flags in one part."""
+    resolved = {part: dict(settings) for part, settings in parts.items()}
+    if "transformer" in resolved:
+        model = resolved["transformer"]
         config = build(ModelConfig, {name: model[name] for name in OF_WIDTHS if name in model})
         model |= {"ffn_hidden_size": config.ffn_size, "kv_channels": config.head_width}
         if model.get("group_query_attention") and model.get("num_query_groups") == config.num_attention_heads:
             model |= {"group_query_attention": False, "num_query_groups": 1}  # as many groups as heads share nothing
-    if "data" in found:
-        found["data"]["split"] = found["data"].get("split") or DEFAULT_SPLIT
-    if "own_model" in found:
-        found["own"] = {**found.get("own", {}), **found.pop("own_model")}
-    return found
+    if "data" in resolved:
+        resolved["data"]["split"] = resolved["data"].get("split") or DEFAULT_SPLIT
+    if "own_model" in resolved:
+        resolved["own"] = resolved.get("own", {}) | resolved.pop("own_model")
+    return resolved
 
 
 def precision_of(model: Mapping[str, Any]) -> str:
-    """The training precision that a model's settings say, in words."""
-    name = next((name for name in ("bf16", "fp16", "fp64") if model.get(name)), "fp32")
-    return name + (" with its residual stream in fp32" if model.get("fp32_residual_connection") else "")
+    """Return the training precision of a model's settings, in words."""
+    precision = next((name for name in ("bf16", "fp16", "fp64") if model.get(name)), "fp32")
+    if model.get("fp32_residual_connection"):
+        precision += " with its residual stream in fp32"
+    return precision

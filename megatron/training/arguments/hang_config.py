@@ -1,4 +1,4 @@
-"""Settings of the watch for ranks that hang. Pure."""
+"""The settings of the hang watch, which looks for ranks without progress. Pure."""
 
 from dataclasses import dataclass
 
@@ -12,11 +12,11 @@ class HangConfig(FlagConfig):
     hang_timeout: NotNegative = option(
         10.0,
         "a rank without progress for this many times the median step, and for --hang-timeout-floor seconds, hangs: the job "
-        "reports it and ends with code 4; 0: nobody watches",
+        "reports it and ends with code 4; 0: no check for hangs",
         metavar="TIMES",
     )
     hang_timeout_floor: Positive = option(
         180.0,
-        "seconds without progress until a rank may count as hung; in the start-up and in a save, until it is looked at",
+        "seconds without progress before a rank may count as hung; in start-up and saves, before it is examined",
         metavar="SECONDS",
     )

@@ -1,5 +1,5 @@
-"""--help: first the flags that every run needs, then all that work, by component; --help-all adds the other flags of
-Megatron."""
+"""--help shows first the flags that every run needs, then all that have an effect, by component. --help-all adds the other
+flags of Megatron."""
 
 import argparse
 from collections.abc import Iterator, Mapping
@@ -45,12 +45,12 @@ class FlagGroup(NamedTuple):
 
 
 def flag_groups() -> Iterator[FlagGroup]:
-    """First the flags that every run needs, then the other flags of each component."""
+    """Yield first the flags that every run needs, then the other flags of each component."""
     fields = {field.name: (component, field) for component in COMPONENTS.values() for field in option_fields(component)}
     yield FlagGroup(NEEDED_TITLE, NEEDED_TEXT, [fields[name] for name in NEEDED])
     for component in COMPONENTS.values():
-        left = [(component, field) for field in option_fields(component) if field.name not in NEEDED]
-        yield FlagGroup(title_of(component), None, left)
+        others = [(component, field) for field in option_fields(component) if field.name not in NEEDED]
+        yield FlagGroup(title_of(component), None, others)
 
 
 def add_help_flags(parser: FlagParser, unread: Mapping[str, str]) -> None:
@@ -66,7 +66,7 @@ def add_help_flags(parser: FlagParser, unread: Mapping[str, str]) -> None:
 
 
 class _HelpAll(argparse.Action):
-    """--help, followed by the flags without effect."""
+    """Prints --help, followed by the flags without effect."""
 
     def __init__(self, option_strings: list[str], dest: str, unread: Mapping[str, str], help: str):
         super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
@@ -79,25 +79,29 @@ class _HelpAll(argparse.Action):
 
 
 def _text_of_others(unread: Mapping[str, str]) -> str:
-    """All flags that set nothing, by kind and reason, with the flags that this script does not read."""
+    """Return all flags that set nothing, by kind and reason, with the flags that this script does not read."""
     lines = []
     for kind, others in OTHER_KINDS.items():
         flags = {reason: [other.flag for other in same] for reason, same in by_reason(others).items()}
-        for flag, reason in unread.items() if others is NO_EFFECT else ():
-            flags.setdefault(reason, []).append(flag)
-        lines += [f"{kind}:"]
+        if others is NO_EFFECT:
+            for flag, reason in unread.items():
+                flags.setdefault(reason, []).append(flag)
+        lines.append(f"{kind}:")
         for reason, names in flags.items():
             lines += ["", f"  {reason}", *(f"    {name}" for name in names)]
-        lines += [""]
+        lines.append("")
     return "\n".join(lines)
 
 
 def by_reason(others: Mapping[str, OtherFlag]) -> dict[str, list[OtherFlag]]:
-    """The flags of each reason, in the order of the table."""
-    reasons = dict.fromkeys(other.reason for other in others.values())
-    return {reason: [other for other in others.values() if other.reason == reason] for reason in reasons}
+    """Return the flags of each reason, in the order of the table."""
+    grouped: dict[str, list[OtherFlag]] = {}
+    for other in others.values():
+        grouped.setdefault(other.reason, []).append(other)
+    return grouped
 
 
 def meaning_of_shorthand(flag: str) -> str:
-    said = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in SHORTHAND[flag].items())
-    return said or "--position-embedding-type none, unless another is given"
+    """Return the flags that a shorthand stands for, as on the command line."""
+    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in SHORTHAND[flag].items())
+    return flags or "--position-embedding-type none, unless another is given"

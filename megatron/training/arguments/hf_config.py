@@ -1,7 +1,7 @@
-"""--hf-config: the model that a config.json of Hugging Face describes, trained from scratch. No weights are read.
+"""--hf-config trains from scratch the model that a config.json of Hugging Face describes. No weights are read.
 
-taken     before the command line's own: the model's settings, its precision, and of a folder the tokenizer
-checked   the model that the flags then make: one that the file does not describe is refused, as for a folder's weights
+taken     the model's settings, its precision and, from a folder, the tokenizer; the command line takes precedence
+checked   the resulting model: one that the file does not describe is refused, as when a folder's weights are loaded
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,54 +20,79 @@ _TOKENIZER_FLAGS = ("vocab_size", "vocab_file", "merge_file", "tokenizer_model")
 
 
 def taken_from_hf_config(given: Mapping[str, Any], parser: FlagParser, defaults: Mapping[str, Any]) -> Taken:
-    """The settings of the file. given: the settings of the command line, by name; nothing without --hf-config. defaults: the
-    script's args_defaults.
+    """Return the settings of the file; empty without --hf-config.
 
-    Raises ConfigError for a file that cannot be read or is not understood, and beside another source of the model's flags.
+    given: the settings of the command line, by name. defaults: the script's args_defaults. Raises ConfigError for a file
+    that cannot be read or is not understood, and if another source of the model's flags is given too.
     """
-    if (path := given.get("hf_config")) is None:
+    path = given.get("hf_config")
+    if path is None:
         return NOTHING_TAKEN
-    if problems := list(_other_sources(given)):
+    problems = list(_other_sources(given))
+    if problems:
         raise ConfigError([f"--hf-config {path}: {problem}" for problem in problems])
-    saved, config = describe_model(Path(path)).settings, build(CheckpointConfig, dict(given))
+    saved = describe_model(Path(path)).settings
+    config = build(CheckpointConfig, dict(given))
     wanted = dict(of_model_and_tokenizer(config, given, saved))
+
+    # without a tokenizer, NullTokenizer gets the model's vocabulary size; it adds one token, the end of a document
     kind = given.get("tokenizer_type", wanted.get("tokenizer_type", "NullTokenizer"))
     if kind == "NullTokenizer" and not any(given.get(name) for name in _TOKENIZER_FLAGS):
-        wanted["vocab_size"] = max(1, saved["tokenizer"]["model_vocab_size"] - 1)  # its end of a document is one more
+        wanted["vocab_size"] = max(1, saved["tokenizer"]["model_vocab_size"] - 1)
     return as_flags("--hf-config", path, wanted.items(), given, parser, defaults)
 
 
 def _other_sources(given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the other sources of the model's flags that are given."""
     if given.get("use_checkpoint_args"):
         yield "--use-checkpoint-args fills the model's flags, too; give one of them"
     for name in ("load", "pretrained_checkpoint"):
-        if (root := given.get(name)) and is_foreign(root, given.get("ckpt_step") if name == "load" else None):
+        root = given.get(name)
+        step = given.get("ckpt_step") if name == "load" else None
+        if root and is_foreign(root, step):
             yield f"{flag_of(name)} {root} fills the model's flags by itself; leave out --hf-config"
 
 
 def hf_config_problems(config: Config, rules: ModelRules) -> list[str]:
-    """Why the model of these settings is not the one that --hf-config describes, setting by setting."""
-    if (path := config.checkpoint.hf_config) is None:
+    """Return why the model of these settings is not the model that --hf-config describes, setting by setting."""
+    path = config.checkpoint.hf_config
+    if path is None:
         return []
     try:
         described = describe_model(Path(path))
     except ConfigError as error:
         return error.problems
-    theirs, mine = build(ModelConfig, described.settings["transformer"]), config.transformer
-    changes = compare(_of_model(mine), _of_model(theirs))
-    counting = changes.model + ([] if config.checkpoint.allow_rope_change else changes.rope)
-    found = {change.name: (change.before, change.now) for change in counting}
-    rows = theirs.max_position_embeddings, config.positions
-    if mine.position_embedding_type == "learned_absolute" and rows[0] is not None and rows[0] != rows[1]:
-        found["max_position_embeddings"] = rows
-    words = described.settings["tokenizer"]["model_vocab_size"], config.tokenizer.model_vocab_size
-    if words[0] != words[1]:
-        found["model_vocab_size"] = words
-    problems = [
-        f"--hf-config {path} describes another model; {name} is {shown(there)} there, and {shown(here)} in this run: leave its "
-        "flag out"
-        for name, (there, here) in found.items()
-    ]
+    file_model = build(ModelConfig, described.settings["transformer"])
+    run_model = config.transformer
+
+    # the settings that differ: name -> (in the file, in this run)
+    differences: dict[str, tuple[Any, Any]] = {}
+    changes = compare(_of_model(run_model), _of_model(file_model))
+    for change in changes.model:
+        differences[change.name] = (change.before, change.now)
+    if not config.checkpoint.allow_rope_change:
+        for change in changes.rope:
+            differences[change.name] = (change.before, change.now)
+
+    # the number of positions, which `compare` leaves out
+    file_positions = file_model.max_position_embeddings
+    has_positions = run_model.position_embedding_type == "learned_absolute" and file_positions is not None
+    if has_positions and file_positions != config.positions:
+        differences["max_position_embeddings"] = (file_positions, config.positions)
+
+    # the vocabulary
+    file_vocab_size = described.settings["tokenizer"]["model_vocab_size"]
+    if file_vocab_size != config.tokenizer.model_vocab_size:
+        differences["model_vocab_size"] = (file_vocab_size, config.tokenizer.model_vocab_size)
+
+    problems = []
+    for name, (in_file, in_run) in differences.items():
+        problems.append(
+            f"--hf-config {path} describes another model; {name} is {shown(in_file)} there, and {shown(in_run)} in this run: "
+            "leave its flag out"
+        )
+
+    # the kind of model
     if rules.model and rules.model != described.model:
         problems.append(
             f"--hf-config {path} describes a {described.model}, and this script trains a {rules.model}: run the script of that "

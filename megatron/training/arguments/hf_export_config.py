@@ -1,4 +1,4 @@
-"""Settings of --save-hf: a run's model written as Hugging Face folders."""
+"""The settings of --save-hf, which writes a run's model as Hugging Face folders."""
 
 import argparse
 import re
@@ -13,15 +13,16 @@ DEFAULT_SHARD_SIZE = "5GB"
 
 
 def bytes_of(text: str) -> int:
-    """ "5GB" -> 5,000,000,000. Raises ArgumentTypeError."""
-    found = re.fullmatch(r"([1-9][0-9]{0,8}) ?(B|KB|MB|GB)", text)
-    if found is None:
+    """Return the bytes of a size: 5,000,000,000 for "5GB". Raises ArgumentTypeError."""
+    match = re.fullmatch(r"([1-9][0-9]{0,8}) ?(B|KB|MB|GB)", text)
+    if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no size such as 500MB or 5GB")
-    return int(found[1]) * _UNITS[found[2]]
+    number, unit = match.groups()
+    return int(number) * _UNITS[unit]
 
 
 def read_size(text: str) -> str:
-    """The text of a size. Raises ArgumentTypeError."""
+    """Return the text of a size, checked. Raises ArgumentTypeError."""
     bytes_of(text)
     return text
 
@@ -32,9 +33,8 @@ class HFConfig(FlagConfig):
 
     save_hf: str | None = option(
         None,
-        "write the model as a Hugging Face folder, DIR/iter_0000100, where the run ends (after its checkpoint); "
-        "training waits, "
-        "with --async-save too",
+        "write the model as a Hugging Face folder, DIR/iter_0000100, at the end of the run (after its checkpoint); "
+        "training waits, with --async-save too",
         metavar="DIR",
     )
     save_hf_interval: Count | None = option(None, "write a folder every N iterations, too")
@@ -46,20 +46,25 @@ class HFConfig(FlagConfig):
     )
 
     def problems(self) -> Iterator[str]:
-        given = {
+        if self.save_hf is not None:
+            return
+        flags = {
             "--save-hf-interval": self.save_hf_interval,
             "--save-hf-dtype": self.save_hf_dtype,
             "--save-hf-max-shard-size": self.save_hf_max_shard_size,
         }
-        for flag in (flag for flag, value in given.items() if value is not None and self.save_hf is None):
-            yield f"{flag} needs --save-hf, the folder to write to"
+        for flag, value in flags.items():
+            if value is not None:
+                yield f"{flag} needs --save-hf, the folder to write to"
 
     @property
     def most_bytes(self) -> int:
-        """Of one file."""
+        """The maximal bytes of one file."""
         return bytes_of(self.save_hf_max_shard_size or DEFAULT_SHARD_SIZE)
 
     def is_due(self, iteration: int, *, last: bool) -> bool:
         """Whether a folder is written after this iteration. last: the run ends there."""
+        if self.save_hf is None:
+            return False
         interval = self.save_hf_interval
-        return self.save_hf is not None and (last or (interval is not None and iteration % interval == 0))
+        return last or (interval is not None and iteration % interval == 0)

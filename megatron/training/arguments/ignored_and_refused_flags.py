@@ -1,20 +1,20 @@
-"""Megatron's flags that are no settings here, by what becomes of them, and other spellings of a setting.
+"""The flags of Megatron that are no settings here are listed by their effect, beside other spellings of settings.
 
-One question decides: would the flag change what the user gets, be it numbers, the model, files, or what guards the run?
+One question decides: would the flag change the numbers, the model, the files, or the checks that guard the run?
 
-    no              accepted, and listed once at the start                                  NO_EFFECT
-                    accepted in silence, beside a flag that says it all                     SILENT
-    yes, and        scripts everywhere give it: a WARNING, with what the user gets instead  WARNED
-                    they do not: refused, with what to do instead                           REFUSED
+    no              accepted, and listed once at the start                                          NO_EFFECT
+                    accepted in silence, since it is given beside a flag that already says it       SILENT
+    yes, and        it is common in scripts: accepted with a WARNING that says what happens         WARNED
+                    it is not: refused, with an alternative                                         REFUSED
 
-Each is a table from a reason to the flags that it holds for, written as a usage line has them:
+Each is a table from a reason to the flags that it applies to, written as in a usage line:
 
     --flag                a switch
-    --flag N              one value, of whatever kind
+    --flag N              one value
     --flag N...           any number of values
-    --flag 0|1|N          warned of, or refused, unless the value is 0 or 1, which ask for what happens anyway
+    --flag 0|1|N          a warning or a refusal, unless the value is 0 or 1, which ask for what happens anyway
 
-No flag of Megatron's scripts may end as unknown: tests/unit/training/classic_flags.txt lists them, with what becomes of each.
+No flag of Megatron's scripts may be unknown: tests/unit/training/classic_flags.txt lists them with their effects.
 """
 
 from collections.abc import Mapping
@@ -27,24 +27,27 @@ class OtherFlag:
     """A flag of one of the tables."""
 
     flag: str
-    values: str  # how many, as argparse writes it: 0 (a switch), 1 or *
+    values: str  # their number, as in argparse: 0 (a switch), 1 or *
     metavar: str
     harmless: tuple[str, ...]  # values that ask for what happens anyway
     reason: str
 
     def is_harmless(self, given: Any) -> bool:
-        """Whether what was given asks for nothing: `0`, or `0.0`, where 0 is harmless."""
+        """Whether the given value asks for what happens anyway: `0`, or `0.0`, if 0 is harmless."""
         texts = given if isinstance(given, list) else [str(given)]
         return bool(self.harmless) and all(_plain(text) in self.harmless for text in texts)
 
 
 def _plain(text: str) -> str:
-    """4.0 as 4, and anything else as it is."""
-    return text.rstrip("0").rstrip(".") if text.replace(".", "", 1).isdigit() and "." in text else text
+    """Return 4 for 4.0, and any other text unchanged."""
+    is_decimal = "." in text and text.replace(".", "", 1).isdigit()
+    if is_decimal:
+        return text.rstrip("0").rstrip(".")
+    return text
 
 
 def parse_table(table: Mapping[str, str]) -> dict[str, OtherFlag]:
-    """The flags of a table by name."""
+    """Return the flags of a table by name."""
     flags: dict[str, OtherFlag] = {}
     for reason, line in table.items():
         words = line.split()
@@ -53,7 +56,12 @@ def parse_table(table: Mapping[str, str]) -> dict[str, OtherFlag]:
                 continue
             value = "" if following.startswith("--") else following
             *harmless, metavar = value.split("|")
-            count = "*" if value.endswith("...") else "1" if value else "0"
+            if value.endswith("..."):
+                count = "*"
+            elif value:
+                count = "1"
+            else:
+                count = "0"
             assert word not in flags, f"{word} is there twice"
             flags[word] = OtherFlag(word, count, metavar.removesuffix("..."), tuple(harmless), reason)
     return flags

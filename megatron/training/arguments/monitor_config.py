@@ -1,4 +1,4 @@
-"""Settings of a run's observers: log, TensorBoard, wandb, timers, profiles, statistics. Pure."""
+"""The settings of log, TensorBoard, wandb, timers, profiles and statistics. Pure."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -61,7 +61,8 @@ class LogConfig(FlagConfig):
         0, "0: no timers; 1: parts of an iteration; 2: also each forward, backward and transfer"
     )
     timing_log_option: Literal["max", "minmax", "all"] = option(
-        "minmax", "printed times over ranks: the longest, shortest and longest, or of each rank"
+        "minmax",
+        "times that are printed: the longest of all ranks, the shortest and the longest, or those of each rank",
     )
     barrier_with_L1_time: bool = option(
         False,
@@ -135,7 +136,7 @@ class ProfileConfig(FlagConfig):
 def watch_problems(
     log: LogConfig, curves: TensorBoardConfig, profile: ProfileConfig, *, save: str | None, world_size: int
 ) -> Iterator[str]:
-    """Problems across these settings, and a missing wandb package. (A missing tensorboard is only a note.)"""
+    """Yield problems across these settings, and a missing wandb package. (A missing tensorboard is only a note.)"""
     if curves.wandb_project is not None and not _is_installed("wandb"):
         yield "--wandb-project needs the package wandb: pip install wandb; --metrics-file needs no package"
     if log.log_progress and save is None:
@@ -147,13 +148,14 @@ def watch_problems(
         yield "--log-timers-to-tensorboard needs timers: give --timing-log-level 1 or 2"
     if profile.profile and curves.tensorboard_dir is None and save is None:
         yield "--profile needs a folder for its trace: give --tensorboard-dir or --save"
-    if wrong := [rank for rank in profile.profile_ranks if not 0 <= rank < world_size]:
+    wrong = [rank for rank in profile.profile_ranks if not 0 <= rank < world_size]
+    if wrong:
         ranks = f"0 to {world_size - 1}" if world_size > 1 else "0 only"
         yield f"--profile-ranks {', '.join(map(str, wrong))}: this run has ranks {ranks}"
 
 
 def watch_notes(curves: TensorBoardConfig, profile: ProfileConfig, train_iters: int | None) -> list[str]:
-    """Requested outputs that the run will not write."""
+    """Return warnings about requested outputs that the run will not write."""
     notes = []
     if curves.tensorboard_dir is not None and not writes_tensorboard(curves):
         notes.append(

@@ -1,4 +1,4 @@
-"""Flags of the guards against wrong numbers."""
+"""The settings of the guards against wrong numbers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,9 +25,8 @@ class GuardConfig(FlagConfig):
     )
     rerun_mode: Literal["disabled", "validate_results", "report_stats"] = option(
         "validate_results",
-        "validate_results computes a step with wrong numbers again, to tell a device that fails from data, "
-        "weights and program; "
-        "report_stats only counts how often a microbatch computed twice has other bits",
+        "validate_results computes a step with wrong numbers again, to distinguish a failing device from wrong data, "
+        "weights or code; report_stats only counts how often a microbatch computed twice differs in its bits",
     )
     rerun_interval: Count | None = option(
         None,
@@ -41,14 +40,14 @@ class GuardConfig(FlagConfig):
         metavar="DIR",
     )
     error_injection_rate: WholeNumber = option(
-        0, "inject a wrong result into one of so many microbatches computed twice, to test that it is found; 0: never"
+        0, "inject a wrong result into one of N microbatches computed twice, to test that it is found; 0: never"
     )
     error_injection_type: Literal["correct_result", "transient_error", "persistent_error"] = option(
         "transient_error",
-        "what --error-injection-rate injects: nothing, an error of one run, or another error in each run",
+        "kind of result that --error-injection-rate injects: correct, wrong once, or wrong in another way each time",
     )
     iterations_to_skip: list[int] = option(
-        [], "iterations whose samples are passed over without being trained on", metavar="N"
+        [], "iterations whose samples are skipped without training on them", metavar="N"
     )
     check_weight_hash_across_dp_replicas_interval: Count | None = option(
         None,
@@ -65,11 +64,14 @@ class GuardConfig(FlagConfig):
 
     @property
     def replay_every(self) -> int | None:
-        """Iterations between microbatches computed twice."""
-        return self.rerun_interval or (1 if self.rerun_mode == "report_stats" else None)
+        """Iterations between microbatches computed twice; None: none is."""
+        if self.rerun_interval:
+            return self.rerun_interval
+        return 1 if self.rerun_mode == "report_stats" else None
 
     def problems(self) -> Iterator[str]:
-        if wrong := [number for number in self.iterations_to_skip if number < 1]:
+        wrong = [number for number in self.iterations_to_skip if number < 1]
+        if wrong:
             yield f"--iterations-to-skip {' '.join(map(str, wrong))}: iterations are counted from 1, as the log does"
         if self.rerun_interval is not None and self.rerun_mode == "disabled":
             yield "--rerun-interval computes microbatches twice, and --rerun-mode disabled none; leave one of them out"

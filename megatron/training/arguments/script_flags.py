@@ -1,4 +1,4 @@
-"""The script's own flags: printed at the start of the run, saved in checkpoints, compared on resume."""
+"""The script's own flags are printed at the start of the run, saved in checkpoints, and compared on resume."""
 
 import argparse
 import math
@@ -28,21 +28,25 @@ class OwnFlags:
     flags: tuple[OwnFlag, ...] = ()
 
     def as_json(self) -> dict[str, dict[str, Any]]:
-        """{"own": ordinary flags, "own_model": flags that the meaning of the parameters depends on}."""
+        """Return {"own": ordinary flags, "own_model": flags that the meaning of the parameters depends on}."""
         return {
             "own": {flag.name: flag.value for flag in self.flags if not flag.of_model},
             "own_model": {flag.name: flag.value for flag in self.flags if flag.of_model},
         }
 
     def by_title(self) -> dict[str, list[OwnFlag]]:
-        titles = dict.fromkeys(flag.title for flag in self.flags)
-        return {title: [flag for flag in self.flags if flag.title == title] for title in titles}
+        """Return the flags of each argument group."""
+        groups: dict[str, list[OwnFlag]] = {}
+        for flag in self.flags:
+            groups.setdefault(flag.title, []).append(flag)
+        return groups
 
 
 def own_flags(parser: FlagParser, settings: Mapping[str, Any], ours: Collection[str]) -> OwnFlags:
-    """The flags that a script added to `parser`, with values from `settings` or their defaults. Aliases of the settings
-    `ours`
-    are left out."""
+    """Return the flags that a script added to `parser`, with values from `settings` or their defaults.
+
+    Aliases of the settings `ours` are left out.
+    """
     titles = {id(action): group.title for group in parser._action_groups for action in group._group_actions}
     flags: dict[str, OwnFlag] = {}
     for action in parser.own:
@@ -59,22 +63,28 @@ def own_flags(parser: FlagParser, settings: Mapping[str, Any], ours: Collection[
 
 
 def _default_of(parser: FlagParser, action: argparse.Action) -> Any:
-    """The value of a flag that is not given."""
-    if (field := field_of_action(action)) is not None:
+    """Return the value of a flag that is not given."""
+    field = field_of_action(action)
+    if field is not None:
         return default_of(field)
     if action.default is argparse.SUPPRESS:
         return None
-    return parser._get_value(action, action.default) if isinstance(action.default, str) else action.default
+    if isinstance(action.default, str):  # argparse converts a text default like a given value
+        return parser._get_value(action, action.default)
+    return action.default
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON, or else as text that is equal in every process."""
-    if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
+    """Return `value` as JSON, or else as text that is equal in every process."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float) and math.isfinite(value):
         return value
     if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
+        return [plain(item) for item in value]
     if isinstance(value, set | frozenset):
-        return sorted((plain(one) for one in value), key=str)
+        return sorted((plain(item) for item in value), key=str)
     if isinstance(value, Mapping):
-        return {str(key): plain(one) for key, one in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
+    # an object's text without its address, which differs between processes
     return re.sub(r" at 0x[0-9a-f]+", "", str(value))

@@ -1,18 +1,20 @@
-"""Signals by name, as --exit-signal takes them. Pure."""
+"""The names of signals are read for --exit-signal. Pure."""
 
 import argparse
 import signal
 
 
 def read_signal(text: str) -> str:
-    """The name of a signal that can be handled: SIGUSR1 for "SIGUSR1", "usr1" and "10"."""
+    """Return the name of a signal that can be handled: SIGUSR1 for "SIGUSR1", "usr1" and "10"."""
+    number = None
     try:
-        found = (
-            signal.Signals(int(text)) if text.isdigit() else signal.Signals["SIG" + text.upper().removeprefix("SIG")]
-        )
-    except (KeyError, ValueError):
-        found = None
-    if found is None or found in (signal.SIGKILL, signal.SIGSTOP, signal.SIGINT, signal.SIGSEGV):
+        if text.isdigit():
+            number = signal.Signals(int(text))
+        else:
+            number = signal.Signals["SIG" + text.upper().removeprefix("SIG")]
+    except (KeyError, ValueError):  # no signal of this system
+        pass
+    if number is None or number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGINT, signal.SIGSEGV):
         allowed = "SIGTERM, SIGUSR1, SIGUSR2, SIGHUP or another that a process can handle; SIGINT ends a run at once"
         raise argparse.ArgumentTypeError(f"{text}: it must be {allowed}")
-    return found.name
+    return number.name

@@ -1,4 +1,4 @@
-"""Flags that are given and that the other settings leave unread: a note at the start names each, with the reason."""
+"""A flag may be given that no code reads under the other settings: a note at the start names it, with the reason."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -8,24 +8,30 @@ from megatron.core.optimizer.muon_config import MuonConfig
 
 _ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
 _MUON = (*(field.name for field in option_fields(MuonConfig)), "muon_scalar_optimizer")
-# What an optimizer computes -> the settings that it reads.
+# The function of an optimizer -> the settings that it reads.
 _READ_BY = {"AdamW": _ADAM, "Adam with L2": _ADAM, "SGD": ("sgd_momentum",), "Muon": _MUON}
 
 
 def unread_flags(config: Any) -> dict[str, str]:
-    """Flag -> why it has no effect, of those whose value is not the default. config: a `Config`."""
-    rules = (*_of_model(config), *_of_optimizer(config), *_of_learning_rate(config), *_of_loss_scale(config))
-    rules += (*_of_exits(config), *_of_data(config), *_of_saving(config), *_of_outputs(config))
-    return {flag: reason for part, names, reason in rules for flag in _changed(part, names)}
+    """Return flag -> why it has no effect, for flags whose value is not the default. config: a `Config`."""
+    rules = (_of_model, _of_optimizer, _of_learning_rate, _of_loss_scale, _of_exits, _of_data, _of_saving, _of_outputs)
+    reasons = {}
+    for rule in rules:
+        for part, names, reason in rule(config):
+            for flag in _changed(part, names):
+                reasons[flag] = reason
+    return reasons
 
 
 Unread = tuple[Any, Sequence[str], str]  # a component, the settings that nothing reads, why
 
 
 def _changed(part: Any, names: Sequence[str]) -> Iterator[str]:
-    """The flags of those settings that are not at their default."""
+    """Yield the flags of those settings that are not at their default."""
     fields = {field.name: field for field in option_fields(type(part))}
-    return (flags_of(fields[name])[0] for name in names if getattr(part, name) != default_of(fields[name]))
+    for name in names:
+        if getattr(part, name) != default_of(fields[name]):
+            yield flags_of(fields[name])[0]
 
 
 def _of_model(config: Any) -> Iterator[Unread]:
@@ -34,8 +40,16 @@ def _of_model(config: Any) -> Iterator[Unread]:
         why = "only --position-embedding-type rope rotates"
         yield model, ("rotary_base", "rotary_percent", "rope_scaling_factor"), why
     elif not model.ropes:
-        of_rotation = ("rotary_base", "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor")
-        of_rotation += ("use_rope_scaling", "rope_scaling_factor", "rope_scaling", "rotary_base_of_windows")
+        of_rotation = (
+            "rotary_base",
+            "rotary_percent",
+            "rotary_interleaved",
+            "rotary_seq_len_interpolation_factor",
+            "use_rope_scaling",
+            "rope_scaling_factor",
+            "rope_scaling",
+            "rotary_base_of_windows",
+        )
         yield model, of_rotation, f"no layer rotates with --no-rope-freq {model.no_rope_freq}"
     if model.window_attn_skip_freq and all(model.window_left(layer) is None for layer in range(model.num_layers)):
         yield (
@@ -54,34 +68,39 @@ def _of_model(config: Any) -> Iterator[Unread]:
 
 
 def _of_optimizer(config: Any) -> Iterator[Unread]:
-    """The numbers of our own optimizers; one of a script's may read any of them."""
+    """Yield the settings of our own optimizers; an optimizer of a script may read any of them."""
     if config.optimizer.weight_decay_incr_style != "constant":
         style = f"--weight-decay-incr-style {config.optimizer.weight_decay_incr_style}"
         yield config.optimizer, ("weight_decay",), f"{style} goes from --start-weight-decay to --end-weight-decay"
-    used = config.optimizer.functions.values()
-    if not all(function in _READ_BY for function in used):
-        return
-    read = {name for function in used for name in _READ_BY[function]}
-    unread = [name for names in _READ_BY.values() for name in names if name not in read]
-    yield config.optimizer, list(dict.fromkeys(unread)), f"--optimizer {config.optimizer.optimizer} does not read it"
+    read: set[str] = set()
+    for function in config.optimizer.functions.values():
+        if function not in _READ_BY:
+            return
+        read.update(_READ_BY[function])
+    unread: list[str] = []
+    for names in _READ_BY.values():
+        for name in names:
+            if name not in read and name not in unread:
+                unread.append(name)
+    yield config.optimizer, unread, f"--optimizer {config.optimizer.optimizer} does not read it"
 
 
 def _of_learning_rate(config: Any) -> Iterator[Unread]:
-    rate, checkpoint = config.learning_rate, config.checkpoint
+    rate = config.learning_rate
+    checkpoint = config.checkpoint
     if not (rate.lr_warmup_iters or rate.lr_warmup_samples or rate.lr_warmup_fraction):
         yield rate, ("lr_warmup_init", "lr_warmup_style"), "there is no warm-up"
     if rate.lr_decay_style != "WSD":
         yield rate, ("lr_wsd_decay_style",), "only --lr-decay-style WSD has it"
     if rate.lr_decay_style == "constant":
-        of_decay = (
-            "min_lr",
-            "decoupled_min_lr",
-            *(() if rate.lr_warmup_fraction else ("lr_decay_iters", "lr_decay_samples")),
-        )
+        of_decay = ["min_lr", "decoupled_min_lr"]
+        if not rate.lr_warmup_fraction:  # a fraction of the decay
+            of_decay += ["lr_decay_iters", "lr_decay_samples"]
         yield rate, of_decay, "--lr-decay-style constant does not decay"
     if checkpoint.load is None:
-        given = checkpoint.pretrained_checkpoint or checkpoint.hf_config
-        why = "weights alone are loaded without --load" if given else "nothing is loaded without --load"
+        why = "nothing is loaded without --load"
+        if checkpoint.pretrained_checkpoint or checkpoint.hf_config:
+            why = "weights alone are loaded without --load"
         yield rate, ("use_checkpoint_opt_param_scheduler", "override_opt_param_scheduler"), why
 
 
@@ -115,8 +134,9 @@ def _of_saving(config: Any) -> Iterator[Unread]:
 
 
 def _of_outputs(config: Any) -> Iterator[Unread]:
-    """Numbers that are asked for, and that nothing takes. How often, or by whom, they would be shown asks for nothing alone."""
-    log, curves = config.log, config.tensorboard
+    """Yield requested numbers that have no output. Settings of how often or by whom numbers are shown request none."""
+    log = config.log
+    curves = config.tensorboard
     if curves.is_on:
         return
     of_steps = ("log_batch_size_to_tensorboard", "log_memory_to_tensorboard", "log_world_size_to_tensorboard")

@@ -1,4 +1,4 @@
-"""Rules between the components of a configuration. All problems are found before a process group exists."""
+"""The rules between the components of a configuration. All problems are found before a process group exists."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,24 +28,33 @@ def check(config: Config, world_size: int) -> None:
         _batch_problems,
         _unit_problems,
         _schedule_problems,
+        _checkpoint_problems,
+        _url_problems,
+        _guard_problems,
+        _watch_problems,
     )
-    rules += (_checkpoint_problems, _url_problems, _guard_problems, _watch_problems)
-    if problems := [problem for rule in rules for problem in rule(config, world_size)]:
+    problems = [problem for rule in rules for problem in rule(config, world_size)]
+    if problems:
         raise ConfigError(problems)
 
 
 def _checkpoint_problems(config: Config, _: int) -> Iterator[str]:
-    """Flags about checkpoints that need another flag: a run that starts anew by mistake costs more than a refused run."""
-    checkpoint, stage = config.checkpoint, config.data_parallel.stage
-    about_saving = ("save_interval", "keep_checkpoints", "save_retain_interval")
-    for name in about_saving if checkpoint.save is None else ():
-        if getattr(checkpoint, name) is not None:
+    """Yield flags about checkpoints that need another flag: a run that starts anew by mistake costs more than a refused
+    run."""
+    checkpoint = config.checkpoint
+    stage = config.data_parallel.stage
+
+    # saving
+    for name in ("save_interval", "keep_checkpoints", "save_retain_interval"):
+        if checkpoint.save is None and getattr(checkpoint, name) is not None:
             yield f"{flag_of(name)} needs --save, the folder to write to"
     for name in ("use_checkpoint_args", "use_mp_args_from_checkpoint_args"):
         if getattr(checkpoint, name) and checkpoint.load is None and checkpoint.pretrained_checkpoint is None:
             yield f"{flag_of(name)} needs --load, the folder whose settings are taken"
     if checkpoint.async_save and checkpoint.save is None:
         yield "--async-save needs --save, the folder to write to"
+
+    # loading
     if checkpoint.load is None and checkpoint.ckpt_step is not None:
         yield "--ckpt-step needs --load, the folder that holds the iteration"
     if checkpoint.load is None and checkpoint.finetune and checkpoint.pretrained_checkpoint is None:
@@ -64,10 +73,13 @@ def _checkpoint_problems(config: Config, _: int) -> Iterator[str]:
             "DIR), or leave "
             "out --skip-train to train"
         )
+
+    # folders of --save-hf
     if config.hf.save_hf is not None and config.training.skip_train:
         yield "--save-hf writes what a run has trained, and --skip-train trains nothing; leave one of them out"
     for name in ("save", "load", "pretrained_checkpoint"):
-        folder, hf = getattr(checkpoint, name), config.hf.save_hf
+        folder = getattr(checkpoint, name)
+        hf = config.hf.save_hf
         if folder and hf and same_folder(folder, hf):
             yield f"--save-hf is the folder of {flag_of(name)}, {folder}; give a folder of its own"
         elif folder and hf and name != "save" and holds(hf, folder):
@@ -75,9 +87,12 @@ def _checkpoint_problems(config: Config, _: int) -> Iterator[str]:
                 f"{flag_of(name)} {folder} is one of the folders of --save-hf {hf}, and this run would replace it where "
                 "it comes to that iteration; give --save-hf another folder"
             )
-    save, hf = checkpoint.save, config.hf.save_hf
+    save = checkpoint.save
+    hf = config.hf.save_hf
     if save and hf and iteration_of(path_of(hf).name) is not None and holds(save, hf):
         yield f"--save-hf {hf} has the name of a checkpoint of --save {save}; give another, such as {save}/hf"
+
+    # offload
     if config.offload.offload_params and stage < 3:
         yield (
             f"--offload-params offloads parameter shards, and ZeRO stage {stage} has none; give --zero-stage 3, or leave it out"
@@ -85,20 +100,24 @@ def _checkpoint_problems(config: Config, _: int) -> Iterator[str]:
 
 
 def _url_problems(config: Config, _: int) -> Iterator[str]:
-    """URLs of object stores that this installation cannot read, and those where a folder of this machine is needed."""
+    """Yield URLs of object stores that this installation cannot read, and URLs where a folder of this machine is needed."""
     save = config.checkpoint.save
-    for part in (getattr(config, part.name) for part in fields(config)):
-        for field in (field for field in option_fields(type(part)) if field.metadata.get("metavar") == "DIR"):
-            given = getattr(part, field.name)
-            if given is None or not is_url(given):
+    for component in fields(config):
+        part = getattr(config, component.name)
+        for field in option_fields(type(part)):
+            if field.metadata.get("metavar") != "DIR":
                 continue
+            folder = getattr(part, field.name)
+            if folder is None or not is_url(folder):
+                continue
+            flag = flags_of(field)[0]
             if field.name not in ("save", "load", "pretrained_checkpoint"):
-                yield f"{flags_of(field)[0]} {given} is a URL, and what goes there needs a folder of this machine; give one"
+                yield f"{flag} {folder} is a URL, and what goes there needs a folder of this machine; give one"
                 continue
             try:
-                path_of(given)
+                path_of(folder)
             except ConfigError as error:
-                yield f"{flags_of(field)[0]} {error}"
+                yield f"{flag} {error}"
     if save is None or not is_url(save):
         return
     if config.log.log_progress:
@@ -108,7 +127,8 @@ def _url_problems(config: Config, _: int) -> Iterator[str]:
 
 
 def _guard_problems(config: Config, _: int) -> Iterator[str]:
-    guard, training = config.guard, config.training
+    guard = config.guard
+    training = config.training
     if guard.iterations_to_skip and config.data.dataloader_type == "external":
         yield (
             "--iterations-to-skip passes over samples by their number, and --dataloader-type external has none; "
@@ -126,45 +146,62 @@ def _guard_problems(config: Config, _: int) -> Iterator[str]:
 
 
 def _watch_problems(config: Config, world_size: int) -> Iterator[str]:
-    parts = config.log, config.tensorboard, config.profile
-    return watch_problems(*parts, save=config.checkpoint.save, world_size=world_size)
+    return watch_problems(
+        config.log, config.tensorboard, config.profile, save=config.checkpoint.save, world_size=world_size
+    )
 
 
 def _missing(config: Config, _: int) -> Iterator[str]:
-    """Required settings that are not given."""
-    for part in (getattr(config, part.name) for part in fields(config)):
-        lacks = (f for f in option_fields(type(part)) if f.metadata["required"] and getattr(part, f.name) is None)
-        yield from (f"{flags_of(f)[0]} is required" for f in lacks)
+    """Yield required settings that are not given."""
+    for component in fields(config):
+        part = getattr(config, component.name)
+        for field in option_fields(type(part)):
+            if field.metadata["required"] and getattr(part, field.name) is None:
+                yield f"{flags_of(field)[0]} is required"
     if config.training.train_iters is None and config.training.train_samples is None:
         yield "--train-iters (or --train-samples) is required"
 
 
 def flags_in(problems: Iterable[str]) -> set[str]:
-    """The flags named in messages."""
+    """Return the flags named in messages."""
     return {flag for problem in problems for flag in re.findall(r"--[\w-]*\w", problem)}
 
 
 def filled_in(parts: Mapping[str, Any]) -> Config:
-    """A config of these components and defaults for the others, to check rules although a component is invalid."""
-    return Config(**parts, **{name: component() for name, component in COMPONENTS.items() if name not in parts})
+    """Return a config of these components and defaults for the others, to check rules although a component is invalid."""
+    defaults = {name: component() for name, component in COMPONENTS.items() if name not in parts}
+    return Config(**parts, **defaults)
 
 
 def apart_from(known: Sequence[str], parts: Mapping[str, Any], found: Sequence[str]) -> list[str]:
-    """The problems in `found` that are real although `filled_in` used defaults for the components missing in `parts`.
+    """Return the problems in `found` that are real although `filled_in` used defaults for components missing in `parts`.
 
     A problem is dropped if it names a flag of a missing component, or of the problems `known`.
     """
-    failed = [name for name in COMPONENTS if name not in parts]
-    missing = {flag for name in failed for field in option_fields(COMPONENTS[name]) for flag in flags_of(field)}
-    doubtful = flags_in(known) | missing
-    words = ("world size", "data-parallel size") if "parallel" in failed else ()
-    return [problem for problem in found if not flags_in([problem]) & doubtful and not any(w in problem for w in words)]
+    # flags and words whose values are not known
+    doubtful_flags = flags_in(known)
+    for name, component in COMPONENTS.items():
+        if name not in parts:
+            for field in option_fields(component):
+                doubtful_flags.update(flags_of(field))
+    doubtful_words = ()
+    if "parallel" not in parts:
+        doubtful_words = ("world size", "data-parallel size")
+
+    real = []
+    for problem in found:
+        if flags_in([problem]) & doubtful_flags:
+            continue
+        if any(words in problem for words in doubtful_words):
+            continue
+        real.append(problem)
+    return real
 
 
 def _data_problems(config: Config, _: int) -> Iterator[str]:
     data = config.data
-    unclear = data.source_problems(needed=False)
-    yield from unclear or data.validation_problems()
+    source_problems = data.source_problems(needed=False)
+    yield from source_problems or data.validation_problems()
     if data.full_validation and data.mock_data and config.training.eval_iters == 0:
         yield (
             "--full-validation reads --mock-data, which have no end, for --eval-iters batches, and that is 0; "
@@ -175,59 +212,83 @@ def _data_problems(config: Config, _: int) -> Iterator[str]:
 
 
 def _model_problems(config: Config, _: int) -> Iterator[str]:
-    model, tensor = config.transformer, config.parallel.tensor_model_parallel_size
-    length, is_divided = config.data.seq_length, config.parallel.sequence_parallel_on
-    yield from tensor_parallel_problems(model, tensor)
+    model = config.transformer
+    tp = config.parallel.tensor_model_parallel_size
+    sequence_parallel = config.parallel.sequence_parallel_on
+    length = config.data.seq_length
     lengths = {"--seq-length": length, "--decoder-seq-length": config.data.decoder_seq_length}
+
+    # sizes that do not divide
+    yield from tensor_parallel_problems(model, tp)
     yield from context_parallel_problems(config.parallel, model, lengths)
-    if is_divided and (length or 0) % tensor:
+    if sequence_parallel and (length or 0) % tp:
         yield (
-            f"--sequence-parallel needs a --seq-length ({length}) that is a multiple of --tensor-model-parallel-size ({tensor}); "
+            f"--sequence-parallel needs a --seq-length ({length}) that is a multiple of --tensor-model-parallel-size ({tp}); "
             "change one"
         )
+
+    # precision
     if config.data_parallel.main_grads_dtype == "bf16" and not model.bf16:
         yield "--main-grads-dtype bf16 needs --bf16; give both, or leave it out"
     if config.optimizer.reuse_fp32_param and not model.bf16:
-        wide = f"{'float64' if model.fp64 else 'float32'}, whose weights are the masters"
-        given = "--fp16, whose weights are no half of a float32" if model.fp16 else wide
-        yield f"--reuse-fp32-param needs --bf16, and this model is in {given}; leave it out"
-    if model.distribute_saved_activations and (tensor == 1 or is_divided):
-        parts, flag = "with --sequence-parallel, where they hold parts", "or use --tensor-model-parallel-size"
-        instead = parts if tensor > 1 else flag
+        if model.fp16:
+            precision = "--fp16, whose weights are no half of a float32"
+        else:
+            precision = f"{'float64' if model.fp64 else 'float32'}, whose weights are the masters"
+        yield f"--reuse-fp32-param needs --bf16, and this model is in {precision}; leave it out"
+
+    # activations
+    if model.distribute_saved_activations and (tp == 1 or sequence_parallel):
+        instead = "or use --tensor-model-parallel-size"
+        if tp > 1:
+            instead = "with --sequence-parallel, where they hold parts"
         yield f"--distribute-saved-activations shards copies that tensor-parallel ranks hold; leave it out {instead}"
+
+    # tiles: not more than the tokens of a sample on a rank
     shortest = min((tokens for tokens in lengths.values() if tokens is not None), default=0)
-    rows = shortest // config.parallel.context_parallel_size // (tensor if is_divided else 1)
+    rank_tokens = shortest // config.parallel.context_parallel_size // (tp if sequence_parallel else 1)
     for flag, tiles in {"--tiled-mlp": model.tiled_mlp, "--tiled-loss": model.tiled_loss}.items():
-        if shortest and tiles > max(rows, 1):
-            yield f"{flag} {tiles} makes more tiles than a rank has tokens of a sample ({rows}); use at most {rows}"
+        if shortest and tiles > max(rank_tokens, 1):
+            yield (
+                f"{flag} {tiles} makes more tiles than a rank has tokens of a sample ({rank_tokens}); use at most {rank_tokens}"
+            )
+
+    # layers
     yield from _layer_problems(config)
+
+    # positions
     limit = model.max_position_embeddings
-    for flag, tokens in lengths.items() if model.position_embedding_type != "relative" else ():
-        if limit is not None and tokens is not None and limit < tokens:
-            yield f"--max-position-embeddings ({limit}) must be at least {flag} ({tokens})"
+    if limit is not None and model.position_embedding_type != "relative":
+        for flag, tokens in lengths.items():
+            if tokens is not None and limit < tokens:
+                yield f"--max-position-embeddings ({limit}) must be at least {flag} ({tokens})"
 
 
 def _optimizer_problems(config: Config, _: int) -> Iterator[str]:
-    """An --optimizer of whole tensors, where a rank would have parts of them."""
+    """Yield settings that leave a rank parts of tensors, for an --optimizer that updates whole tensors."""
     if not config.optimizer.rule().needs_full_matrix:
         return
-    stage, offload = config.data_parallel.stage, config.offload
-    away = offload.optimizer_offload_fraction > 0
-    hindrances = {
-        f"ZeRO stage {stage} (use --zero-stage 1)": stage > 1,
-        "--optimizer-cpu-offload (leave it out)": away and offload.tier == "host",
-        "--offload-dir (leave it out)": away and offload.tier == "file",
-        "--reuse-fp32-param (leave it out)": config.optimizer.reuse_fp32_param,
-    }
-    for what in (what for what, given in hindrances.items() if given):
-        yield f"--optimizer {config.optimizer.optimizer} updates whole matrices, and a rank has parts of them under {what}"
+    stage = config.data_parallel.stage
+    offload = config.offload
+    offloads_state = offload.optimizer_offload_fraction > 0
+    reasons = []
+    if stage > 1:
+        reasons.append(f"ZeRO stage {stage} (use --zero-stage 1)")
+    if offloads_state and offload.tier == "host":
+        reasons.append("--optimizer-cpu-offload (leave it out)")
+    if offloads_state and offload.tier == "file":
+        reasons.append("--offload-dir (leave it out)")
+    if config.optimizer.reuse_fp32_param:
+        reasons.append("--reuse-fp32-param (leave it out)")
+    for reason in reasons:
+        yield f"--optimizer {config.optimizer.optimizer} updates whole matrices, and a rank has parts of them under {reason}"
 
 
 _MOST_ACTIONS = 1_000_000  # of a schedule; every rank holds all of it, about 300 MB with its transfers
 
 
 def _layer_problems(config: Config) -> Iterator[str]:
-    """Layers that cannot be divided between stages, or into the recompute and offload groups asked for."""
+    """Yield problems of layers that cannot be divided between stages, or into the requested recompute and offload groups."""
     try:
         largest = max(map(len, config.layer_split))
     except ValueError as error:
@@ -241,7 +302,9 @@ def _layer_problems(config: Config) -> Iterator[str]:
         if (getattr(model, name) or 0) > largest:
             most = f"it must be at most {largest}, the layers of the largest stage"
             yield f"{flag_of(name)} is {getattr(model, name)}; {most}"
-    recomputed = (model.recompute_num_layers or 1) if model.recompute_method == "block" else largest
+    recomputed = largest
+    if model.recompute_method == "block":
+        recomputed = model.recompute_num_layers or 1
     if model.contiguous_checkpointing and offloaded >= recomputed:
         yield (
             f"--contiguous-checkpointing is left with nothing by --cpu-offloading-num-layers {offloaded}: every input that "
@@ -250,9 +313,13 @@ def _layer_problems(config: Config) -> Iterator[str]:
 
 
 def _batch_problems(config: Config, world_size: int) -> list[str]:
-    """Sizes of ranks, chunks and batch that do not divide; only the first problem, since the others would follow from it."""
-    parallel, training = config.parallel, config.training
+    """Return the sizes of ranks, chunks and batch that do not divide; only the first problem, since the others would follow
+    from it."""
+    parallel = config.parallel
+    training = config.training
     stages = parallel.pipeline_model_parallel_size
+
+    # ranks and chunks
     try:
         parallel.sizes(world_size, config.data_parallel.num_distributed_optimizer_instances)
     except ConfigError as error:
@@ -265,6 +332,8 @@ def _batch_problems(config: Config, world_size: int) -> list[str]:
         return []  # reported by `_layer_problems`
     if chunks > 1 and stages == 1:
         return [f"{chunks} chunks per rank ({config.schedule_name}): raise --pipeline-model-parallel-size to 2 or more"]
+
+    # batch sizes
     tokens_unknown = training.step_batch_size_schedule is not None and config.data.seq_length is None
     if training.micro_batch_size is None or tokens_unknown:
         return []
@@ -276,12 +345,14 @@ def _batch_problems(config: Config, world_size: int) -> list[str]:
         return [problem]
     if training.train_samples is not None and config.train_iters(world_size) < 1:
         return [f"--train-samples ({training.train_samples}) do not fill one step of {sizes[0]}; raise it"]
-    most = max(sizes) // config.samples_at_once(world_size)
-    actions = 2 * most * stages * chunks
-    if actions > _MOST_ACTIONS:  # checked before the schedule is made
+
+    # the schedule; its size is checked before it is built
+    most_microbatches = max(sizes) // config.samples_at_once(world_size)
+    actions = 2 * most_microbatches * stages * chunks
+    if actions > _MOST_ACTIONS:
         return [
-            f"--global-batch-size ({max(sizes)}) makes {most:,} microbatches per rank and step: a schedule of {actions:,} "
-            f"forwards and backwards over all stages, above the limit of {_MOST_ACTIONS:,}; lower it, or raise "
+            f"--global-batch-size ({max(sizes)}) makes {most_microbatches:,} microbatches per rank and step: a schedule of "
+            f"{actions:,} forwards and backwards over all stages, above the limit of {_MOST_ACTIONS:,}; lower it, or raise "
             "--micro-batch-size or the number of data-parallel ranks"
         ]
     for size in sorted(set(sizes)):
@@ -300,27 +371,34 @@ def _batch_problems(config: Config, world_size: int) -> list[str]:
 
 
 def _size_problem(config: Config, sizes: list[int], world_size: int) -> str | None:
-    """The problem with the batch sizes of all steps, found before the run reaches them."""
-    training, at_once = config.training, config.samples_at_once(world_size)
+    """Return the problem with the batch sizes of all steps, found before the run reaches them."""
+    training = config.training
+    at_once = config.samples_at_once(world_size)
     ranks = config.data_parallel_size(world_size)
     product = f"{at_once} = --micro-batch-size ({training.micro_batch_size}) x data-parallel size ({ranks})"
     if training.decrease_batch_size_if_needed:
-        return None if all(sizes) else f"steps must have at least {product} samples; raise the smallest step size"
+        if all(sizes):
+            return None
+        return f"steps must have at least {product} samples; raise the smallest step size"
     uneven = [str(size) for size in sizes if size % at_once]
     if not uneven:
         return None
     if len(sizes) == 1:
         return f"--global-batch-size ({training.global_batch_size}) must be a multiple of {product}"
     flag = "--rampup-batch-size" if training.rampup_batch_size else "--step-batch-size-schedule"
-    listed = ", ".join(uneven[:5]) + (f" and {len(uneven) - 5} more sizes" if len(uneven) > 5 else "")
-    return f"{flag} makes steps of {listed} samples, which must be multiples of {product}; change one" + (
-        " or give --decrease-batch-size-if-needed" if training.rampup_batch_size else ""
-    )
+    listed = ", ".join(uneven[:5])
+    if len(uneven) > 5:
+        listed += f" and {len(uneven) - 5} more sizes"
+    problem = f"{flag} makes steps of {listed} samples, which must be multiples of {product}; change one"
+    if training.rampup_batch_size:
+        problem += " or give --decrease-batch-size-if-needed"
+    return problem
 
 
 def _unit_problems(config: Config, _: int) -> Iterator[str]:
-    """Settings that count samples in a run of --train-iters, or iterations in a run of --train-samples."""
-    training, rate = config.training, config.learning_rate
+    """Yield settings that count samples in a run of --train-iters, or iterations in a run of --train-samples."""
+    training = config.training
+    rate = config.learning_rate
     if training.train_iters is not None and training.train_samples is not None:
         yield "--train-iters and --train-samples exclude each other; give one"
         return
@@ -341,9 +419,10 @@ def _unit_problems(config: Config, _: int) -> Iterator[str]:
 
 
 def _schedule_problems(config: Config, _: int) -> list[str]:
-    """An impossible learning rate schedule, whatever the batch size."""
+    """Return the problems of a learning rate schedule that is impossible with any batch size."""
     training = config.training
-    length, unit = training.train_iters or training.train_samples, "iters" if training.train_iters else "samples"
+    length = training.train_iters or training.train_samples
+    unit = "iters" if training.train_iters else "samples"
     try:
         if length and config.learning_rate.lr is not None:
             learning_rate_schedule(config.learning_rate, RunLength(length, unit))

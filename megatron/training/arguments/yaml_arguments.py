@@ -1,4 +1,4 @@
-"""Flags from a YAML file: `key: value` becomes the flag of that name, with the checks of the command line.
+"""A YAML file may hold the flags: `key: value` becomes the flag of that name, with the checks of the command line.
 
     tensor-model-parallel-size: 2     # hyphens or underscores, with or without the leading --
     model:                            # groups: any name, any depth
@@ -51,16 +51,18 @@ _SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "
 
 
 class YamlFlags(NamedTuple):
-    """A file of settings as a command line."""
+    """The settings of a file, written as a command line."""
 
     words: list[str]
-    settings: dict[str, bool]  # switches at the value that no flag says; a checkpoint or the script may have the other
+    settings: dict[
+        str, bool
+    ]  # switches at the value that no flag expresses; a checkpoint or the script may have the other
     problems: list[str]
     no_effect: dict[str, str]  # name -> why
 
 
 def read_yaml(path: str, parser: FlagParser) -> YamlFlags:
-    """The file as a command line. Raises ConfigError for a file that is not YAML."""
+    """Return the file as a command line. Raises ConfigError for a file that is not YAML."""
     try:
         import yaml
     except ImportError:
@@ -91,7 +93,8 @@ class _Reader:
     """Walks the nodes of a YAML file and collects words and problems."""
 
     def __init__(self, path: str, parser: FlagParser):
-        self.path, self.actions = path, parser.actions_by_flag()
+        self.path = path
+        self.actions = parser.actions_by_flag()
         self.refused = parser.refused
         self.words: list[str] = []
         self.settings: dict[str, bool] = {}
@@ -118,54 +121,81 @@ class _Reader:
         self.problems.append(f"{self.path}:{line}: {problem}")
 
     def _flag(self, key: str) -> str | None:
-        """The flag that a key names, in any spelling: `num_layers` is --num-layers; or None."""
+        """Return the flag that a key names, in any spelling: `num_layers` is --num-layers; None if there is none."""
         field = key.lstrip("-").replace("-", "_")
+
+        # the flag of that name, then the flags that set the field of that name
         name = "--" + _OTHER_NAMES.get(field, key.lstrip("-"))
-        of_field = (f for f, action in self.actions.items() if action.dest == field and action.const is not False)
-        candidates = (name, name.replace("_", "-"), *of_field)
-        return next((flag for flag in candidates if flag in self.actions and flag not in _OF_THE_COMMAND_LINE), None)
+        candidates = [name, name.replace("_", "-")]
+        for flag, action in self.actions.items():
+            if action.dest == field and action.const is not False:
+                candidates.append(flag)
+        for flag in candidates:
+            if flag in self.actions and flag not in _OF_THE_COMMAND_LINE:
+                return flag
+        return None
 
     def _opposite_flag(self, key: str) -> str | None:
-        """The switch that turns the field `key` off, such as --disable-bias-linear for add_bias_linear; or None."""
+        """Return the switch that turns the field `key` off, such as --disable-bias-linear for add_bias_linear; None if there
+        is none."""
         field = key.lstrip("-").replace("-", "_")
         opposite = f"--no-{field.removeprefix('apply_').replace('_', '-')}"
         if opposite in self.actions and self.actions[opposite].nargs == 0:
             return opposite
-        return next((f for f, action in self.actions.items() if action.dest == field and action.const is False), None)
+        for flag, action in self.actions.items():
+            if action.dest == field and action.const is False:
+                return flag
+        return None
 
     def _read_setting(self, key: str, value: Any) -> None:
         if value.tag.endswith(":null"):
             return  # left at its default
-        line, field = value.start_mark.line + 1, key.lstrip("-").replace("-", "_")
-        flag, off = self._flag(key), self._opposite_flag(key)
-        if flag is None and off is None and field in _NO_EFFECT:
-            self.no_effect[key] = _NO_EFFECT[field]
-            return
-        if flag is None and off is None:
+        line = value.start_mark.line + 1
+        field = key.lstrip("-").replace("-", "_")
+
+        # find the flag
+        flag = self._flag(key)
+        opposite = self._opposite_flag(key)
+        if flag is None and opposite is None:
+            if field in _NO_EFFECT:
+                self.no_effect[key] = _NO_EFFECT[field]
+                return
             near = _HINTS.get(field) or nearest_flag(f"--{key}", list(self.actions), self.refused)
-            hint = f"; did you mean {near.lstrip('-')}?" if near else "; pretraining with --help lists the known ones"
+            hint = "; pretraining with --help lists the known ones"
+            if near:
+                hint = f"; did you mean {near.lstrip('-')}?"
             self._refuse(line, f"unknown setting {key}{hint}")
             return
-        action = self.actions[flag or off]
+
+        # refuse a setting that is given twice
+        action = self.actions[flag or opposite]
         if action.dest in self.lines:
             earlier = self.lines[action.dest]
             self._refuse(line, f"{key} was given in line {earlier} already; leave one out")
             return
         self.lines[action.dest] = line
-        if value.id == "mapping" or any(item.id != "scalar" for item in value.value if value.id == "sequence"):
+
+        # write the flag with its value
+        is_list = value.id == "sequence"
+        has_groups = value.id == "mapping" or (is_list and any(item.id != "scalar" for item in value.value))
+        if has_groups:
             self._refuse(line, f"{key} takes a value or a list of values, not a group of settings")
         elif action.nargs == 0:
             self._read_switch(key, value, action, when=flag is not None)
         else:
-            texts = [item.value for item in value.value] if value.id == "sequence" else [value.value]
+            texts = [item.value for item in value.value] if is_list else [value.value]
             # Only --flag=value allows a value that begins with a hyphen; a flag with several values needs separate words.
-            several = action.nargs in ("+", "*") or isinstance(action.nargs, int)
-            self.words += [action.option_strings[0], *texts] if several else [f"{flag}={' '.join(texts)}"]
+            takes_several = action.nargs in ("+", "*") or isinstance(action.nargs, int)
+            if takes_several:
+                self.words += [action.option_strings[0], *texts]
+            else:
+                self.words.append(f"{flag}={' '.join(texts)}")
 
     def _read_switch(self, key: str, value: Any, action: argparse.Action, *, when: bool) -> None:
-        """Give the switch's flag if the value equals `when` (False for a switch that turns its field off), else the
-        field's other
-        value."""
+        """Add the switch's flag if the value equals `when`, else set the field to its other value.
+
+        when: False for a switch that turns its field off.
+        """
         switch = _SWITCH.get(str(value.value).lower())
         if switch is None:
             self._refuse(value.start_mark.line + 1, f"{key} is {value.value!r}; it must be true or false")
@@ -177,6 +207,10 @@ class _Reader:
     def share_heads(self) -> None:
         """Add --group-query-attention to a number of groups: num_query_groups of a file is the field of Megatron's
         TransformerConfig, where the number alone says that heads share keys and values."""
-        groups = next((word.split("=")[1] for word in self.words if word.startswith("--num-query-groups=")), "1")
+        groups = "1"
+        for word in self.words:
+            if word.startswith("--num-query-groups="):
+                groups = word.split("=")[1]
+                break
         if groups != "1" and "group_query_attention" not in self.lines:
             self.words.append("--group-query-attention")

@@ -50,7 +50,7 @@ class CheckpointManager:
         world = runtime.mesh["world"]
         device = runtime.device.torch_device
         self._async_saver = AsyncSaver(world, device)
-        runtime.held.callback(self.close)
+        runtime.resources.callback(self.close)
         # Allocate the memory for copies now: too little of it must not stop the run after hours, and no save waits for it.
         with collectives.raise_together(world, device):
             self._async_saver.reserve(save_and_load.tensors_to_save(runtime, chunks, optimizer))

@@ -1,15 +1,14 @@
-"""Find a rank that hangs, say who waits for it in which call, and end the job. Each rank has a thread that watches.
+"""A rank that hangs is found and named, with who waits for it in which call, and the job is ended. Each rank has a watcher.
 
-    main thread      writes where it is: phase, iteration, last call on each axis (`core/base/rank_status.py`)
-    watcher          sees that its main thread makes no progress for --hang-timeout times the median step; the first to
-                     see it
-                     looks at all ranks of the machine from outside: places, processes, and then stacks
-    verdict          `hang_diagnosis.py` says who hangs, or that nobody does (a slow save, a rank that went on meanwhile)
-    end              every rank that answers prints its line and exits with `HUNG`; what hangs is killed
+    main thread      writes its status: phase, iteration, last call on each axis (`core/base/rank_status.py`)
+    watcher thread   sees that its main thread makes no progress for --hang-timeout times the median step. The first one
+                     to see it looks at all ranks of the machine from outside: statuses, processes, and then stacks
+    diagnosis        `hang_diagnosis.py` says who hangs, or that no rank does (a slow save, a rank that made progress since)
+    end              every rank that answers prints its line and exits with `HUNG`; ranks that hang are killed
 
-Nothing of it lives in a rank's process: places are files in memory, a process's state is the kernel's, and a stack is
-written by
-a signal handler that needs no interpreter lock (`faulthandler`). So it works whichever rank is stopped, the first one too.
+Nothing that is looked at needs the watched rank to answer: statuses are files in memory, a process's state comes from the
+kernel, and a stack is written by a signal handler that needs no interpreter lock (`faulthandler`). So it works whichever
+rank is stopped, the first rank too.
 """
 
 import contextlib
@@ -32,15 +31,22 @@ from megatron.core.base.error_reporting import write_error_file
 from megatron.core.base.rank_status import RankStatus, RankStatusWriter, read_status
 from megatron.training.arguments.hang_config import HangConfig
 from megatron.training.fault_tolerance import hang_watch_folder
-from megatron.training.fault_tolerance.hang_diagnosis import Seen, Verdict, hang_report, is_hurried, judge
-from megatron.training.fault_tolerance.process_stat import kill, look_at, wait_for_ends, waits_for_cores
+from megatron.training.fault_tolerance.hang_diagnosis import (
+    Diagnosis,
+    RankSnapshot,
+    diagnose,
+    hang_report,
+    has_known_duration,
+)
+from megatron.training.fault_tolerance.process_stat import kill, process_state, seconds_without_core, wait_for_ends
 
 HUNG = 4  # exit code of every rank that answers
-_ACTIVE = 0.05  # share of a core, and bytes read or written a second, from which on a process does something
-_MOVES = 1 << 16
-_SAYS_EVERY = 60.0  # seconds
-_ASKED = signal.SIGUSR2  # "write your stacks"
-_OF_TIMEOUT = 0.9  # share of --distributed-timeout-minutes: after it the back end ends the job by itself
+# A process does something if it uses more than this share of a core, or reads and writes more bytes a second.
+_ACTIVE = 0.05
+_ACTIVE_BYTES = 1 << 16
+_SECONDS_BETWEEN_REPORTS = 60.0
+_STACK_SIGNAL = signal.SIGUSR2  # requests the stacks of a process
+_SHARE_OF_TIMEOUT = 0.9  # of --distributed-timeout-minutes, after which the back end ends the job by itself
 
 
 def _end_process(code: int) -> None:
@@ -49,51 +55,58 @@ def _end_process(code: int) -> None:
 
 
 class HangWatch:
-    """The watch of one process: its own place, and the thread that watches it."""
+    """Watch one process: its status, and the thread that watches it and, if it stalls, all ranks of the machine."""
 
     def __init__(
         self, folder: Path, rank: int, ranks: int, limits: HangConfig, end: Callable[[int], None] = _end_process
     ):
-        """Raises OSError if there can be no folder."""
+        """Start to watch. Raises OSError if the folder cannot be created."""
         hang_watch_folder.make_run_folder(folder)
-        self._folder, self._rank = folder, rank
-        self._end, self._steps = end, deque[float](maxlen=51)
+        self._folder = folder
+        self._rank = rank
+        self._end = end
+        self._steps = deque[float](maxlen=51)  # seconds of the last steps
         self.limit(limits, 600.0)
-        self._here = RankStatusWriter(self._path(), rank, ranks, look_at(os.getpid()).started)
-        self._take_questions()
+        self._status = RankStatusWriter(self._path(), rank, ranks, process_state(os.getpid()).started)
+        self._answer_stack_signal()
         self._began = time.time()
-        self._excused = self._last_look = time.monotonic()
-        self._quiet_until = 0.0
-        self._did = 0.0, 0
-        self._waits = waits_for_cores(os.getpid())
-        self._starved, self._starved_since = 0.0, 0.0
+        now = time.monotonic()
+        self._last_look = now
+        self._resumed = now  # when this process was last found to have been stopped itself
+        self._quiet_until = 0.0  # no alarm before
+        self._last_activity = 0.0, 0  # processor seconds and bytes of this process
+        self._without_core = seconds_without_core(os.getpid())  # by thread
+        self._starved = 0.0  # seconds that this process has waited for a core since its last progress
+        self._starved_since = 0.0  # the time of that progress
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watch for hangs", daemon=True)
-        rank_status.write_to(self._here)
+        rank_status.write_to(self._status)
         self._thread.start()
 
     def limit(self, limits: HangConfig, timeout: float) -> None:
-        """timeout: seconds after which the back end gives a collective up."""
-        self._times, self._floor = limits.hang_timeout, min(limits.hang_timeout_floor, _OF_TIMEOUT * timeout)
-        self._most = _OF_TIMEOUT * timeout
-        self._tick = min(1.0, max(0.05, self._floor / 8))
+        """Set the limits. timeout: seconds after which the back end gives up a collective."""
+        self._factor = limits.hang_timeout  # of the median step
+        self._max_wait = _SHARE_OF_TIMEOUT * timeout  # seconds
+        self._floor = min(limits.hang_timeout_floor, self._max_wait)  # seconds
+        self._interval = min(1.0, max(0.05, self._floor / 8))
 
     def step_took(self, seconds: float) -> None:
+        """Note the duration of a step, for the median."""
         self._steps.append(seconds)
 
     def close(self) -> None:
-        """End the watch in order, and leave nothing behind."""
+        """Stop watching, and remove this rank's files."""
         self._stopped.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(5.0)
         rank_status.write_to(None)
         hang_watch_folder.leave_run_folder(self._folder, self._rank)
         if self._stacks is not None:
-            faulthandler.unregister(_ASKED)
+            faulthandler.unregister(_STACK_SIGNAL)
             self._stacks.close()
 
-    def wait_for_verdict(self) -> None:
-        """For a main thread whose call failed while an alarm is on: the watcher knows more, and ends the process."""
+    def wait_for_diagnosis(self) -> None:
+        """Wait, in a main thread whose call failed during an alarm: the watcher knows the cause, and ends the process."""
         deadline = time.monotonic() + 15.0
         while self._is_alarmed() and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -101,49 +114,68 @@ class HangWatch:
     # ---------------------------------------------------------------- the thread
 
     def _watch(self) -> None:
-        while not self._stopped.wait(self._tick):
+        while not self._stopped.wait(self._interval):
             now = time.monotonic()
-            if now - self._last_look > max(2.0, self._floor / 2) + self._tick:
-                self._excused = now  # this process was stopped itself
+            if now - self._last_look > max(2.0, self._floor / 2) + self._interval:
+                self._resumed = now  # this process was stopped itself, so its stall is no hang
             self._last_look = now
             self._note_activity()
             with contextlib.suppress(OSError):
                 if self._is_new("verdict"):
-                    self._obey()
-                elif now > self._quiet_until and self._stalled(now) > self._allowed():
+                    self._follow_diagnosis()
+                elif now > self._quiet_until and self._stalled(now) > self._allowed_stall():
                     self._raise_alarm()
 
     def _note_activity(self) -> None:
-        seconds, moved = time.process_time(), look_at(os.getpid()).bytes
-        before, self._did = self._did, (seconds, moved)
-        if seconds - before[0] > _ACTIVE * self._tick or moved - before[1] > _MOVES * self._tick:
-            self._here.set_active()
+        """Note in the status whether this process has computed, read or written since the last call."""
+        seconds_before, bytes_before = self._last_activity
+        seconds = time.process_time()
+        moved = process_state(os.getpid()).bytes
+        self._last_activity = seconds, moved
+        computes = seconds - seconds_before > _ACTIVE * self._interval
+        if computes or moved - bytes_before > _ACTIVE_BYTES * self._interval:
+            self._status.set_active()
         self._note_starvation()
 
     def _note_starvation(self) -> None:
-        """Of a crowded machine: the time that the thread which waited longest for a core has lost."""
-        waits, before = waits_for_cores(os.getpid()), self._waits
-        lost = max((seconds - before[thread] for thread, seconds in waits.items() if thread in before), default=0.0)
-        went_on = self._here.last_heartbeat
-        self._starved = self._starved + lost if went_on == self._starved_since else 0.0
-        self._waits, self._starved_since = waits, went_on
-        self._here.set_starved(self._starved)
+        """Note in the status how long this process has waited for a core since its last progress.
+
+        Of its threads the one counts that waited longest.
+        """
+        waited = seconds_without_core(os.getpid())  # thread -> seconds
+        lost = 0.0
+        for thread, seconds in waited.items():
+            if thread in self._without_core:
+                lost = max(lost, seconds - self._without_core[thread])
+        self._without_core = waited
+
+        last_progress = self._status.last_heartbeat
+        if last_progress == self._starved_since:
+            self._starved += lost
+        else:
+            self._starved = 0.0
+            self._starved_since = last_progress
+        self._status.set_starved(self._starved)
 
     def _stalled(self, now: float) -> float:
-        return now - max(self._here.last_heartbeat, self._excused)
+        """Return the seconds since the last progress of this rank."""
+        return now - max(self._status.last_heartbeat, self._resumed)
 
-    def _allowed(self) -> float:
-        """Seconds without progress after which somebody looks."""
-        if len(self._steps) < 2 or not self._is_hurried():
+    def _allowed_stall(self) -> float:
+        """Return the seconds without progress after which the ranks are examined."""
+        if len(self._steps) < 2 or not self._step_is_known():
             return self._floor
-        return min(max(self._floor, self._times * statistics.median(list(self._steps))), self._most)
+        median = statistics.median(list(self._steps))
+        return min(max(self._floor, self._factor * median), self._max_wait)
 
-    def _is_hurried(self) -> bool:
-        place = read_status(self._path())
-        return place is not None and is_hurried(place)
+    def _step_is_known(self) -> bool:
+        """Whether this rank is in a step whose length is known from those before."""
+        status = read_status(self._path())
+        return status is not None and has_known_duration(status)
 
     def _raise_alarm(self) -> None:
-        if not self._times or _is_debugged() or not self._claim():
+        """Examine all ranks, unless another rank does."""
+        if not self._factor or _is_debugged() or not self._claim():
             self._quiet_until = time.monotonic() + min(1.0, self._floor)
             return
         try:
@@ -153,96 +185,123 @@ class HangWatch:
             (self._folder / "alarm").unlink(missing_ok=True)
 
     def _claim(self) -> bool:
-        """Whether this rank is the one that examines; takes the alarm of a rank that does not answer any more."""
+        """Whether this rank is to examine the others. Removes the alarm of a rank that does not answer any more."""
         alarm = self._folder / "alarm"
         try:
             file = os.open(alarm, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-            with contextlib.suppress(OSError):  # a full disk has room for the name alone, which says enough
-                os.write(file, f"{os.getpid()} {self._here_started()}".encode())
+            with contextlib.suppress(OSError):  # a full disk has space for the name only, which is enough
+                os.write(file, f"{os.getpid()} {process_state(os.getpid()).started}".encode())
             os.close(file)
             return True
         except FileExistsError:
             with contextlib.suppress(OSError, ValueError):
-                state = look_at(*map(int, alarm.read_text().split()))
+                state = process_state(*map(int, alarm.read_text().split()))
                 if state.is_stopped or state.has_ended:
                     alarm.unlink(missing_ok=True)
             return False
 
-    def _here_started(self) -> int:
-        return look_at(os.getpid()).started
-
-    # ---------------------------------------------------------------- the one that examines
+    # ---------------------------------------------------------------- the rank that examines the others
 
     def _examine(self) -> None:
-        before = self._here.last_heartbeat
-        time.sleep(self._tick)  # the others stall a little later
-        seen = self._look()
-        verdict = judge(seen, rest=self._floor, patience=self._most, allowed=self._allowed())
-        if self._here.last_heartbeat != before:
+        """Look at all ranks of the machine, and end the job if a rank hangs."""
+        last_progress = self._status.last_heartbeat
+        time.sleep(self._interval)  # the others stall a little later
+        ranks = self._look_at_ranks()
+        diagnosis = diagnose(ranks, max_idle=self._floor, max_wait=self._max_wait, allowed=self._allowed_stall())
+        if self._status.last_heartbeat != last_progress:
             return
-        if verdict.slow or not (verdict.hung or all(one.place.waiting for one in seen)):
-            self._say_slow(verdict)
+        is_hang = bool(diagnosis.hung) or all(rank.status.waiting for rank in ranks)
+        if diagnosis.slow or not is_hang:
+            self._report_slow(diagnosis)
             return
-        seen = [replace(one, stack=self._stack_of(one.place) if one.answers else "") for one in seen]
-        self._pronounce(verdict, hang_report(verdict, seen), seen)
+        with_stacks = []
+        for rank in ranks:
+            stack = self._stack_of(rank.status) if rank.answers else ""
+            with_stacks.append(replace(rank, stack=stack))
+        self._announce(diagnosis, hang_report(diagnosis, with_stacks), with_stacks)
 
-    def _look(self) -> list[Seen]:
-        """All ranks of this machine."""
-        places, now = hang_watch_folder.places_in(self._folder), time.monotonic()
+    def _look_at_ranks(self) -> list[RankSnapshot]:
+        """Return snapshots of all ranks of this machine."""
+        statuses = hang_watch_folder.read_statuses(self._folder)
+        now = time.monotonic()
         host = socket.gethostname()
-        states = [look_at(place.pid, place.started) for place in places]
-        return [
-            Seen(one, host, state, now - one.last_heartbeat, now - one.active) for one, state in zip(places, states)
-        ]
+        ranks = []
+        for status in statuses:
+            state = process_state(status.pid, status.started)
+            ranks.append(
+                RankSnapshot(status, host, state, stalled=now - status.last_heartbeat, idle=now - status.active)
+            )
+        return ranks
 
-    def _say_slow(self, verdict: Verdict) -> None:
-        """Once in a while, and by one rank."""
-        said = self._folder / "slow"
-        if verdict.hung and not (said.exists() and time.time() - said.stat().st_mtime < max(self._floor, _SAYS_EVERY)):
-            said.touch()
-            output_streams.print_stderr(f"rank {self._rank} waits: {verdict.headline}")
+    def _report_slow(self, diagnosis: Diagnosis) -> None:
+        """Print that a rank is slow, not more than once a minute, and on one rank."""
+        if not diagnosis.hung:
+            return
+        last_report = self._folder / "slow"
+        if last_report.exists():
+            seconds = time.time() - last_report.stat().st_mtime
+            if seconds < max(self._floor, _SECONDS_BETWEEN_REPORTS):
+                return
+        last_report.touch()
+        output_streams.print_stderr(f"rank {self._rank} waits: {diagnosis.headline}")
 
-    def _stack_of(self, place: RankStatus) -> str:
-        """What the process writes when asked, within half a second."""
-        path = self._folder / f"rank_{place.rank:05}.stack"
-        if not path.exists():  # it would die of the signal
+    def _stack_of(self, status: RankStatus) -> str:
+        """Return the stacks that the process writes on request, within half a second."""
+        path = self._folder / f"rank_{status.rank:05}.stack"
+        if not path.exists():  # the process does not handle the signal, and would die of it
             return ""
         with contextlib.suppress(OSError):
-            os.kill(place.pid, _ASKED)
-        size, deadline = -1, time.monotonic() + 0.5
+            os.kill(status.pid, _STACK_SIGNAL)
+        # complete once its size does not grow any more
+        size = -1
+        deadline = time.monotonic() + 0.5
         while time.monotonic() < deadline and not 0 < path.stat().st_size == size:
             size = path.stat().st_size
             time.sleep(0.05)
         return path.read_text(errors="replace")
 
-    def _pronounce(self, verdict: Verdict, account: str, seen: list[Seen]) -> None:
-        output_streams.print_stderr(account)
-        write_error_file(account)
-        content = {"headline": verdict.headline, "account": account}
+    def _announce(self, diagnosis: Diagnosis, report: str, ranks: list[RankSnapshot]) -> None:
+        """Print the report, tell the other ranks, kill those that do not answer, and exit."""
+        output_streams.print_stderr(report)
+        write_error_file(report)
+
+        # write the diagnosis for the other ranks
+        content = {"headline": diagnosis.headline, "account": report}
         partial = self._folder / "verdict.partial"
         try:
             partial.write_text(json.dumps(content))
             partial.replace(self._folder / "verdict")
         except OSError as error:  # the others notice that this rank has ended
             output_streams.lose(str(partial), error)
-            self._go()
+            self._exit()
             return
-        others = [one for one in seen if one.rank != self._rank and one.answers]
-        deadline = time.monotonic() + 2 * self._tick + 2.0
-        while time.monotonic() < deadline and not all(self._path("seen", one.rank).exists() for one in others):
+
+        # wait until they have read it
+        others = [rank for rank in ranks if rank.rank != self._rank]
+        deadline = time.monotonic() + 2 * self._interval + 2.0
+        while time.monotonic() < deadline:
+            if all(self._path("seen", rank.rank).exists() for rank in others if rank.answers):
+                break
             time.sleep(0.02)
-        unheard = [one for one in seen if one.rank != self._rank and not self._path("seen", one.rank).exists()]
-        for one in (killed := [one for one in unheard if kill(one.place.pid, one.place.started)]):
-            output_streams.print_stderr(f"killed {one.name}, which does not answer")
-        # The last to leave removes the files of dead processes alone.
-        wait_for_ends([(one.place.pid, one.place.started) for one in killed])
-        with contextlib.suppress(OSError):  # the others wait no longer than some seconds
+
+        # kill those that have not
+        killed = []
+        for rank in [rank for rank in others if not self._path("seen", rank.rank).exists()]:
+            if kill(rank.status.pid, rank.status.started):
+                killed.append(rank)
+        for rank in killed:
+            output_streams.print_stderr(f"killed {rank.name}, which does not answer")
+        # The last rank to leave removes only the files of dead processes.
+        wait_for_ends([(rank.status.pid, rank.status.started) for rank in killed])
+
+        with contextlib.suppress(OSError):  # without the file the others wait some seconds longer
             (self._folder / "go").touch()
-        self._go()
+        self._exit()
 
     # ---------------------------------------------------------------- the others
 
-    def _obey(self) -> None:
+    def _follow_diagnosis(self) -> None:
+        """Print why the job ends, tell the examining rank that the diagnosis is read, and exit."""
         content = json.loads((self._folder / "verdict").read_text())
         output_streams.print_stderr(f"rank {self._rank}: stopping, because {content['headline']}")
         write_error_file(content["account"], follows=True)
@@ -251,9 +310,10 @@ class HangWatch:
         deadline = time.monotonic() + 5.0
         while time.monotonic() < deadline and not (self._folder / "go").exists():
             time.sleep(0.02)
-        self._go()
+        self._exit()
 
-    def _go(self) -> None:
+    def _exit(self) -> None:
+        """Remove this rank's files, and end the process."""
         hang_watch_folder.leave_run_folder(self._folder, self._rank)
         self._end(HUNG)
 
@@ -261,28 +321,32 @@ class HangWatch:
         return self._is_new("alarm") or self._is_new("verdict")
 
     def _is_new(self, name: str) -> bool:
-        """Whether the file is there, and not left by an earlier run of the same name."""
+        """Whether a file exists, and was not left by an earlier run in the same folder."""
         try:
             return (self._folder / name).stat().st_mtime >= self._began - 1.0
         except OSError:
             return False
 
     def _path(self, kind: str = "rank", rank: int | None = None) -> Path:
-        return self._folder / f"{kind}_{self._rank if rank is None else rank:05}"
+        """Return the path of a rank's file (default: of this rank)."""
+        number = self._rank if rank is None else rank
+        return self._folder / f"{kind}_{number:05}"
 
-    def _take_questions(self) -> None:
-        """From now on SIGUSR2 writes the stacks of all threads to a file, unless the script has a use for the signal."""
+    def _answer_stack_signal(self) -> None:
+        """Write the stacks of all threads to a file at SIGUSR2, unless the script handles the signal itself."""
         self._stacks = None
         with contextlib.suppress(ValueError, OSError, AttributeError):
-            if signal.getsignal(_ASKED) is signal.SIG_DFL:
-                partial = self._folder / f"stack_{self._rank:05}"
-                self._stacks = partial.open("wb")
-                faulthandler.register(_ASKED, self._stacks, all_threads=True, chain=False)
-                partial.replace(self._folder / f"rank_{self._rank:05}.stack")  # it is there: the signal may be sent
+            if signal.getsignal(_STACK_SIGNAL) is not signal.SIG_DFL:
+                return
+            partial = self._folder / f"stack_{self._rank:05}"
+            self._stacks = partial.open("wb")
+            faulthandler.register(_STACK_SIGNAL, self._stacks, all_threads=True, chain=False)
+            # From now on the signal may be sent: its sender looks for this name.
+            partial.replace(self._folder / f"rank_{self._rank:05}.stack")
 
 
 def _is_debugged() -> bool:
-    """Whether the main thread stands in Python's debugger."""
+    """Whether the main thread is in Python's debugger."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         if frame.f_globals.get("__name__") in ("bdb", "pdb"):
@@ -291,18 +355,18 @@ def _is_debugged() -> bool:
     return False
 
 
-# ---------------------------------------------------------------- of this process
+# ---------------------------------------------------------------- the watch of this process
 
-_mine: HangWatch | None = None
+_watch_of_process: HangWatch | None = None
 
 
 @contextlib.contextmanager
 def watching(rank: int, ranks: int) -> Iterator[None]:
-    """Watch this process in the block. Without a folder to share, nobody watches."""
-    global _mine
+    """Watch this process in the block. Without a folder to share, it is not watched."""
+    global _watch_of_process
     folder = hang_watch_folder.folder_of_job(os.environ, alone=ranks == 1)
     try:
-        _mine = HangWatch(folder, rank, ranks, HangConfig())
+        _watch_of_process = HangWatch(folder, rank, ranks, HangConfig())
     except OSError as error:
         output_streams.lose(f"{folder}, by which the run finds a rank that hangs,", error)
     try:
@@ -312,24 +376,27 @@ def watching(rank: int, ranks: int) -> Iterator[None]:
 
 
 def stop_watching() -> None:
-    """End the watch of this process. Also called before an exit that runs no `finally`."""
-    global _mine
-    mine, _mine = _mine, None
-    if mine is not None:
-        mine.close()
+    """Stop watching this process. Also called before an exit that runs no `finally`."""
+    global _watch_of_process
+    watch = _watch_of_process
+    _watch_of_process = None
+    if watch is not None:
+        watch.close()
 
 
 def set_limits(limits: HangConfig, timeout_minutes: float) -> None:
-    if _mine is not None:
-        _mine.limit(limits, 60.0 * timeout_minutes)
+    """Set the limits once the settings are known. timeout_minutes: of the back end's collectives."""
+    if _watch_of_process is not None:
+        _watch_of_process.limit(limits, 60.0 * timeout_minutes)
 
 
 def step_took(seconds: float) -> None:
-    """A step has ended after so many seconds."""
-    if _mine is not None:
-        _mine.step_took(seconds)
+    """Note the duration of a step that has ended."""
+    if _watch_of_process is not None:
+        _watch_of_process.step_took(seconds)
 
 
-def wait_for_verdict() -> None:
-    if _mine is not None:
-        _mine.wait_for_verdict()
+def wait_for_diagnosis() -> None:
+    """Wait, in a main thread whose call failed, while the ranks are examined."""
+    if _watch_of_process is not None:
+        _watch_of_process.wait_for_diagnosis()

@@ -1,17 +1,15 @@
-"""The folder of a running job on one machine: a few kilobytes in memory, which its processes share and the last of them
-removes.
+"""The processes of a job on one machine share a folder in memory, of a few kilobytes; the last of them removes it.
 
-    rank_00003          where the rank is (`core/base/rank_status.py`)
-    rank_00003.stack    its stacks, when somebody asks by SIGUSR2
-    alarm               "rank pid started" of the rank that examines the others
-    verdict             what it found, in JSON
-    seen_00003          the rank has read the verdict
-    slow                when it was last said that a rank is only slow
-    go                  all have, or there is no more time: end
+    rank_00003          status of the rank (`core/base/rank_status.py`)
+    rank_00003.stack    its stacks, once somebody has requested them by SIGUSR2
+    alarm               "pid started" of the rank that examines the others
+    verdict             its diagnosis, in JSON
+    seen_00003          the rank has read the diagnosis
+    slow                its time is when a slow rank was last reported
+    go                  all ranks have read the diagnosis, or there is no more time: end
 
-It is named after the job as the launcher describes it, so that all ranks find it without talking. Of runs that were
-killed whole,
-the next run of this user on the machine removes it. Pure.
+The folder is named after the job as the launcher describes it, so all ranks find it without communication. A run that was
+killed as a whole leaves it; the next run of this user on the machine removes it. Pure.
 """
 
 import contextlib
@@ -24,61 +22,81 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron.core.base.rank_status import RankStatus, read_status
-from megatron.training.fault_tolerance.process_stat import look_at
+from megatron.training.fault_tolerance.process_stat import process_state
 
+# Variables that tell jobs on one machine apart, by launcher.
 _JOB = (
-    *("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
-    *(
-        "SLURM_JOB_ID",
-        "SLURM_STEP_ID",
-        "SLURM_RESTART_COUNT",
-        "SLURM_NODEID",
-        "PMIX_NAMESPACE",
-        "OMPI_MCA_ess_base_jobid",
-    ),
+    # torchrun
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "WORLD_SIZE",
+    "GROUP_RANK",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    # Slurm
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "SLURM_RESTART_COUNT",
+    "SLURM_NODEID",
+    # MPI
+    "PMIX_NAMESPACE",
+    "OMPI_MCA_ess_base_jobid",
 )
 _OLD = 10.0  # seconds: a younger folder may belong to a job that begins
 
 
 def folder_of_job(environment: Mapping[str, str], *, alone: bool) -> Path:
-    """The folder's path. alone: of a job of one process, which shares it with nobody."""
+    """Return the folder's path. alone: of a job of one process, which shares it with nobody."""
     memory = Path("/dev/shm")
     base = memory if os.access(memory, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
-    words = [str(os.getpid())] if alone else [f"{name}={environment.get(name, '')}" for name in _JOB]
+    job = [f"{name}={environment.get(name, '')}" for name in _JOB]
+    words = [str(os.getpid())] if alone else job
     return base / f"megatron-{os.getuid()}-{zlib.crc32(' '.join(words).encode()):08x}"
 
 
 def make_run_folder(folder: Path) -> None:
-    """Make the folder, for this user alone, and remove those of runs that were killed. Raises OSError."""
+    """Create the folder, for this user alone, and remove those of runs that were killed. Raises OSError."""
     for other in folder.parent.glob(f"megatron-{os.getuid()}-*"):
         with contextlib.suppress(OSError):
-            if time.time() - other.stat().st_mtime > _OLD and not any(_lives(place) for place in places_in(other)):
+            is_old = time.time() - other.stat().st_mtime > _OLD
+            if is_old and not _has_live_rank(other):
                 shutil.rmtree(other)
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
         raise PermissionError(f"{folder} belongs to another user")
-    if not any(_lives(place) for place in places_in(folder)):  # left by a run of the same name
+    if not _has_live_rank(folder):  # its files are left by a run of the same name
         for path in folder.iterdir():
             if time.time() - path.stat().st_mtime > _OLD:
                 path.unlink(missing_ok=True)
 
 
-def places_in(folder: Path) -> list[RankStatus]:
-    """The places of the ranks that have one, also of dead processes."""
-    found = (read_status(path) for path in sorted(folder.glob("rank_?????")))
-    return [place for place in found if place is not None]
+def read_statuses(folder: Path) -> list[RankStatus]:
+    """Return the statuses of all ranks in the folder, also of dead processes."""
+    statuses = []
+    for path in sorted(folder.glob("rank_?????")):
+        status = read_status(path)
+        if status is not None:
+            statuses.append(status)
+    return statuses
 
 
-def _lives(place: RankStatus) -> bool:
-    return not look_at(place.pid, place.started).has_ended
+def _is_alive(status: RankStatus) -> bool:
+    return not process_state(status.pid, status.started).has_ended
+
+
+def _has_live_rank(folder: Path) -> bool:
+    return any(_is_alive(status) for status in read_statuses(folder))
 
 
 def leave_run_folder(folder: Path, rank: int) -> None:
     """Remove this rank's files, those of dead processes, and the folder after the last."""
     with contextlib.suppress(OSError):
-        dead = [place.rank for place in places_in(folder) if place.pid == os.getpid() or not _lives(place)]
-        for gone in {rank, *dead}:
-            for name in (f"rank_{gone:05}", f"rank_{gone:05}.stack", f"seen_{gone:05}"):
+        ended = {rank}
+        for status in read_statuses(folder):
+            if status.pid == os.getpid() or not _is_alive(status):
+                ended.add(status.rank)
+        for number in ended:
+            for name in (f"rank_{number:05}", f"rank_{number:05}.stack", f"seen_{number:05}"):
                 (folder / name).unlink(missing_ok=True)
         if not any(folder.glob("rank_*")):
             shutil.rmtree(folder)

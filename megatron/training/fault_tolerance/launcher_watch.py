@@ -1,12 +1,10 @@
-"""Ends a rank whose launcher has ended: nobody would stop it or start it again, and the next job may save where it saves.
+"""A rank ends when its launcher has ended: nobody would stop it or restart it, and the next job may save to its folder.
 
 torchrun starts each rank in a session of its own, so the system tells a rank nothing when the agent is killed. A thread
-waits for
-the end of the agent's process, on a descriptor of it (Linux 5.3 or later; elsewhere nobody waits). It costs nothing
-until then.
-Slurm, MPI and DeepSpeed's launcher end their ranks themselves, or are ended with them. A rank whose agent is killed
-before this
-module is imported finds that the launcher's store is gone (`core/parallel/initialize_distributed.py`).
+waits for the end of the agent's process, on a descriptor of it (Linux 5.3 or later; elsewhere there is no such thread). It
+costs nothing until then. Slurm, MPI and DeepSpeed's launcher end their ranks themselves, or are ended with them. A rank
+whose agent is killed before this module is imported finds that the launcher's store is gone
+(`core/parallel/initialize_distributed.py`).
 """
 
 import os
@@ -19,18 +17,18 @@ from megatron.core.base import output_streams
 from megatron.core.base.error_reporting import write_error_file
 from megatron.training.fault_tolerance import hang_watch
 
-_OF_A_RANK = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "RANK")  # a wrapper that a rank was started by has the same
+_RANK_VARIABLES = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "RANK")  # the same in a wrapper that started this rank
 
 
 def agent_of(environment: Mapping[str, str]) -> int | None:
-    """The process of torchrun's agent: the nearest above this one that is not a part of this rank. None without torchrun."""
+    """Return the process of torchrun's agent: the nearest parent that is not part of this rank. None without torchrun."""
     if not environment.get("TORCHELASTIC_RUN_ID"):
         return None
-    mine = {f"{name}={environment.get(name, '')}".encode() for name in _OF_A_RANK}
-    above = os.getppid()
-    while above > 1 and mine <= _environment_of(above):
-        above = _parent_of(above)
-    return above or None  # 0: it is in another namespace
+    rank_variables = {f"{name}={environment.get(name, '')}".encode() for name in _RANK_VARIABLES}
+    parent = os.getppid()
+    while parent > 1 and rank_variables <= _environment_of(parent):
+        parent = _parent_of(parent)
+    return parent or None  # 0: it is in another namespace
 
 
 def _environment_of(pid: int) -> set[bytes]:
@@ -48,7 +46,7 @@ def _parent_of(pid: int) -> int:
 
 
 def _end_process(why: str) -> None:
-    output_streams.print_stderr(why)  # what it prints to may have ended too
+    output_streams.print_stderr(why)  # the reader of stderr may have ended too
     write_error_file(why)
     hang_watch.stop_watching()
     os._exit(1)
@@ -58,7 +56,7 @@ _thread: threading.Thread | None = None
 
 
 def end_with_launcher(rank: int, end: Callable[[str], None] = _end_process) -> None:
-    """From now on this process ends when torchrun's agent does. A no-op without torchrun."""
+    """End this process when torchrun's agent ends. Does nothing without torchrun."""
     global _thread
     agent = agent_of(os.environ)
     if agent is None or _thread is not None or not hasattr(os, "pidfd_open"):

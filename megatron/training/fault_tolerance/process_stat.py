@@ -1,7 +1,6 @@
-"""A process as seen from outside, by /proc: whether it lives, is stopped, computes, and in which call of the kernel it
-waits.
+"""The state of a process is read from /proc: whether it lives, is stopped, computes, and in which kernel call it waits.
 
-Linux; elsewhere a process only lives or does not. Pure.
+Linux; elsewhere only whether it lives. Pure.
 """
 
 import contextlib
@@ -28,9 +27,9 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class ProcessState:
-    """state: the letter of /proc/PID/stat, "X" if there is no such process, "?" without /proc."""
+    """The state of a process at one moment."""
 
-    state: str
+    state: str  # the letter of /proc/PID/stat; "X" if there is no such process, "?" without /proc
     started: int = 0  # clock ticks after boot
     bytes: int = 0  # read and written
     waits_in: str = ""  # of its main thread: the kernel's function
@@ -48,21 +47,23 @@ class ProcessState:
         return f"{_WORDS.get(self.state, 'is in an unknown state')} (state {self.state}{where})"
 
 
-def look_at(pid: int, started: int | None = None) -> ProcessState:
-    """The process of this number. started: another process that has the number since counts as ended."""
+def process_state(pid: int, started: int | None = None) -> ProcessState:
+    """Return the state of process `pid`. started: if given, a later process with the same number counts as ended."""
     folder = Path(f"/proc/{pid}")
     try:
-        # The name in parentheses may hold anything, parentheses too.
+        # The name in parentheses may contain anything, parentheses too.
         fields = (folder / "stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ProcessState("X" if Path("/proc/self/stat").exists() else _without_proc(pid))
-    state, began = fields[0], int(fields[19])
+    state = fields[0]
+    began = int(fields[19])
     if started and began != started:
         return ProcessState("X")
     return ProcessState(state, began, _bytes(folder), _text(folder / "wchan").strip("0"))
 
 
 def _without_proc(pid: int) -> str:
+    """Return the state of a process where there is no /proc."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -79,13 +80,16 @@ def _text(path: Path) -> str:
 
 
 def _bytes(folder: Path) -> int:
-    words = _text(folder / "io").split()
-    return sum(int(n) for name, n in itertools.pairwise(words) if name in ("rchar:", "wchar:"))
+    """Return the bytes that a process has read and written."""
+    total = 0
+    for name, value in itertools.pairwise(_text(folder / "io").split()):
+        if name in ("rchar:", "wchar:"):
+            total += int(value)
+    return total
 
 
-def waits_for_cores(pid: int) -> dict[int, float]:
-    """Thread -> seconds, since its start, in which it was ready to run and had no core. Empty where the system does
-    not tell."""
+def seconds_without_core(pid: int) -> dict[int, float]:
+    """Return thread -> seconds since its start in which it was ready to run and had no core; empty if unknown."""
     waits = {}
     for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
         words = _text(path).split()  # nanoseconds on a core, nanoseconds ready without one, turns
@@ -95,8 +99,8 @@ def waits_for_cores(pid: int) -> dict[int, float]:
 
 
 def kill(pid: int, started: int) -> bool:
-    """SIGKILL to the process, if it is surely the one that began at `started`, and of this user. Whether it was sent."""
-    if not started or pid == os.getpid() or look_at(pid, started).has_ended:
+    """Send SIGKILL to a process, if it is surely the process that began at `started`, of this user. Return whether sent."""
+    if not started or pid == os.getpid() or process_state(pid, started).has_ended:
         return False
     with contextlib.suppress(OSError):
         if os.stat(f"/proc/{pid}").st_uid == os.getuid():
@@ -106,8 +110,8 @@ def kill(pid: int, started: int) -> bool:
 
 
 def wait_for_ends(processes: Iterable[tuple[int, int]], seconds: float = 2.0) -> None:
-    """Until these have ended, each a number and when it began, but no longer than so many seconds."""
+    """Wait until these processes, each (pid, started), have ended, but no longer than `seconds`."""
     deadline = time.monotonic() + seconds
     for pid, started in processes:
-        while time.monotonic() < deadline and not look_at(pid, started).has_ended:
+        while time.monotonic() < deadline and not process_state(pid, started).has_ended:
             time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""The bytes of a rank's lasting state in each tier ("device", "host", "file"), from integers."""
+"""Bytes of a rank's resident state in each tier ("device", "host", "file") are computed from integers."""
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass
@@ -20,11 +20,20 @@ class Element:
     def of(
         cls, parameter: int, moments: int, *, gradient: int | None = None, splits_masters: bool = False
     ) -> "Element":
-        """parameter: bytes in the model's precision; moments: their number; gradient: bytes as accumulated (default: as
-        summed); splits_masters: a master keeps only the bytes that the parameter lacks."""
-        wide = max(parameter, 4)
-        master = 0 if parameter == wide else wide - parameter * splits_masters
-        return cls(parameter, gradient or wide, wide, master, wide * moments)
+        """Return the bytes of an element that is trained with masters and moments in float32 or more.
+
+        parameter: bytes in the model's precision. moments: their number.
+        gradient: bytes as accumulated (default: as summed over ranks).
+        splits_masters: a master keeps only the bytes that the parameter lacks.
+        """
+        full = max(parameter, 4)
+        if parameter == full:
+            master = 0
+        elif splits_masters:
+            master = full - parameter
+        else:
+            master = full
+        return cls(parameter, gradient or full, full, master, full * moments)
 
 
 def bytes_by_tier(
@@ -38,40 +47,52 @@ def bytes_by_tier(
     fraction: float = 1.0,
     offload_params: bool = False,
 ) -> dict[str, dict[str, int]]:
-    """Bytes by tier and kind of `numel` trained elements, without alignment and without whole units in flight.
+    """Return the bytes by tier and kind of `numel` trained elements, without alignment and gathered parameters.
 
     {"device": {"parameters": .., "gradients": ..}, "host": {"masters": .., "moments": .., "slices": ..}}
 
-    stage: of ZeRO; shards: ranks that share the state; outer: further ranks that share masters and moments; tier: home of
-    `fraction` of masters and moments, and with `offload_params` of the parameters. "slices": host buffers for state in a
-    file.
+    stage: of ZeRO.
+    shards: ranks that share the state.
+    outer: further ranks that share masters and moments.
+    tier: where `fraction` of masters and moments is kept, and with `offload_params` the parameters.
+    "slices": host buffers for state in a file.
     """
-    part = -(-numel // shards) if stage else numel
-    updated = -(-part // outer)
-    away = 0 if tier == "device" else round(updated * fraction)
-    found: dict[str, Counter[str]] = defaultdict(Counter)
-    found[tier if offload_params else "device"]["parameters"] = (part if stage == 3 else numel) * element.parameter
-    found["device"]["gradients"] = numel * element.gradient if stage < 2 else 0
+    shard = -(-numel // shards) if stage else numel  # elements
+    updated = -(-shard // outer)  # elements whose masters and moments this rank keeps
+    offloaded = 0 if tier == "device" else round(updated * fraction)
+    by_tier: dict[str, Counter[str]] = defaultdict(Counter)
+
+    # parameters
+    parameters = shard if stage == 3 else numel
+    by_tier[tier if offload_params else "device"]["parameters"] = parameters * element.parameter
+
+    # gradients: all of them below ZeRO 2, and this rank's shard if it is not a part of those
+    by_tier["device"]["gradients"] = numel * element.gradient if stage < 2 else 0
     if stage > 1 or element.gradient != element.summed:
-        found["device"]["gradients"] += part * element.summed
-    for where, count in ((tier, away), ("device", updated - away)):
-        found[where] += Counter(masters=count * element.master, moments=count * element.moments)
+        by_tier["device"]["gradients"] += shard * element.summed
+
+    # masters and moments
+    by_tier[tier] += Counter(masters=offloaded * element.master, moments=offloaded * element.moments)
+    resident = updated - offloaded
+    by_tier["device"] += Counter(masters=resident * element.master, moments=resident * element.moments)
     if tier == "file":
-        found["host"]["slices"] = SLICES_IN_FLIGHT * min(SLICE, away) * (element.master + element.moments)
-    return {where: dict(+kinds) for where, kinds in found.items() if +kinds}
+        by_tier["host"]["slices"] = SLICES_IN_FLIGHT * min(SLICE, offloaded) * (element.master + element.moments)
+
+    return {name: dict(+kinds) for name, kinds in by_tier.items() if +kinds}
 
 
 def amount(size: float) -> str:
-    """1536 -> 1.50 KiB"""
+    """Return a number of bytes in words: 1536 -> 1.50 KiB."""
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if size >= 1024**power:
             return f"{size / 1024**power:.2f} {unit}"
     return f"{size:.0f} B"
 
 
-def bytes_line(found: dict[str, dict[str, int]]) -> str:
-    """`device 1.20 GiB (parameters 0.40 GiB, ...), file 3.10 GiB (...)`"""
-    return ", ".join(
-        f"{where} {amount(sum(kinds.values()))} ({', '.join(f'{kind} {amount(n)}' for kind, n in kinds.items())})"
-        for where, kinds in found.items()
-    )
+def bytes_line(by_tier: dict[str, dict[str, int]]) -> str:
+    """Return `device 1.20 GiB (parameters 0.40 GiB, ...), file 3.10 GiB (...)`."""
+    tiers = []
+    for tier, kinds in by_tier.items():
+        listed = ", ".join(f"{kind} {amount(size)}" for kind, size in kinds.items())
+        tiers.append(f"{tier} {amount(sum(kinds.values()))} ({listed})")
+    return ", ".join(tiers)

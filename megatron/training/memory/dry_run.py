@@ -1,15 +1,17 @@
-"""A step of one rank of any layout in this process alone, counted: its model by the script's own provider, its
-neighbours silent.
+"""Memory is predicted by running the training step of one rank in this process, on tensors without values.
 
-dry_run(job, pp_rank)      with shapes only: what each action of the pipeline adds, and has at its peak
-`alone`, `parts_of`        the same parts with real tensors, for a measurement (tools/estimate_memory.py --measure)
+    dry_run(job, rank)     run the step; return what each pipeline action adds to the memory, and its peak
+    alone, parts_of        build the same rank with real tensors, for a measurement (tools/estimate_memory.py --measure)
+
+The model comes from the script's own provider and the step is `train_step` itself. The other ranks are replaced by
+`FakeGroup`s, so any layout runs on one process.
 """
 
 import contextlib
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -41,17 +43,16 @@ from megatron.training.arguments.config import Config
 from megatron.training.global_vars import Runtime, acting_as
 from megatron.training.memory.bytes_by_tier import Element
 from megatron.training.memory.memory_tracker import MemoryTracker
-from megatron.training.memory.shapes_only import META, Done, ShapesOnly, SilentGroup
-from megatron.training.model_chunks import ModelProvider, build_optimizer, build_pipeline, in_buffers, make_chunks
+from megatron.training.memory.shapes_only import META, Done, FakeGroup, ShapesOnly
+from megatron.training.model_chunks import ModelProvider, build_optimizer, build_pipeline, make_chunks, wrap_in_ddp
 from megatron.training.step import train_step
 
-PASSING = ("gradients", "activations", "communication", "slices")  # kinds that an action may change
+PASSING = ("gradients", "activations", "communication", "slices")  # kinds of memory that an action may change
 COMPUTES = (Op.F, Op.B, Op.I, Op.W)
 
 
 class Job(NamedTuple):
-    """A training job: the settings, from a run or from the flags of `tools/estimate_memory.py`, and the script's
-    functions."""
+    """A training job: the settings of a run or of `tools/estimate_memory.py`, and the script's functions."""
 
     runtime: Runtime
     model_provider: ModelProvider
@@ -60,17 +61,17 @@ class Job(NamedTuple):
     group_of: GroupRule = default_group
 
 
-class Effect(NamedTuple):
-    """Bytes that an action adds, by kind: `left` at its end, `peak` inside it; `away`: offloaded to a tier."""
+class MemoryDelta(NamedTuple):
+    """Bytes that an action adds, by kind."""
 
-    left: Counter[str]
-    peak: Counter[str]
-    away: int = 0
+    left: Counter[str]  # still there when the action ends
+    peak: Counter[str]  # the most inside the action
+    away: int = 0  # activations that the action offloads to a tier
 
 
 @dataclass
 class Profile:
-    """One rank's step, action by action. `changes`: by operation, chunk number and microbatch."""
+    """Memory of one rank's step, action by action."""
 
     layers: int
     state: dict[str, Counter[str]]  # tier -> kind -> bytes
@@ -79,78 +80,92 @@ class Profile:
     parameters: int  # elements of its stages, over all tensor-parallel ranks
     tier: str = "host"  # the tier of offloaded activations
     slices: int = 0  # bytes on the host: slices of state in a file while they are read, updated and written
-    changes: dict[tuple[Op, int, int | None], Effect] = field(default_factory=dict)
-    end: Effect = Effect(Counter(), Counter())
+    # (operation, chunk number, microbatch) -> bytes
+    changes: dict[tuple[Op, int, int | None], MemoryDelta] = field(default_factory=dict)
+    end: MemoryDelta = MemoryDelta(Counter(), Counter())  # from the last action to the end of the step
 
 
 # ---------------------------------------------------------------- a rank without the others
 
 
 def mesh_of(config: Config, world_size: int, rank: int) -> Mesh:
-    """The mesh of one rank of a job; the other ranks are silent."""
+    """Return the mesh of one rank of a job. Its groups are `FakeGroup`s: no other rank takes part."""
+
+    def fake_group(_: str, ranks: tuple[int, ...]) -> FakeGroup:
+        return FakeGroup(len(ranks), ranks.index(rank))
+
     sizes = config.parallel.sizes(world_size, config.data_parallel.num_distributed_optimizer_instances)
-    sharing = config.transformer.ranks_per_kv_head(config.parallel.tensor_model_parallel_size)
-
-    def silent(_: str, ranks: tuple[int, ...]) -> SilentGroup:
-        return SilentGroup(len(ranks), ranks.index(rank))
-
-    return build_mesh(sizes, rank, silent, sharing, stages=config.stages)
+    ranks_per_kv_head = config.transformer.ranks_per_kv_head(config.parallel.tensor_model_parallel_size)
+    return build_mesh(sizes, rank, fake_group, ranks_per_kv_head, stages=config.stages)
 
 
 @contextlib.contextmanager
 def alone(runtime: Runtime, mesh: Mesh, **changed: Any) -> Iterator[Runtime]:
-    """Within the block, this thread acts as one rank with silent neighbours, and with keys, timers and stores of its own."""
-    mine = replace(
+    """Let this thread act, within the block, as the rank of `mesh`, with dropout keys, timers and stores of its own.
+
+    changed: further fields of the runtime to replace, by name.
+    """
+    rank_runtime = replace(
         runtime,
         mesh=mesh,
         dropout_keys=DropoutKeys(1),
         weight_grads=WeightGradStore(),
         timers=Timers(),
-        held=contextlib.ExitStack(),
+        resources=contextlib.ExitStack(),
         **changed,
     )
-    with acting_as(mine):
-        yield mine
+    with acting_as(rank_runtime):
+        yield rank_runtime
 
 
 class RankParts(NamedTuple):
-    chunks: dict[int, DistributedDataParallel]
+    """Model chunks, optimizer and pipeline of a rank."""
+
+    chunks: dict[int, DistributedDataParallel]  # by stage
     optimizer: FlatOptimizer
     pipeline: Pipeline
 
     @property
-    def rooms(self) -> list[StageActivations]:
+    def offloaded_stages(self) -> list[StageActivations]:
         """The activations of each stage that offloads them."""
-        modules = [module for chunk in self.chunks.values() for module in chunk.modules()]
-        found = [module.activations for module in modules if isinstance(module, HoldsActivations)]
-        return [one for one in found if one.offloaded]
+        offloaded = []
+        for chunk in self.chunks.values():
+            for module in chunk.modules():
+                if isinstance(module, HoldsActivations) and module.activations.offloaded:
+                    offloaded.append(module.activations)
+        return offloaded
 
     @property
     def bytes_in_file(self) -> int:
-        """Bytes of activations that lie in a file."""
-        slots = [slot for one in self.rooms for slot in one.offload_slots(self.pipeline.device).slots]
-        return sum(slot.nbytes for slot in slots if isinstance(slot, FileTensor))
+        """Bytes of activations in a file."""
+        total = 0
+        for activations in self.offloaded_stages:
+            for slot in activations.offload_slots(self.pipeline.device).slots:
+                if isinstance(slot, FileTensor):
+                    total += slot.nbytes
+        return total
 
 
 def parts_of(runtime: Runtime, job: Job) -> RankParts:
-    """A rank's chunks, optimizer and pipeline, built by the code of a run."""
-    made = make_chunks(job.model_provider, runtime)
+    """Build a rank's chunks, optimizer and pipeline by the code of a run. All parameters are zero."""
+    modules = make_chunks(job.model_provider, runtime)
     with torch.no_grad():
-        for parameter in (p for chunk in made.values() for p in chunk.parameters()):
-            parameter.zero_()  # values are not looked at, and arithmetic on denormal ones is slow
-    chunks = in_buffers(made, runtime, job.group_of)
-    return RankParts(
-        chunks, build_optimizer(chunks, runtime, job.group_of), build_pipeline(chunks, runtime, job.forward_step)
-    )
+        for module in modules.values():
+            for parameter in module.parameters():
+                parameter.zero_()  # values are not looked at, and arithmetic on denormal ones is slow
+    chunks = wrap_in_ddp(modules, runtime, job.group_of)
+    optimizer = build_optimizer(chunks, runtime, job.group_of)
+    pipeline = build_pipeline(chunks, runtime, job.forward_step)
+    return RankParts(chunks, optimizer, pipeline)
 
 
 class AnyBatch(GeneratedBatch):
-    """A microbatch with an entry for every key: [b, s] integers, or the shape that `broadcast_batch` asks for."""
+    """A microbatch that has every key a script asks for: [b, s] integers, or the shape that `broadcast_batch` asks for."""
 
     def __init__(self, runtime: Runtime):
         super().__init__()
-        self.shape = runtime.config.training.micro_batch_size, runtime.config.data.seq_length
-        self.words = runtime.vocab_size_if_any or 1
+        self.shape = (runtime.config.training.micro_batch_size, runtime.config.data.seq_length)  # [b, s]
+        self.vocab_size = runtime.vocab_size_if_any or 1
 
     def __missing__(self, key: str) -> Tensor:
         return self.generate([key], self.shape, torch.int64, "cpu")[0]
@@ -159,41 +174,55 @@ class AnyBatch(GeneratedBatch):
     def generate(
         self, keys: list[str], shape: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device | str
     ) -> tuple[Tensor, ...]:
-        """Zeros; words that differ, since the rows of a table that occur take room in its gradient."""
-        if shape is None:  # of Megatron 2's batches a GPT's has inputs and labels in one, a BERT's not
-            shape = self.shape[0], self.shape[1] + (keys == ["text"])
-        packed = torch.zeros((len(keys), *shape), dtype=dtype, device=device)
-        for key, part in zip(keys, packed):
+        """Return a tensor of `shape` for each key: distinct token ids for tokens, else zeros.
+
+        The ids differ because the gradient of a sparse embedding takes memory for each row that occurs.
+        """
+        if shape is None:
+            b, s = self.shape
+            # Megatron 2's GPT reads inputs and labels from one key, `text`, of s + 1 tokens. BERT has a key for each.
+            shape = (b, s + 1) if keys == ["text"] else (b, s)
+        packed = torch.zeros((len(keys), *shape), dtype=dtype, device=device)  # [keys, b, s]
+        for key, values in zip(keys, packed):
             if key in ("tokens", "text"):
-                part.copy_((torch.arange(part.numel(), device=device) % self.words).view(shape))
+                ids = torch.arange(values.numel(), device=device) % self.vocab_size
+                values.copy_(ids.view(shape))
         return packed.unbind()
 
 
 def batches_of(runtime: Runtime) -> Iterator[AnyBatch]:
+    """Yield generated microbatches without end."""
     while True:
         yield AnyBatch(runtime)
 
 
 class ShapesTier:
-    """A tier without values. `made`: its tensors in host memory."""
+    """An offload store without values: "host" or "file". Nothing is copied, read or written."""
 
     def __init__(self, name: str):
-        self.name, self._end = name, 0
-        self.made: list[Tensor] = []
+        self.name = name
+        self.host_tensors: list[Tensor] = []
+        self._file_end = 0  # bytes
 
     @memory_kind("away")
     def zeros(self, numel: int, dtype: torch.dtype) -> Stored:
+        """Return a tensor in this tier: [numel]."""
         if self.name == "file":
-            start, self._end = self._end, self._end + -(-numel * dtype.itemsize // BLOCK) * BLOCK
+            start = self._file_end
+            blocks = -(-numel * dtype.itemsize // BLOCK)
+            self._file_end += blocks * BLOCK
             return FileTensor(self, start, (numel,), dtype)
-        self.made.append(torch.zeros(numel, dtype=dtype))
-        return self.made[-1]
+        tensor = torch.zeros(numel, dtype=dtype)  # [numel]
+        self.host_tensors.append(tensor)
+        return tensor
 
     @memory_kind("slices")
     def start_read(self, start: int, nbytes: int) -> Done:
-        """Whole blocks, as a file is read."""
-        first, last = start // BLOCK * BLOCK, -(-(start + nbytes) // BLOCK) * BLOCK
-        return Done(torch.empty(last - first, dtype=torch.uint8)[start - first :][:nbytes])
+        """Return bytes [nbytes] in memory of whole blocks, because a file is read in whole blocks."""
+        first = start // BLOCK * BLOCK
+        last = -(-(start + nbytes) // BLOCK) * BLOCK
+        blocks = torch.empty(last - first, dtype=torch.uint8)  # [last - first]
+        return Done(blocks[start - first :][:nbytes])  # [nbytes]
 
     def start_write(self, start: int, values: AsyncHandle[Tensor]) -> Done:
         values.wait()
@@ -203,11 +232,11 @@ class ShapesTier:
         return NoCopies() if self.name == "host" and device.type != "cpu" else None
 
     def close(self) -> None:
-        """Nothing was taken."""
+        """Do nothing: no memory and no file were taken."""
 
 
 class NoCopies:
-    """The side stream of a tier without values."""
+    """The side stream of an offload store without values."""
 
     def start_copy(self, target: Tensor, source: Tensor) -> AsyncHandle[Tensor]:
         return AsyncHandle(lambda: target, source)
@@ -217,148 +246,199 @@ class NoCopies:
 
 
 @contextlib.contextmanager
-def _drawing_nothing() -> Iterator[None]:
-    """What a script draws inside is drawn again in the run: afterwards the generators are as before."""
-    python, arrays = random.getstate(), np.random.get_state()
+def _random_state_restored() -> Iterator[None]:
+    """Restore the random generators after the block, so that the run draws the same numbers as without a dry run."""
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
     try:
         with torch.random.fork_rng([]):
             yield
     finally:
-        random.setstate(python)
-        np.random.set_state(arrays)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
 
 
 def dry_run(job: Job, rank: int, *, values: bool = False) -> Profile:
-    """The step of one rank. values: with real tensors, on this CPU; else with shapes only, which takes no memory to
-    speak of."""
+    """Run the training step of one rank in this process, and return the memory of each of its actions.
+
+    values: use real tensors on this CPU; else only shapes, which take almost no memory.
+    """
+    # the rank: its mesh, its device, and an offload store without values
     config = job.runtime.config
-    mesh, device = mesh_of(config, job.runtime.world_size, rank), Device("cpu")
-    tier = None if config.offload.tier == "device" else ShapesTier(config.offload.tier)
-    words = job.runtime.vocab_size_if_any or 2**62
-    most_ids = max(-(-words // mesh["tp"].size), config.data.seq_length)  # rows of the tables of words and of positions
-    shapes = None if values else ShapesOnly("accelerator" if job.accelerator else "cpu", most_ids)
+    mesh = mesh_of(config, job.runtime.world_size, rank)
+    device = Device("cpu")
     if job.accelerator:
         # Code that asks for the device must choose an accelerator's kernels, not this CPU's.
         device.torch_device = META
+    store = None if config.offload.tier == "device" else ShapesTier(config.offload.tier)
+
+    # tensors without values
+    shapes = None
+    if not values:
+        vocab_size = job.runtime.vocab_size_if_any or 2**62
+        token_rows = -(-vocab_size // mesh["tp"].size)
+        most_ids = max(token_rows, config.data.seq_length)  # rows of the token and of the position embedding
+        shapes = ShapesOnly("accelerator" if job.accelerator else "cpu", most_ids)
+
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_drawing_nothing())
+        stack.enter_context(_random_state_restored())
         stack.enter_context(rank_status.paused())
-        runtime = stack.enter_context(alone(job.runtime, mesh, device=device, offload_store=tier))
+        runtime = stack.enter_context(alone(job.runtime, mesh, device=device, offload_store=store))
         if shapes is not None:
             stack.enter_context(META)
             stack.enter_context(shapes)
         tracker = stack.enter_context(MemoryTracker(shapes_only=not values))
+
+        # build the rank
         parts = parts_of(runtime, job)
-        for buffer in (buffer for chunk in parts.chunks.values() for buffer in chunk.buffers):
-            buffer.keeps_grads = True  # one of the backwards alone runs, and would count for all as their allocation
-        rooms = _rooms_in(parts, tier or ShapesTier("host"), shapes)
+        for chunk in parts.chunks.values():
+            for buffer in chunk.buffers:
+                # The first backward allocates a lazy gradient buffer. Only some of the backwards are run, and their
+                # results stand for the others, which would be charged with that allocation too.
+                buffer.keeps_grads = True
+        offloaded_stages = parts.offloaded_stages
+        activation_store = store or ShapesTier("host")  # also where only activations are offloaded
+        for activations in offloaded_stages:
+            activations.set_store(activation_store)
+            if shapes is not None:
+                activations.hooks = shapes.hooks
         tracker.assign_state(parts.chunks.values(), parts.optimizer)
-        profile = _described(parts, tracker, tier, config, _microbatches(job.runtime))
-        mine, wanted = parts.pipeline.schedule()[mesh["pp"].rank], _to_run(config, mesh, parts.pipeline.batch)
-        # Microbatches in the middle repeat the changes of these; `timeline` puts them in.
-        mine[:] = [action for action in mine if action.microbatch is None or action.microbatch in wanted]
-        sent = config.data_parallel
-        # A step leaves to the next one: gathers under way, the order in which gradients come, slots.
-        leaves = sent.overlap_param_gather or sent.overlap_grad_reduce or config.transformer.contiguous_checkpointing
-        for _ in range(2 if leaves else 1):
-            _step(parts, profile, tracker, rooms, runtime)
+
+        # describe the state before the first step, with the schedule of the whole step
+        parts.pipeline.batch = replace(parts.pipeline.batch, num_microbatches=_planned_microbatches(job.runtime))
+        state = _state_by_tier(tracker, store)
+        element = Element.of(
+            config.transformer.params_dtype.itemsize,
+            len(config.optimizer.moments),
+            splits_masters=config.optimizer.reuse_fp32_param,
+        )
+        optimizer_bytes_in_file = state.get("file", {}).get("optimizer", 0)
+        profile = Profile(
+            layers=sum(len(config.layer_split[stage]) for stage in parts.chunks),
+            state=state,
+            start=Counter(),
+            schedule=[list(actions) for actions in parts.pipeline.schedule()],
+            parameters=_parameters_of(parts),
+            tier="file" if config.offload.tier == "file" else "host",
+            slices=SLICES_IN_FLIGHT * min(SLICE * (element.master + element.moments), optimizer_bytes_in_file),
+        )
+
+        # keep only the microbatches to run in this rank's actions; `peak_along_schedule` repeats them for the others
+        actions = parts.pipeline.schedule()[mesh["pp"].rank]
+        microbatches = _microbatches_to_run(config, mesh, parts.pipeline.batch)
+        actions[:] = [action for action in actions if action.microbatch is None or action.microbatch in microbatches]
+
+        # Run one step, or two where a step finds something of the step before: parameter gathers under way, the order
+        # in which gradients arrive, memory for checkpointed activations. The second step overwrites the profile of the
+        # first, and its memory is that of every later step.
+        first_step_differs = (
+            config.data_parallel.overlap_param_gather
+            or config.data_parallel.overlap_grad_reduce
+            or config.transformer.contiguous_checkpointing
+        )
+        for _ in range(2 if first_step_differs else 1):
+            _run_step(parts, profile, tracker, offloaded_stages, runtime)
     return profile
 
 
-def _described(
-    parts: RankParts, tracker: MemoryTracker, tier: "ShapesTier | None", config: Config, microbatches: int
-) -> Profile:
-    """The profile of a rank before its first step."""
-    parts.pipeline.batch = replace(parts.pipeline.batch, num_microbatches=microbatches)
-    optimizer, state = config.optimizer, _by_tier(tracker, tier)
-    element = Element.of(
-        config.transformer.params_dtype.itemsize, len(optimizer.moments), splits_masters=optimizer.reuse_fp32_param
-    )
-    in_file = state.get("file", {}).get("optimizer", 0)
-    return Profile(
-        layers=sum(len(config.layer_split[stage]) for stage in parts.chunks),
-        state=state,
-        start=Counter(),
-        schedule=[list(actions) for actions in parts.pipeline.schedule()],
-        parameters=_parameters_of(parts),
-        tier="file" if config.offload.tier == "file" else "host",
-        slices=SLICES_IN_FLIGHT * min(SLICE * (element.master + element.moments), in_file),
-    )
-
-
 def _parameters_of(parts: RankParts) -> int:
-    """Elements of the stages' parameters, over all tensor-parallel ranks. A tied table counts on the first stage."""
-    placements = [(stage, p.placement) for stage, chunk in parts.chunks.items() for p in chunk.parameters()]
-    return sum(math.prod(one.shape) for stage, one in placements if stage == 0 or "embd" not in one.partial_grad)
+    """Count the elements of the stages' parameters, over all tensor-parallel ranks.
+
+    A tied embedding has a copy on the first and on the last stage; it counts on the first.
+    """
+    total = 0
+    for stage, chunk in parts.chunks.items():
+        for parameter in chunk.parameters():
+            is_tied = "embd" in parameter.placement.partial_grad
+            if stage == 0 or not is_tied:
+                total += math.prod(parameter.placement.shape)
+    return total
 
 
-def _microbatches(runtime: Runtime) -> int:
-    """Microbatches to plan: at most 2 per pipeline rank (4 with chunks), as later ones repeat. GPipe keeps all in flight."""
-    config, m = runtime.config, max(runtime.batch_sizes.sizes) // runtime.samples_at_once
+def _planned_microbatches(runtime: Runtime) -> int:
+    """Return the number of microbatches in the schedule: at most 2 per pipeline rank, or 4 with several chunks.
+
+    Later ones repeat. GPipe plans all of them, because all are in flight at once.
+    """
+    config = runtime.config
+    m = max(runtime.batch_sizes.sizes) // runtime.samples_at_once
     p = config.parallel.pipeline_model_parallel_size
-    enough = (4 if config.chunks_per_rank > 1 else 2) * p
-    return m if config.schedule_name == "gpipe" or m < enough + 2 * p else enough
+    per_rank = 4 if config.chunks_per_rank > 1 else 2
+    if config.schedule_name == "gpipe" or m < (per_rank + 2) * p:
+        return m
+    return per_rank * p
 
 
-def _to_run(config: Config, mesh: Mesh, batch: BatchShape) -> set[int]:
-    """The microbatches to run. All, if ZeRO units or offloaded activations come and go between actions; else the last,
-    which starts the reduction, and under data parallelism the first, which finds the buffers of the last step."""
+def _microbatches_to_run(config: Config, mesh: Mesh, batch: BatchShape) -> set[int]:
+    """Return the microbatches to run, by number.
+
+    All of them, if ZeRO 2 or 3 or activation offload allocates and frees between actions. Else the last, which starts
+    the gradient reduction, and with data parallelism the first, which finds the buffers of the step before.
+    """
     if config.data_parallel.stage > 1 or config.transformer.cpu_offloading_num_layers:
         return set(range(batch.num_microbatches))
-    return {batch.num_microbatches - 1} | ({0} if mesh.samples.size > 1 else set())
+    microbatches = {batch.num_microbatches - 1}
+    if mesh.samples.size > 1:
+        microbatches.add(0)
+    return microbatches
 
 
-def _rooms_in(parts: RankParts, tier: ShapesTier, shapes: ShapesOnly | None) -> list[Callable[[], int]]:
-    """Calls that say how many bytes of activations wait in the tier."""
-    for activations in parts.rooms:
-        activations.set_store(tier)
-        if shapes is not None:
-            activations.hooks = shapes.hooks
-    return [lambda one=one: one.offload_slots(parts.pipeline.device).bytes_in_use for one in parts.rooms]
+def _state_by_tier(tracker: MemoryTracker, store: ShapesTier | None) -> dict[str, Counter[str]]:
+    """Return the bytes of resident state: tier -> kind -> bytes."""
+    by_tier = {"device": +tracker.live, "file": +tracker.in_file}
+    for kind in (*PASSING[1:], "other"):  # gradients have resident buffers; the other kinds come and go
+        by_tier["device"].pop(kind, None)
+    if store is not None and store.host_tensors:
+        # The tracker counts host tensors as the device's: both are on this process's one device.
+        by_tier["host"] = Counter()
+        for tensor in store.host_tensors:
+            by_tier["host"][tracker.kind_of(tensor)] += tensor.nbytes
+        by_tier["device"] -= by_tier["host"]
+    return {tier: kinds for tier, kinds in by_tier.items() if kinds}
 
 
-def _by_tier(tracker: MemoryTracker, tier: ShapesTier | None) -> dict[str, Counter[str]]:
-    """Bytes of resident state: tier -> kind -> bytes."""
-    on = {"device": +tracker.live, "file": +tracker.in_file}
-    for kind in PASSING[1:]:
-        on["device"].pop(kind, None)
-    on["device"].pop("other", None)
-    if tier is not None and tier.made:
-        on["host"] = Counter()
-        for x in tier.made:
-            on["host"][tracker.kind_of(x)] += x.nbytes
-        on["device"] -= on["host"]
-    return {name: kinds for name, kinds in on.items() if kinds}
-
-
-def _step(
-    parts: RankParts, profile: Profile, tracker: MemoryTracker, rooms: list[Callable[[], int]], runtime: Runtime
+def _run_step(
+    parts: RankParts,
+    profile: Profile,
+    tracker: MemoryTracker,
+    offloaded_stages: list[StageActivations],
+    runtime: Runtime,
 ) -> None:
+    """Run one training step and write what each action added into the profile."""
     chunk_of = {stage: number for number, stage in enumerate(parts.chunks)}
-    away = lambda: sum(room() for room in rooms)  # noqa: E731
+
+    def offloaded_bytes() -> int:
+        return sum(stage.offload_slots(parts.pipeline.device).bytes_in_use for stage in offloaded_stages)
+
+    after_last_action: Counter[str] = Counter()
 
     @contextlib.contextmanager
-    def around(action: Action) -> Iterator[None]:
-        before, were = tracker.now(), away()
+    def measure(action: Action) -> Iterator[None]:
+        nonlocal after_last_action
+        before = tracker.now()
+        offloaded_before = offloaded_bytes()
         tracker.restart()
         yield
-        change = Effect(_less(tracker.now(), before), _less(tracker.peak, before), away() - were)
-        profile.changes[action.op, chunk_of[action.stage], action.microbatch] = change
-        last.update(now=tracker.now())
+        after_last_action = tracker.now()
+        profile.changes[action.op, chunk_of[action.stage], action.microbatch] = MemoryDelta(
+            left=_difference(after_last_action, before),
+            peak=_difference(tracker.peak, before),
+            away=offloaded_bytes() - offloaded_before,
+        )
         tracker.restart()
 
-    last: dict[str, Counter[str]] = {}
     profile.start = tracker.now()
-    parts.pipeline.around = around
-    data = batches_of(runtime) if parts.pipeline.mesh["tp"].is_first else None
+    parts.pipeline.around = measure
+    batches = batches_of(runtime) if parts.pipeline.mesh["tp"].is_first else None
     # The update's temporary memory is not counted, except slices of state in a file.
     optimizer = parts.optimizer if runtime.config.offload.tier == "file" else _NoUpdate()
-    train_step(parts.pipeline, optimizer, dict.fromkeys(parts.chunks, data), first_sample=0, lr=0.0, check_finite=False)
-    profile.end = Effect(Counter(), _less(tracker.peak, last["now"]))
+    data = dict.fromkeys(parts.chunks, batches)
+    train_step(parts.pipeline, optimizer, data, first_sample=0, lr=0.0, check_finite=False)
+    profile.end = MemoryDelta(Counter(), _difference(tracker.peak, after_last_action))
 
 
 class _NoUpdate:
-    """An optimizer that leaves everything as it is."""
+    """An optimizer that changes nothing."""
 
     scaler = None
 
@@ -366,8 +446,8 @@ class _NoUpdate:
         return 0.0, 1.0
 
     def step(self, *_: Any, **__: Any) -> None:
-        """Nothing is updated."""
+        """Update nothing."""
 
 
-def _less(these: Mapping[str, int], those: Mapping[str, int]) -> Counter[str]:
-    return Counter({kind: these.get(kind, 0) - those.get(kind, 0) for kind in PASSING})
+def _difference(after: Mapping[str, int], before: Mapping[str, int]) -> Counter[str]:
+    return Counter({kind: after.get(kind, 0) - before.get(kind, 0) for kind in PASSING})

@@ -1,4 +1,4 @@
-"""Whether a prediction fits the memory of a device or machine, which kind takes most, and the flags that reduce it."""
+"""A prediction is compared with the memory of a device or machine; flags are named that reduce what takes most."""
 
 from collections.abc import Sequence
 
@@ -7,33 +7,46 @@ from megatron.training.memory.bytes_by_tier import amount
 from megatron.training.memory.peak_along_schedule import ACTIVATIONS, DEVICE, IN_MEMORY, STATE, RankMemory
 
 
-def warning_of_room(
-    config: Config, world_size: int, ranks: Sequence[RankMemory], room: int | None, *, shares: int = 0
+def capacity_warning(
+    config: Config, world_size: int, ranks: Sequence[RankMemory], capacity: int | None, *, shares: int = 0
 ) -> list[str]:
-    """One line if a rank needs more than `room` bytes (None: unknown). shares: ranks that share the machine's memory, which
-    holds the host tier too; 0: the device has its own memory."""
+    """Return one line if a rank needs more than `capacity` bytes, else none. capacity: None if it is unknown.
+
+    shares: ranks that share the machine's memory, which has the host tier too; 0: the device has memory of its own.
+    """
     tiers = IN_MEMORY if shares else (DEVICE,)
-    needed, most = max(((one.on_tiers(*tiers), one) for one in ranks), key=lambda pair: pair[0])
-    if room is None or needed <= room:
+    most = max(ranks, key=lambda rank: rank.on_tiers(*tiers))
+    needed = most.on_tiers(*tiers)
+    if capacity is None or needed <= capacity:
         return []
     parts = most.parts_within(*tiers)
-    what = max(parts, key=parts.__getitem__)
-    has = f"this machine has {amount(room)} free for each of its {shares} rank(s)"
-    has = has if shares else f"this device has {amount(room)}"
+    largest = max(parts, key=parts.__getitem__)
+    if shares:
+        has = f"this machine has {amount(capacity)} free for each of its {shares} rank(s)"
+    else:
+        has = f"this device has {amount(capacity)}"
     return [
-        f"WARNING: predicted {amount(needed)} a rank, {has}: the run may end for lack of memory. {amount(parts[what])} are "
-        f"{what}; less with {less_with(config, world_size, what, shares=shares)}"
+        f"WARNING: predicted {amount(needed)} a rank, {has}: the run may end for lack of memory. {amount(parts[largest])} "
+        f"are {largest}; less with {less_with(config, world_size, largest, shares=shares)}"
     ]
 
 
 def less_with(config: Config, world_size: int, what: str, *, shares: int) -> str:
-    """The flags not given yet that reduce `what`: STATE, ACTIVATIONS, or communication. shares: as in `warning_of_room`."""
-    model, parallel = config.transformer, config.parallel
-    sent, tiers = config.data_parallel, IN_MEMORY if shares else (DEVICE,)
-    # With a pipeline, the higher stages communicate for every microbatch.
+    """Return the flags, not given yet, that reduce `what`: STATE, ACTIVATIONS, or communication.
+
+    shares: as in `capacity_warning`.
+    """
+    model = config.transformer
+    parallel = config.parallel
+    data_parallel = config.data_parallel
+    tier = config.offload.tier
+    samples = config.training.micro_batch_size
+    tiers = IN_MEMORY if shares else (DEVICE,)
+    # With a pipeline, ZeRO 2 and 3 communicate for every microbatch.
     stage = 3 if parallel.pipeline_model_parallel_size == 1 else 1
-    shards = config.data_parallel_size(world_size) // sent.num_distributed_optimizer_instances
-    tier, samples = config.offload.tier, config.training.micro_batch_size
+    shards = config.data_parallel_size(world_size) // data_parallel.num_distributed_optimizer_instances
+
+    # flag -> whether it reduces the memory
     if what == ACTIVATIONS:
         flags = {
             "--attention-backend auto": model.attention_backend in ("unfused", "local"),  # others keep no scores
@@ -45,24 +58,31 @@ def less_with(config: Config, world_size: int, what: str, *, shares: int) -> str
         }
     elif what == STATE:
         flags = {
-            f"--zero-stage {stage}": shards > 1 and sent.stage < stage,
+            f"--zero-stage {stage}": shards > 1 and data_parallel.stage < stage,
             "--offload-dir DIR": tier == "device" or (shares > 0 and tier == "host"),
             "--bf16": _half_has_less_state(config, shards, tiers),
             "a smaller --num-layers or --hidden-size": True,
         }
     else:
-        flags = {"a smaller --ddp-bucket-size": sent.stage == 2}
-    spread = "a higher --tensor-model-parallel-size or --pipeline-model-parallel-size on more ranks"
-    found = [*(flag for flag, helps in flags.items() if helps), f"{spread} of more machines" if shares else spread]
-    return ", ".join(found)
+        flags = {"a smaller --ddp-bucket-size": data_parallel.stage == 2}
+    useful = [flag for flag, helps in flags.items() if helps]
+    more_ranks = "a higher --tensor-model-parallel-size or --pipeline-model-parallel-size on more ranks"
+    if shares:  # more ranks on this machine would share the same memory
+        more_ranks += " of more machines"
+    return ", ".join([*useful, more_ranks])
 
 
 def _half_has_less_state(config: Config, shards: int, tiers: Sequence[str]) -> bool:
-    """Whether --bf16 reduces the state: it saves 2 bytes of a parameter and adds a master of 4. The sum is less only if
-    masters are sharded further than parameters, or offloaded."""
-    sent, offload = config.data_parallel, config.offload
-    parameters_over = shards if sent.stage == 3 else 1
-    replicas = sent.num_distributed_optimizer_instances if sent.divides_over_outer else 1
-    masters_over = shards * replicas if sent.stage else 1
-    masters_here = 1.0 if offload.tier in tiers else 1 - offload.optimizer_offload_fraction
-    return config.transformer.params_dtype.itemsize >= 4 and 2 / parameters_over > 4 * masters_here / masters_over
+    """Whether --bf16 reduces the state: it saves 2 bytes of a parameter and adds a master of 4 bytes.
+
+    The sum is less only if masters are sharded over more ranks than parameters, or offloaded.
+    """
+    data_parallel = config.data_parallel
+    offload = config.offload
+    parameter_ranks = shards if data_parallel.stage == 3 else 1
+    replicas = data_parallel.num_distributed_optimizer_instances if data_parallel.divides_over_outer else 1
+    master_ranks = shards * replicas if data_parallel.stage else 1
+    resident_fraction = 1.0 if offload.tier in tiers else 1 - offload.optimizer_offload_fraction
+    saved = 2 / parameter_ranks
+    added = 4 * resident_fraction / master_ranks
+    return config.transformer.params_dtype.itemsize >= 4 and saved > added

@@ -1,4 +1,4 @@
-"""Refuses, before buffers are made, a run whose state or offload does not fit the devices, machines or disks."""
+"""A run whose state or offload does not fit the devices, machines or disks is refused before buffers are built."""
 
 import json
 import math
@@ -21,7 +21,7 @@ from megatron.core.sharding.placement import pieces
 from megatron.training.global_vars import Runtime, print_rank_0
 from megatron.training.memory.bytes_by_tier import Element, amount, bytes_by_tier
 from megatron.training.memory.host_memory import free_on_machine, free_to_process
-from megatron.training.memory.memory_advice import less_with, warning_of_room
+from megatron.training.memory.memory_advice import capacity_warning, less_with
 from megatron.training.memory.peak_along_schedule import ACTIVATIONS, STATE, Forecast
 
 _ALL_THE_SAME = "--no-check-memory starts all the same"
@@ -34,115 +34,146 @@ _ADVICE = (
 
 
 def state_bytes(runtime: Runtime, modules: Iterable[nn.Module]) -> Bytes:
-    """The lasting state of this rank in each tier, once these model chunks are trained."""
-    config, total = runtime.config, defaultdict(Counter)
-    data, offload = config.data_parallel, config.offload
-    kept = {
-        "splits_masters": config.optimizer.reuse_fp32_param,
-        "gradient": 2 if data.main_grads_dtype == "bf16" else None,
-    }
-    home = {
-        "tier": offload.tier,
-        "fraction": offload.optimizer_offload_fraction,
-        "offload_params": offload.offload_params,
-    }
-    group_of, optimizer = config.optimizer.grouping(default_group), config.optimizer
-    named = [pair for module in modules for pair in module.named_parameters()]
-    for name, p in ((name, p) for name, p in named if p.requires_grad):
-        axes = runtime.mesh.grad_axes(p.placement.reduce_over, shards=True, divides_outer=data.divides_over_outer)
-        moments = optimizer.rule(group_of(name, p.placement).optimizer).states(optimizer)
-        element = Element.of(p.element_size(), len(moments), **kept)
-        shared = {"stage": data.stage, "shards": axes.shard.size, "outer": axes.outer.size}
-        for tier, kinds in bytes_by_tier(p.numel(), element, **shared, **home).items():
-            slices = max(kinds.pop("slices", 0), total[tier]["slices"])  # all parameters pass through the same
-            total[tier].update(kinds)
-            total[tier]["slices"] = slices
+    """Return the bytes of this rank's resident state, by tier and kind, once these model chunks are trained."""
+    config = runtime.config
+    data_parallel = config.data_parallel
+    optimizer = config.optimizer
+    offload = config.offload
+    group_of = optimizer.grouping(default_group)
+    total: dict[str, Counter[str]] = defaultdict(Counter)
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            axes = runtime.mesh.grad_axes(
+                parameter.placement.reduce_over, shards=True, divides_outer=data_parallel.divides_over_outer
+            )
+            moments = optimizer.rule(group_of(name, parameter.placement).optimizer).states(optimizer)
+            element = Element.of(
+                parameter.element_size(),
+                len(moments),
+                gradient=2 if data_parallel.main_grads_dtype == "bf16" else None,
+                splits_masters=optimizer.reuse_fp32_param,
+            )
+            by_tier = bytes_by_tier(
+                parameter.numel(),
+                element,
+                stage=data_parallel.stage,
+                shards=axes.shard.size,
+                outer=axes.outer.size,
+                tier=offload.tier,
+                fraction=offload.optimizer_offload_fraction,
+                offload_params=offload.offload_params,
+            )
+            for tier, kinds in by_tier.items():
+                # all parameters pass through the same host buffers, so these do not add up
+                slices = max(kinds.pop("slices", 0), total[tier]["slices"])
+                total[tier].update(kinds)
+                total[tier]["slices"] = slices
     return {tier: dict(+kinds) for tier, kinds in total.items()}
 
 
 @dataclass(frozen=True)
-class Room:
-    """Bytes available to a run; None: unknown."""
+class MemoryCapacity:
+    """Bytes of memory that a run can use; None: unknown."""
 
-    machine: int | None  # free
-    process: int | None  # below its limit
-    device: int | None  # in all
+    machine: int | None  # free on this machine
+    process: int | None  # that the process may still allocate below its limit
+    device: int | None  # of the device, in all
 
     @classmethod
-    def now(cls, runtime: Runtime) -> "Room":
+    def now(cls, runtime: Runtime) -> "MemoryCapacity":
         return cls(free_on_machine(), free_to_process(), runtime.device.memory_bytes)
 
 
-def check_room(runtime: Runtime, modules: Iterable[nn.Module], room: Room, forecast: Forecast | None = None) -> None:
-    """Raise ConfigError, on all ranks, if the state does not fit: the offloaded part on its disk or host, and all of it in
-    memory. With --no-check-memory a lack of memory is a warning only. Every rank must call, before it makes the buffers.
+def check_capacity(
+    runtime: Runtime, modules: Iterable[nn.Module], capacity: MemoryCapacity, forecast: Forecast | None = None
+) -> None:
+    """Raise ConfigError, on all ranks, if the state does not fit: what is offloaded on disk or host, and all in memory.
 
-    room: as it was before the modules were built; none of the state has been written since, so none of it takes memory.
+    Every rank must call, before it builds the buffers. With --no-check-memory a lack of memory is a warning only.
+    capacity: as it was before the modules were built. None of the state has been written since, so it takes no memory.
     """
+    # parameters and state of this rank
     modules = list(modules)
-    found, parameters = state_bytes(runtime, modules), [p for module in modules for p in module.parameters()]
-    lasting = sum(size for kinds in found.values() for kind, size in kinds.items() if kind != "slices")
-    frozen, held = sum(p.nbytes for p in parameters if not p.requires_grad), sum(p.numel() for p in parameters)
-    padding = held - sum(_true_size(p, runtime.mesh) for p in parameters)
+    state = state_bytes(runtime, modules)
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    state_total = 0
+    for kinds in state.values():
+        state_total += sum(size for kind, size in kinds.items() if kind != "slices")
+    frozen = sum(parameter.nbytes for parameter in parameters if not parameter.requires_grad)
+    elements = sum(parameter.numel() for parameter in parameters)
+    padding = elements - sum(_true_size(parameter, runtime.mesh) for parameter in parameters)
     padded = f" ({padding:,} of them pad the vocabulary)" if padding else ""
     print_rank_0(
-        f"building the model: {held:,} parameters on this rank{padded}, {amount(lasting + frozen)} with gradients and optimizer "
-        "state"
+        f"building the model: {elements:,} parameters on this rank{padded}, {amount(state_total + frozen)} with gradients "
+        "and optimizer state"
     )
-    needs = {tier: sum(kinds.values()) for tier, kinds in found.items()}
+
+    # bytes needed in each tier, with offloaded activations
+    needs = {tier: sum(kinds.values()) for tier, kinds in state.items()}
     needs["device"] = needs.get("device", 0) + frozen
     if forecast is not None and runtime.config.transformer.cpu_offloading_num_layers > 0 and forecast.ranks:
-        on = forecast.ranks[runtime.mesh["pp"].rank].on
+        predicted = forecast.ranks[runtime.mesh["pp"].rank]
         for tier in ("host", "file"):
-            needs[tier] = needs.get(tier, 0) + on.get(tier, {}).get(ACTIVATIONS, 0)
-    need = json.dumps(_need_of(runtime, needs, room))
+            needs[tier] = needs.get(tier, 0) + predicted.by_tier.get(tier, {}).get(ACTIVATIONS, 0)
+
+    # compare the needs of all ranks with what they share
+    need = json.dumps(_need_of(runtime, needs, capacity))
     texts = collectives.all_gather_texts(need, runtime.mesh["world"], runtime.device.torch_device)
-    disks, memory = problems_of_needs([json.loads(text) for text in texts])
-    if disks or (memory and runtime.config.device.check_memory):
-        raise ConfigError(disks + memory)
-    for problem in memory:
+    disk_problems, memory_problems = problems_of_needs([json.loads(text) for text in texts])
+    if disk_problems or (memory_problems and runtime.config.device.check_memory):
+        raise ConfigError(disk_problems + memory_problems)
+    for problem in memory_problems:
         print_rank_0(f"WARNING: {problem}")
 
 
 def _true_size(parameter: nn.Parameter, mesh: Mesh) -> int:
-    """Elements of this rank's shard, without padding of the vocabulary."""
-    return sum(math.prod(size_of(box)) for box, _ in pieces(parameter.placement, tuple(parameter.shape), mesh))
+    """Return the elements of this rank's shard, without padding of the vocabulary."""
+    total = 0
+    for box, _ in pieces(parameter.placement, tuple(parameter.shape), mesh):
+        total += math.prod(size_of(box))
+    return total
 
 
-def warn_of_room(runtime: Runtime, forecast: Forecast) -> None:
+def warn_if_over_capacity(runtime: Runtime, forecast: Forecast) -> None:
     """Warn, on the first rank, if the prediction exceeds its device, or its share of the machine. Every rank must call."""
     if not forecast.ranks:
         return
-    shares, room = 0, runtime.device.memory_bytes
     if runtime.device.torch_device.type == "cpu":
-        free, shares = free_on_machine(), parallel_state.launched().local_size
-        room = None if free is None else free // shares
-    for line in warning_of_room(runtime.config, runtime.world_size, forecast.ranks, room, shares=shares):
+        free = free_on_machine()
+        ranks_on_machine = parallel_state.launched().local_size
+        capacity = None if free is None else free // ranks_on_machine
+    else:
+        ranks_on_machine = 0  # the device has memory of its own
+        capacity = runtime.device.memory_bytes
+    warnings = capacity_warning(runtime.config, runtime.world_size, forecast.ranks, capacity, shares=ranks_on_machine)
+    for line in warnings:
         print_rank_0(line)
 
 
-def room_left(runtime: Runtime) -> list[str]:
-    """A line with the free bytes of the disk, once this rank's state is on it."""
+def disk_space_left(runtime: Runtime) -> list[str]:
+    """Return a line with the free bytes of the offload disk, once this rank's state is on it; none without such a disk."""
     if not isinstance(runtime.offload_store, FileOffloadStore):
         return []
-    return [
-        f"{amount(runtime.offload_store.folder.free_bytes)} are still free below {runtime.config.offload.offload_dir}"
-    ]
+    free = amount(runtime.offload_store.folder.free_bytes)
+    return [f"{free} are still free below {runtime.config.offload.offload_dir}"]
 
 
-def _need_of(runtime: Runtime, needs: Mapping[str, int], room: Room) -> dict[str, Any]:
-    """The bytes that this rank needs on its disk, machine and device, and the bytes that are free there."""
-    config, on_cpu = runtime.config, runtime.device.torch_device.type == "cpu"
+def _need_of(runtime: Runtime, needs: Mapping[str, int], capacity: MemoryCapacity) -> dict[str, Any]:
+    """Return the bytes that this rank needs on its disk, machine and device, and the bytes that are free there."""
+    config = runtime.config
+    on_cpu = runtime.device.torch_device.type == "cpu"
     folder = runtime.offload_store.folder if isinstance(runtime.offload_store, FileOffloadStore) else None
     return {
         "disk": folder and folder.disk,
         "disk_free": folder and folder.free_bytes,
         "disk_needs": needs.get("file", 0),
         "host": socket.gethostname(),
-        "host_free": room.machine,
-        "process_free": room.process,
+        "host_free": capacity.machine,
+        "process_free": capacity.process,
         "host_needs": needs.get("host", 0) + (needs["device"] if on_cpu else 0),
-        "device_has": None if on_cpu else room.device,
+        "device_has": None if on_cpu else capacity.device,
         "device_needs": needs["device"],
         "dir": config.offload.offload_dir,
         "offloads": runtime.offload_store is not None or config.transformer.cpu_offloading_num_layers > 0,
@@ -151,44 +182,59 @@ def _need_of(runtime: Runtime, needs: Mapping[str, int], room: Room) -> dict[str
 
 
 def problems_of_needs(needs: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
-    """(problems of disks, problems of memory) from the needs of all ranks. Ranks share a disk or machine of the same
-    name."""
+    """Return (problems of disks, problems of memory), from what `_need_of` says on each rank.
+
+    Ranks share the disk, and the machine, of the same name.
+    """
     advice = f"less with {needs[0]['less_with']}; {_ALL_THE_SAME}"
-    disks = [
-        f"what is offloaded does not fit the disk of --offload-dir {first['dir']}: {lack}; free the disk, give an "
-        f"--offload-dir on another, {_ADVICE}"
-        for first, lack in _overfull(needs, "disk")
-    ]
-    memory = [
-        f"what is offloaded does not fit the memory of {first['host']}: {lack}; give --offload-dir, {_ADVICE}; {_ALL_THE_SAME}"
-        if first["offloads"]
-        else f"{STATE} do not fit the memory of {first['host']}: {lack}; {advice}"
-        for first, lack in _overfull(needs, "host")
-    ]
+
+    # disks
+    disk_problems = []
+    for first, lack in _overfull(needs, "disk"):
+        disk_problems.append(
+            f"what is offloaded does not fit the disk of --offload-dir {first['dir']}: {lack}; free the disk, give an "
+            f"--offload-dir on another, {_ADVICE}"
+        )
+
+    # machines
+    memory_problems = []
+    for first, lack in _overfull(needs, "host"):
+        if first["offloads"]:
+            memory_problems.append(
+                f"what is offloaded does not fit the memory of {first['host']}: {lack}; give --offload-dir, {_ADVICE}; "
+                f"{_ALL_THE_SAME}"
+            )
+        else:
+            memory_problems.append(f"{STATE} do not fit the memory of {first['host']}: {lack}; {advice}")
+
+    # limits of processes
     for rank, need in enumerate(needs):
         if need["process_free"] is not None and need["host_needs"] > need["process_free"]:
-            memory.append(
+            memory_problems.append(
                 f"rank {rank} needs {amount(need['host_needs'])} of memory, and its limit (ulimit -d) leaves "
                 f"{amount(need['process_free'])}; raise that, or {advice}"
             )
+
+    # devices
     short = [rank for rank, need in enumerate(needs) if need["device_needs"] > (need["device_has"] or math.inf)]
     if short:
         rank = max(short, key=lambda rank: needs[rank]["device_needs"])
-        memory.append(
+        memory_problems.append(
             f"{STATE} of {len(short)} rank(s) do not fit their devices: rank {rank} needs "
             f"{amount(needs[rank]['device_needs'])}, and its device has {amount(needs[rank]['device_has'])}; {advice}"
         )
-    return disks, memory
+    return disk_problems, memory_problems
 
 
 def _overfull(needs: Sequence[Mapping[str, Any]], place: str) -> Iterator[tuple[Mapping[str, Any], str]]:
-    """(a rank's need, the lack in words) for each "disk" or "host" with too little room."""
-    sharing = defaultdict(list)
+    """Yield (need of the first rank there, the lack in words) for each "disk" or "host" that is too small."""
+    needs_by_name = defaultdict(list)
     for need in needs:
         if need[place] is not None and need[f"{place}_free"] is not None:
-            sharing[need[place]].append(need)
-    for ranks in sharing.values():
-        total, free = sum(need[f"{place}_needs"] for need in ranks), min(need[f"{place}_free"] for need in ranks)
+            needs_by_name[need[place]].append(need)
+    for ranks in needs_by_name.values():
+        total = sum(need[f"{place}_needs"] for need in ranks)
+        free = min(need[f"{place}_free"] for need in ranks)
         if total > free:
             yield ranks[0], f"{len(ranks)} rank(s) need {amount(total)}, and {amount(free)} are free"
 
@@ -200,12 +246,18 @@ _ONE_THREAD = (
 
 
 def notes_of(runtime_device: str, tier: str, activations: bool = False, threads: int = 2) -> list[str]:
-    """Consequences of offload that a user may not expect. activations: they are offloaded too; threads: of this rank."""
+    """Return consequences of offload that a user may not expect.
+
+    activations: they are offloaded too. threads: of this rank.
+    """
     if runtime_device != "cpu":
         return [_ONE_THREAD] if tier != "device" and threads == 1 else []
-    in_memory = ["--optimizer-cpu-offload"] if tier == "host" else []
-    in_memory += ["--cpu-offloading-num-layers"] if activations and tier != "file" else []
+    useless_flags = []
+    if tier == "host":
+        useless_flags.append("--optimizer-cpu-offload")
+    if activations and tier != "file":
+        useless_flags.append("--cpu-offloading-num-layers")
     return [
         f"{flag}: the host's memory is the device's here, so nothing is saved; --offload-dir keeps state in files"
-        for flag in in_memory
+        for flag in useless_flags
     ]

@@ -1,5 +1,7 @@
-"""Memory in the log: predicted at the start, then measured beside it. An accelerator's allocator measures; on a CPU,
---log-memory-interval counts every tensor of a step."""
+"""Memory is printed in the log: predicted at the start, then measured beside the prediction.
+
+An accelerator's allocator measures. On a CPU, --log-memory-interval counts every tensor of a step.
+"""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -11,7 +13,7 @@ from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.parallel import collectives
 from megatron.training.global_vars import Runtime, print_rank_0, print_rank_last
 from megatron.training.memory.bytes_by_tier import amount, bytes_line
-from megatron.training.memory.memory_check import room_left, state_bytes
+from megatron.training.memory.memory_check import disk_space_left, state_bytes
 from megatron.training.memory.memory_tracker import MemoryTracker
 from megatron.training.memory.peak_along_schedule import DEVICE, IN_MEMORY, KINDS, Forecast
 from megatron.training.memory.report import short_report, table
@@ -19,35 +21,36 @@ from megatron.training.memory.report import short_report, table
 _STEADY = 2  # the first step of a run, counted from 1, with all buffers allocated
 
 
-class MemoryWatch:
-    """The memory of one run. Every rank makes one and calls it alike."""
+class MemoryMonitor:
+    """The memory lines of one run. Every rank creates one and makes the same calls."""
 
     def __init__(
         self, runtime: Runtime, chunks: Sequence[DistributedDataParallel], optimizer: FlatOptimizer, forecast: Forecast
     ):
         self.runtime = runtime
-        self.chunks, self.optimizer = chunks, optimizer
-        self._counts = runtime.device.module is None  # no allocator measures on a CPU
+        self.chunks = chunks
+        self.optimizer = optimizer
+        self._counts_tensors = runtime.device.module is None  # no allocator measures on a CPU
         self._tracker: MemoryTracker | None = None
         self._steps = 0
         self.predicted = forecast.ranks
         if self.predicted:
             lines = short_report(self.predicted)
-        else:  # the script may do something that cannot run without values
+        else:  # the dry run failed: the script may do something that cannot run without values
             state = bytes_line(state_bytes(runtime, chunks))
             lines = [
                 f"memory of a rank is not predicted ({forecast.problem}); state of a rank, without what passes: {state}"
             ]
-        for line in (*lines, *room_left(runtime)):
+        for line in (*lines, *disk_space_left(runtime)):
             print_rank_0(line)
 
     @contextlib.contextmanager
     def step(self, iteration: int) -> Iterator[None]:
-        """The block is training step `iteration`, counted from 1; its memory is measured when due."""
+        """Measure the memory of the block, which is training step `iteration` (counted from 1), when due."""
         self._steps += 1
         if not self._is_due(iteration):
             yield
-        elif self._counts:
+        elif self._counts_tensors:
             with MemoryTracker() as self._tracker:
                 self._tracker.assign_state(self.chunks, self.optimizer)
                 yield
@@ -56,43 +59,55 @@ class MemoryWatch:
             yield
 
     def report(self, iteration: int) -> None:
-        """Print, when due, the most measured and the most predicted on any rank of each stage. Every rank must call."""
+        """Print, when due, the most memory measured and predicted on any rank of each stage. Every rank must call."""
         if not self._is_due(iteration):
             return
+
+        # gather (stage, measured bytes, predicted bytes) of all ranks
         measured = self._measured()
-        pp, world = self.runtime.mesh["pp"], self.runtime.mesh["world"]
-        numbers, n = [pp.rank, *measured.values(), *map(self._expected, measured)], len(measured)
-        mine = torch.tensor([numbers], dtype=torch.int64, device=self.runtime.device.torch_device)
-        rows = collectives.all_gather(mine, world).tolist()
+        predicted = [self._predicted(name) for name in measured]
+        pp = self.runtime.mesh["pp"]
+        row = [pp.rank, *measured.values(), *predicted]
+        local = torch.tensor([row], dtype=torch.int64, device=self.runtime.device.torch_device)  # [1, 1 + 2 n]
+        rows = collectives.all_gather(local, self.runtime.mesh["world"]).tolist()  # [world, 1 + 2 n]
+
+        # print the most of each stage
+        n = len(measured)
         lines = [["stage", *measured]]
         for rank in range(pp.size):
-            most = [max(column) for column in zip(*(row[1:] for row in rows if row[0] == rank))]
+            stage_rows = [row[1:] for row in rows if row[0] == rank]
+            most = [max(column) for column in zip(*stage_rows)]
             lines.append([str(rank), *map(self._beside, most[:n], most[n:])])
         head = f"memory of a rank in iteration {iteration}, measured" + (" / predicted:" if self.predicted else ":")
         print_rank_last("\n".join([head, *("  " + line for line in table(lines))]))
         self._tracker = None
 
     def _is_due(self, iteration: int) -> bool:
-        """Without an interval, an accelerator measures once."""
+        """Whether this iteration is measured. Without an interval, an accelerator measures once."""
         interval = self.runtime.config.log.log_memory_interval
         if interval is None:
-            return not self._counts and self._steps == _STEADY
+            return not self._counts_tensors and self._steps == _STEADY
         return interval > 0 and iteration % interval == 0
 
     def _measured(self) -> dict[str, int]:
-        """Bytes by kind; an allocator knows only the resident bytes and the peak."""
+        """Return the measured bytes by kind; an allocator knows only the resident bytes and the peak."""
         if self._tracker is not None:
             return {kind: int(self._tracker.peak[kind]) for kind in KINDS}
         device = self.runtime.device
         return {"state": int(device.allocated_bytes() or 0), "total": int(device.recent_peak_bytes() or 0)}
 
-    def _expected(self, name: str) -> int:
-        """The prediction for this rank."""
+    def _predicted(self, name: str) -> int:
+        """Return the predicted bytes of this rank for a name of `_measured`; 0 without a prediction."""
         if not self.predicted:
             return 0
-        tiers, rank = IN_MEMORY if self._counts else (DEVICE,), self.predicted[self.runtime.mesh["pp"].rank]
-        held = rank.within(*tiers)
-        return {**held, "state": rank.state_within(*tiers), "total": sum(held.values())}[name]
+        tiers = IN_MEMORY if self._counts_tensors else (DEVICE,)
+        rank = self.predicted[self.runtime.mesh["pp"].rank]
+        by_kind = rank.within(*tiers)
+        if name == "state":
+            return rank.state_within(*tiers)
+        if name == "total":
+            return sum(by_kind.values())
+        return by_kind[name]
 
     def _beside(self, size: int, expected: int) -> str:
         return f"{amount(size)} / {amount(expected)}" if self.predicted else amount(size)

@@ -1,10 +1,9 @@
-"""Resident bytes by kind, as tensors come and go; predictions are compared with them. Any device; made for CPUs.
+"""Resident memory is counted by kind, as tensors are created and freed, to be compared with the prediction.
 
-`TorchDispatchMode` sees every operator, so each new storage is counted until it is freed. The code that allocates says
-the kind
-(`core/base/memory_category.py`): copies of a bucket and transfers between stages are communication, temporary memory of the
-optimizer is
-"other", all else is activations. `assign` names the tensors that stay.
+`TorchDispatchMode` sees every operator, so each new storage is counted until it is freed. The kind comes from the code
+that allocates (`core/base/memory_category.py`): copies of a bucket and transfers between stages are communication,
+temporary memory of the optimizer is "other", all else is activations. `assign` names the tensors that stay.
+Any device is counted; CPUs need it, because they have no allocator that measures.
 """
 
 import weakref
@@ -35,22 +34,24 @@ class _Memory:
     storage: weakref.ref[torch.UntypedStorage]
     kind: str
     bytes: int
-    stays: bool  # of its kind, whatever it passes through
+    keeps_kind: bool  # whatever code it passes through
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Counts inside its `with` block, in the thread that entered it. `live`, `peak`: bytes by kind; peak["total"]: of
-    all kinds
-    together, without "other"."""
+    """Count memory inside a `with` block, in the thread that entered it.
+
+    live, peak: bytes by kind. peak["total"] is the peak of all kinds together, without "other".
+    in_file: bytes by kind of assigned tensors that are in a file, not in memory.
+    """
 
     def __init__(self, *, shapes_only: bool = False) -> None:
         """shapes_only: count tensors on the meta device, and no others."""
         super().__init__()
         self._is_meta = shapes_only
-        self.in_file: Counter[str] = Counter()  # assigned, and not in memory
+        self.in_file: Counter[str] = Counter()
         self.live: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
-        self._held: dict[int, _Memory] = {}  # by the storage's id
+        self._storages: dict[int, _Memory] = {}  # by the storage's id
 
     def __enter__(self) -> "MemoryTracker":
         resize_storage.listeners.append(self._resized)
@@ -68,20 +69,28 @@ class MemoryTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        made = [x.untyped_storage() for x in _tensors_in(result)]
-        made = [one for one in made if (one.device.type == "meta") is self._is_meta and id(one) not in self._held]
-        if made:
-            # A result in the memory of an argument, such as a view or an update in place, is nothing new.
-            given = {id(x.untyped_storage()) for x in _tensors_in((args, kwargs))}
-            made = [one for one in made if id(one) not in given]
-        for storage in made:
+
+        # the storages among the results that are not counted yet
+        uncounted = []
+        for x in _tensors_in(result):
+            storage = x.untyped_storage()
+            is_meta = storage.device.type == "meta"
+            if is_meta is self._is_meta and id(storage) not in self._storages:
+                uncounted.append(storage)
+        if not uncounted:
+            return result
+
+        # A result in the memory of an argument, such as a view or an update in place, allocates nothing.
+        arguments = {id(x.untyped_storage()) for x in _tensors_in((args, kwargs))}
+        new = [storage for storage in uncounted if id(storage) not in arguments]
+        for storage in new:
             self._add(storage, memory_category.current_memory_kind())
-        if made:  # nothing else makes more live, but for `_resized` and `_kind_is_set`
+        if new:  # live memory grows only here, in `_resized` and in `_kind_is_set`
             self._note_peak()
         return result
 
     def assign(self, kind: str, tensors: Iterable[Stored]) -> None:
-        """These tensors, created before or inside the block, are of this kind. Tensors in a file take no memory."""
+        """Count these tensors, created before or inside the block, as this kind. Those in a file take no memory."""
         for x in tensors:
             if isinstance(x, StoredTensor):
                 self.in_file[kind] += x.nbytes
@@ -89,68 +98,86 @@ class MemoryTracker(TorchDispatchMode):
                 self._add(x.untyped_storage(), kind)
 
     def assign_state(self, chunks: Iterable[DistributedDataParallel], optimizer: FlatOptimizer) -> None:
-        """Assign the resident state of model and optimizer, and watch the buffers that their owners resize."""
-        for buffer in (buffer for chunk in chunks for buffer in chunk.buffers):
-            self.assign("parameters", [buffer.params.data] if buffer.params else buffer.owned_params.tensors)
-            self.assign("gradients", [buffer.grads.data] if buffer.grads else [])
-            self.assign("gradients", buffer.grad_shard.tensors)
-            kind = "gradients" if buffer.grads_are_lazy else "communication"
-            for passing in (*buffer.params_of, *buffer.grads_of):
-                self._add(passing.data.untyped_storage(), kind, stays=True)
+        """Count the resident state of model and optimizer by kind, and follow the buffers that their owners resize."""
+        for chunk in chunks:
+            for buffer in chunk.buffers:
+                # parameters: in one buffer, or with ZeRO 3 in shards
+                self.assign("parameters", [buffer.params.data] if buffer.params else buffer.owned_params.tensors)
+                # gradients: the buffer that backward adds to, and this rank's shard
+                self.assign("gradients", [buffer.grads.data] if buffer.grads else [])
+                self.assign("gradients", buffer.grad_shard.tensors)
+                # memory of gathered parameters and unreduced gradients, which its owner resizes
+                kind = "gradients" if buffer.grads_are_lazy else "communication"
+                for resized in (*buffer.params_of, *buffer.grads_of):
+                    self._add(resized.data.untyped_storage(), kind, keeps_kind=True)
+
+        # masters: a float32 parameter is its own; a split master shares the parameter's bytes and adds the residual
         for buffer, master in zip(optimizer.buffers, optimizer.masters):
-            if buffer.is_half_precision:
-                kept = [one.residual if isinstance(one, SplitMaster) else one for one in master.tensors]
-                self.assign("optimizer", kept)
+            if not buffer.is_half_precision:
+                continue
+            masters = [x.residual if isinstance(x, SplitMaster) else x for x in master.tensors]
+            self.assign("optimizer", masters)
+
+        # moments
         for shards in optimizer.moments.values():
-            self.assign("optimizer", [tensor for shard in shards for tensor in shard.tensors])
+            for shard in shards:
+                self.assign("optimizer", shard.tensors)
 
     def kind_of(self, x: Tensor) -> str:
-        """The kind of its memory."""
-        held = self._held.get(id(x.untyped_storage()))
-        return held.kind if held else "other"
+        """Return the kind of a tensor's memory; "other" if it is not counted."""
+        memory = self._storages.get(id(x.untyped_storage()))
+        return memory.kind if memory else "other"
 
     def now(self) -> Counter[str]:
-        """Live bytes by kind."""
+        """Return the live bytes by kind."""
         return +self.live
 
     def restart(self) -> None:
-        """Peaks count from here on."""
+        """Start to measure peaks anew, from the memory that is live now."""
         self.peak = Counter()
         self._note_peak()
 
     # ---------------------------------------------------------------- counting
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        """Its owner has given memory back, or taken it again."""
-        if (one := self._held.get(id(storage))) is not None:
-            self.live[one.kind] += storage.nbytes() - one.bytes
-            one.bytes = storage.nbytes()
-            self._note_peak()
+        """Count a storage anew whose owner has freed its memory, or allocated it again."""
+        memory = self._storages.get(id(storage))
+        if memory is None:
+            return
+        self.live[memory.kind] += storage.nbytes() - memory.bytes
+        memory.bytes = storage.nbytes()
+        self._note_peak()
 
     def _kind_is_set(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """Its owner uses this memory for something else from here on."""
-        for storage in (x.untyped_storage() for x in tensors):
-            if id(storage) in self._held:
+        """Change the kind of memory that its owner uses for something else from here on."""
+        for x in tensors:
+            storage = x.untyped_storage()
+            if id(storage) in self._storages:
                 self._add(storage, kind)
                 self._note_peak()
 
-    def _add(self, storage: torch.UntypedStorage, kind: str, *, stays: bool = False) -> None:
-        """Count a storage, or change the kind of a counted one, unless it stays of its kind."""
+    def _add(self, storage: torch.UntypedStorage, kind: str, *, keeps_kind: bool = False) -> None:
+        """Count a storage, or change the kind of a counted one, unless that one keeps its kind."""
         key = id(storage)
-        if key not in self._held:
-            # No operator frees a storage, so the end of its life is the only sign.
-            ends = weakref.ref(storage, lambda _: self._forget(key))
-            self._held[key] = _Memory(ends, kind, storage.nbytes(), stays)
-        elif stays or not self._held[key].stays:
-            self.live[self._held[key].kind] -= self._held[key].bytes
-            self._held[key].kind, self._held[key].stays = kind, stays
+        memory = self._storages.get(key)
+        if memory is None:
+            # No operator frees a storage, so a weak reference tells when it is freed.
+            reference = weakref.ref(storage, lambda _: self._forget(key))
+            memory = _Memory(reference, kind, storage.nbytes(), keeps_kind)
+            self._storages[key] = memory
+        elif keeps_kind or not memory.keeps_kind:
+            self.live[memory.kind] -= memory.bytes
+            memory.kind = kind
+            memory.keeps_kind = keeps_kind
         else:
             return
-        self.live[kind] += self._held[key].bytes
+        self.live[kind] += memory.bytes
 
     def _forget(self, key: int) -> None:
-        if (one := self._held.pop(key, None)) is not None:
-            self.live[one.kind] -= one.bytes
+        """Count a storage no more: it was freed."""
+        memory = self._storages.pop(key, None)
+        if memory is not None:
+            self.live[memory.kind] -= memory.bytes
 
     def _note_peak(self) -> None:
         now = self.now()
@@ -160,5 +187,7 @@ class MemoryTracker(TorchDispatchMode):
 
 
 def _tensors_in(values: Any) -> list[Tensor]:
-    """The tensors among an operator's arguments or results, which are mostly one."""
-    return [values] if isinstance(values, Tensor) else [x for x in tree_leaves(values) if isinstance(x, Tensor)]
+    """Return the tensors among an operator's arguments or results."""
+    if isinstance(values, Tensor):  # the usual result, without the cost of tree_leaves
+        return [values]
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]

@@ -1,5 +1,4 @@
-"""A failed allocation as advice: the size and place of the allocation, the prediction of the run, the flags that
-reduce it."""
+"""A failed allocation becomes a message: its size and place, the prediction of the run, and flags that take less."""
 
 import re
 import traceback
@@ -20,42 +19,54 @@ class OutOfMemory(RuntimeError):
 
 
 # The messages of torch's CPU allocator on Linux and elsewhere, of accelerators, and of C++.
-_SAID = re.compile(r"can't allocate memory|not enough memory|out of memory|bad_alloc", re.IGNORECASE)
-_ASKED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|[KMGT]iB)", re.IGNORECASE)
+_OUT_OF_MEMORY = re.compile(r"can't allocate memory|not enough memory|out of memory|bad_alloc", re.IGNORECASE)
+_SIZE = re.compile(r"tried to allocate ([\d.]+) ?(bytes|[KMGT]iB)", re.IGNORECASE)
 
 
 def in_words(
     error: BaseException, runtime: Runtime | None, predicted: Sequence[RankMemory] | None = None
 ) -> BaseException:
-    """An `OutOfMemory` with advice if a failed allocation caused `error`, else `error`. predicted: the run's ranks; empty if
-    unknown, None before the model is built."""
-    cause = next((one for one in _chain(error) if _is_shortage(one)), None)
+    """Return an `OutOfMemory` with advice if a failed allocation caused `error`, else `error`.
+
+    predicted: the run's ranks; empty if unknown, None before the model is built.
+    """
+    cause = next((exception for exception in _chain(error) if _is_out_of_memory(exception)), None)
     if cause is None or runtime is None:
         return error
-    asked = _ASKED.search(str(cause))
-    size = asked and (amount(float(asked[1])) if asked[2] == "bytes" else f"{asked[1]} {asked[2]}")
-    said = f"{size} were asked for at once" if size else "memory was asked for"
-    # The executor notes the pipeline's action on the error.
-    action = [note.splitlines()[0].rstrip(":") for note in getattr(cause, "__notes__", ())[:1]]
-    lines = [f"out of memory: {said}{_place(cause)}{_free(runtime)}", *action, *_advice(runtime, predicted)]
+
+    # the size of the allocation
+    requested = "memory was asked for"
+    match = _SIZE.search(str(cause))
+    if match:
+        number, unit = match.groups()
+        size = amount(float(number)) if unit == "bytes" else f"{number} {unit}"
+        requested = f"{size} were asked for at once"
+
+    # the pipeline's action, which the executor notes on the error
+    notes = getattr(cause, "__notes__", ())
+    action = [note.splitlines()[0].rstrip(":") for note in notes[:1]]
+
+    lines = [f"out of memory: {requested}{_place(cause)}{_free(runtime)}", *action, *_advice(runtime, predicted)]
     short = OutOfMemory("\n  ".join(lines))
     short.__cause__ = error  # its frames, and their tensors, are freed with it
     return short
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, its cause, the cause of that, and so on."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
-def _is_shortage(error: BaseException) -> bool:
-    said = isinstance(error, RuntimeError) and _SAID.search(str(error)) is not None
-    return said or isinstance(error, MemoryError | torch.OutOfMemoryError)
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
 
 
 def _place(error: BaseException) -> str:
-    """The innermost frame outside torch and Python's library."""
+    """Return the innermost frame outside torch and Python's library, in words."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if not re.search(r"-packages/|/lib/python", frame.filename)]
     if not ours:
@@ -65,6 +76,7 @@ def _place(error: BaseException) -> str:
 
 
 def _free(runtime: Runtime) -> str:
+    """Return the free memory of the machine, or all memory of the device, in words."""
     on_cpu = runtime.device.torch_device.type == "cpu"
     size = free_on_machine() if on_cpu else runtime.device.memory_bytes
     if size is None:
@@ -73,8 +85,9 @@ def _free(runtime: Runtime) -> str:
 
 
 def _advice(runtime: Runtime, predicted: Sequence[RankMemory] | None) -> list[str]:
-    """The prediction, if there is one, and the flags that reduce each kind, the larger first."""
-    lines, on_cpu = [], runtime.device.torch_device.type == "cpu"
+    """Return lines with the prediction, if there is one, and with the flags that reduce each kind, the largest first."""
+    on_cpu = runtime.device.torch_device.type == "cpu"
+    lines = []
     kinds = [STATE] if predicted is None else [ACTIVATIONS, STATE]
     if predicted:
         parts = worst(predicted).parts_within(*(IN_MEMORY if on_cpu else (DEVICE,)))
@@ -82,5 +95,7 @@ def _advice(runtime: Runtime, predicted: Sequence[RankMemory] | None) -> list[st
         lines.append(f"a rank was predicted to need {amount(sum(parts.values()))}: {listed}")
         kinds.sort(key=parts.__getitem__, reverse=True)
     shares = parallel_state.launched().local_size if on_cpu else 0
-    less = [(kind, less_with(runtime.config, runtime.world_size, kind, shares=shares)) for kind in kinds]
-    return [*lines, *(f"{kind}: less with {flags}" for kind, flags in less)]
+    for kind in kinds:
+        flags = less_with(runtime.config, runtime.world_size, kind, shares=shares)
+        lines.append(f"{kind}: less with {flags}")
+    return lines

@@ -1,10 +1,11 @@
-"""The memory of every pipeline rank: the bytes that each action adds, summed along the schedule.
+"""Memory of every pipeline rank is predicted by adding up, along the schedule, what each action of a dry run adds.
 
-    Forecast(job).ranks     a `RankMemory` for each pipeline rank, on every rank of a run
-    forecast(job)           the same in one process
+    Forecast(job).ranks            a `RankMemory` for each pipeline rank, on every rank of a run
+    forecast(job)                  the same in one process
+    peak_along_schedule(...)       the sum over one rank's actions
 
-The ranks of a pipeline stage need equally much, except for a fraction of offloaded state: each rank rounds it up to whole
-parameters of its own.
+Only one rank of each pipeline stage is predicted. The others need the same, except for a fraction of offloaded state:
+each rank rounds it up to whole parameters of its own.
 """
 
 import json
@@ -19,7 +20,8 @@ from megatron.training.arguments.config import Config
 from megatron.training.memory.dry_run import COMPUTES, PASSING, Job, Profile, dry_run, mesh_of
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "communication")
-STATE, ACTIVATIONS = "parameters, gradients and optimizer state", "activations"
+STATE = "parameters, gradients and optimizer state"  # the name of the first three kinds in messages
+ACTIVATIONS = "activations"
 DEVICE = "device"  # the tier that computes
 IN_MEMORY = (DEVICE, "host")  # on a CPU, one memory
 _SMALL = 2**21  # elements; a smaller step runs faster with values than with shapes
@@ -27,168 +29,212 @@ _SMALL = 2**21  # elements; a smaller step runs faster with values than with sha
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes that a rank of a pipeline stage needs, by tier and kind: resident state, and the peak of each other kind."""
+    """Bytes that a rank of a pipeline stage needs: the resident state, and the peak of each other kind."""
 
     rank: int  # of the pipeline
     layers: int
-    on: dict[str, dict[str, int]] = field(default_factory=dict)
+    by_tier: dict[str, dict[str, int]] = field(default_factory=dict)  # tier -> kind -> bytes
     parameters: int = 0  # elements
 
     @property
     def bytes(self) -> dict[str, int]:
-        """By kind, on all tiers."""
-        return self.within(*self.on)
+        """Bytes by kind, on all tiers together."""
+        return self.within(*self.by_tier)
 
     @property
     def total(self) -> int:
-        """On the device. The peaks of the kinds may not coincide, so the true peak may be a little lower."""
+        """Bytes on the device. The peaks of the kinds may not coincide, so the true peak may be a little lower."""
         return self.tiers[DEVICE]
 
     @property
     def state(self) -> int:
-        """Parameters, gradients and optimizer state, on all tiers."""
-        return self.state_within(*self.on)
+        """Bytes of parameters, gradients and optimizer state, on all tiers together."""
+        return self.state_within(*self.by_tier)
 
     @property
     def tiers(self) -> dict[str, int]:
-        """By tier."""
-        return {tier: sum(kinds.values()) for tier, kinds in self.on.items()}
+        """Bytes by tier, of all kinds together."""
+        return {tier: sum(kinds.values()) for tier, kinds in self.by_tier.items()}
 
     def on_tiers(self, *tiers: str) -> int:
-        """All kinds on these tiers."""
+        """Return the bytes of all kinds on these tiers."""
         return sum(self.tiers.get(tier, 0) for tier in tiers)
 
     def within(self, *tiers: str) -> dict[str, int]:
-        """By kind, on these tiers."""
-        return {kind: sum(self.on.get(tier, {}).get(kind, 0) for tier in tiers) for kind in KINDS}
+        """Return the bytes by kind on these tiers."""
+        by_kind = {}
+        for kind in KINDS:
+            by_kind[kind] = sum(self.by_tier.get(tier, {}).get(kind, 0) for tier in tiers)
+        return by_kind
 
     def state_within(self, *tiers: str) -> int:
-        """Parameters, gradients and optimizer state on these tiers."""
-        return sum(list(self.within(*tiers).values())[:3])
+        """Return the bytes of parameters, gradients and optimizer state on these tiers."""
+        by_kind = self.within(*tiers)
+        return by_kind["parameters"] + by_kind["gradients"] + by_kind["optimizer"]
 
     def parts_within(self, *tiers: str) -> dict[str, int]:
-        """State, activations and communication on these tiers, by the names that messages use."""
-        held = self.within(*tiers)
-        return {STATE: self.state_within(*tiers)} | {kind: held[kind] for kind in (ACTIVATIONS, "communication")}
+        """Return the bytes of state, activations and communication on these tiers, by the names that messages use."""
+        by_kind = self.within(*tiers)
+        return {
+            STATE: self.state_within(*tiers),
+            ACTIVATIONS: by_kind[ACTIVATIONS],
+            "communication": by_kind["communication"],
+        }
 
 
 def worst(ranks: Sequence[RankMemory]) -> RankMemory:
-    """The rank whose device needs most."""
-    return max(ranks, key=lambda one: one.total)
+    """Return the rank whose device needs most."""
+    return max(ranks, key=lambda rank: rank.total)
 
 
 class Forecast:
-    """The memory of a run's pipeline ranks. The first rank of the run predicts it on first use and tells the others.
+    """The predicted memory of a run's pipeline ranks. The first rank predicts it on first use and broadcasts it.
 
-    problem: why `ranks` is empty; a script may do something that cannot run without values.
+    problem: why `ranks` is empty, for example because the script does something that needs values.
     """
 
     def __init__(self, job: Job):
-        self.job, self.problem = job, ""
+        self.job = job
+        self.problem = ""
         self._ranks: list[RankMemory] | None = None
 
     @property
     def ranks(self) -> list[RankMemory]:
-        """Every rank must call."""
-        if self._ranks is None:
-            world, found = self.job.runtime.mesh["world"], {}
-            if world.is_first:
-                try:
-                    found = {"ranks": [asdict(one) for one in forecast(self.job)]}
-                except Exception as error:  # in the script; the run itself may succeed
-                    found = {"problem": f"{type(error).__name__}: {error}".splitlines()[0]}
-                    # Settings that a stage or a kernel refuses end the run here, not in its first step. The device of
-                    # shapes is not the run's accelerator, so what is refused for it says nothing.
-                    if isinstance(error, ConfigError) and not self.job.accelerator:
-                        found["refused"] = error.problems
-            text = collectives.broadcast_text(json.dumps(found), world, self.job.runtime.device.torch_device)
-            found = json.loads(text)
-            if "refused" in found:
-                raise ConfigError(found["refused"])
-            self.problem = found.get("problem", "")
-            self._ranks = [RankMemory(**one) for one in found.get("ranks", [])]
+        """The prediction, an entry for each pipeline rank; empty if it failed. Every rank must call.
+
+        Raises ConfigError, on all ranks, if the dry run refuses the settings.
+        """
+        if self._ranks is not None:
+            return self._ranks
+
+        # predict, on the first rank
+        world = self.job.runtime.mesh["world"]
+        message = {}
+        if world.is_first:
+            try:
+                message = {"ranks": [asdict(rank) for rank in forecast(self.job)]}
+            except Exception as error:  # in the script; the run itself may succeed
+                message = {"problem": f"{type(error).__name__}: {error}".splitlines()[0]}
+                # Settings that a stage or a kernel refuses end the run here, not in its first step. A dry run for an
+                # accelerator runs on meta tensors, which kernels may refuse where they accept the accelerator's: its
+                # errors say nothing about the settings.
+                if isinstance(error, ConfigError) and not self.job.accelerator:
+                    message["refused"] = error.problems
+
+        # tell the other ranks
+        text = collectives.broadcast_text(json.dumps(message), world, self.job.runtime.device.torch_device)
+        message = json.loads(text)
+        if "refused" in message:
+            raise ConfigError(message["refused"])
+        self.problem = message.get("problem", "")
+        self._ranks = [RankMemory(**fields) for fields in message.get("ranks", [])]
         return self._ranks
 
 
 def forecast(job: Job) -> list[RankMemory]:
-    """One entry for each pipeline rank. Stages with the same layers share a dry run."""
-    config, tried = job.runtime.config, {}
-    stages, ranks = config.stages, []
+    """Predict the memory of each pipeline rank, in this process. Ranks with the same layers share a dry run."""
+    config = job.runtime.config
+    stages = config.stages
+    profiles: dict[tuple, Profile] = {}  # by what distinguishes the stages of a rank
+    ranks = []
     for pp_rank, rank in enumerate(mesh_of(config, job.runtime.world_size, 0)["pp"].ranks):
-        mine = stages.of_rank(pp_rank)
-        # Layers of one stage cost the same as those of another; the ends add a table and a loss.
-        like = tuple((_layers_like(config, stage), stage == 0, stage == stages.last) for stage in mine)
-        if like not in tried:
-            tried[like] = dry_run(job, rank, values=_is_small(job))
-        ranks.append(predicted_of(tried[like], pp_rank))
+        # Layers of one stage cost the same as those of another; the first and last stage add embedding and loss.
+        rank_stages = []
+        for stage in stages.of_rank(pp_rank):
+            is_first = stage == 0
+            is_last = stage == stages.last
+            rank_stages.append((_layer_counts(config, stage), is_first, is_last))
+        key = tuple(rank_stages)
+        if key not in profiles:
+            profiles[key] = dry_run(job, rank, values=_is_small(job))
+        ranks.append(predicted_of(profiles[key], pp_rank))
     return ranks
 
 
-def _layers_like(config: Config, stage: int) -> tuple[int, int, bool]:
-    """What tells the layers of two stages apart: how many, how many of an encoder, and whether its end is among them."""
-    layers, model = config.layer_split[stage], config.transformer
-    return (
-        len(layers),
-        sum(layer < model.num_layers for layer in layers),
-        model.decoder_layers > 0 and model.num_layers - 1 in layers,
-    )
-
-
-def predicted_of(profile: Profile, pp_rank: int) -> RankMemory:
-    """The memory of pipeline rank `pp_rank` if its actions are those of the profile."""
-    return RankMemory(pp_rank, profile.layers, along(profile, pp_rank), profile.parameters)
+def _layer_counts(config: Config, stage: int) -> tuple[int, int, bool]:
+    """Return (layers of the stage, how many of them are encoder layers, whether the encoder's last is among them)."""
+    layers = config.layer_split[stage]
+    model = config.transformer
+    encoder_layers = sum(layer < model.num_layers for layer in layers)
+    ends_encoder = model.decoder_layers > 0 and model.num_layers - 1 in layers
+    return len(layers), encoder_layers, ends_encoder
 
 
 def _is_small(job: Job) -> bool:
+    """Whether a step is so small that it runs faster with real values on this CPU than with shapes only."""
     config = job.runtime.config
-    shape, tokens = config.transformer, config.training.micro_batch_size * config.data.seq_length
-    width, words = shape.hidden_size, job.runtime.vocab_size_if_any or 0
-    layer = 16 * width * (width + tokens) + shape.num_attention_heads * tokens * config.data.seq_length
-    return not job.accelerator and shape.num_layers * layer + words * (width + tokens) < _SMALL
+    model = config.transformer
+    s = config.data.seq_length
+    tokens = config.training.micro_batch_size * s
+    h = model.hidden_size
+    v = job.runtime.vocab_size_if_any or 0
+    layer = 16 * h * (h + tokens) + model.num_attention_heads * tokens * s  # weights, activations, attention scores
+    return not job.accelerator and model.num_layers * layer + v * (h + tokens) < _SMALL
 
 
-def along(profile: Profile, rank: int) -> dict[str, dict[str, int]]:
-    """Bytes by tier and kind of pipeline rank `rank`, whose actions stand in the profile's schedule."""
-    actions = profile.schedule[rank]
-    chunk_of = {stage: n for n, stage in enumerate(sorted({action.stage for action in actions}))}
-    tried = sorted({microbatch for _, _, microbatch in profile.changes if microbatch is not None})
-    repeats = any(action.microbatch not in (*tried, None) for action in actions)
-    ends = {(action.stage, action.microbatch): action.op for action in actions if action.op in COMPUTES}
-    live, peak = Counter(profile.start), Counter(profile.start)
-    owed: Counter[tuple[int, int]] = Counter()
-    away, most_away = Counter(), Counter()  # by stage: each has its own slots in the tier
+def predicted_of(profile: Profile, pp_rank: int) -> RankMemory:
+    """Return the memory of pipeline rank `pp_rank`, if its actions cost what they cost in the profile."""
+    return RankMemory(pp_rank, profile.layers, peak_along_schedule(profile, pp_rank), profile.parameters)
+
+
+def peak_along_schedule(profile: Profile, pp_rank: int) -> dict[str, dict[str, int]]:
+    """Return the memory of pipeline rank `pp_rank`, tier -> kind -> bytes: resident state, and the peak of other kinds.
+
+    The dry run ran only some microbatches of the schedule. Each of the others costs what one of these cost.
+    """
+    actions = profile.schedule[pp_rank]
+    stages = sorted({action.stage for action in actions})
+    chunk_of = {stage: number for number, stage in enumerate(stages)}
+    measured = sorted({microbatch for _, _, microbatch in profile.changes if microbatch is not None})
+    has_unmeasured = any(action.microbatch not in (*measured, None) for action in actions)
+
+    # the last computation of each microbatch on each stage: after it, all its activations are freed
+    last_op: dict[tuple[int, int | None], Op] = {}
     for action in actions:
-        stage, microbatch = action.stage, action.microbatch
-        change = profile.changes[action.op, chunk_of[stage], _stand_in(action.op, microbatch, tried)]
+        if action.op in COMPUTES:
+            last_op[action.stage, action.microbatch] = action.op
+
+    live = Counter(profile.start)  # kind -> bytes
+    peak = Counter(profile.start)
+    activations: Counter[tuple[int, int]] = Counter()  # (stage, microbatch) -> bytes that are not freed yet
+    offloaded: Counter[int] = Counter()  # stage -> bytes; each stage has its own slots in the tier
+    most_offloaded: Counter[int] = Counter()
+    for action in actions:
+        stage = action.stage
+        microbatch = action.microbatch
+        representative = _representative(action.op, microbatch, measured)
+        change = profile.changes[action.op, chunk_of[stage], representative]
         for kind in PASSING:
             peak[kind] = max(peak[kind], live[kind] + change.peak[kind])
             live[kind] += change.left[kind]
-        # A microbatch leaves nothing behind. Its stand-ins may differ by a few bytes, which would add up.
-        if repeats and microbatch is not None:
-            owed[stage, microbatch] += change.left[ACTIVATIONS]
-            if ends[stage, microbatch] is action.op:
-                live[ACTIVATIONS] -= owed.pop((stage, microbatch))
-        away[stage] += change.away
-        most_away[stage] = max(most_away[stage], away[stage])
+        # A microbatch frees all that it has saved. But where its forward is represented by another microbatch than its
+        # backward, these may differ by a few bytes, which would add up over the microbatches: take the rest off.
+        if has_unmeasured and microbatch is not None:
+            activations[stage, microbatch] += change.left[ACTIVATIONS]
+            if last_op[stage, microbatch] is action.op:
+                live[ACTIVATIONS] -= activations.pop((stage, microbatch))
+        offloaded[stage] += change.away
+        most_offloaded[stage] = max(most_offloaded[stage], offloaded[stage])
     for kind in PASSING:
         peak[kind] = max(peak[kind], live[kind] + profile.end.peak[kind])
-    return _placed(profile, peak, most_away.total())
+
+    # resident state, with the peaks of the kinds that come and go
+    by_tier = {tier: dict(kinds) for tier, kinds in profile.state.items()}
+    by_tier.setdefault(DEVICE, {}).update({kind: peak[kind] for kind in PASSING if kind != "slices"})
+    if most_offloaded.total():
+        by_tier.setdefault(profile.tier, {})[ACTIVATIONS] = most_offloaded.total()
+    slices = max(peak["slices"], profile.slices)
+    if slices:
+        by_tier.setdefault("host", {})["slices"] = slices
+    return by_tier
 
 
-def _stand_in(op: Op, microbatch: int | None, tried: Sequence[int]) -> int | None:
-    """The microbatch whose dry run counts for this one: the last for a forward, since the first finds buffers of the step
-    before; the first for a backward, since the last begins the reduction of gradients."""
-    if microbatch is None or microbatch in tried:
+def _representative(op: Op, microbatch: int | None, measured: Sequence[int]) -> int | None:
+    """Return the microbatch of the dry run that stands for this one.
+
+    A forward is represented by the last microbatch, since the first finds buffers of the step before; a backward by
+    the first, since the last starts the gradient reduction.
+    """
+    if microbatch is None or microbatch in measured:
         return microbatch
-    return tried[-1] if op is Op.F else tried[0]
-
-
-def _placed(profile: Profile, peak: Counter[str], away: int) -> dict[str, dict[str, int]]:
-    """Resident state and peaks, by tier."""
-    on = {tier: dict(kinds) for tier, kinds in profile.state.items()}
-    on.setdefault(DEVICE, {}).update({kind: peak[kind] for kind in PASSING[:-1]})
-    if away:
-        on.setdefault(profile.tier, {})[ACTIVATIONS] = away
-    if slices := max(peak["slices"], profile.slices):
-        on.setdefault("host", {})["slices"] = slices
-    return on
+    return measured[-1] if op is Op.F else measured[0]

@@ -1,4 +1,4 @@
-"""Predictions as text: a table with one line for each pipeline stage, and the same as JSON."""
+"""Predictions are printed as a table with one line for each pipeline stage, or as JSON."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,66 +14,77 @@ _NAME = {"optimizer": "masters and moments", "slices": "slices on their way"}
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of cells as aligned lines; the first column is left-aligned."""
+    """Return rows of cells as aligned lines; the first column is left-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     aligned = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows]
     return ["  ".join(cells).rstrip() for cells in aligned]
 
 
 def stage_table(ranks: Sequence[RankMemory], shown: Sequence[int] | None = None) -> list[str]:
-    """One line for each pipeline rank in `shown` (default: all); the rank whose device needs most is marked."""
+    """Return one line for each pipeline rank in `shown` (default: all); the rank whose device needs most is marked."""
     most = worst(ranks).rank
-    tiers = [tier for tier in TIERS if any(tier in one.on for one in ranks)]
-    rows = [["stage", "layers", *KINDS, *(["total"] if tiers == [DEVICE] else tiers), ""]]
-    for one in ranks:
-        if shown is None or one.rank in shown:
-            mark = "<- most" if one.rank == most and len(ranks) > 1 else ""
-            sizes = [*(one.bytes[kind] for kind in KINDS), *(one.tiers.get(tier, 0) for tier in tiers)]
-            rows.append([str(one.rank), str(one.layers), *map(amount, sizes), mark])
-    return [*table(rows), *_elsewhere(worst(ranks))]
+    tiers = [tier for tier in TIERS if any(tier in rank.by_tier for rank in ranks)]
+    totals = ["total"] if tiers == [DEVICE] else tiers
+    rows = [["stage", "layers", *KINDS, *totals, ""]]
+    for rank in ranks:
+        if shown is not None and rank.rank not in shown:
+            continue
+        mark = "<- most" if rank.rank == most and len(ranks) > 1 else ""
+        sizes = [rank.bytes[kind] for kind in KINDS] + [rank.tiers.get(tier, 0) for tier in tiers]
+        rows.append([str(rank.rank), str(rank.layers), *map(amount, sizes), mark])
+    return [*table(rows), *_other_tiers(worst(ranks))]
 
 
-def _elsewhere(one: RankMemory) -> list[str]:
-    """The kinds in tiers other than the device."""
+def _other_tiers(rank: RankMemory) -> list[str]:
+    """Return a line with the kinds in each tier other than the device."""
     lines = []
     for tier in TIERS[1:]:
-        if held := [f"{_NAME.get(kind, kind)} {amount(size)}" for kind, size in one.on.get(tier, {}).items() if size]:
-            lines.append(f"in {_PLACE[tier]}: {', '.join(held)}")
+        sizes = [f"{_NAME.get(kind, kind)} {amount(size)}" for kind, size in rank.by_tier.get(tier, {}).items() if size]
+        if sizes:
+            lines.append(f"in {_PLACE[tier]}: {', '.join(sizes)}")
     return lines
 
 
 def full_report(job: Job, ranks: list[RankMemory]) -> list[str]:
-    """The output of `tools/estimate_memory.py`."""
-    config, most = job.runtime.config, worst(ranks)
-    p, t = len(ranks), config.parallel.tensor_model_parallel_size
+    """Return the output of `tools/estimate_memory.py`."""
+    config = job.runtime.config
+    most = worst(ranks)
+    p = len(ranks)
+    t = config.parallel.tensor_model_parallel_size
     m = max(job.runtime.batch_sizes.sizes) // job.runtime.samples_at_once
     tokens = f"{config.training.micro_batch_size} x {config.data.seq_length} tokens"
-    everyone = sum(one.total for one in ranks) * job.runtime.world_size // p
+    all_ranks = sum(rank.total for rank in ranks) * job.runtime.world_size // p
     return [
-        f"{sum(one.parameters for one in ranks):,} parameters; {job.runtime.world_size:,} rank(s): tp {t}, pp {p}, "
+        f"{sum(rank.parameters for rank in ranks):,} parameters; {job.runtime.world_size:,} rank(s): tp {t}, pp {p}, "
         f"dp {config.data_parallel_size(job.runtime.world_size)}; {m} microbatch(es) of {tokens}, {config.schedule_name}, "
         f"ZeRO stage {config.data_parallel.stage}; kernels of {'an accelerator' if job.accelerator else 'a CPU'}",
         *stage_table(ranks),
         f"worst rank: stage {most.rank}, {most.total:,} bytes = {most.total / GIB:.3f} GiB, of which "
         f"{most.state_within(DEVICE):,} stay between steps",
-        f"all ranks: {everyone:,} bytes = {everyone / GIB:.3f} GiB",
+        f"all ranks: {all_ranks:,} bytes = {all_ranks / GIB:.3f} GiB",
     ]
 
 
 def short_report(ranks: list[RankMemory]) -> list[str]:
-    """The log at the start of a run: the first and last two stages, and the one that needs most; all below 9 stages."""
-    last, most = len(ranks) - 1, worst(ranks).rank
+    """Return the log lines at the start of a run.
+
+    Up to 8 stages are all shown; of more, the first two, the last two, and the stage that needs most.
+    """
+    last = len(ranks) - 1
+    most = worst(ranks).rank
     shown = range(last + 1) if last < 8 else sorted({0, 1, most, last - 1, last})
     return ["memory of a rank, predicted:", *("  " + line for line in stage_table(ranks, shown))]
 
 
 def as_json(job: Job, ranks: list[RankMemory]) -> dict[str, Any]:
+    """Return the prediction for `tools/estimate_memory.py --json`."""
     most = worst(ranks)
     return {
         "world_size": job.runtime.world_size,
         "worst_stage": most.rank,
         "worst_total_bytes": most.total,
         "stages": [
-            {"stage": one.rank, "layers": one.layers, **one.bytes, "total": one.total, "tiers": one.on} for one in ranks
+            {"stage": rank.rank, "layers": rank.layers, **rank.bytes, "total": rank.total, "tiers": rank.by_tier}
+            for rank in ranks
         ],
     }

@@ -1,12 +1,12 @@
-"""Tensors with shapes and no values, on which the real code of a step runs in milliseconds and takes no memory.
+"""Tensors have shapes but no values here: the real code of a step runs on them in milliseconds and takes no memory.
 
     with ShapesOnly("cpu"):
         x = torch.randn(4096, 12288)    made on torch's meta device
-        x.device                        cpu: code that asks chooses the kernels of that device
+        x.device                        says cpu, so that code chooses the kernels of that device
         x.sum().item()                  0.0: every number that is read is 0, every condition is false
     blocks_to_compute(...)          the largest block alone (`core/ops/torch_function_overrides.py`)
 
-Other ranks are doubled by `SilentGroup`.
+`FakeGroup` takes the place of a process group, so no other rank is needed.
 """
 
 import math
@@ -25,40 +25,52 @@ META = torch.device("meta")
 
 
 class ShapesOnly(TorchFunctionMode):
-    """Inside the block, this thread creates tensors on the meta device. kind: "cpu", or "accelerator", whose tensors say
-    "meta". most_ids: the rows of the largest table that is looked up in."""
+    """Create this thread's tensors on the meta device, inside the block.
+
+    kind: the device whose kernels are chosen. With "cpu" tensors report the device cpu; with "accelerator" meta.
+    most_ids: the rows of the largest embedding, so the most distinct values that `unique` can find.
+    """
 
     def __init__(self, kind: str = "cpu", most_ids: int = 2**62):
         super().__init__()
         self.most_ids = most_ids
-        self.shown, self.on_cpu = torch.device("cpu") if kind == "cpu" else META, kind == "cpu"
+        self.on_cpu = kind == "cpu"
+        self.reported_device = torch.device("cpu") if self.on_cpu else META
 
     def hooks(self, pack: Callable, unpack: Callable) -> saved_tensors_hooks:
-        """Hooks for saved tensors, which run inside too: torch calls them from what a mode handles, and has it off there."""
+        """Return hooks for saved tensors that run in this mode.
 
-        def inside(x: Tensor) -> Any:
+        torch calls `pack` from inside an operator that this mode handles, where the mode is off.
+        """
+
+        def pack_in_mode(x: Tensor) -> Any:
             with META, self:
                 return pack(x)
 
-        return saved_tensors_hooks(inside, unpack)
+        return saved_tensors_hooks(pack_in_mode, unpack)
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func in _BACKWARDS:  # a mode is off inside what it handles, and the backward is to be seen
+
+        # functions that this mode answers or replaces
+        if func in _BACKWARDS:  # torch turns a mode off inside a function it handles; the backward needs it on
             with self:
                 return _BACKWARDS[func](*args, **kwargs)
         if func == _DEVICE:
-            return self.shown if args[0].is_meta else func(*args)
+            return self.reported_device if args[0].is_meta else func(*args)
         if func in _DECISIONS:
             return _DECISIONS[func](*args)
         if func in _KERNELS:
             return _KERNELS[func](self.on_cpu, *args, **kwargs)
         if func in _DISTINCT and args[0].is_meta:
             return _distinct(min(args[0].numel(), self.most_ids), *args, **kwargs)
-        if func in _ANSWERS and (args[0].is_meta or func is Tensor.pin_memory):  # there may be no device to pin it for
+        # pin_memory: of real tensors too, since there may be no device to pin them for
+        if func in _ANSWERS and (args[0].is_meta or func is Tensor.pin_memory):
             return _ANSWERS[func](*args, **kwargs)
         if func is torch.tensor and _is_count(*args, **kwargs):
             return func(*args, **kwargs | {"device": "cpu"})
+
+        # all others run, on the meta device
         if kwargs.get("device") is not None:
             kwargs["device"] = META
         if func is Tensor.to:
@@ -73,17 +85,22 @@ def _is_device(x: Any) -> bool:
 
 
 def _is_count(data: Any, dtype: torch.dtype | None = None, **_: Any) -> bool:
-    """Whether `data` is a few integers. Ranks agree by such tensors, so they keep their values."""
-    is_real = dtype is not None and dtype.is_floating_point  # a number to compute with, such as a count of tokens
-    return not is_real and len(str(data)) < 100 and _integers(data)
+    """Whether `data` is a few integers. Ranks agree on decisions by such tensors, so these keep their values."""
+    if dtype is not None and dtype.is_floating_point:  # a number to compute with, such as a number of tokens
+        return False
+    return len(str(data)) < 100 and _holds_integers(data)
 
 
-def _integers(data: Any) -> bool:
-    return all(map(_integers, data)) if isinstance(data, list | tuple) else type(data) is int
+def _holds_integers(data: Any) -> bool:
+    if isinstance(data, list | tuple):
+        return all(_holds_integers(part) for part in data)
+    return type(data) is int
 
 
 def _as_list(x: Tensor) -> Any:
-    return _number(x) if x.dim() == 0 else [_as_list(row) for row in x]
+    if x.dim() == 0:
+        return _number(x)
+    return [_as_list(row) for row in x]
 
 
 def _number(x: Tensor) -> float | int:
@@ -91,63 +108,80 @@ def _number(x: Tensor) -> float | int:
 
 
 def _distinct(most: int, x: Tensor, return_inverse: bool = False, return_counts: bool = False, **_: Any) -> Any:
-    """The result of torch.unique if as many elements as possible (`most`) differ. Counts: a real tensor, as if all
-    were equal."""
-    counts = torch.tensor([x.numel()], device="cpu") if return_counts else None
-    found = [torch.empty(most, dtype=x.dtype), *([torch.empty_like(x)] if return_inverse else [])]
-    found += [] if counts is None else [counts]
-    return found[0] if len(found) == 1 else tuple(found)
+    """Return the result of torch.unique for `most` distinct elements: [most], with the inverse in the shape of x.
+
+    The counts are a real tensor, because code loops over them: [1], as if all elements were equal.
+    """
+    counts = torch.tensor([x.numel()], device="cpu") if return_counts else None  # [1]
+    results = [torch.empty(most, dtype=x.dtype)]  # [most]
+    if return_inverse:
+        results.append(torch.empty_like(x))
+    if counts is not None:
+        results.append(counts)
+    return results[0] if len(results) == 1 else tuple(results)
 
 
 def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, gradient: Any = None, **kwargs: Any) -> None:
-    """torch.autograd.backward from graph edges: a tensor as root would call this mode again."""
-    grad_tensors = gradient if grad_tensors is None else grad_tensors
-    tensors = (tensors,) if isinstance(tensors, Tensor) else tensors
-    torch.autograd.backward(
-        [get_gradient_edge(x) if isinstance(x, Tensor) else x for x in tensors], grad_tensors, *args, **kwargs
-    )
+    """Run torch.autograd.backward from graph edges: a tensor as root would call this mode again."""
+    if grad_tensors is None:
+        grad_tensors = gradient
+    if isinstance(tensors, Tensor):
+        tensors = (tensors,)
+    roots = [get_gradient_edge(x) if isinstance(x, Tensor) else x for x in tensors]
+    torch.autograd.backward(roots, grad_tensors, *args, **kwargs)
 
 
 class _Fused(torch.autograd.Function):
-    """The memory of a fused attention kernel: it saves q, k, v, the output, and one float32 per row and head."""
+    """A fused attention kernel without values: it saves q, k, v, the output, and one float32 per row and head."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        rows = q.shape[:3]  # [b, n, s]
-        out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
-        ctx.save_for_backward(q, k, v, out, torch.empty(rows, dtype=torch.promote_types(q.dtype, torch.float32)), mask)
+        # The output's memory is [b, s, n, d], as that of torch's kernel: the heads of a token side by side.
+        out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)  # [b, n, s, d]
+        logsumexp = torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))  # [b, n, s]
+        ctx.save_for_backward(q, k, v, out, logsumexp, mask)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *(torch.empty_like(x) for x in ctx.saved_tensors[:3]), None
+        # Saved: what the fused kernel saves; here only for its memory, and for the shapes of the gradients.
+        q, k, v = ctx.saved_tensors[:3]
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
 
 
 def _attention(on_cpu: bool, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **_: Any) -> Tensor:
-    """The kernel that torch would choose, which the meta device has no choice of. A bool mask becomes numbers to be
-    added."""
+    """Stand for the fused attention kernel: [b, n, s, d] -> [b, n, s, d]. On the meta device torch chooses none.
+
+    A bool mask becomes a mask of numbers to be added, as in that kernel.
+    """
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(attn_mask.logical_not(), -math.inf)
     return _Fused.apply(q, k, v, attn_mask)
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """The memory of a fused RMSNorm: it saves its input, its weight, and one float32 per row. torch's own kernel has no
-    backward on the meta device, where it would save float32 copies of its input instead."""
+    """A fused RMSNorm without values: it saves its input, its weight, and one float32 per row.
+
+    torch's own kernel has no backward on the meta device, where it would save float32 copies of its input instead.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, rows: torch.Size) -> Tensor:
-        ctx.save_for_backward(x, weight, torch.empty(rows, dtype=torch.promote_types(x.dtype, torch.float32)))
+        rms = torch.empty(rows, dtype=torch.promote_types(x.dtype, torch.float32))  # x.shape without normalized dims
+        ctx.save_for_backward(x, weight, rms)
         return torch.empty_like(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # Saved: the input, the weight and one number per row, as in the fused kernel; here only for their memory.
         x, weight = ctx.saved_tensors[:2]
-        return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None
+        grad_x = torch.empty_like(x)
+        grad_weight = None if weight is None else torch.empty_like(weight)
+        return grad_x, grad_weight, None
 
 
 def _rms_norm(on_cpu: bool, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """One kernel on an accelerator, several operations on a CPU."""
+    """Run one kernel for an accelerator, torch's several operations for a CPU."""
     if on_cpu:
         return torch.rms_norm(x, shape, weight, eps)
     return _FusedRmsNorm.apply(x, weight, x.shape[: x.dim() - len(shape)])
@@ -168,7 +202,7 @@ _ANSWERS: dict[Any, Callable] = {
     Tensor.data_ptr: lambda x: x.untyped_storage()._cdata + x.storage_offset() * x.itemsize,
 }
 _DECISIONS: dict[Any, Callable] = {
-    # The largest block stands for all, since the memory of each ends with it.
+    # The largest block stands for all, since the memory of each is freed at its end.
     blocks_to_compute: lambda blocks, size: sorted(blocks, key=size, reverse=True)[:1],
     determinism_check: lambda: "none",  # it compares devices, and those of shapes have two names
 }
@@ -176,30 +210,35 @@ _DISTINCT = (Tensor.unique, torch.unique, Tensor.unique_consecutive)
 
 
 class Done:
-    """A transfer that is complete at once."""
+    """The handle of a transfer that is complete at once."""
 
     def __init__(self, value: Any = None):
         self._value = value
 
     def wait(self) -> None:
-        """Nothing is in flight."""
+        """Return at once: nothing is in flight."""
 
     def result(self) -> Any:
         return self._value
 
 
-class SilentGroup:
-    """A communicator whose other ranks send copies of this rank's data, or zeros. Allocates nothing."""
+class FakeGroup:
+    """A process group without other ranks: they seem to send copies of this rank's data, or zeros. Allocates nothing.
+
+    torch's `fake_pg` cannot be used beside a real process group.
+    """
 
     def __init__(self, size: int, rank: int):
-        self.size, self.rank = size, rank
+        self.size = size
+        self.rank = rank
 
     def all_reduce(self, x: Tensor, op: str) -> Done:
         return Done()
 
     def all_gather(self, out: Tensor, x: Tensor) -> Done:
-        for part in () if out.is_meta else out.view(self.size, -1):
-            part.copy_(x.view(-1))
+        if not out.is_meta:
+            for shard in out.view(self.size, -1):
+                shard.copy_(x.view(-1))
         return Done()
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Done:
@@ -211,7 +250,9 @@ class SilentGroup:
         return Done()
 
     def broadcast(self, x: Tensor, source: int) -> Done:
-        return Done() if source == self.rank else self.recv(x, source)
+        if source == self.rank:
+            return Done()
+        return self.recv(x, source)
 
     def shift(self, out: Tensor, x: Tensor, to: int, source: int) -> Done:
         out.copy_(x)

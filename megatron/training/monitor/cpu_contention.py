@@ -1,9 +1,8 @@
-"""Detect that other work on the machine keeps this process waiting for cores.
+"""A warning is printed if other work on the machine keeps this process waiting for cores.
 
 OpenMP threads that wait by spinning (libgomp's default) burn the time slices that the awaited thread needs: two threads
-on two
-busy cores made a step 20 times as slow. Such a process looks fully busy; only the scheduler knows how long it waits (Linux:
-/proc/self/task/*/schedstat).
+on two busy cores made a step 20 times as slow. Such a process looks fully busy; only the scheduler knows how long it
+waits (Linux: /proc/self/task/*/schedstat).
 """
 
 import contextlib
@@ -25,20 +24,22 @@ class ProcessorTime(NamedTuple):
 
 
 def processor_time(tasks: Path = Path("/proc/self/task")) -> ProcessorTime | None:
-    """Processor time so far; None on systems without schedstat."""
-    run = waited = 0
+    """Return the processor time so far; None on systems without schedstat."""
+    run = 0  # nanoseconds
+    waited = 0
     try:
         for task in list(tasks.iterdir()):
             with contextlib.suppress(FileNotFoundError):  # the thread has just ended
                 numbers = (task / "schedstat").read_text().split()
-                run, waited = run + int(numbers[0]), waited + int(numbers[1])
+                run += int(numbers[0])
+                waited += int(numbers[1])
     except (OSError, ValueError, IndexError):
         return None
     return ProcessorTime(run / 1e9, waited / 1e9) if run else None
 
 
-class Contention:
-    """Warns once if the process waits long for cores. Silent if ranks outnumber cores: they wait for each other."""
+class CpuContention:
+    """Warn once if the process waits long for cores. Never warns if ranks outnumber cores: they wait for each other."""
 
     def __init__(
         self,
@@ -49,14 +50,16 @@ class Contention:
         clock: Callable[[], float] = time.monotonic,
     ):
         """ranks_here, cores: of this machine. threads: per rank."""
-        self._cores, self._threads = cores, ranks_here * threads
+        self._cores = cores
+        self._threads = ranks_here * threads
         self._spins = threads > 1
-        self._read, self._clock = read, clock
-        self._before = read() if ranks_here <= cores else None
+        self._read = read
+        self._clock = clock
+        self._before = read() if ranks_here <= cores else None  # None: no more checks
         self._began = clock()
 
     def note_if_due(self) -> str | None:
-        """The warning, when due. Call after each step."""
+        """Return the warning, when due; else None. Call after each step."""
         seconds = self._clock() - self._began
         if self._before is None or seconds < _SECONDS:
             return None
@@ -64,8 +67,10 @@ class Contention:
         if now is None:
             self._before = None
             return None
-        run, waited = (after - before for after, before in zip(now, self._before))
-        self._before, self._began = now, self._clock()
+        run = now.run - self._before.run
+        waited = now.waited - self._before.waited
+        self._before = now
+        self._began = self._clock()
         if run + waited < seconds / 2 or waited < _SHARE * (run + waited):
             return None
         self._before = None
@@ -79,7 +84,7 @@ class Contention:
 
 
 def _advice(spins: bool) -> str:
-    """The settings that would help and are not set yet. spins: whether threads wait for one another."""
+    """Return the settings that would help and are not set yet, in words. spins: whether threads wait for one another."""
     settings = []
     if os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
         settings.append("OMP_WAIT_POLICY=PASSIVE")

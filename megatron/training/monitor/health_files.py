@@ -1,8 +1,8 @@
-"""Two small files for those who supervise a run: a heartbeat in JSON, and numbers for Prometheus' textfile collector. Pure.
+"""Two small files tell those who supervise a run how it is: a heartbeat in JSON, and numbers for Prometheus. Pure.
 
-Both are replaced whole, at most once a second and at every save, by the rank that logs. A run does not end because they
-cannot be
-written; it says so once, and tries again. They also say which other outputs of that rank are lost.
+Both are replaced whole, at most once a second and at every save, by the rank that logs; Prometheus' textfile collector
+reads the second. A run does not end because they cannot be written; it says so once, and tries again. They also say which
+other outputs of that rank are lost.
 """
 
 import contextlib
@@ -12,14 +12,15 @@ import math
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron.core.base import output_streams
 from megatron.core.storage.atomic_file import is_special
 
-_EVERY = 1.0  # seconds
-_OLD = 10.0  # seconds: a younger file may be being written, on another machine too
+_EVERY = 1.0  # seconds between two writes
+_OLD = 10.0  # seconds; a younger partial file may still be written to, by another machine too
 _HELP = {
     "iteration": "last finished iteration",
     "train_iterations": "iterations of the whole run",
@@ -33,21 +34,26 @@ _HELP = {
 }
 
 
-class Beacon:
-    """The files of one run. heartbeat, prometheus: their paths, or None."""
+class HealthFiles:
+    """Write the files of one run. heartbeat, prometheus: their paths, or None."""
 
     def __init__(
         self, heartbeat: str | None, prometheus: str | None, *, train_iters: int | None, tokens_per_sample: int
     ):
-        self._files = {
-            Path(path): form for path, form in ((heartbeat, _as_json), (prometheus, prometheus_text)) if path
-        }
+        self._files: dict[Path, Callable[..., str]] = {}  # path -> its text from numbers, losses and lost outputs
+        if heartbeat:
+            self._files[Path(heartbeat)] = _as_json
+        if prometheus:
+            self._files[Path(prometheus)] = prometheus_text
         self._tokens_per_sample = tokens_per_sample
         self._numbers: dict[str, float] = {} if train_iters is None else {"train_iterations": train_iters}
         self._losses: dict[str, float] = {}
-        self._at = time.monotonic(), 0, 0  # time, iteration and samples of the numbers before
+        self._lost: list[str] = []  # outputs, in words
+        # when the files were last written, and the numbers of then
         self._written = 0.0
-        self._lost: list[str] = []
+        self._last_time = time.monotonic()
+        self._last_iteration = 0
+        self._last_samples = 0
         for path in list(self._files):
             if is_special(path):
                 output_streams.lose(str(path), "it is no regular file")
@@ -56,45 +62,53 @@ class Beacon:
                 _remove_partial(path)
 
     def step(self, iteration: int, consumed_samples: int, losses: Mapping[str, float]) -> None:
-        """A step has ended."""
+        """Note the numbers of a step that has ended; write them if the last write is a second ago."""
         self._losses = dict(losses)
         self._numbers |= {"iteration": iteration, "consumed_samples": consumed_samples}
         if self._files and time.monotonic() - self._written >= _EVERY:
             self._write()
 
     def saved(self, iteration: int) -> None:
-        """A checkpoint is complete."""
+        """Note that a checkpoint is complete, and write."""
         self._numbers |= {"last_save_iteration": iteration, "last_save_timestamp_seconds": time.time()}
         self._write()
 
     def lost(self, text: str) -> None:
-        """An output of the run, in these words, cannot be written any more."""
+        """Note an output of the run, in words, that cannot be written any more, and write."""
         self._lost.append(text)
         self._numbers |= {"lost_outputs": len(self._lost)}
         self._write()
 
     def _write(self) -> None:
-        now, numbers = time.monotonic(), self._numbers
-        iteration, samples = numbers.get("iteration", 0), numbers.get("consumed_samples", 0)
-        steps, seconds = iteration - self._at[1], now - self._at[0]
-        if self._at[1] and steps > 0:
-            speed = (samples - self._at[2]) * self._tokens_per_sample / seconds
-            numbers |= {"tokens_per_second": speed, "step_seconds": seconds / steps}
-        self._written, self._at = now, (now, iteration, samples)
+        # the speed since the last write
+        now = time.monotonic()
+        iteration = self._numbers.get("iteration", 0)
+        samples = self._numbers.get("consumed_samples", 0)
+        steps = iteration - self._last_iteration
+        seconds = now - self._last_time
+        if self._last_iteration and steps > 0:
+            tokens = (samples - self._last_samples) * self._tokens_per_sample
+            self._numbers |= {"tokens_per_second": tokens / seconds, "step_seconds": seconds / steps}
+        self._written = now
+        self._last_time = now
+        self._last_iteration = iteration
+        self._last_samples = samples
+
+        # replace the files
         numbers = self._numbers | {"heartbeat_timestamp_seconds": time.time()}
-        for path, form in self._files.items():
+        for path, as_text in self._files.items():
             partial = path.with_name(f".{path.name}.{os.getpid()}")
             try:
-                partial.write_text(form(numbers, self._losses, self._lost))
+                partial.write_text(as_text(numbers, self._losses, self._lost))
                 partial.replace(path)
             except OSError as error:
-                with contextlib.suppress(OSError):  # an empty file of a full disk
+                with contextlib.suppress(OSError):  # a full disk leaves an empty file
                     partial.unlink()
                 output_streams.lose(str(path), error)
 
 
 def _remove_partial(path: Path) -> None:
-    """Remove what processes have left that were killed before they gave their numbers the final name."""
+    """Remove partial files of processes that were killed before they renamed them."""
     for partial in path.parent.glob(f".{glob.escape(path.name)}.*"):
         with contextlib.suppress(OSError):
             if partial.suffix[1:].isdigit() and time.time() - partial.stat().st_mtime > _OLD:
@@ -102,13 +116,18 @@ def _remove_partial(path: Path) -> None:
 
 
 def _as_json(numbers: Mapping[str, float], losses: Mapping[str, float], lost: Sequence[str]) -> str:
-    known = {name: value if math.isfinite(value) else None for name, value in losses.items()}  # JSON has no NaN
-    told = {"losses": known} | ({"lost_outputs": list(lost)} if lost else {})  # in words here
-    return json.dumps({"host": socket.gethostname(), "pid": os.getpid(), **numbers, **told}) + "\n"
+    """Return the heartbeat file's content: one line of JSON."""
+    content: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid(), **numbers}
+    content["losses"] = {
+        name: value if math.isfinite(value) else None for name, value in losses.items()
+    }  # no NaN in JSON
+    if lost:
+        content["lost_outputs"] = list(lost)  # here in words instead of their number
+    return json.dumps(content) + "\n"
 
 
 def prometheus_text(numbers: Mapping[str, float], losses: Mapping[str, float], lost: Sequence[str] = ()) -> str:
-    """The numbers in Prometheus' text format (exposition format 0.0.4)."""
+    """Return the numbers in Prometheus' text format (exposition format 0.0.4)."""
     lines = []
     for name, value in numbers.items():
         lines += [
@@ -123,4 +142,5 @@ def prometheus_text(numbers: Mapping[str, float], losses: Mapping[str, float], l
 
 
 def _number(value: float) -> str:
+    """Return a number as Prometheus spells it."""
     return {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}.get(repr(value), repr(value))

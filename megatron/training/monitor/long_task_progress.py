@@ -1,4 +1,4 @@
-"""A progress line every few seconds of long silent work, such as building a large model. Pure."""
+"""A progress line is printed every few seconds of long silent work, such as building a large model. Pure."""
 
 import threading
 import time
@@ -12,12 +12,12 @@ _SECONDS = 5.0
 def heartbeat(
     what: str, say: Callable[[str], None], *, so_far: Callable[[], str] | None = None, every: float = _SECONDS
 ) -> Iterator[None]:
-    """While the block runs, `say` every `every` seconds `   building the model: 15 s so far`. A shorter block prints
-    nothing.
+    """Call `say` with `   building the model: 15 s so far` every `every` seconds while the block runs.
 
-    so_far() describes the progress; a second thread calls it and `say`.
+    A shorter block prints nothing. so_far: describes the progress. A second thread calls it and `say`.
     """
-    began, ended = time.monotonic(), threading.Event()
+    began = time.monotonic()
+    ended = threading.Event()
 
     def beat() -> None:
         while not ended.wait(every):

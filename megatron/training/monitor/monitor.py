@@ -1,11 +1,11 @@
-"""`Watch`: all observers of a run behind one interface: sinks, norms, timers, profiles, statistics, progress.txt.
+"""`Monitor` is the one interface to all observers of a run: writers, norms, timers, profiles, statistics, progress.txt.
 
 The loop calls it around each step:
 
-    with watch.step(number):        profile, hooks of --inspect
+    with monitor.step(iteration):     profile, hooks of --inspect
         train_step(...)
-    watch.measure()                 numbers that all ranks compute together, when due
-    watch.report(...)               records for the sinks, the timer table, the progress line
+    monitor.measure()                 numbers that all ranks compute together, when due
+    monitor.report(...)               records for the writers, the timer table, the progress line
 """
 
 import contextlib
@@ -26,79 +26,97 @@ from megatron.core.storage.paths import path_of
 from megatron.training.arguments.monitor_config import writes_tensorboard
 from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.global_vars import Runtime, print_rank_last
-from megatron.training.monitor.health_files import Beacon
-from megatron.training.monitor.straggler_detector import Stragglers
+from megatron.training.monitor.health_files import HealthFiles
+from megatron.training.monitor.straggler_detector import StragglerDetector
 from megatron.training.monitor.tensor_statistics import Inspector, Statistics, TensorKey
 from megatron.training.monitor.torch_profiler import MemoryHistory, StepProfiler
 from megatron.training.monitor.training_log import Interval, StepNumbers, has_perplexity, perplexity, progress_line
-from megatron.training.monitor.writers import MetricsFile, Record, Sink, SinkError, TensorBoardSink, WandbSink
+from megatron.training.monitor.writers import MetricsFile, Record, TensorBoardWriter, WandbWriter, Writer, WriterError
 
 # The timer of --timing-log-level 2 that counts an action's time.
 _TIMER_OF = {
-    op: name
-    for name, ops in {
-        "forward-compute": (Op.F,),
-        "backward-compute": (Op.B, Op.I, Op.W),
-        "forward-send": (Op.SEND_F, Op.SENT_F),
-        "forward-recv": (Op.POST_F, Op.RECV_F),
-        "backward-send": (Op.SEND_B, Op.SENT_B),
-        "backward-recv": (Op.POST_B, Op.RECV_B),
-    }.items()
-    for op in ops
+    Op.F: "forward-compute",
+    Op.B: "backward-compute",
+    Op.I: "backward-compute",
+    Op.W: "backward-compute",
+    Op.SEND_F: "forward-send",
+    Op.SENT_F: "forward-send",
+    Op.POST_F: "forward-recv",
+    Op.RECV_F: "forward-recv",
+    Op.SEND_B: "backward-send",
+    Op.SENT_B: "backward-send",
+    Op.POST_B: "backward-recv",
+    Op.RECV_B: "backward-recv",
 }
 
 
 Measured = dict[TensorKey, Statistics]  # of --inspect; empty when not due
 
 
-class Watch:
-    """The observers of one run. Every rank has a `Watch` and makes the same calls; only the rank that logs has sinks."""
+class Monitor:
+    """The observers of one run. Every rank has a `Monitor` and makes the same calls; only the rank that logs has writers."""
 
     def __init__(
         self, runtime: Runtime, pipeline: Pipeline, chunks: Sequence[DistributedDataParallel], state: TrainState
     ):
-        config, mesh = runtime.config, runtime.mesh
-        self.runtime, self.config = runtime, config
-        self.chunks, self.state = chunks, state
+        config = runtime.config
+        mesh = runtime.mesh
+        log = config.log
+        is_reporter = mesh["world"].rank == mesh.reporter()
+        self.runtime = runtime
+        self.config = config
+        self.chunks = chunks
+        self.state = state
         self._mesh = mesh
         self.timers = runtime.timers
+        self._steps = 0  # since the timers were last read
+
+        # profiles and statistics
         folder = config.tensorboard.tensorboard_dir or config.checkpoint.save
         self.profiler = StepProfiler(config.profile, folder, mesh)
         self.memory = MemoryHistory(config.profile, runtime.device, mesh["world"].rank)
         self._inspector: Inspector | None = None
-        self._steps = 0  # since the timers were last read
-        self.sinks: list[Sink] = make_sinks(runtime, state.iteration) if mesh["world"].rank == mesh.reporter() else []
-        log = config.log
-        is_reporter = mesh["world"].rank == mesh.reporter()
-        files = (log.heartbeat_file, log.prometheus_file) if is_reporter else (None, None)
-        length, tokens = config.training.train_iters, config.data.tokens_per_sample
-        self._beacon = Beacon(*files, train_iters=length, tokens_per_sample=tokens)
-        self._losses_told = 0
+
+        # outputs, on the rank that logs
+        self.writers: list[Writer] = make_writers(runtime, state.iteration) if is_reporter else []
+        self._beacon = HealthFiles(
+            log.heartbeat_file if is_reporter else None,
+            log.prometheus_file if is_reporter else None,
+            train_iters=config.training.train_iters,
+            tokens_per_sample=config.data.tokens_per_sample,
+        )
+        self._losses_told = 0  # lost outputs that the other outputs know of
+
+        # slow ranks
         self._stragglers = None
         if log.log_straggler and runtime.device.module is not None:
             raise ConfigError(
                 "--log-straggler is not built yet for accelerators, whose waits the host does not see; leave it out"
             )
         if log.log_straggler:
-            self._stragglers = Stragglers(mesh["world"], runtime.device.torch_device, log.straggler_minmax_count)
+            self._stragglers = StragglerDetector(mesh["world"], runtime.device.torch_device, log.straggler_minmax_count)
+
         if self.timers.level >= 2 or self.profiler.wanted:
             pipeline.around = self._around
         self.note_progress("Starting job")
 
     def _around(self, action: Action) -> AbstractContextManager:
-        """The level-2 timer of `action`, and in profiled steps a named range."""
+        """Return a context with the level-2 timer of `action`, and in profiled steps a named range."""
         name = _TIMER_OF.get(action.op)
         timer = contextlib.nullcontext() if name is None else self.timers(name, log_level=2)
-        return self.profiler.range_of(str(action), timer) if self.profiler.is_on else timer
+        if self.profiler.is_on:
+            return self.profiler.range_of(str(action), timer)
+        return timer
 
     # ---------------------------------------------------------------- around a step
 
     @contextlib.contextmanager
     def step(self, iteration: int) -> Iterator[None]:
-        """Training step `iteration`, counted from 1, runs in the block."""
+        """Observe the block, which is training step `iteration` (counted from 1)."""
         if self.config.log.inspect is not None and iteration % self.config.log.inspect == 0:
-            parallel = self.config.parallel.sequence_parallel_on
-            self._inspector = Inspector(self.chunks, self._mesh, sequence_parallel=parallel)
+            self._inspector = Inspector(
+                self.chunks, self._mesh, sequence_parallel=self.config.parallel.sequence_parallel_on
+            )
         if self._stragglers is not None:
             self._stragglers.begin_step()
         began = time.monotonic()
@@ -108,9 +126,11 @@ class Watch:
             self._stragglers.end_step(time.monotonic() - began)
 
     def measure(self) -> tuple[dict[str, float], Measured]:
-        """(num_zeros and params_norm, statistics of --inspect) of the last step, where due. Every rank must call."""
-        numbers, tensors = {}, {}
-        log, device = self.config.log, self.runtime.device.torch_device
+        """Return (num_zeros and params_norm, statistics of --inspect) of the last step, when due. Every rank must call."""
+        numbers: dict[str, float] = {}
+        tensors: Measured = {}
+        log = self.config.log
+        device = self.runtime.device.torch_device
         self._steps += 1
         self.profiler.write_if_done(self.state.iteration)
         if self._line_is_due or self._curves_are_due:
@@ -135,38 +155,46 @@ class Watch:
     def report(
         self, step: StepNumbers, losses: Mapping[str, float], interval: Interval | None, tensors: Measured
     ) -> None:
-        """Send the last step's numbers to the sinks. interval: of its log line, None if none was due. Every rank must
-        call."""
+        """Send the last step's numbers to the writers. Every rank must call.
+
+        interval: of the step's log line; None if none was due.
+        """
         self._tell_of_losses()
         self._beacon.step(step.iteration, step.consumed_samples, losses)
         if self._line_is_due and self._stragglers is not None:
             print_rank_last(self._stragglers.line())
-        if self._curves_are_due and self.sinks:
+        if self._curves_are_due and self.writers:
             self._send("step", self._curve_values(step, losses))
         if interval is not None:
             times = self._times()
             if self.config.log.log_throughput:
                 print_rank_last(progress_line(interval, self.config.data.tokens_per_sample, self._mfu(interval)))
-            if self.sinks:
+            if self.writers:
                 self._send("interval", self._interval_values(interval) | times)
             self.memory.save()
         for (what, name), statistics in tensors.items():
             self._send("inspect", statistics.values(), {"what": what, "name": name})
 
     def report_validation(self, what: str, losses: Mapping[str, float | None], *, at_end: bool) -> None:
-        """Send losses to the sinks. what: test, validation, or validation-NAME for one of several sets. losses: None for
-        one that
-        counted no token. at_end: after the last step."""
-        losses = {name: loss for name, loss in losses.items() if loss is not None}
-        values = {f"{name} {what}": value for name, value in losses.items()}
+        """Send validation losses to the writers.
+
+        what: test, validation, or validation-NAME for one of several sets.
+        losses: by name; None for a loss of no token.
+        at_end: after the last step.
+        """
+        known = {name: loss for name, loss in losses.items() if loss is not None}
+        values = {f"{name} {what}": loss for name, loss in known.items()}
         if self.config.tensorboard.log_validation_ppl_to_tensorboard:
-            values |= {f"{name} {what} ppl": perplexity(loss) for name, loss in losses.items() if has_perplexity(name)}
+            for name, loss in known.items():
+                if has_perplexity(name):
+                    values[f"{name} {what} ppl"] = perplexity(loss)
         self._send("validation", values, {"split": what, "at": "end" if at_end else "step"})
 
     def note_progress(self, event: str) -> None:
         """Append a line to progress.txt, with --log-progress, and tell supervisors of a checkpoint."""
-        if number := event.partition("Saved checkpoint\tIteration: ")[2]:
-            self._beacon.saved(int(number))
+        saved_iteration = event.partition("Saved checkpoint\tIteration: ")[2]
+        if saved_iteration:
+            self._beacon.saved(int(saved_iteration))
         if not self.config.log.log_progress or not self._mesh["world"].is_first:
             return
         job = os.environ.get("SLURM_JOB_ID", "")
@@ -182,18 +210,20 @@ class Watch:
         self._tell_of_losses()
         self.profiler.finish()
         self.memory.save()
-        for sink in self.sinks:
+        for writer in self.writers:
             try:
-                sink.close()
-            except SinkError as error:
-                output_streams.lose(error.sink, error.why)
+                writer.close()
+            except WriterError as error:
+                output_streams.lose(error.writer, error.why)
 
     def _tell_of_losses(self) -> None:
-        """Put the outputs that were lost since the last call into those that are left. A loss among these is told
-        next time."""
-        news = output_streams.losses[self._losses_told :]
-        self._losses_told += len(news)
-        for loss in news:
+        """Tell the outputs that still work which others were lost since the last call.
+
+        If one of them fails while it is told, the next call tells the rest of that.
+        """
+        new_losses = output_streams.losses[self._losses_told :]
+        self._losses_told += len(new_losses)
+        for loss in new_losses:
             self._beacon.lost(str(loss))
             self.note_progress(f"WARNING: {loss}")
             self._send("lost output", {}, {"output": loss.output, "why": loss.why})
@@ -201,28 +231,35 @@ class Watch:
     # ---------------------------------------------------------------- what is sent
 
     def _send(self, kind: Any, values: Mapping[str, float], labels: Mapping[str, str] | None = None) -> None:
+        """Write a record to every writer. A writer that fails is noted as a lost output."""
         record = Record(kind, self.state.iteration, self.state.consumed_train_samples, values, labels or {})
-        for sink in self.sinks:
+        for writer in self.writers:
             try:
-                sink.write(record)
-            except SinkError as error:
-                output_streams.lose(error.sink, error.why)
+                writer.write(record)
+            except WriterError as error:
+                output_streams.lose(error.writer, error.why)
 
     def _curve_values(self, step: StepNumbers, losses: Mapping[str, float]) -> dict[str, float]:
+        """Return the numbers of a step's curves, by name."""
         curves = self.config.tensorboard
-        return {
-            **(step.rates() if curves.log_learning_rate_to_tensorboard else {}),
-            **({"batch-size": step.global_batch_size} if curves.log_batch_size_to_tensorboard else {}),
-            **({} if step.grad_norm is None else losses),
-            **({"loss-scale": step.loss_scale} if curves.log_loss_scale_to_tensorboard else {}),
-            **({"world-size": self.runtime.world_size} if curves.log_world_size_to_tensorboard else {}),
-            **(self.runtime.device.memory_numbers() if curves.log_memory_to_tensorboard else {}),
-            **step.curves("grad_norm", "num_zeros", "params_norm"),
-        }
+        values: dict[str, float] = {}
+        if curves.log_learning_rate_to_tensorboard:
+            values |= step.rates()
+        if curves.log_batch_size_to_tensorboard:
+            values["batch-size"] = step.global_batch_size
+        if step.grad_norm is not None:  # the step was not skipped
+            values |= losses
+        if curves.log_loss_scale_to_tensorboard:
+            values["loss-scale"] = step.loss_scale
+        if curves.log_world_size_to_tensorboard:
+            values["world-size"] = self.runtime.world_size
+        if curves.log_memory_to_tensorboard:
+            values |= self.runtime.device.memory_numbers()
+        return values | step.curves("grad_norm", "num_zeros", "params_norm")
 
     def _interval_values(self, interval: Interval) -> dict[str, float]:
-        mfu = self._mfu(interval)
-        return {
+        """Return the numbers of a log line, by name."""
+        values = {
             **interval.losses,
             **interval.last.rates(),
             **interval.last.curves("loss_scale", "grad_norm", "num_zeros", "params_norm"),
@@ -231,32 +268,48 @@ class Watch:
             "tokens-per-second": interval.samples_per_second * self.config.data.tokens_per_sample,
             "skipped-iterations": interval.skipped_iterations,
             "nan-iterations": interval.nan_iterations,
-            **{name: x for name, x in (("throughput", interval.tflops), ("mfu", mfu)) if x is not None},
         }
+        if interval.tflops is not None:
+            values["throughput"] = interval.tflops
+        mfu = self._mfu(interval)
+        if mfu is not None:
+            values["mfu"] = mfu
+        return values
 
     def _mfu(self, interval: Interval) -> float | None:
-        """Model FLOPs utilization: the share of the device's peak; None if either is unknown."""
+        """Return the model FLOPs utilization, the share of the device's peak; None if either is unknown."""
         peak = self.runtime.device.peak_flops(self.config.transformer.params_dtype)
-        return None if peak is None or interval.tflops is None else interval.tflops * 1e12 / peak
+        if peak is None or interval.tflops is None:
+            return None
+        return interval.tflops * 1e12 / peak
 
     def _times(self) -> dict[str, float]:
-        """Print the timer table. Returns the slowest rank's seconds per step of each timer, if curves want them."""
-        steps, self._steps = self._steps, 0
-        table = self.timers.log(normalizer=steps)
+        """Print the timer table, and return the slowest rank's seconds per step of each timer, if curves need them."""
+        steps = self._steps
+        self._steps = 0
+        table = self.timers.log(normalizer=steps)  # timer -> rank -> seconds
         if not self.config.tensorboard.log_timers_to_tensorboard:
             return {}
-        return {f"{name}-time": max(of.values()) / steps for name, of in table.items()}
+        return {f"{name}-time": max(by_rank.values()) / steps for name, by_rank in table.items()}
 
 
-def make_sinks(runtime: Runtime, iteration: int) -> list[Sink]:
-    """The sinks that the settings name, for a run that starts at `iteration`. Raises ValueError or OSError."""
-    config, sinks = runtime.config, []
+def make_writers(runtime: Runtime, iteration: int) -> list[Writer]:
+    """Return the writers that the settings name, for a run that starts at `iteration`. Raises ValueError or OSError."""
+    config = runtime.config
+    writers: list[Writer] = []
     curves = config.tensorboard
     if config.log.metrics_file is not None:
-        sinks.append(MetricsFile(config.log.metrics_file, iteration))
+        writers.append(MetricsFile(config.log.metrics_file, iteration))
     if writes_tensorboard(curves):
-        sinks.append(TensorBoardSink(curves.tensorboard_dir, curves.tensorboard_queue_size))
+        writers.append(TensorBoardWriter(curves.tensorboard_dir, curves.tensorboard_queue_size))
     if curves.wandb_project is not None:
-        names = (curves.wandb_project, curves.wandb_exp_name, curves.wandb_entity, curves.wandb_save_dir)
-        sinks.append(WandbSink(*names, config.as_json()))
-    return sinks
+        writers.append(
+            WandbWriter(
+                curves.wandb_project,
+                curves.wandb_exp_name,
+                curves.wandb_entity,
+                curves.wandb_save_dir,
+                config.as_json(),
+            )
+        )
+    return writers

@@ -1,8 +1,7 @@
-"""--inspect statistics of whole tensors: every element counts once, in any layout (`core/distributed/params_norm_and_zeros.py`).
+"""Statistics of whole tensors for --inspect: every element counts once, in any layout.
 
-Activations are divided over data-parallel ranks and microbatches; tensor-parallel ranks hold copies of a layer's output,
-or parts
-under sequence parallelism.
+Parameters and gradients are those of `core/distributed/params_norm_and_zeros.py`. Activations are divided over data-parallel
+ranks and microbatches; tensor-parallel ranks have copies of a layer's output, or parts with sequence parallelism.
 """
 
 import json
@@ -23,18 +22,17 @@ from megatron.core.parallel.mesh import Mesh
 
 @dataclass(frozen=True)
 class Statistics:
-    """Statistics of a set of elements. mean, distances (sum of squared distances from the mean), largest: of the
-    finite ones."""
+    """Statistics of a set of elements. Mean, distances and largest are those of the finite elements."""
 
-    finite: int = 0
+    finite: int = 0  # elements
     mean: float = 0.0
-    distances: float = 0.0
-    largest: float = 0.0
-    zeros: int = 0
-    not_finite: int = 0
+    distances: float = 0.0  # sum of squared distances from the mean
+    largest: float = 0.0  # magnitude
+    zeros: int = 0  # elements
+    not_finite: int = 0  # elements
 
     def __add__(self, other: "Statistics") -> "Statistics":
-        """Statistics of both sets together (Chan, Golub, LeVeque 1979: stable for a large mean)."""
+        """Return the statistics of both sets together (Chan, Golub, LeVeque 1979: stable for a large mean)."""
         finite = self.finite + other.finite
         between = other.mean - self.mean
         share = other.finite / max(finite, 1)
@@ -48,7 +46,7 @@ class Statistics:
         )
 
     def values(self) -> dict[str, float]:
-        """The reported numbers: mean, std, max magnitude, and the shares of zeros and of non-finite elements."""
+        """Return the reported numbers: mean, std, max magnitude, and the shares of zeros and of non-finite elements."""
         elements = max(self.finite + self.not_finite, 1)
         return {
             "mean": self.mean,
@@ -62,14 +60,18 @@ class Statistics:
 @torch.no_grad()
 @memory_kind("other")
 def statistics_of(x: Tensor) -> Statistics:
-    """Statistics of the elements of `x`, computed in float64."""
-    wide = x.detach().double().reshape(-1)
-    finite = wide[wide.isfinite()]
+    """Return the statistics of the elements of `x`, of any shape, computed in float64."""
+    elements = x.detach().double().reshape(-1)  # [elements]
+    finite = elements[elements.isfinite()]  # [finite elements]
     if finite.numel() == 0:
-        return Statistics(not_finite=wide.numel())
+        return Statistics(not_finite=elements.numel())
     mean = finite.mean()
-    numbers = torch.stack([mean, (finite - mean).square().sum(), finite.abs().max(), (finite == 0).sum()]).tolist()
-    return Statistics(finite.numel(), *numbers[:3], int(numbers[3]), wide.numel() - finite.numel())
+    distances = (finite - mean).square().sum()
+    numbers = torch.stack([mean, distances, finite.abs().max(), (finite == 0).sum()])  # one copy from the device
+    mean, distances, largest, zeros = numbers.tolist()
+    return Statistics(
+        finite.numel(), mean, distances, largest, zeros=int(zeros), not_finite=elements.numel() - finite.numel()
+    )
 
 
 # ---------------------------------------------------------------- --inspect
@@ -83,18 +85,19 @@ def _gives_hidden_states(module: nn.Module) -> bool:
 
 
 class Inspector:
-    """Statistics of one step: create before the step, `finish` after it. Steps without --inspect have no hook and no
-    cost."""
+    """Compute statistics of one step: create before the step, `finish` after it. Other steps have no hooks."""
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], mesh: Mesh, *, sequence_parallel: bool):
-        self._chunks, self._mesh = chunks, mesh
-        self._found: dict[TensorKey, Statistics] = {}
+        self._chunks = chunks
+        self._mesh = mesh
+        self._statistics: dict[TensorKey, Statistics] = {}  # of this rank
         self._handles: list[RemovableHandle] = []
-        if sequence_parallel or mesh["tp"].is_first:  # other tensor-parallel ranks hold copies
+        if sequence_parallel or mesh["tp"].is_first:  # other tensor-parallel ranks have copies
             for chunk in chunks:
                 self._watch_outputs(chunk.module)
 
     def _watch_outputs(self, model: nn.Module) -> None:
+        """Add a hook to every module that returns hidden states."""
         for name, module in model.named_modules():
             if _gives_hidden_states(module) or name.endswith("final_layernorm"):
 
@@ -105,18 +108,24 @@ class Inspector:
                 self._handles.append(module.register_forward_hook(note))
 
     def _add(self, key: TensorKey, x: Tensor) -> None:
-        self._found[key] = self._found.get(key, Statistics()) + statistics_of(x)
+        self._statistics[key] = self._statistics.get(key, Statistics()) + statistics_of(x)
 
     def finish(self, device: torch.device | str) -> dict[TensorKey, Statistics]:
-        """Statistics of the whole model, the same on every rank. Gradients are clipped already. Every rank must call."""
+        """Return the statistics of the whole model, the same on every rank. Every rank must call.
+
+        Gradients are those after clipping.
+        """
         for handle in self._handles:
             handle.remove()
-        for what, grads in (("parameter", False), ("gradient", True)):
-            for name, part in owned_elements(self._chunks, self._mesh, grads=grads):
-                self._add((what, name), part)
-        mine = [[*key, asdict(statistics)] for key, statistics in self._found.items()]
-        whole: dict[TensorKey, Statistics] = {}
-        for text in collectives.all_gather_texts(json.dumps(mine), self._mesh["world"], device):
+        for name, values in owned_elements(self._chunks, self._mesh, grads=False):
+            self._add(("parameter", name), values)
+        for name, values in owned_elements(self._chunks, self._mesh, grads=True):
+            self._add(("gradient", name), values)
+
+        # add up the statistics of all ranks
+        local = [[*key, asdict(statistics)] for key, statistics in self._statistics.items()]
+        total: dict[TensorKey, Statistics] = {}
+        for text in collectives.all_gather_texts(json.dumps(local), self._mesh["world"], device):
             for what, name, numbers in json.loads(text):
-                whole[what, name] = whole.get((what, name), Statistics()) + Statistics(**numbers)
-        return whole
+                total[what, name] = total.get((what, name), Statistics()) + Statistics(**numbers)
+        return total

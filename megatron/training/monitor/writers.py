@@ -1,6 +1,6 @@
-"""Sinks: where a run's numbers go beside the log: TensorBoard, wandb, a JSONL file. A new sink is one more class.
+"""Writers send a run's numbers to TensorBoard, wandb and a JSONL file, beside the log. A new writer is one more class.
 
-The loop makes `Record`s; each sink writes the kinds it needs. Only the last rank, where losses are known, has sinks.
+The loop creates `Record`s; each writer writes the kinds it needs. Only the last rank, where losses are known, has writers.
 
     step         a training step, every --tensorboard-log-interval: curves
     interval     the numbers of a log line, every --log-interval
@@ -8,9 +8,8 @@ The loop makes `Record`s; each sink writes the kinds it needs. Only the last ran
     inspect      statistics of one tensor, every --inspect steps
     lost output  an output of the run cannot be written any more
 
-A sink that fails ends no run: its write says so by `SinkError`, once. TensorBoard and wandb are left alone from then on,
-since
-what they have kept is unknown; the JSONL file is tried again at each record.
+A writer that fails does not end the run: it raises `WriterError` once. TensorBoard and wandb are not called again, since it
+is unknown what they have written; the JSONL file is tried again at each record.
 """
 
 import contextlib
@@ -30,48 +29,53 @@ Kind = Literal["step", "interval", "validation", "inspect", "lost output"]
 
 @dataclass(frozen=True)
 class Record:
-    """Numbers of one moment of a run, by Megatron's names. labels: their split, the inspected tensor, the lost output."""
+    """Numbers of one moment of a run, by Megatron's names."""
 
     kind: Kind
     iteration: int
     samples: int  # consumed so far
     values: Mapping[str, float]
-    labels: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)  # the split, the inspected tensor, the lost output
 
 
-class SinkError(Exception):
-    """A sink cannot be written. sink: its name; why: the reason."""
+class WriterError(Exception):
+    """A writer cannot write. writer: its name; why: the reason."""
 
-    def __init__(self, sink: str, why: BaseException):
-        super().__init__(f"{sink}: {why}")
-        self.sink, self.why = sink, why
+    def __init__(self, writer: str, why: BaseException):
+        super().__init__(f"{writer}: {why}")
+        self.writer = writer
+        self.why = why
 
 
-class Sink(Protocol):
-    def write(self, record: Record) -> None: ...  # raises SinkError
-    def close(self) -> None: ...  # raises SinkError
+class Writer(Protocol):
+    def write(self, record: Record) -> None: ...  # raises WriterError
+    def close(self) -> None: ...  # raises WriterError
+
+
+_ONLY_OF_INTERVALS = ("throughput", "tokens-per-second", "mfu")
 
 
 def curve_points(record: Record) -> dict[str, float]:
-    """The points that a record adds to curves. An interval adds only numbers that its steps have not added."""
+    """Return the points that a record adds to curves. An interval adds only numbers that its steps have not added."""
     if record.kind == "interval":
-        return {name: value for name, value in record.values.items() if name.endswith("-time") or name in _OF_INTERVALS}
+        points = {}
+        for name, value in record.values.items():
+            if name.endswith("-time") or name in _ONLY_OF_INTERVALS:
+                points[name] = value
+        return points
     if record.kind == "inspect":
-        of = " ".join(record.labels.values())
-        return {f"{of}/{name}": value for name, value in record.values.items()}
+        tensor = " ".join(record.labels.values())
+        return {f"{tensor}/{name}": value for name, value in record.values.items()}
     return dict(record.values)
 
 
 def lost_text(record: Record) -> str:
-    """The text of a record of a lost output, for those who show text."""
+    """Return the text of a record of a lost output."""
     return f"{record.labels['output']} cannot be written: {record.labels['why']}"
 
 
-_OF_INTERVALS = ("throughput", "tokens-per-second", "mfu")
-
-
-class _Foreign:
-    """A sink of another library, which tells of a failure by an error of any kind. It is left alone after the first."""
+class _LibraryWriter:
+    """A writer of another library, which may raise errors of any kind. It is not called again after the first."""
 
     name = ""
 
@@ -79,16 +83,16 @@ class _Foreign:
         self._has_failed = False
 
     @contextlib.contextmanager
-    def _calling(self) -> Iterator[None]:
-        """The block calls the library."""
+    def _library_call(self) -> Iterator[None]:
+        """Turn any error of the block, which calls the library, into a WriterError."""
         try:
             yield
         except Exception as error:
             self._has_failed = True
-            raise SinkError(self.name, error) from error
+            raise WriterError(self.name, error) from error
 
 
-class TensorBoardSink(_Foreign):
+class TensorBoardWriter(_LibraryWriter):
     """TensorBoard event files. Each curve is written twice: over iterations, and as "X vs samples"."""
 
     name = "TensorBoard"
@@ -106,8 +110,9 @@ class TensorBoardSink(_Foreign):
     def write(self, record: Record) -> None:
         if self._has_failed:
             return
-        points, text = curve_points(record), lost_text(record) if record.kind == "lost output" else None
-        with self._calling():
+        points = curve_points(record)
+        text = lost_text(record) if record.kind == "lost output" else None
+        with self._library_call():
             for name, value in points.items():
                 self._writer.add_scalar(name, value, record.iteration)
                 if record.kind != "inspect":
@@ -116,13 +121,13 @@ class TensorBoardSink(_Foreign):
                 self._writer.add_text("lost output", text, record.iteration)
 
     def close(self) -> None:
-        """Not after a failure: the writer's thread has ended, and would be waited for."""
+        """Close the file. After a failure do nothing: closing would wait for the writer's thread, which has ended."""
         if not self._has_failed:
-            with self._calling():
+            with self._library_call():
                 self._writer.close()
 
 
-class WandbSink(_Foreign):
+class WandbWriter(_LibraryWriter):
     """A Weights & Biases run: curves and settings."""
 
     name = "wandb"
@@ -143,7 +148,7 @@ class WandbSink(_Foreign):
         if record.kind == "step":
             points["samples vs steps"] = record.samples
         text = lost_text(record) if record.kind == "lost output" else None
-        with self._calling():
+        with self._library_call():
             if points:
                 self._run.log(points, step=record.iteration)
             if text is not None:
@@ -151,19 +156,18 @@ class WandbSink(_Foreign):
 
     def close(self) -> None:
         if not self._has_failed:
-            with self._calling():
+            with self._library_call():
                 self._run.finish()
 
 
 class MetricsFile:
     """A JSONL file: {"kind": "interval", "iteration": 10, "consumed_samples": 80, "lm loss": 6.9, ...}.
 
-    On a full disk records are missing: a line of the kind "lost output", with their number, stands in their place once
-    there is space.
+    On a full disk records are missing: a line of the kind "lost output", with their number, is written in their place
+    once there is space. A NaN or infinite number is null, and `not_finite` has its text.
 
-    A NaN or infinite number is null, and `not_finite` holds its text. A run resumed at `iteration` first truncates the
-    file to
-    it, since it will write later records again. Raises ValueError for a file with other content.
+    A run resumed at `iteration` first removes the later records, since it will write them again. Raises ValueError for a
+    file with other content, and for a path that cannot be written.
     """
 
     def __init__(self, path: str, iteration: int):
@@ -171,35 +175,36 @@ class MetricsFile:
         try:
             self.path.absolute().parent.mkdir(parents=True, exist_ok=True)
             if self.path.is_file():  # a pipe, a terminal and a device have no end to read to
-                self._cut_after(iteration)
+                self._truncate_after(iteration)
             self._file = self.path.open("ab", buffering=0)
         except OSError as error:
             raise ValueError(f"--metrics-file {path} cannot be written: {error.strerror}; choose another") from error
         self._missing: list[Record] = []  # since the last write that worked
         self._why = ""
 
-    def _cut_after(self, iteration: int) -> None:
+    def _truncate_after(self, iteration: int) -> None:
         text = self.path.read_text(encoding="utf-8", errors="replace")
-        kept = lines_until(text, iteration, str(self.path))
-        if kept != text:
+        remaining = lines_until(text, iteration, str(self.path))
+        if remaining != text:
             with atomic_file(self.path) as file:  # a run killed here loses nothing
-                file.write(kept.encode())
+                file.write(remaining.encode())
 
     def write(self, record: Record) -> None:
         if record.kind == "step":
             return
         line = json_line(record) + "\n"
         try:
-            self._append(self._of_missing() + line)
+            self._append(self._missing_line() + line)
         except OSError as error:
             self._missing.append(record)
             self._why = error.strerror or str(error)
             if len(self._missing) == 1:
-                raise SinkError("--metrics-file", error) from error
+                raise WriterError("--metrics-file", error) from error
         else:
             self._missing.clear()
 
-    def _of_missing(self) -> str:
+    def _missing_line(self) -> str:
+        """Return a line that tells how many records are missing; "" if none are."""
         if not self._missing:
             return ""
         first = self._missing[0]
@@ -208,14 +213,15 @@ class MetricsFile:
         return line + "\n"
 
     def _append(self, text: str) -> None:
-        """All of the text or nothing: half a line would spoil the file for its readers."""
-        left = memoryview(text.encode())
+        """Write all of the text or nothing: half a line would break the file for its readers."""
+        remaining = memoryview(text.encode())
         size = os.fstat(self._file.fileno()).st_size
         try:
-            while left:
-                left = left[os.write(self._file.fileno(), left) :]
+            while remaining:
+                written = os.write(self._file.fileno(), remaining)
+                remaining = remaining[written:]
         except OSError:
-            with contextlib.suppress(OSError):  # a pipe, or a disk that allows nothing any more
+            with contextlib.suppress(OSError):  # a pipe cannot be truncated, nor a file of a failed disk
                 os.ftruncate(self._file.fileno(), size)
             raise
 
@@ -223,36 +229,50 @@ class MetricsFile:
         try:
             self._file.close()
         except OSError as error:
-            raise SinkError("--metrics-file", error) from error
+            raise WriterError("--metrics-file", error) from error
 
 
 def json_line(record: Record) -> str:
-    """The record as strict JSON, which has no NaN and no Infinity."""
-    start = {"kind": record.kind, "iteration": record.iteration, "consumed_samples": record.samples, **record.labels}
-    values = {name: value if math.isfinite(value) else None for name, value in record.values.items()}
-    odd = {name: str(float(value)) for name, value in record.values.items() if not math.isfinite(value)}
-    return json.dumps({**start, **values, **({"not_finite": odd} if odd else {})}, allow_nan=False)
+    """Return the record as strict JSON, which has no NaN and no Infinity."""
+    content: dict[str, Any] = {
+        "kind": record.kind,
+        "iteration": record.iteration,
+        "consumed_samples": record.samples,
+        **record.labels,
+    }
+    not_finite = {}
+    for name, value in record.values.items():
+        if math.isfinite(value):
+            content[name] = value
+        else:
+            content[name] = None
+            not_finite[name] = str(float(value))
+    if not_finite:
+        content["not_finite"] = not_finite
+    return json.dumps(content, allow_nan=False)
 
 
 def lines_until(text: str, iteration: int, name: str) -> str:
-    """The lines of a metrics file that a run resumed at `iteration` does not write again.
+    """Return the lines of a metrics file that a run resumed at `iteration` does not write again.
 
-    Validations at the end of the run are dropped: the resumed run repeats them. A last line without a newline was cut by
-    a kill,
-    and is dropped too.
+    Validations at the end of the run are dropped: the resumed run repeats them. A last line without a newline was cut
+    off by a kill, and is dropped too. name: of the file, for messages.
     """
-    kept = []
+    lines = []
     for number, line in enumerate(text.splitlines(keepends=True), start=1):
+        is_complete = line.endswith("\n")
         try:
-            entry = json.loads(line)
-            at, is_end = entry["iteration"], entry.get("at") == "end"
-            _ = entry["kind"]
+            record = json.loads(line)
+            record_iteration = record["iteration"]
+            is_end = record.get("at") == "end"
+            _ = record["kind"]
         except (ValueError, KeyError, TypeError, AttributeError):
-            if line.endswith("\n") or number == 1:
+            if is_complete or number == 1:
                 raise ValueError(
                     f"--metrics-file {name}: line {number} is not a record of a run; give another name, or move the file"
                 ) from None
             break
-        if line.endswith("\n") and (at < iteration or (at == iteration and not is_end)):
-            kept.append(line)
-    return "".join(kept)
+        is_before = record_iteration < iteration or (record_iteration == iteration and not is_end)
+        if is_complete and is_before:
+            lines.append(line)
+    return "".join(lines)

@@ -1,4 +1,4 @@
-"""The base class of a check, and the error that a check raises."""
+"""A check subclasses `Check`, and raises `WrongNumbersError`."""
 
 from typing import Any
 
@@ -13,19 +13,22 @@ class WrongNumbersError(RuntimeError):
 
 
 class Check:
-    """What a check may do in a step, by default nothing. Every rank calls the same methods at the same places.
+    """A check overrides the methods that it needs; by default they do nothing. Every rank makes the same calls.
 
-    begin()                     before the first step of this run
-    before_step(iteration, work)    nothing of the step is computed yet
-    before_update()             gradients are complete, no parameter has changed
-    after_update(iteration)     of this number; not called for a step without an update
-    before_save()
+    begin()                         before the first step of this run
+    before_step(iteration, work)    before anything of the step is computed
+    before_update()                 gradients are complete, no parameter has changed
+    after_update(iteration)         iteration counts from 1; not called for a step without an update
+    before_save()                   before a checkpoint is saved
     """
 
     def __init__(self, runtime: Runtime, chunks: list[nn.Module], optimizer: Any):
-        self.runtime, self.config = runtime, runtime.config.guard
-        self.mesh, self.device = runtime.mesh, runtime.device.torch_device
-        self.chunks, self.optimizer = chunks, optimizer
+        self.runtime = runtime
+        self.config = runtime.config.guard
+        self.mesh = runtime.mesh
+        self.device = runtime.device.torch_device
+        self.chunks = chunks
+        self.optimizer = optimizer
 
     def begin(self) -> None: ...
 
@@ -38,9 +41,10 @@ class Check:
     def before_save(self) -> None: ...
 
     def stop_if(self, problem: str) -> None:
-        """Raise WrongNumbersError on the ranks with a problem, and PeerError with its text on the others. Every rank
-        must call;
-        one all-reduce of a number."""
+        """Raise WrongNumbersError on the ranks with a problem, and PeerError with its text on the others.
+
+        Every rank must call. Communication: one all-reduce of a number.
+        """
         with raise_together(self.mesh["world"], self.device):
             if problem:
                 raise WrongNumbersError(problem)

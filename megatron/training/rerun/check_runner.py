@@ -1,4 +1,4 @@
-"""`Guard`: the checks of a run, called by the loop before and after each update, and before a save."""
+"""`Guard` runs the checks of a run; the loop calls it before and after each update, and before a save."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -6,26 +6,26 @@ from typing import Any
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.pipeline_parallel.schedules import Pipeline
-from megatron.training.batch_cache import KeptBatches
+from megatron.training.batch_cache import BatchCache
 from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.global_vars import Runtime
-from megatron.training.rerun.bad_step_policy import StepJudge
+from megatron.training.rerun.bad_step_policy import BadStepPolicy
 from megatron.training.rerun.base_check import Check
 from megatron.training.rerun.bit_flip_check import StateCheck
 from megatron.training.rerun.replica_check import ReplicaCheck
-from megatron.training.rerun.rerun_microbatch import ReplayCheck
+from megatron.training.rerun.rerun_microbatch import RerunCheck
 from megatron.training.step import StepFigures, StepGuard, StepWork
 
 # A check runs if its setting is given.
 CHECKS: dict[str, type[Check]] = {
     "check_state_hash_interval": StateCheck,  # first: its hashes are of the state as the update left it
     "check_weight_hash_across_dp_replicas_interval": ReplicaCheck,
-    "replay_every": ReplayCheck,
+    "replay_every": RerunCheck,
 }
 
 
 class Guard(StepGuard):
-    """The checks that the settings ask for. `Check` says when each method is called; every rank must call."""
+    """Run the checks that the settings turn on. `Check` says when each method is called; every rank must call."""
 
     def __init__(
         self,
@@ -35,28 +35,32 @@ class Guard(StepGuard):
         optimizer: FlatOptimizer,
         state: TrainState,
     ):
-        self.config = config = runtime.config.guard
-        self.checks = [kind(runtime, chunks, optimizer) for name, kind in CHECKS.items() if getattr(config, name)]
-        self.state, self._judge = state, StepJudge(runtime, state)
-        pipeline.forward_step = self._judge.watching_losses(pipeline.forward_step)
-        self._kept: list[KeptBatches] = []
+        self.config = runtime.config.guard
+        self.state = state
+        self.checks = []
+        for setting, check_class in CHECKS.items():
+            if getattr(self.config, setting):
+                self.checks.append(check_class(runtime, chunks, optimizer))
+        self._policy = BadStepPolicy(runtime, state)
+        pipeline.forward_step = self._policy.record_losses_of(pipeline.forward_step)
+        self._cached_batches: list[BatchCache] = []
 
     def keeping(self, data: dict[int, Iterator | None]) -> dict[int, Any]:
-        """The iterators of training by stage; a step's batches are kept while it may be computed again."""
+        """Return the training iterators by stage, which cache a step's batches as long as it may be computed again."""
         if self.config.rerun_mode == "disabled":
             return data
-        kept = {stage: None if batches is None else KeptBatches(batches) for stage, batches in data.items()}
-        self._kept = [batches for batches in kept.values() if batches is not None]
-        return kept
+        cached = {stage: None if batches is None else BatchCache(batches) for stage, batches in data.items()}
+        self._cached_batches = [batches for batches in cached.values() if batches is not None]
+        return cached
 
     def before_step(self, work: StepWork) -> None:
-        for batches in self._kept:
+        for batches in self._cached_batches:
             batches.begin()
         for check in self.checks:
             check.before_step(self.state.iteration + 1, work)
 
     def judge(self, work: StepWork, figures: StepFigures, problem: str) -> bool:
-        return self._judge(work, figures, problem)
+        return self._policy(work, figures, problem)
 
     def begin(self) -> None:
         for check in self.checks:

@@ -1,8 +1,7 @@
-"""The first tensor of a step that is NaN or infinite, found by computing the step again with a check after each module.
+"""The first tensor of a step that is NaN or infinite is found by computing the step again, with a check after each module.
 
 Order: the weights before the step; then by microbatch, numbered over all ranks, its forward before its backward, in the
-order of
-computation; then the summed gradients. Names are the model's, so they are the same in every layout.
+order of computation; then the summed gradients. Names are the model's, so they are the same in every layout.
 """
 
 import json
@@ -26,75 +25,95 @@ Order = tuple[int, ...]  # by which the tensors of a step are ordered
 _LAST = 2**62
 
 
-def first_bad_tensor(work: StepWork, device: torch.device | str = "cpu") -> str:
-    """A sentence that names it, or says that none is found. Every rank must call; the step must not be updated
-    afterwards, as a
-    model whose modules are watched may round differently."""
-    pipeline, mesh = work.pipeline, work.pipeline.mesh
+def first_nonfinite_tensor(work: StepWork, device: torch.device | str = "cpu") -> str:
+    """Return a sentence that names the tensor, or says that none is found. Every rank must call.
+
+    The step must not be updated afterwards: a model whose modules have hooks may round differently.
+    """
+    pipeline = work.pipeline
+    mesh = pipeline.mesh
     chunks: list[DistributedDataParallel] = list(pipeline.chunks.values())
-    look = _Look(work)
-    look.at_elements((-1,), "the weight {}, before the step", owned_elements(chunks, mesh, grads=False))
-    with look.watching(chunks):
-        work.compute(look.at_loss(pipeline.forward_step))
-    look.at_elements((_LAST,), "the gradient of {}, summed over the step", owned_elements(chunks, mesh, grads=True))
-    found = [json.loads(text) for text in collectives.all_gather_texts(json.dumps(look.first), mesh["world"], device)]
-    first = min((pair for pair in found if pair is not None), default=None)
-    return (
-        "No tensor was found that is not finite."
-        if first is None
-        else f"The first tensor that is not finite: {first[1]}."
-    )
+
+    # compute the step again, looking at weights, outputs, loss and gradients
+    locator = _NanLocator(work)
+    locator.check_elements((-1,), "the weight {}, before the step", owned_elements(chunks, mesh, grads=False))
+    with locator.hooks_on(chunks):
+        work.compute(locator.with_loss_check(pipeline.forward_step))
+    gradients = owned_elements(chunks, mesh, grads=True)
+    locator.check_elements((_LAST,), "the gradient of {}, summed over the step", gradients)
+
+    # the first of all ranks
+    matches = []
+    for text in collectives.all_gather_texts(json.dumps(locator.first), mesh["world"], device):
+        match = json.loads(text)
+        if match is not None:
+            matches.append(match)
+    if not matches:
+        return "No tensor was found that is not finite."
+    _, name = min(matches)
+    return f"The first tensor that is not finite: {name}."
 
 
-class _Look:
-    """What this rank finds. first: (key, name), or None."""
+class _NanLocator:
+    """The first tensor on this rank that is not finite. first: (order, name), or None."""
 
     def __init__(self, work: StepWork):
         self.first: tuple[Order, str] | None = None
-        self._work, self._action = work, Action(Op.F, 0, 0)
-        self._number = 0
+        self._work = work
+        self._action = Action(Op.F, 0, 0)  # the running action of the pipeline
+        self._num_checked = 0
 
-    def _at(self, key: Order, name: Callable[[], str], *tensors: Any) -> None:
-        if self.first is not None and self.first[0] < key:
+    def _check(self, order: Order, name: Callable[[], str], tensor: Any) -> None:
+        """Note a tensor that is not finite, if it comes before the noted one."""
+        if self.first is not None and self.first[0] < order:
             return
-        if any(isinstance(x, Tensor) and x.is_floating_point() and not bool(x.isfinite().all()) for x in tensors):
-            self.first = key, name()
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            return
+        if not bool(tensor.isfinite().all()):
+            self.first = (order, name())
 
-    def at_elements(self, key: Order, name: str, elements: Iterator[tuple[str, Tensor]]) -> None:
-        for label, part in elements:
-            self._at(key, partial(name.format, label), part)
+    def check_elements(self, order: Order, name: str, elements: Iterator[tuple[str, Tensor]]) -> None:
+        """Check parts of parameters or gradients. name: with {} for the parameter's name."""
+        for parameter_name, values in elements:
+            self._check(order, partial(name.format, parameter_name), values)
 
-    def _in_microbatch(self, what: str, *tensors: Any) -> None:
-        """Look at tensors of the running action."""
-        self._number += 1
-        pipeline, action = self._work.pipeline, self._action
+    def _check_in_microbatch(self, what: str, tensor: Any) -> None:
+        """Check a tensor of the running action."""
+        self._num_checked += 1
+        pipeline = self._work.pipeline
+        action = self._action
         samples = pipeline.mesh.samples
-        number = action.microbatch * samples.size + samples.rank
-        forward = action.op is Op.F
-        key = (number, 0 if forward else 1, action.stage if forward else -action.stage, self._number)
+        microbatch = action.microbatch * samples.size + samples.rank  # over all ranks
+        if action.op is Op.F:
+            order = (microbatch, 0, action.stage, self._num_checked)
+        else:  # a backward passes the stages in reverse order
+            order = (microbatch, 1, -action.stage, self._num_checked)
 
         def name() -> str:
-            rows = pipeline.batch.samples_of(self._work.first_sample, action.microbatch, samples)
-            which = f"sample {rows[0]}" if len(rows) == 1 else f"samples {rows[0]} to {rows[-1]}"
-            when = f"the {'forward' if forward else 'backward'} of microbatch {action.microbatch}"
+            numbers = pipeline.batch.samples_of(self._work.first_sample, action.microbatch, samples)
+            which = f"sample {numbers[0]}" if len(numbers) == 1 else f"samples {numbers[0]} to {numbers[-1]}"
+            direction = "forward" if action.op is Op.F else "backward"
+            when = f"the {direction} of microbatch {action.microbatch}"
             return f"{what}, in {when} ({which}) on rank {pipeline.mesh['world'].rank}"
 
-        self._at(key, name, *tensors)
+        self._check(order, name, tensor)
 
     @contextmanager
-    def watching(self, chunks: Sequence[DistributedDataParallel]) -> Iterator[None]:
-        """Look at the outputs of all modules, and at their gradients."""
-        pipeline: Pipeline = self._work.pipeline
-        handles, around = [], pipeline.around
+    def hooks_on(self, chunks: Sequence[DistributedDataParallel]) -> Iterator[None]:
+        """Check, in the block, the outputs of all modules and the gradients of these outputs."""
+        handles = []
         for chunk in chunks:
             for name, module in chunk.module.named_modules():
-                handles.append(module.register_forward_hook(partial(self._at_output, name or "the model")))
+                handles.append(module.register_forward_hook(partial(self._check_output, name or "the model")))
 
-        def note(action: Action) -> AbstractContextManager:
+        pipeline: Pipeline = self._work.pipeline
+        around = pipeline.around
+
+        def note_action(action: Action) -> AbstractContextManager:
             self._action = action
             return around(action)
 
-        pipeline.around = note
+        pipeline.around = note_action
         try:
             yield
         finally:
@@ -102,23 +121,25 @@ class _Look:
             for handle in handles:
                 handle.remove()
 
-    def _at_output(self, name: str, module: nn.Module, inputs: object, output: Any) -> None:
-        for x in output if isinstance(output, tuple | list) else (output,):
-            self._in_microbatch(f"the output of {name}", x)
+    def _check_output(self, name: str, module: nn.Module, inputs: object, output: Any) -> None:
+        """Check a module's output, and its gradient once backward has computed it."""
+        outputs = output if isinstance(output, tuple | list) else (output,)
+        for x in outputs:
+            self._check_in_microbatch(f"the output of {name}", x)
             if isinstance(x, Tensor) and x.requires_grad:
-                x.register_hook(partial(self._in_microbatch, f"the gradient of the output of {name}"))
+                x.register_hook(partial(self._check_in_microbatch, f"the gradient of the output of {name}"))
 
-    def at_loss(self, forward_step: ForwardStep) -> ForwardStep:
-        """The forward step with a look at the loss."""
+    def with_loss_check(self, forward_step: ForwardStep) -> ForwardStep:
+        """Return the forward step, with a check of the loss."""
 
-        def step(data_iterator: Any, model: Any) -> tuple[Any, Any]:
+        def checked_forward_step(data_iterator: Any, model: Any) -> tuple[Any, Any]:
             output, loss_func = forward_step(data_iterator, model)
 
-            def looked_at(given: Any) -> Any:
-                loss = loss_func(given)
-                self._in_microbatch("the loss", loss[0])
+            def checked_loss_func(output: Any) -> Any:
+                loss = loss_func(output)
+                self._check_in_microbatch("the loss", loss[0])
                 return loss
 
-            return output, looked_at if callable(loss_func) else loss_func
+            return output, checked_loss_func if callable(loss_func) else loss_func
 
-        return step
+        return checked_forward_step

@@ -1,10 +1,10 @@
-"""Are the copies of a parameter equal? Each rank hashes its copies; the ranks that should agree compare the hashes.
+"""Copies of a parameter are checked to be equal: each rank hashes its copies, and ranks with the same copy compare.
 
     data parallel      every parameter, or with ZeRO 3 every replica of a shard
     replicated_over    a parameter that its placement declares a copy, such as a norm over tp
-    shared rows        key/value heads that several tensor-parallel ranks hold
+    shared rows        key/value heads that several tensor-parallel ranks have
 
-A copy that is used apart gets other gradients on each rank and drifts without any error: the loss falls nearly as it should.
+A copy whose gradient is not reduced over its ranks drifts without any error: the loss falls nearly as it should.
 """
 
 from collections.abc import Iterator
@@ -26,13 +26,14 @@ from megatron.training.rerun.base_check import Check
 
 
 class ReplicaCheck(Check):
-    """--check-weight-hash-across-dp-replicas-interval."""
+    """--check-weight-hash-across-dp-replicas-interval: compare copies of the weights after an update."""
 
     def after_update(self, iteration: int) -> None:
-        if iteration % self.config.check_weight_hash_across_dp_replicas_interval == 0:
-            for chunk in self.chunks:
-                chunk.finish_param_gather()
-            self.stop_if(show_differences(differences_of_copies(self.chunks, self.mesh)))
+        if iteration % self.config.check_weight_hash_across_dp_replicas_interval != 0:
+            return
+        for chunk in self.chunks:
+            chunk.finish_param_gather()
+        self.stop_if(show_differences(differences_of_copies(self.chunks, self.mesh)))
 
 
 class Difference(NamedTuple):
@@ -43,16 +44,17 @@ class Difference(NamedTuple):
     ranks: list[list[int]]
 
     def __str__(self) -> str:
-        sides = " and ".join(f"rank{'s' * (len(some) > 1)} {' '.join(map(str, some))}" for some in self.ranks)
+        groups = [f"rank{'s' * (len(ranks) > 1)} {' '.join(map(str, ranks))}" for ranks in self.ranks]
+        sides = " and ".join(groups)
         return f"{self.name} should be equal over {self.axis}, but differs between {sides}"
 
 
-def show_differences(found: list[Difference]) -> str:
-    """The message of a mismatch; "" if there is none."""
-    if not found:
+def show_differences(differences: list[Difference]) -> str:
+    """Return the message of a mismatch; "" if there is none."""
+    if not differences:
         return ""
-    more = f"\n  and {len(found) - 10} more" if len(found) > 10 else ""
-    lines = "".join(f"\n  {one}" for one in found[:10])
+    more = f"\n  and {len(differences) - 10} more" if len(differences) > 10 else ""
+    lines = "".join(f"\n  {difference}" for difference in differences[:10])
     return (
         f"copies of the weights differ:{lines}{more}\nEither a rank's memory or device is wrong, or a parameter declared a copy "
         "(Placement.replicated_over) is used apart and needs partial_grad"
@@ -61,74 +63,98 @@ def show_differences(found: list[Difference]) -> str:
 
 @torch.no_grad()
 def differences_of_copies(chunks: list[DistributedDataParallel], mesh: Mesh) -> list[Difference]:
-    """The parameters whose copies differ, as this rank's axes show. Every rank must call, with all parameters gathered.
+    """Return the parameters whose copies differ over an axis of this rank.
 
-    Communication: over each axis with copies, an all-reduce of two numbers a parameter; in stage 3 another over the shards.
-    The ranks of an axis with a difference also gather its hashes.
+    Every rank must call, with all parameters gathered. Communication: over each axis with copies, an all-reduce of two
+    numbers a parameter; with ZeRO 3 another over the shards. The ranks of an axis with a difference also gather its hashes.
     """
-    copies = [copy for chunk in chunks for copy in _copies_of(chunk, mesh)]
-    found = _compare({}, [(copy, copy.replica) for copy in copies])
-    for axis in {copy.shards.ranks: copy.shards for copy in copies}.values():
-        divided = [copy.hash for copy in copies if copy.shards.ranks == axis.ranks]
-        total = collectives.all_reduce(torch.stack(divided), axis)
-        for mine, whole in zip(divided, total):
-            mine.copy_(whole)
-    alike = [(copy, axis) for copy in copies for axis in copy.alike]
-    return list(_compare({one.name: one for one in found}, alike))
+    # ranks with the same part of a parameter: data-parallel replicas
+    copies = []
+    for chunk in chunks:
+        copies.extend(_copies_of(chunk, mesh))
+    differences: dict[str, Difference] = {}  # by name
+    _compare(differences, [(copy, copy.replica) for copy in copies])
+
+    # With ZeRO 3 a rank has hashed its shard. The hash of the whole is the sum over the shards.
+    shard_axes = {copy.shards.ranks: copy.shards for copy in copies}
+    for axis in shard_axes.values():
+        hashes = [copy.hash for copy in copies if copy.shards.ranks == axis.ranks]
+        sums = collectives.all_reduce(torch.stack(hashes), axis)  # [copies]
+        for copy_hash, total in zip(hashes, sums):
+            copy_hash.copy_(total)
+
+    # ranks with the same whole: copies declared by the placement
+    declared = [(copy, axis) for copy in copies for axis in copy.replicated_over]
+    _compare(differences, declared)
+    return list(differences.values())
 
 
 class _Copy(NamedTuple):
-    """A parameter, or shared rows of one. hash: of this rank's part; after a sum over `shards`, of the whole."""
+    """A parameter, or the shared rows of one."""
 
     name: str
-    hash: Tensor
-    replica: Axis  # its ranks hold the same part
-    shards: Axis  # its ranks hold the whole together
-    alike: list[Axis]  # their ranks hold the same whole
+    hash: Tensor  # []; of this rank's part, and after a sum over `shards` of the whole
+    replica: Axis  # its ranks have the same part
+    shards: Axis  # its ranks have the whole together
+    replicated_over: list[Axis]  # their ranks have the same whole
 
 
 def _copies_of(chunk: DistributedDataParallel, mesh: Mesh) -> Iterator[_Copy]:
-    sharded = chunk.param_shards()
+    """Yield each parameter with its hash, and the rows of it that several tensor-parallel ranks have."""
+    param_shards = chunk.param_shards()
     for name, parameter in chunk.module.named_parameters():
-        placement, shape = parameter.placement, tuple(parameter.shape)
-        axes = mesh.grad_axes(placement.reduce_over, shards=name in sharded)
-        held, values = sharded.get(name, ((0, parameter.numel()), None))
-        values = parameter.data.reshape(-1) if values is None else values
-        wanted = [(name, (0, parameter.numel()), placement.replicated_over)]
+        placement = parameter.placement
+        shape = tuple(parameter.shape)
+        axes = mesh.grad_axes(placement.reduce_over, shards=name in param_shards)
+        local_range, values = param_shards.get(name, ((0, parameter.numel()), None))
+        if values is None:
+            values = parameter.data.reshape(-1)
+
+        # (name, range of elements, axes with copies of them)
+        ranges = [(name, (0, parameter.numel()), placement.replicated_over)]
         for axis_name, box in shared_rows(placement, shape):
-            wanted.append((f"{name} (shared rows)", rows_to_flat_range(box, shape), (axis_name,)))
-        for label, run, alike in wanted:
-            mine = _hash_of(values, held, run, parameter.device)
-            yield _Copy(label, mine, axes.replica, axes.shard, [mesh[one] for one in alike])
+            ranges.append((f"{name} (shared rows)", rows_to_flat_range(box, shape), (axis_name,)))
+        for label, elements, replicated_over in ranges:
+            hashed = _hash_range(values, local_range, elements, parameter.device)
+            yield _Copy(label, hashed, axes.replica, axes.shard, [mesh[axis] for axis in replicated_over])
 
 
-def _hash_of(values: Stored, held: tuple[int, int], run: tuple[int, int], device: torch.device) -> Tensor:
-    """The hash of the elements `run` of a parameter, of which `values` are the elements `held`: of the part in both."""
+def _hash_range(
+    values: Stored, local_range: tuple[int, int], elements: tuple[int, int], device: torch.device
+) -> Tensor:
+    """Return the hash, [], of those of a parameter's `elements` that this rank has.
+
+    values: the elements `local_range` of the parameter.
+    """
     total = torch.zeros((), dtype=torch.int64, device=device)
-    for start, stop in overlaps([held], *run):
-        at = start - run[0]
-        for part in read_parts(values[start - held[0] : stop - held[0]]):
-            total += tensor_hash(part, at).to(device)
-            at += part.numel()
+    for start, stop in overlaps([local_range], *elements):
+        position = start - elements[0]  # the hash depends on it, so that the shards' hashes add up to the whole's
+        for part in read_parts(values[start - local_range[0] : stop - local_range[0]]):
+            total += tensor_hash(part, position).to(device)
+            position += part.numel()
     return total
 
 
-def _compare(known: dict[str, Difference], copies: list[tuple[_Copy, Axis]]) -> list[Difference]:
-    """`known`, and the copies that differ over their axis and are not known."""
-    found = dict(known)
+def _compare(differences: dict[str, Difference], copies: list[tuple[_Copy, Axis]]) -> None:
+    """Add to `differences`, by name, the copies that differ over their axis. Known names are left as they are."""
     axes: dict[Any, Axis] = {axis.ranks: axis for _, axis in copies if axis.size > 1}
     for ranks, axis in axes.items():
-        some = [copy for copy, over in copies if over.ranks == ranks]
-        mine = torch.stack([copy.hash for copy in some])
-        largest, smallest = collectives.all_reduce(torch.stack((mine, ~mine)), axis, "max")  # ~ turns the order round
-        differ = (largest != ~smallest).nonzero().view(-1).tolist()
-        if not differ:
+        axis_copies = [copy for copy, copy_axis in copies if copy_axis.ranks == ranks]
+        hashes = torch.stack([copy.hash for copy in axis_copies])  # [copies]
+
+        # One reduction gives the largest and the smallest hash: ~x = -x - 1 reverses the order.
+        largest, smallest = collectives.all_reduce(torch.stack((hashes, ~hashes)), axis, "max")  # [copies] each
+        different = (largest != ~smallest).nonzero().view(-1).tolist()
+        if not different:
             continue
-        theirs = collectives.all_gather(mine[differ], axis).view(axis.size, -1).T.tolist()
-        for at, hashes in zip(differ, theirs):
+
+        # group the ranks by hash
+        gathered = collectives.all_gather(hashes[different], axis)  # [axis.size * different]
+        hashes_of_copies = gathered.view(axis.size, -1).T.tolist()  # [different, axis.size]
+        for index, rank_hashes in zip(different, hashes_of_copies):
             groups: dict[int, list[int]] = {}
-            for rank, value in zip(axis.ranks, hashes):
+            for rank, value in zip(axis.ranks, rank_hashes):
                 groups.setdefault(value, []).append(rank)
-            ordered = sorted(groups.values(), key=len, reverse=True)
-            found.setdefault(some[at].name, Difference(some[at].name, axis.name, ordered))
-    return list(found.values())
+            largest_first = sorted(groups.values(), key=len, reverse=True)
+            name = axis_copies[index].name
+            differences.setdefault(name, Difference(name, axis.name, largest_first))

@@ -1,4 +1,4 @@
-"""Values that are far larger than any before: spikes of the loss, and large gradients. Pure.
+"""Values far larger than any before are detected: spikes of the loss, and large gradients. Pure.
 
 Megatron-LM's rule (`is_unexpectedly_large`): a value is unexpected if it is at least 10 times the largest of the first 100.
 """
@@ -6,11 +6,15 @@ Megatron-LM's rule (`is_unexpectedly_large`): a value is unexpected if it is at 
 import math
 from typing import Any
 
-FACTOR, SAMPLES = 10.0, 100
+FACTOR = 10.0
+SAMPLES = 100  # the first values, which are only learned from
 
 
-class LargeValues:
-    """Looks at one kind of values. state: a dictionary that a checkpoint keeps, so that a resumed run judges as before."""
+class SpikeDetector:
+    """Watch one kind of values.
+
+    state: a dictionary that the checkpoint keeps, so that a resumed run decides as an uninterrupted one.
+    """
 
     def __init__(self, state: dict[str, Any]):
         self._state = state
@@ -23,12 +27,12 @@ class LargeValues:
         return self._state["largest"]
 
     @property
-    def than(self) -> str:
-        """What a value that is too large exceeds, in words."""
+    def threshold_text(self) -> str:
+        """The limit that a value has exceeded, in words."""
         return f"at least {FACTOR:g} times the largest of the first {SAMPLES} ({self.largest:.6g})"
 
     def is_too_large(self, value: float, samples: int = 1) -> bool:
-        """Whether the value, the largest of `samples` values, is unexpected. The first ones are not, nor NaN or infinity."""
+        """Whether a value, the largest of `samples` values, is unexpected. The first ones are not, nor NaN or infinity."""
         value = abs(value)
         if not math.isfinite(value):
             return False

@@ -139,7 +139,7 @@ def test_a_gradient_in_a_buffer_is_made_in_the_backward_of_its_inputs_maker(
     def refused(*_: object) -> None:
         raise AssertionError("a pass of its own")
 
-    monkeypatch.setattr("megatron.core.ops.rematerialize._make", refused)
+    monkeypatch.setattr("megatron.core.ops.rematerialize._recompute", refused)
     asked, twice = (gradients_in_buffers(block, lambda x: x, backwards) for backwards in (1, 2))
     assert all(map(torch.equal, asked, plain))
     torch.testing.assert_close(twice[-2:], [2 * x for x in plain[-2:]])

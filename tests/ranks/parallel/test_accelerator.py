@@ -364,7 +364,7 @@ WAITS = {
     "core/optimizer/flat_optimizer.py grad_norm: number read",
 }
 OF_STATE_ON_HOST = {
-    "core/parallel/accelerator.py result: event",
+    "core/parallel/accelerator.py finish: event",
     "core/offload/stored_tensor.py start_writing: copy npu to cpu",
 }
 OF_ORDER = {f"core/distributed/collective_order.py _compare: {what}" for what in ("copy cpu to npu", "number read")}

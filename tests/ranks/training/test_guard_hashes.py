@@ -19,7 +19,7 @@ from megatron.core.parallel.collectives import PeerError
 from megatron.core.parallel.mesh import Mesh
 from megatron.training.arguments.rerun_config import GuardConfig
 from megatron.training.rerun.base_check import WrongNumbersError
-from megatron.training.rerun.bit_flip_check import StateCheck, changes_since, hashes_of, held_state
+from megatron.training.rerun.bit_flip_check import StateCheck, changes_since, hashes_of, resident_state
 from megatron.training.rerun.replica_check import differences_of_copies
 
 HALF = replace(TINY_GPT2, fp64=False, bf16=True)
@@ -117,25 +117,25 @@ AT_REST = {
 def flips_at_rest(mesh: Mesh, layout: Layout, config, optimizer: OptimizerConfig | None = None) -> set[str]:
     tiny = trained(mesh, config, layout, optimizer)
     draw, kinds = random.Random(mesh["world"].rank), set()
-    before = hashes_of(held_state(tiny.model, tiny.adam))
-    assert changes_since(before, held_state(tiny.model, tiny.adam)) == ""
-    everything = list(held_state(tiny.model, tiny.adam))
+    before = hashes_of(resident_state(tiny.model, tiny.adam))
+    assert changes_since(before, resident_state(tiny.model, tiny.adam)) == ""
+    everything = list(resident_state(tiny.model, tiny.adam))
     for held in everything:
-        kinds.add(held.what)
+        kinds.add(held.kind)
         for _ in range(2):
             slot = draw.choice(
-                [s for s in held.slots if s.start < held.start + held.values.numel() and s.stop > held.start]
+                [s for s in held.param_ranges if s.start < held.start + held.values.numel() and s.stop > held.start]
             )
             inside = max(slot.start, held.start), min(slot.stop, held.start + held.values.numel())
             element = draw.randrange(*inside) - held.start
             bit = (element * held.values.dtype.itemsize) * 8 + draw.randrange(8 * held.values.dtype.itemsize)
             flip(held.values, bit)
-            told = changes_since(before, held_state(tiny.model, tiny.adam))
-            assert told.count("\n") == 1 and f"{held.what} of " in told and slot.name in told, told
+            told = changes_since(before, resident_state(tiny.model, tiny.adam))
+            assert told.count("\n") == 1 and f"{held.kind} of " in told and slot.name in told, told
             flip(held.values, bit)
-    assert changes_since(before, held_state(tiny.model, tiny.adam)) == ""
+    assert changes_since(before, resident_state(tiny.model, tiny.adam)) == ""
     tiny.step(1)
-    assert changes_since(before, held_state(tiny.model, tiny.adam)).count("\n") >= 3
+    assert changes_since(before, resident_state(tiny.model, tiny.adam)).count("\n") >= 3
     tiny.close()
     return kinds
 

@@ -15,11 +15,11 @@ from local_ranks import run_ranks
 from torch import Tensor
 
 from megatron.core.parallel.mesh import Mesh
-from megatron.training.batch_cache import KeptBatches
+from megatron.training.batch_cache import BatchCache
 from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.rerun import spike_detector
 from megatron.training.rerun.base_check import WrongNumbersError
-from megatron.training.rerun.spike_detector import LargeValues
+from megatron.training.rerun.spike_detector import SpikeDetector
 from megatron.training.step import NotFiniteError
 from megatron.training.trainer import Trainer
 
@@ -144,7 +144,7 @@ def test_a_skipped_step_changes_nothing_and_training_goes_on(layout: Layout, cap
 # ---------------------------------------------------------------- far larger than before
 def test_large_values_are_ten_times_the_largest_of_the_first_hundred():
     state: dict = {}
-    values = LargeValues(state)
+    values = SpikeDetector(state)
     assert not any(values.is_too_large(float(i % 7), 10) for i in range(10)) and values.largest == 6.0
     assert [values.is_too_large(x) for x in (59.9, 60.0, -61.0, math.nan, math.inf)] == [
         False,
@@ -153,7 +153,7 @@ def test_large_values_are_ten_times_the_largest_of_the_first_hundred():
         False,
         False,
     ]
-    resumed = LargeValues(json.loads(json.dumps(state)))
+    resumed = SpikeDetector(json.loads(json.dumps(state)))
     assert resumed.is_too_large(60.0) and not resumed.is_too_large(59.0) and resumed.largest == 6.0
 
 
@@ -239,7 +239,7 @@ def test_a_reported_step_is_trained_with_the_numbers_it_had(stage: str, monkeypa
 
 # ---------------------------------------------------------------- batches
 def test_kept_batches_come_again_and_go_on():
-    kept = KeptBatches(iter(range(6)))
+    kept = BatchCache(iter(range(6)))
     kept.begin()
     assert [next(kept), next(kept)] == [0, 1]
     kept.rewind()

@@ -9,7 +9,14 @@ from layouts import Layout
 from local_ranks import run_ranks
 
 from megatron.training.rerun.base_check import WrongNumbersError
-from megatron.training.rerun.rerun_microbatch import COMPUTED, RECEIVED, SENT, FirstDifference, Trail, first_difference
+from megatron.training.rerun.rerun_microbatch import (
+    COMPUTED,
+    RECEIVED,
+    SENT,
+    FirstDifference,
+    TensorTrace,
+    first_difference,
+)
 from megatron.training.trainer import Trainer
 
 LAYOUTS = {
@@ -123,8 +130,8 @@ def test_a_rejected_result_that_comes_again_stops_nothing(capfd):
 
 
 def test_a_rank_is_at_fault_where_it_had_received_the_same():
-    def trail(*values: float) -> Trail:
-        made = Trail()
+    def trail(*values: float) -> TensorTrace:
+        made = TensorTrace()
         for how, value in zip((SENT, RECEIVED, COMPUTED), values, strict=True):
             made.note(how, "x", torch.tensor([value]))
         return made
@@ -132,4 +139,4 @@ def test_a_rank_is_at_fault_where_it_had_received_the_same():
     assert first_difference(trail(1, 2, 3), trail(1, 2, 3)) is None
     assert first_difference(trail(1, 2, 3), trail(1, 4, 5)) == FirstDifference(1, RECEIVED, "x")
     assert first_difference(trail(1, 2, 3), trail(0, 4, 5)).how == SENT
-    assert first_difference(trail(1, 2, 3), Trail()).what == "other calls"
+    assert first_difference(trail(1, 2, 3), TensorTrace()).what == "other calls"

@@ -26,7 +26,7 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.training.arguments.config import TrainingConfig
 from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.num_samples import samples_to_request
-from megatron.training.validation_sets import FilledUp, sets_of
+from megatron.training.validation_sets import PaddedSet, evaluated_sets
 
 MODEL = (
     "--num-layers 4 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --fp64 --micro-batch-size 2 --lr 1e-2 "
@@ -242,20 +242,20 @@ def test_bert_with_the_order_of_sentences_is_refused(refused):
 
 def test_a_set_is_filled_up_with_rows_that_count_nothing():
     samples = [{"tokens": torch.tensor([i]), "loss_mask": torch.ones(1)} for i in range(5)]
-    filled = FilledUp(samples, 4)
+    filled = PaddedSet(samples, 4)
     assert [int(filled[i]["tokens"]) for i in range(len(filled))] == [0, 1, 2, 3, 4, 0, 0, 0]
     assert [float(filled[i]["loss_mask"]) for i in range(len(filled))] == [1.0] * 5 + [0.0] * 3
-    assert float(samples[0]["loss_mask"]) == 1 and not FilledUp(samples, 5).has_empty_rows
+    assert float(samples[0]["loss_mask"]) == 1 and not PaddedSet(samples, 5).has_empty_rows
 
 
 def test_samples_without_a_mask_are_refused_only_where_rows_are_filled_up():
     bare, whole = [{"tokens": i} for i in range(5)], DataConfig(full_validation=True)
-    (of,) = sets_of("valid", bare, whole, 5)
+    (of,) = evaluated_sets("valid", bare, whole, 5)
     assert of.name == "validation" and len(of.samples) == 5
     with pytest.raises(ConfigError, match=r"--full-validation.*5 samples.*loss_mask"):
-        sets_of("valid", bare, whole, 2)
+        evaluated_sets("valid", bare, whole, 2)
     with pytest.raises(ConfigError, match="no samples"):
-        sets_of("valid", [], whole, 2)
+        evaluated_sets("valid", [], whole, 2)
 
 
 @pytest.mark.full

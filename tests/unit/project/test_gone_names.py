@@ -10,7 +10,7 @@ GONE = {
         r"\w+",
         """
     made_again mark_made kept_for ask_maker whereabouts Whereabouts be_starved held_rows of_my_rows
-    sequence_rows SequenceRows held_of held_tensors model_tensors optimizer_tensors answered_keys AnsweredKeys
+    sequence_rows SequenceRows held_of held_tensors answered_keys AnsweredKeys
     times_transposed is_lent heads_of of_heads BesideEncoder keys_before HeadsNorm _side_by_side in_tiles
     declare_tiles deals_over AwayTensor ArrivingParameter LateGradient MakingInShards OwnShard made_in_shards
     whole_parameters ParamSlots passes_grads passes_params put_off _travelling UseOrder turns_of own_loop

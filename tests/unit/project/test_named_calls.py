@@ -31,7 +31,7 @@ OURS = {
     "megatron/core/datasets/vocab_check.py embedding_problem": "added_tokens",
     "megatron/core/datasets/ambiguous_pad_token.py pad_is_text": "pad_is_text",  # a script's tokenizer may say it
     "megatron/core/distributed/zero_init.py shard_of": "shard",
-    "megatron/core/distributed/param_grad_state.py is_shared": "is_shared",  # a script's model
+    "megatron/core/distributed/param_grad_state.py is_tied": "is_tied",  # a script's model
     "megatron/core/distributed/param_grad_state.py declared_num_grads": "num_grads_per_backward",  # a script's model
     "megatron/core/ops/rematerialize.py _mark_of": "recompute_recipe",
     "megatron/core/ops/rematerialize.py producer_of": "requests",

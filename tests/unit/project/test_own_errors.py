@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel import loss_func_results
 from megatron.core.pipeline_parallel.schedule import registry, simulate
 from megatron.deepspeed import ds_config_scheduler
 from megatron.training.arguments import validation
-from megatron.training.initialize import as_settings_problem
+from megatron.training.initialize import as_config_error
 from tools.errors import exit_status
 
 
@@ -45,7 +45,7 @@ BUGS = {
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_value_error_of_python_or_a_library_is_not_one_of_the_settings(bug: str):
-    with pytest.raises(ValueError) as error, as_settings_problem():
+    with pytest.raises(ValueError) as error, as_config_error():
         BUGS[bug]()
     assert not isinstance(error.value, ConfigError)
     with pytest.raises(ValueError):
@@ -65,11 +65,11 @@ def _told_in_other_words() -> None:
 
 @pytest.mark.parametrize("tell", [_told, _told_in_other_words])
 def test_what_is_raised_for_the_user_is_told_in_a_line(tell, capsys):
-    with pytest.raises(ConfigError, match="--flag is 1; give 2"), as_settings_problem():
+    with pytest.raises(ConfigError, match="--flag is 1; give 2"), as_config_error():
         tell()
     assert exit_status("a_tool", tell, "nothing was written") == 1
     assert capsys.readouterr().err == "a_tool: --flag is 1; give 2\n"
-    with pytest.raises(ConfigError), as_settings_problem():
+    with pytest.raises(ConfigError), as_config_error():
         parse_split("969,x")  # one of the package's own
     assert errors.is_user_error(ValueError("never raised"))
 

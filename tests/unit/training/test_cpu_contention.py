@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from said import tells
 
-from megatron.training.monitor.cpu_contention import Contention, ProcessorTime, processor_time
+from megatron.training.monitor.cpu_contention import CpuContention, ProcessorTime, processor_time
 
 
 def notes_of(samples: list[tuple[float, float]], *, ranks: int = 1, cores: int = 2, seconds: float = 6.0) -> list[int]:
     """The steps after which something is said; samples: what all threads ran and waited until the start and each step."""
     times, now = iter(samples), [0.0]
-    watch = Contention(ranks, cores, read=lambda: ProcessorTime(*next(times)), clock=lambda: now[0])
+    watch = CpuContention(ranks, cores, read=lambda: ProcessorTime(*next(times)), clock=lambda: now[0])
     said = []
     for step in range(1, len(samples)):
         now[0] += seconds
@@ -47,7 +47,7 @@ def test_ranks_that_outnumber_the_cores_and_looks_too_soon_say_nothing():
 
 def text_of(threads: int, cores: int) -> str:
     samples, now = iter([ProcessorTime(0, 0), ProcessorTime(6, 6)]), [0.0]
-    watch = Contention(1, cores, threads, lambda: next(samples), lambda: now[0])
+    watch = CpuContention(1, cores, threads, lambda: next(samples), lambda: now[0])
     now[0] = 6.0
     return watch.note_if_due()
 

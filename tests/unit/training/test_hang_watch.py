@@ -24,10 +24,10 @@ from megatron.core.base.rank_status import (
 )
 from megatron.training.arguments.hang_config import HangConfig
 from megatron.training.fault_tolerance import hang_watch
-from megatron.training.fault_tolerance.hang_diagnosis import Seen, hang_report, judge
+from megatron.training.fault_tolerance.hang_diagnosis import RankSnapshot, diagnose, hang_report
 from megatron.training.fault_tolerance.hang_watch import HangWatch
 from megatron.training.fault_tolerance.hang_watch_folder import leave_run_folder, make_run_folder
-from megatron.training.fault_tolerance.process_stat import ProcessState, look_at, waits_for_cores
+from megatron.training.fault_tolerance.process_stat import ProcessState, process_state, seconds_without_core
 
 SLEEPS, STOPPED = ProcessState("S"), ProcessState("T")
 
@@ -36,7 +36,7 @@ def calls(axis: str, group: str, count: int, peer: int | None = None, op: str = 
     return Calls(axis, group, peer, count, op, 32)
 
 
-def seen(rank: int, *made: Calls, waits: int | None = None, state: ProcessState = SLEEPS, **more) -> Seen:
+def seen(rank: int, *made: Calls, waits: int | None = None, state: ProcessState = SLEEPS, **more) -> RankSnapshot:
     """A rank in its tenth step, that has made these calls, and waits in one of them."""
     waiting = None if waits is None else made[waits]
     place = RankStatus(
@@ -44,7 +44,7 @@ def seen(rank: int, *made: Calls, waits: int | None = None, state: ProcessState 
     )
     if "phase" in more:
         place = replace(place, phase=more.pop("phase"), steps=0)
-    return Seen(place, "gpu07", state, 9.0, **more)
+    return RankSnapshot(place, "gpu07", state, 9.0, **more)
 
 
 CASES = {
@@ -79,7 +79,7 @@ CASES = {
         "the ranks wait for each other",
     ),
     "in the start-up": (
-        [seen(0, phase="making groups", rested=99.0), seen(1, phase="connecting", rested=99.0)],
+        [seen(0, phase="making groups", idle=99.0), seen(1, phase="connecting", idle=99.0)],
         (1,),
         "has hung, while connecting",
     ),
@@ -107,47 +107,49 @@ CASES = {
 
 @pytest.mark.parametrize("ranks, hung, said", CASES.values(), ids=CASES)
 def test_who_hangs(ranks, hung, said):
-    verdict = judge(ranks, rest=5.0, patience=100.0)
+    verdict = diagnose(ranks, max_idle=5.0, max_wait=100.0)
     assert (verdict.hung, verdict.slow) == (hung, False) and said in verdict.headline, verdict
-    assert all(f"rank {one.rank} (on gpu07, process {one.place.pid}): " in hang_report(verdict, ranks) for one in ranks)
+    assert all(
+        f"rank {one.rank} (on gpu07, process {one.status.pid}): " in hang_report(verdict, ranks) for one in ranks
+    )
 
 
 def test_nobody_is_blamed_for_waiting_for_ranks_that_come_late_or_work_elsewhere():
     """The lines of the start name who has not come; what a rank of another machine does in the start-up is not known here."""
     for phase in ("meeting the others", "connecting", "making groups"):
-        assert judge([seen(0, phase=phase, rested=99.0)], rest=5.0, patience=8.0).hung == ()
-    together = [seen(rank, phase="meeting the others", rested=99.0) for rank in range(2)]
-    assert judge(together, rest=5.0, patience=8.0).hung == ()
-    building = seen(0, calls("world", "0:4:1", 7), waits=0, phase="building the data sets", rested=99.0)
-    assert judge([building], rest=5.0, patience=100.0).slow
-    assert not judge([building], rest=5.0, patience=8.0).slow
+        assert diagnose([seen(0, phase=phase, idle=99.0)], max_idle=5.0, max_wait=8.0).hung == ()
+    together = [seen(rank, phase="meeting the others", idle=99.0) for rank in range(2)]
+    assert diagnose(together, max_idle=5.0, max_wait=8.0).hung == ()
+    building = seen(0, calls("world", "0:4:1", 7), waits=0, phase="building the data sets", idle=99.0)
+    assert diagnose([building], max_idle=5.0, max_wait=100.0).slow
+    assert not diagnose([building], max_idle=5.0, max_wait=8.0).slow
 
 
 def test_a_rank_that_writes_in_a_save_is_slow_until_the_back_end_gives_up():
     waiting = seen(1, calls("world", "0:2:1", 7), waits=0)
-    ranks = [seen(0, calls("world", "0:2:1", 6), phase="saving", rested=0.5), waiting]
-    assert judge(ranks, rest=5.0, patience=100.0).slow
-    assert not judge([replace(ranks[0], rested=6.0), waiting], rest=5.0, patience=100.0).slow
-    assert judge([replace(ranks[0], rested=6.0, state=ProcessState("D")), waiting], rest=5.0, patience=100.0).slow
-    assert not judge(ranks, rest=5.0, patience=8.0).slow
-    assert not judge([replace(ranks[0], state=STOPPED), waiting], rest=5.0, patience=100.0).slow
+    ranks = [seen(0, calls("world", "0:2:1", 6), phase="saving", idle=0.5), waiting]
+    assert diagnose(ranks, max_idle=5.0, max_wait=100.0).slow
+    assert not diagnose([replace(ranks[0], idle=6.0), waiting], max_idle=5.0, max_wait=100.0).slow
+    assert diagnose([replace(ranks[0], idle=6.0, state=ProcessState("D")), waiting], max_idle=5.0, max_wait=100.0).slow
+    assert not diagnose(ranks, max_idle=5.0, max_wait=8.0).slow
+    assert not diagnose([replace(ranks[0], state=STOPPED), waiting], max_idle=5.0, max_wait=100.0).slow
 
 
 def test_on_a_crowded_machine_the_time_without_a_core_does_not_count():
     """Whichever rank's thread it is that all wait for; a rank that does not answer is no question of cores."""
     behind, waiting = seen(0, calls("dp", "0:2:1", 6)), seen(1, calls("dp", "0:2:1", 7), waits=0)
-    limits = {"patience": 100.0, "allowed": 2.0}
-    assert not judge([behind, waiting], **limits).slow
+    limits = {"max_wait": 100.0, "allowed": 2.0}
+    assert not diagnose([behind, waiting], **limits).slow
     for starved in (
-        [replace(behind, place=replace(behind.place, starved=7.5)), waiting],
+        [replace(behind, status=replace(behind.status, starved=7.5)), waiting],
         [behind, seen(1, starved=7.5)],
     ):
-        assert judge(starved, **limits).slow and not judge(starved, patience=100.0, allowed=1.0).slow
-        assert not judge(starved, patience=8.0, allowed=2.0).slow or not starved[1].place.waiting
-    stopped = [replace(behind, place=replace(behind.place, starved=7.5), state=STOPPED), waiting]
-    assert not judge(stopped, **limits).slow
+        assert diagnose(starved, **limits).slow and not diagnose(starved, max_wait=100.0, allowed=1.0).slow
+        assert not diagnose(starved, max_wait=8.0, allowed=2.0).slow or not starved[1].status.waiting
+    stopped = [replace(behind, status=replace(behind.status, starved=7.5), state=STOPPED), waiting]
+    assert not diagnose(stopped, **limits).slow
     mutual = [seen(rank, calls("dp", "0:2:1", 7), waits=0, starved=7.5) for rank in range(2)]
-    assert judge(mutual, **limits).slow and "without a core" in hang_report(judge(mutual), mutual)
+    assert diagnose(mutual, **limits).slow and "without a core" in hang_report(diagnose(mutual), mutual)
 
 
 @pytest.mark.full
@@ -158,10 +160,10 @@ def test_a_thread_tells_how_long_it_has_waited_for_a_core():
     busy = subprocess.Popen([sys.executable, "-IS", "-c", "while True: pass"])
     try:
         start = time.monotonic()
-        began = waits_for_cores(os.getpid())[threading.get_native_id()]
+        began = seconds_without_core(os.getpid())[threading.get_native_id()]
         while time.monotonic() < start + 0.3:
             pass
-        waited = waits_for_cores(os.getpid())[threading.get_native_id()] - began
+        waited = seconds_without_core(os.getpid())[threading.get_native_id()] - began
         assert 0.03 < waited < time.monotonic() - start
     finally:
         busy.kill()
@@ -172,7 +174,7 @@ def test_a_thread_tells_how_long_it_has_waited_for_a_core():
 def test_equal_stacks_are_shown_once():
     stack = 'Thread 0x1 (most recent call first):\n  File "w.py", line 1 in x\n\nCurrent thread 0x2 (most recent call first):\n  File "a.py", line 2 in f\n'
     ranks = [seen(rank, calls("dp", "0:4:1", 7), waits=0, stack=stack) for rank in range(3)]
-    text = hang_report(judge(ranks), [*ranks, seen(3)])
+    text = hang_report(diagnose(ranks), [*ranks, seen(3)])
     assert text.count('  File "a.py", line 2 in f') == 1 and "w.py" not in text
     assert "ranks 0 to 2, most recent call first:" in text and "no stack of rank 3" in text
 
@@ -207,7 +209,7 @@ def test_the_folder_of_a_job_goes_with_its_last_rank(tmp_path):
     make_run_folder(folder)
     assert not killed.exists()
     for rank in (0, 1):
-        RankStatusWriter(folder / f"rank_{rank:05}", rank, 2, look_at(os.getpid()).started)
+        RankStatusWriter(folder / f"rank_{rank:05}", rank, 2, process_state(os.getpid()).started)
     leave_run_folder(folder, 0)
     assert not folder.exists()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.base import output_streams
-from megatron.training.monitor.health_files import Beacon, prometheus_text
+from megatron.training.monitor.health_files import HealthFiles, prometheus_text
 from megatron.training.monitor.straggler_detector import straggler_line
 
 LINE = re.compile(
@@ -19,7 +19,7 @@ LINE = re.compile(
 
 def test_supervisors_read_the_last_step_and_the_last_save(tmp_path):
     heartbeat, prometheus = tmp_path / "heartbeat.json", tmp_path / "run.prom"
-    beacon = Beacon(str(heartbeat), str(prometheus), train_iters=90, tokens_per_sample=8)
+    beacon = HealthFiles(str(heartbeat), str(prometheus), train_iters=90, tokens_per_sample=8)
     beacon.step(4, 16, {"lm loss": 2.5})
     beacon.step(5, 20, {"lm loss": 2.0})  # within the second
     beacon.saved(4)
@@ -38,8 +38,8 @@ def test_supervisors_read_the_last_step_and_the_last_save(tmp_path):
 def test_a_killed_run_leaves_its_last_state_and_the_next_removes_the_rest(tmp_path, monkeypatch):
     heartbeat, others = tmp_path / "heartbeat.json", tmp_path / ".heartbeat.json.bak"
     others.touch()
-    Beacon(str(heartbeat), None, train_iters=90, tokens_per_sample=8).saved(4)
-    before, beacon = heartbeat.read_text(), Beacon(str(heartbeat), None, train_iters=90, tokens_per_sample=8)
+    HealthFiles(str(heartbeat), None, train_iters=90, tokens_per_sample=8).saved(4)
+    before, beacon = heartbeat.read_text(), HealthFiles(str(heartbeat), None, train_iters=90, tokens_per_sample=8)
 
     def die(*names: object) -> None:
         raise KeyboardInterrupt
@@ -50,13 +50,13 @@ def test_a_killed_run_leaves_its_last_state_and_the_next_removes_the_rest(tmp_pa
     (partial,) = set(tmp_path.iterdir()) - {heartbeat, others}
     assert heartbeat.read_text() == before
     os.utime(partial, (0, 0))
-    Beacon(str(heartbeat), None, train_iters=90, tokens_per_sample=8)
+    HealthFiles(str(heartbeat), None, train_iters=90, tokens_per_sample=8)
     assert set(tmp_path.iterdir()) == {heartbeat, others}
 
 
 def test_a_loss_that_is_no_number_is_null_in_json(tmp_path):
     heartbeat = tmp_path / "heartbeat.json"
-    Beacon(str(heartbeat), None, train_iters=90, tokens_per_sample=8).step(3, 12, {"a": float("nan"), "b": 1.5})
+    HealthFiles(str(heartbeat), None, train_iters=90, tokens_per_sample=8).step(3, 12, {"a": float("nan"), "b": 1.5})
     assert '"losses": {"a": null, "b": 1.5}' in heartbeat.read_text()
 
 
@@ -68,7 +68,7 @@ def test_numbers_that_are_none_are_written_as_prometheus_writes_them():
 def test_files_that_cannot_be_written_are_said_once_each_and_end_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(output_streams, "losses", [])
     missing, full = tmp_path / "missing" / "file", tmp_path / "full"
-    beacon = Beacon(str(missing), str(full), train_iters=None, tokens_per_sample=1)
+    beacon = HealthFiles(str(missing), str(full), train_iters=None, tokens_per_sample=1)
 
     def is_full(path: Path, text: str) -> None:
         path.touch()  # there is room for a name
@@ -93,7 +93,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_replaced(which: int, tmp_path, mon
     os.mkfifo(pipe := tmp_path / "pipe")
     paths = [str(tmp_path / "other")] * 2
     paths[which] = str(pipe)
-    beacon = Beacon(*paths, train_iters=10, tokens_per_sample=100)
+    beacon = HealthFiles(*paths, train_iters=10, tokens_per_sample=100)
     beacon.step(1, 8, {})
     assert pipe.is_fifo() and (tmp_path / "other").is_file()
     assert capsys.readouterr().err.count("pipe cannot be written (it is no regular file)") == 1
@@ -101,7 +101,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_replaced(which: int, tmp_path, mon
 
 def test_supervisors_read_which_outputs_are_lost(tmp_path):
     heartbeat, prometheus = tmp_path / "heartbeat.json", tmp_path / "run.prom"
-    beacon = Beacon(str(heartbeat), str(prometheus), train_iters=90, tokens_per_sample=8)
+    beacon = HealthFiles(str(heartbeat), str(prometheus), train_iters=90, tokens_per_sample=8)
     beacon.step(4, 16, {})
     assert "lost_outputs" not in heartbeat.read_text() + prometheus.read_text()
     beacon.lost("standard output cannot be written (Broken pipe)")  # at once

@@ -16,8 +16,16 @@ from script_run import leaving_nothing_of
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.training.memory.dry_run import Job, dry_run, mesh_of
-from megatron.training.memory.memory_advice import STATE, less_with, warning_of_room
-from megatron.training.memory.peak_along_schedule import DEVICE, IN_MEMORY, KINDS, RankMemory, along, forecast, worst
+from megatron.training.memory.memory_advice import STATE, capacity_warning, less_with
+from megatron.training.memory.peak_along_schedule import (
+    DEVICE,
+    IN_MEMORY,
+    KINDS,
+    RankMemory,
+    forecast,
+    peak_along_schedule,
+    worst,
+)
 from megatron.training.memory.report import amount, short_report
 from tools import estimate_memory
 from tools.estimating.job import read
@@ -150,7 +158,7 @@ def test_offloaded_inputs_wait_on_the_host():
         "--recompute-granularity full --recompute-method uniform --cpu-offloading-num-layers 2"
     )
     away = ranks_of(words)[1]
-    assert away.on["host"]["activations"] == 3 * 2 * 32 * 2 * 64 * 2
+    assert away.by_tier["host"]["activations"] == 3 * 2 * 32 * 2 * 64 * 2
     assert any("in host memory: activations" in line for line in short_report([away]))
 
 
@@ -158,7 +166,7 @@ def test_profiles_say_what_a_rank_runs_where_it_is_not_the_first_of_its_stage():
     job = job_of(f"{LAYERS} --num-layers 2 --tensor-model-parallel-size 2 --world-size 2")
     assert [mesh_of(job.runtime.config, 2, rank)["tp"].rank for rank in (0, 1)] == [0, 1]
     profile = dry_run(job, 1)
-    assert along(profile, 0)[DEVICE]["activations"] > 0 and profile.layers == 2
+    assert peak_along_schedule(profile, 0)[DEVICE]["activations"] > 0 and profile.layers == 2
 
 
 @pytest.mark.full
@@ -337,9 +345,9 @@ WIDE = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --vocab-size 63 
 def test_a_run_without_room_says_what_takes_most_and_what_makes_it_less(words, largest, flags, others):
     job, ranks = job_of(f"{WIDE} {words}"), ranks_of(f"{WIDE} {words}")
     config, need = job.runtime.config, worst(ranks).total
-    assert warning_of_room(config, job.runtime.world_size, ranks, need) == []
-    assert warning_of_room(config, job.runtime.world_size, ranks, None) == []
-    (line,) = warning_of_room(config, job.runtime.world_size, ranks, need - 1)
+    assert capacity_warning(config, job.runtime.world_size, ranks, need) == []
+    assert capacity_warning(config, job.runtime.world_size, ranks, None) == []
+    (line,) = capacity_warning(config, job.runtime.world_size, ranks, need - 1)
     assert line.startswith(f"WARNING: predicted {amount(need)} a rank, this device has {amount(need - 1)}:")
     assert largest in line and all(flag in line for flag in flags) and not any(flag in line for flag in others), line
 
@@ -368,6 +376,6 @@ def test_what_is_offloaded_to_the_host_needs_room_where_that_is_the_device():
     words = f"{WIDE} --seq-length 8 --optimizer-cpu-offload"
     (one,), config = ranks_of(words), job_of(words).runtime.config
     assert one.tiers["host"] > 0
-    assert warning_of_room(config, 1, [one], one.total) == []
-    (line,) = warning_of_room(config, 1, [one], one.total, shares=2)
+    assert capacity_warning(config, 1, [one], one.total) == []
+    (line,) = capacity_warning(config, 1, [one], one.total, shares=2)
     assert "free for each of its 2 rank(s)" in line and "--offload-dir" in line

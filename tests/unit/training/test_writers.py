@@ -25,9 +25,16 @@ from megatron.training.arguments.monitor_config import (
     watch_problems,
 )
 from megatron.training.monitor import writers
-from megatron.training.monitor.monitor import Watch
+from megatron.training.monitor.monitor import Monitor
 from megatron.training.monitor.torch_profiler import MemoryHistory, StepProfiler
-from megatron.training.monitor.writers import MetricsFile, Record, TensorBoardSink, WandbSink, json_line, lines_until
+from megatron.training.monitor.writers import (
+    MetricsFile,
+    Record,
+    TensorBoardWriter,
+    WandbWriter,
+    json_line,
+    lines_until,
+)
 
 STEP = Record("step", 7, 56, {"lm loss": 2.5, "grad-norm": 1.5})
 INTERVAL = Record("interval", 10, 80, {"lm loss": 2.0, "iteration-time": 0.5, "throughput": 3.0, "optimizer-time": 0.1})
@@ -67,7 +74,7 @@ def curves(monkeypatch) -> Curves:
 
 
 def test_tensorboard_has_every_curve_by_iterations_and_by_samples(curves):
-    sink = TensorBoardSink("folder", 5)
+    sink = TensorBoardWriter("folder", 5)
     for record in (STEP, INTERVAL, VALIDATION, INSPECT):
         sink.write(record)
     sink.close()
@@ -91,7 +98,7 @@ def test_tensorboard_has_every_curve_by_iterations_and_by_samples(curves):
 
 
 def test_wandb_gets_the_settings_and_the_same_curves(curves, tmp_path):
-    sink = WandbSink("project", "name", "team", str(tmp_path / "wandb"), {"log": {"log_interval": 1}})
+    sink = WandbWriter("project", "name", "team", str(tmp_path / "wandb"), {"log": {"log_interval": 1}})
     sink.write(STEP)
     sink.write(VALIDATION)
     sink.close()
@@ -109,7 +116,7 @@ def test_torch_writes_what_tensorboard_reads(tmp_path):
     pytest.importorskip("tensorboard", reason="the extra [watch] is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    sink = TensorBoardSink(str(tmp_path), 10)
+    sink = TensorBoardWriter(str(tmp_path), 10)
     sink.write(STEP)
     sink.close()
     events = EventAccumulator(str(tmp_path))
@@ -229,7 +236,7 @@ def test_losses_have_a_perplexity_and_shares_of_right_answers_have_none():
     watch = SimpleNamespace(
         config=SimpleNamespace(tensorboard=curves), _send=lambda kind, values, labels: sent.update(values)
     )
-    Watch.report_validation(watch, "validation", {"sop loss": 0.5, "sop accuracy": 0.75}, at_end=False)
+    Monitor.report_validation(watch, "validation", {"sop loss": 0.5, "sop accuracy": 0.75}, at_end=False)
     assert sent == {
         "sop loss validation": 0.5,
         "sop accuracy validation": 0.75,
@@ -367,9 +374,9 @@ class Broken:
 
 
 def watch_of(*writers) -> SimpleNamespace:
-    """What `Watch` needs to send a record."""
+    """What `Monitor` needs to send a record."""
     state = SimpleNamespace(iteration=10, consumed_train_samples=80)
-    return SimpleNamespace(sinks=list(writers), state=state)
+    return SimpleNamespace(writers=list(writers), state=state)
 
 
 @pytest.fixture
@@ -379,16 +386,16 @@ def losses(monkeypatch) -> list:
     return found
 
 
-@pytest.mark.parametrize("kind", [TensorBoardSink, WandbSink])
+@pytest.mark.parametrize("kind", [TensorBoardWriter, WandbWriter])
 def test_a_library_that_fails_is_left_alone_and_the_other_sinks_are_told(kind, curves, losses, tmp_path, capsys):
-    sink = kind("folder", 5) if kind is TensorBoardSink else kind("project", None, None, None, {})
+    sink = kind("folder", 5) if kind is TensorBoardWriter else kind("project", None, None, None, {})
     broken = Broken()
     vars(sink).update(_writer=broken, _run=broken)
     path = tmp_path / "m.jsonl"
     watch = watch_of(sink, MetricsFile(str(path), 0))
     for iteration in (10, 11):
         watch.state.iteration = iteration
-        Watch._send(watch, "interval", {"lm loss": 1.0, "throughput": 2.0})
+        Monitor._send(watch, "interval", {"lm loss": 1.0, "throughput": 2.0})
     sink.close()  # a writer whose thread has ended would be waited for
     assert broken.calls == 1 and losses == [(kind.name, "no connection")]
     assert capsys.readouterr().err.count("the run goes on without it") == 1
@@ -398,7 +405,7 @@ def test_a_library_that_fails_is_left_alone_and_the_other_sinks_are_told(kind, c
 def test_an_error_of_our_own_is_not_told_as_a_lost_output(curves, losses, monkeypatch):
     monkeypatch.setattr(writers, "curve_points", lambda record: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        Watch._send(watch_of(TensorBoardSink("folder", 5)), "interval", {})
+        Monitor._send(watch_of(TensorBoardWriter("folder", 5)), "interval", {})
     assert losses == []
 
 
@@ -418,7 +425,7 @@ def test_a_metrics_file_on_a_full_disk_has_whole_lines_and_says_what_is_missing(
     watch = watch_of(sink)
     for iteration, left in ((1, 1000), (2, 10), (3, 0), (4, 1000), (5, 1000)):
         watch.state.iteration, room[0] = iteration, left
-        Watch._send(watch, "interval", {"lm loss": float(iteration)})
+        Monitor._send(watch, "interval", {"lm loss": float(iteration)})
     entries = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(entry["kind"], entry["iteration"]) for entry in entries] == [
         ("interval", 1),
@@ -433,17 +440,17 @@ def test_a_metrics_file_on_a_full_disk_has_whole_lines_and_says_what_is_missing(
 
 def test_an_output_that_is_lost_is_told_in_every_other(curves, losses, tmp_path):
     path = tmp_path / "m.jsonl"
-    board, wandb = TensorBoardSink("folder", 5), WandbSink("project", None, None, None, {})
+    board, wandb = TensorBoardWriter("folder", 5), WandbWriter("project", None, None, None, {})
     curves.add_text = lambda name, text, step: curves.points.append((name, text, step))
     curves.alert = lambda title, text: curves.points.append((title, text))
     told = []
     watch = watch_of(board, wandb, MetricsFile(str(path), 0))
     vars(watch).update(_losses_told=0, _beacon=SimpleNamespace(lost=told.append), note_progress=told.append)
-    watch._send = lambda *record: Watch._send(watch, *record)
-    Watch._tell_of_losses(watch)
+    watch._send = lambda *record: Monitor._send(watch, *record)
+    Monitor._tell_of_losses(watch)
     losses.append(output_streams.Loss("standard output", "Broken pipe"))
-    Watch._tell_of_losses(watch)
-    Watch._tell_of_losses(watch)
+    Monitor._tell_of_losses(watch)
+    Monitor._tell_of_losses(watch)
     said = "standard output cannot be written (Broken pipe); the run goes on without it"
     assert told == [said, f"WARNING: {said}"]
     text = "standard output cannot be written: Broken pipe"
@@ -492,5 +499,5 @@ def test_a_memory_snapshot_and_a_line_of_progress_that_cannot_be_written_end_no_
     )
     world = {"world": SimpleNamespace(is_first=True)}
     watch = SimpleNamespace(config=config, _mesh=world, runtime=SimpleNamespace(world_size=1))
-    Watch.note_progress(watch, "Starting job")
+    Monitor.note_progress(watch, "Starting job")
     assert [loss.output.split()[0] for loss in losses] == ["--memory-snapshot-path", "progress.txt"]

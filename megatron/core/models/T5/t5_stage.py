@@ -119,7 +119,7 @@ class EncoderDecoder(nn.Module):
             if uses > 1:
                 weight.num_grads_per_backward = uses
             if pre_process and post_process and tied:
-                weight.is_shared = True  # the output layer reads it outside its own module
+                weight.is_tied = True  # the output layer reads it outside its own module
         if pre_process and self.embedding.position_embeddings is not None:
             self.embedding.position_embeddings.weight.num_grads_per_backward = 2
         self.decoder_dropout = context.hidden_dropout(config.hidden_dropout, "embedding of the decoder", 0)

@@ -63,7 +63,7 @@ class TransformerLanguageModel(nn.Module):
             declare_tiled_use(weight, config.tiled_loss)
             if pre_process:
                 weight.num_grads_per_backward = 1 + config.tiled_loss  # the lookup, and each tile of the output layer
-                weight.is_shared = True  # the output layer reads it outside its own module
+                weight.is_tied = True  # the output layer reads it outside its own module
         self._input_tensor: Tensor | None = None
         self.restarts_positions = context.restarts_positions
 
