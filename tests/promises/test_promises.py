@@ -66,7 +66,7 @@ def memory_of(trainer) -> dict[str, tuple[int, int]]:
     """
     watch = trainer.memory
     measured = watch._measured() if watch.predicted else {}
-    return {kind: (watch._expected(kind), size) for kind, size in measured.items() if kind != "communication"}
+    return {kind: (watch._predicted(kind), size) for kind, size in measured.items() if kind != "communication"}
 
 
 def run(fork: SimpleNamespace, sizes: dict[str, int], flags: str) -> tuple[Outcome, list[dict[str, tuple[int, int]]]]:
