@@ -82,6 +82,7 @@ def test_the_readme_leads_from_a_text_to_a_sample(folder: Path):
     """And what docs/generation.md does with the same checkpoint: four processes say what one does not draw by chance."""
     texts = [f"Once upon a time there were {n} bears, and {n * n} honey pots. " * 5 for n in range(100)]
     (folder / "books.txt").write_text("\n\n".join(texts))
+    (folder / "book.txt").write_text("Once upon a time")  # which docs/generation.md continues
     readme = shown_in("README.md", but=("bash ", "python tools/benchmark.py"))  # which takes minutes
     assert [command.split()[1] for command in readme] == shlex.split(
         "-c tools/train_tokenizer.py tools/preprocess_data.py --nproc-per-node tools/plot_run.py tools/generate.py"
