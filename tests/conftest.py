@@ -82,7 +82,7 @@ _frozen_for: Path | None = (
 def _freeze_before(item: pytest.Item) -> None:
     """Modules and caches that the tests of a file have loaded live on: later collections would walk through them each time.
 
-    A tenth of the tests' time would go there: with the compiler loaded, one collection takes a second.
+    The tests of offloaded activations, which collect, took 61 s of processor time after others, and 7 s so.
     """
     global _frozen_for
     if item.path != _frozen_for:
