@@ -28,7 +28,7 @@ from pathlib import Path
 
 from megatron.core.base import output_streams, rank_status
 from megatron.core.base.error_reporting import write_error_file
-from megatron.core.base.rank_status import RankStatus, RankStatusWriter, read_status
+from megatron.core.base.rank_status import RankStatus, read_status
 from megatron.training.arguments.hang_config import HangConfig
 from megatron.training.fault_tolerance import hang_watch_folder
 from megatron.training.fault_tolerance.hang_diagnosis import (
@@ -61,13 +61,13 @@ class HangWatch:
         self, folder: Path, rank: int, ranks: int, limits: HangConfig, end: Callable[[int], None] = _end_process
     ):
         """Start to watch. Raises OSError if the folder cannot be created."""
-        hang_watch_folder.make_run_folder(folder)
+        started = process_state(os.getpid()).started
+        self._status = hang_watch_folder.enter_run_folder(folder, rank, ranks, started)
         self._folder = folder
         self._rank = rank
         self._end = end
         self._steps = deque[float](maxlen=51)  # seconds of the last steps
         self.limit(limits, 600.0)
-        self._status = RankStatusWriter(self._path(), rank, ranks, process_state(os.getpid()).started)
         self._answer_stack_signal()
         self._began = time.time()
         now = time.monotonic()

@@ -14,14 +14,13 @@ killed as a whole leaves it; the next run of this user on the machine removes it
 
 import contextlib
 import os
-import shutil
 import tempfile
 import time
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron.core.base.rank_status import RankStatus, read_status
+from megatron.core.base.rank_status import RankStatus, RankStatusWriter, read_status
 from megatron.training.fault_tolerance.process_stat import process_state
 
 # Variables that tell jobs on one machine apart, by launcher.
@@ -43,6 +42,7 @@ _JOB = (
     "OMPI_MCA_ess_base_jobid",
 )
 _OLD = 10.0  # seconds: a younger folder may belong to a job that begins
+_ATTEMPTS = 20  # to enter the folder while others remove it
 
 
 def folder_of_job(environment: Mapping[str, str], *, alone: bool) -> Path:
@@ -55,19 +55,55 @@ def folder_of_job(environment: Mapping[str, str], *, alone: bool) -> Path:
 
 
 def make_run_folder(folder: Path) -> None:
-    """Create the folder, for this user alone, and remove those of runs that were killed. Raises OSError."""
+    """Create the folder, for this user alone, and remove what killed runs have left. Raises OSError.
+
+    Other ranks of the job, and other jobs, may do the same at this moment: see `enter_run_folder`.
+    """
     for other in folder.parent.glob(f"megatron-{os.getuid()}-*"):
         with contextlib.suppress(OSError):
-            is_old = time.time() - other.stat().st_mtime > _OLD
-            if is_old and not _has_live_rank(other):
-                shutil.rmtree(other)
+            was_old = _is_old(other)  # before files are removed from it, which changes its time
+            _remove_left_files(other)
+            if other != folder and was_old:
+                other.rmdir()  # fails if a rank has just entered it
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
         raise PermissionError(f"{folder} belongs to another user")
-    if not _has_live_rank(folder):  # its files are left by a run of the same name
-        for path in folder.iterdir():
-            if time.time() - path.stat().st_mtime > _OLD:
-                path.unlink(missing_ok=True)
+    os.utime(folder)  # a folder of the same name, left by a killed run, is in use again
+
+
+def enter_run_folder(folder: Path, rank: int, ranks: int, started: int) -> RankStatusWriter:
+    """Create the folder, and this rank's status in it. Raises OSError.
+
+    A rank of another job that took the folder for a killed run's, or one of this job that has ended already, may remove
+    it before the status is in it: then both are created again.
+    """
+    attempts = 0
+    while True:
+        attempts += 1
+        try:
+            make_run_folder(folder)
+            return RankStatusWriter(status_path(folder, rank), rank, ranks, started)
+        except (FileNotFoundError, FileExistsError):  # the latter: created by another, and removed at once
+            if attempts == _ATTEMPTS:
+                raise
+
+
+def status_path(folder: Path, rank: int) -> Path:
+    """Return the path of a rank's status."""
+    return folder / f"rank_{rank:05}"
+
+
+def _is_old(path: Path) -> bool:
+    return time.time() - path.stat().st_mtime > _OLD
+
+
+def _remove_left_files(folder: Path) -> None:
+    """Remove the files of a folder in which no rank is alive, but for those that a beginning job has just written."""
+    if _has_live_rank(folder):
+        return
+    for path in folder.iterdir():
+        if _is_old(path):
+            path.unlink(missing_ok=True)
 
 
 def read_statuses(folder: Path) -> list[RankStatus]:
@@ -99,4 +135,7 @@ def leave_run_folder(folder: Path, rank: int) -> None:
             for name in (f"rank_{number:05}", f"rank_{number:05}.stack", f"seen_{number:05}"):
                 (folder / name).unlink(missing_ok=True)
         if not any(folder.glob("rank_*")):
-            shutil.rmtree(folder)
+            for path in folder.iterdir():
+                if not path.name.startswith("rank_"):
+                    path.unlink(missing_ok=True)
+            folder.rmdir()  # fails if a rank has just entered it

@@ -23,10 +23,10 @@ from megatron.core.base.rank_status import (
     read_status,
 )
 from megatron.training.arguments.hang_config import HangConfig
-from megatron.training.fault_tolerance import hang_watch
+from megatron.training.fault_tolerance import hang_watch, hang_watch_folder
 from megatron.training.fault_tolerance.hang_diagnosis import RankSnapshot, diagnose, hang_report
 from megatron.training.fault_tolerance.hang_watch import HangWatch
-from megatron.training.fault_tolerance.hang_watch_folder import leave_run_folder, make_run_folder
+from megatron.training.fault_tolerance.hang_watch_folder import enter_run_folder, leave_run_folder, make_run_folder
 from megatron.training.fault_tolerance.process_stat import ProcessState, process_state, seconds_without_core
 
 SLEEPS, STOPPED = ProcessState("S"), ProcessState("T")
@@ -205,13 +205,42 @@ def test_the_folder_of_a_job_goes_with_its_last_rank(tmp_path):
     folder, killed = tmp_path / f"megatron-{os.getuid()}-1", tmp_path / f"megatron-{os.getuid()}-2"
     killed.mkdir()
     RankStatusWriter(killed / "rank_00000", 0, 1, 1)  # of another process: this one did not start at tick 1
-    os.utime(killed, (1, 1))
+    for path in (killed / "rank_00000", killed):
+        os.utime(path, (1, 1))
     make_run_folder(folder)
     assert not killed.exists()
     for rank in (0, 1):
         RankStatusWriter(folder / f"rank_{rank:05}", rank, 2, process_state(os.getpid()).started)
     leave_run_folder(folder, 0)
     assert not folder.exists()
+
+
+def test_what_a_killed_run_of_the_same_name_left_goes_and_what_a_beginning_rank_wrote_stays(tmp_path):
+    """Each rank of a job removes leftovers, also while another one has just entered the folder."""
+    folder = tmp_path / f"megatron-{os.getuid()}-6"
+    folder.mkdir()
+    for name, age in [("rank_00000", 100), ("alarm", 100), (f"rank_00001.{os.getpid()}", 0)]:
+        (folder / name).write_bytes(b"")
+        os.utime(folder / name, (time.time() - age, time.time() - age))
+    os.utime(folder, (1, 1))
+    make_run_folder(folder)
+    assert [path.name for path in folder.iterdir()] == [f"rank_00001.{os.getpid()}"]
+    assert time.time() - folder.stat().st_mtime < 5  # in use again: another job does not remove it
+
+
+def test_a_rank_enters_the_folder_again_when_another_removed_it_meanwhile(tmp_path, monkeypatch):
+    folder = tmp_path / f"megatron-{os.getuid()}-7"
+    make, removals = hang_watch_folder.make_run_folder, [True, True]
+
+    def make_and_lose(path: Path) -> None:
+        make(path)
+        if removals:
+            removals.pop()
+            path.rmdir()
+
+    monkeypatch.setattr(hang_watch_folder, "make_run_folder", make_and_lose)
+    enter_run_folder(folder, 1, 2, 1)
+    assert not removals and [path.name for path in folder.iterdir()] == ["rank_00001"]
 
 
 def test_a_watch_tells_of_its_own_rank_and_ends_it(tmp_path, capsys):
