@@ -64,6 +64,11 @@ class TokenRules:
     without_row: Mapping[int, str] = field(default_factory=dict, hash=False)
 
     @property
+    def finds_documents(self) -> bool:
+        """Whether a setting depends on where documents end."""
+        return any(getattr(self, name) for name in _EOD_SETTINGS)
+
+    @property
     def padding(self) -> int | None:
         """The token that is padding wherever it occurs in a file; None if there is none."""
         if self.pad_is_text or self.pad_id == self.eod_id:
@@ -194,6 +199,8 @@ class MockGPTDataset:
         noisy = rng.random_sample(count) < self.NOISE  # [s + 1]
         values = np.where(noisy, rng.randint(distinct, size=count), values)
         tokens = values * self.rules.vocab_size // distinct  # spread over the vocabulary
+        if self.rules.finds_documents and distinct < self.rules.vocab_size:
+            tokens[values == 0] = self.rules.eod_id  # else it may be between two of the values, and never occur
         # Any id may occur, that of the pad too, so none is taken for padding.
         return training_item(tokens, replace(self.rules, pad_id=None))
 

@@ -14,7 +14,10 @@ _READ_BY = {"AdamW": _ADAM, "Adam with L2": _ADAM, "SGD": ("sgd_momentum",), "Mu
 
 def unread_flags(config: Any) -> dict[str, str]:
     """Return flag -> why it has no effect, for flags whose value is not the default. config: a `Config`."""
-    rules = (_of_model, _of_optimizer, _of_learning_rate, _of_loss_scale, _of_exits, _of_data, _of_saving, _of_outputs)
+    rules = (
+        *(_of_model, _of_pipeline, _of_optimizer, _of_learning_rate, _of_loss_scale, _of_exits, _of_data, _of_saving),
+        *(_of_skipped_training, _of_validation, _of_outputs, _of_absent_flags),
+    )
     reasons = {}
     for rule in rules:
         for part, names, reason in rule(config):
@@ -65,6 +68,25 @@ def _of_model(config: Any) -> Iterator[Unread]:
         yield config.data, ("reset_position_ids",), "no layer of the model reads positions"
     if model.init_method_xavier_uniform and model.softmax_type != "learnable":
         yield model, ("init_method_std",), "--init-method-xavier-uniform draws by the sizes of a matrix"
+    if model.recompute_granularity == "full" and model.cpu_offloading_num_layers > 0:
+        recomputed = model.recompute_num_layers or 1
+        if model.recompute_method == "uniform" or recomputed >= model.cpu_offloading_num_layers:
+            why = "every offloaded layer is recomputed, and its input is offloaded whatever its size"
+            yield model, ("min_offloaded_tensor_size",), why
+
+
+def _of_pipeline(config: Any) -> Iterator[Unread]:
+    parallel = config.parallel
+    if parallel.pipeline_model_parallel_size == 1:
+        of_stages = (
+            "account_for_embedding_in_pipeline_split",
+            "account_for_loss_in_pipeline_split",
+            "scatter_gather_tensors_in_pipeline",
+        )
+        yield parallel, of_stages, "there is one stage with --pipeline-model-parallel-size 1"
+    elif parallel.tensor_model_parallel_size == 1:
+        why = "each stage has one tensor-parallel rank, which sends all"
+        yield parallel, ("scatter_gather_tensors_in_pipeline",), why
 
 
 def _of_optimizer(config: Any) -> Iterator[Unread]:
@@ -133,8 +155,51 @@ def _of_saving(config: Any) -> Iterator[Unread]:
         yield config.checkpoint, ("save_optim",), "nothing is saved without --save"
 
 
+def _of_skipped_training(config: Any) -> Iterator[Unread]:
+    if not config.training.skip_train:
+        return
+    why = "--skip-train trains nothing"
+    of_saves = ("save", "save_interval", "async_save", "non_persistent_save_interval", "keep_checkpoints")
+    of_steps = ("eval_interval", "exit_interval", "exit_duration_in_mins", "rampup_batch_size")
+    of_checks = ("check_for_spiky_loss", "check_for_large_grads", "rerun_interval", "iterations_to_skip")
+    yield config.checkpoint, (*of_saves, "save_retain_interval"), why
+    yield config.training, of_steps, why
+    yield config.guard, of_checks, why
+    yield config.profile, ("profile",), why
+    yield config.log, ("inspect", "log_straggler"), why
+
+
+def _of_validation(config: Any) -> Iterator[Unread]:
+    if not config.validates:
+        yield config.training, ("eval_interval",), "there is no validation with --eval-iters 0"
+
+
+def _of_absent_flags(config: Any) -> Iterator[Unread]:
+    """Yield the settings that only say more about a flag, where that flag is not given."""
+    log = config.log
+    curves = config.tensorboard
+    profile = config.profile
+    if not curves.is_on:
+        of_curves = ("tensorboard_log_interval", "log_learning_rate_to_tensorboard", "log_loss_scale_to_tensorboard")
+        yield curves, of_curves, "there are no curves without --tensorboard-dir or --wandb-project"
+    if curves.tensorboard_dir is None:
+        yield curves, ("tensorboard_queue_size",), "there are no event files without --tensorboard-dir"
+    if not profile.profile:
+        of_trace = ("profile_step_start", "profile_step_end", "profile_ranks", "use_pytorch_profiler")
+        yield profile, of_trace, "nothing is profiled without --profile"
+    if not profile.record_memory_history:
+        yield profile, ("memory_snapshot_path",), "there is no snapshot without --record-memory-history"
+    if not log.log_straggler:
+        yield log, ("straggler_minmax_count",), "no ranks are listed without --log-straggler"
+    if log.timing_log_level == 0:
+        of_timers = ("timing_log_option", "barrier_with_L1_time")
+        yield log, of_timers, "there are no timers with --timing-log-level 0"
+    if config.guard.error_injection_rate == 0:
+        yield config.guard, ("error_injection_type",), "nothing is injected with --error-injection-rate 0"
+
+
 def _of_outputs(config: Any) -> Iterator[Unread]:
-    """Yield requested numbers that have no output. Settings of how often or by whom numbers are shown request none."""
+    """Yield requested numbers that have no output."""
     log = config.log
     curves = config.tensorboard
     if curves.is_on:

@@ -353,6 +353,61 @@ FLAGS_AND_SAID = [
         "--metrics-file x",
         "--log-timers-to-tensorboard --metrics-file",
     ),
+    # settings that only say more about a flag that is absent
+    (
+        "--tensorboard-log-interval 5 --no-log-loss-scale-to-tensorboard",
+        "--tensorboard-dir x",
+        "--tensorboard-log-interval --no-log-loss-scale-to-tensorboard --tensorboard-dir",
+    ),
+    ("--tensorboard-queue-size 5", "--tensorboard-dir x", "--tensorboard-queue-size --tensorboard-dir"),
+    (
+        "--profile-step-start 2 --profile-step-end 3 --use-pytorch-profiler",
+        "--profile --save x",
+        "--profile-step-start --profile-step-end --use-pytorch-profiler --profile",
+    ),
+    ("--memory-snapshot-path x", "--record-memory-history", "--memory-snapshot-path --record-memory-history"),
+    ("--straggler-minmax-count 2", "--log-straggler", "--straggler-minmax-count --log-straggler"),
+    (
+        "--timing-log-option max --barrier-with-level-1-timing",
+        "--timing-log-level 1",
+        "--timing-log-option --barrier-with-level-1-timing --timing-log-level",
+    ),
+    (
+        "--error-injection-type correct_result",
+        "--error-injection-rate 5 --rerun-interval 1",
+        "--error-injection-type --error-injection-rate 0",
+    ),
+    ("--eval-interval 5 --eval-iters 0", None, "--eval-interval --eval-iters 0"),
+    (
+        "--no-scatter-gather-tensors-in-pipeline --account-for-loss-in-pipeline-split",
+        "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2",
+        "--no-scatter-gather-tensors-in-pipeline --account-for-loss-in-pipeline-split --pipeline-model-parallel-size 1",
+    ),
+    (
+        "--no-scatter-gather-tensors-in-pipeline --pipeline-model-parallel-size 2",
+        None,
+        "--no-scatter-gather-tensors-in-pipeline one tensor-parallel rank",
+    ),
+    # training that is skipped
+    ("--skip-train --save x --save-interval 5", None, "--save --save-interval --skip-train"),
+    ("--skip-train --exit-interval 5 --eval-interval 7", None, "--exit-interval --eval-interval --skip-train"),
+    (
+        "--skip-train --check-for-spiky-loss --rerun-interval 3",
+        None,
+        "--check-for-spiky-loss --rerun-interval --skip-train",
+    ),
+    # the inputs of recomputed layers are offloaded whatever their size
+    (
+        "--recompute-granularity full --recompute-method uniform --cpu-offloading-num-layers 2 --min-offloaded-tensor-size 5",
+        None,
+        "--min-offloaded-tensor-size every offloaded layer is recomputed",
+    ),
+    (
+        "--recompute-granularity full --recompute-method block --recompute-num-layers 2 --min-offloaded-tensor-size 5 "
+        "--cpu-offloading-num-layers 2",
+        None,
+        "--min-offloaded-tensor-size every offloaded layer is recomputed",
+    ),
 ]
 
 
@@ -372,6 +427,8 @@ def test_a_setting_that_the_others_leave_without_effect_is_noted(flags: str, wit
         "--lr 1 --min-lr 0.5 --lr-decay-style cosine --lr-decay-iters 9",
         "--loss-scale-window 3 --fp16",
         "--reset-position-ids",
+        "--recompute-granularity full --recompute-method block --recompute-num-layers 2 --min-offloaded-tensor-size 5 "
+        "--cpu-offloading-num-layers 3",
         "--window-size 3,0 --window-attn-skip-freq 2",
         "--window-size=-1,0",
         "--rotary-base 5e5 --position-embedding-type rope --no-rope-freq 2",

@@ -5,6 +5,7 @@ import os
 import random
 import socket
 import types
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -493,3 +494,15 @@ def test_a_build_removes_what_a_killed_one_left(data):
     left.touch()
     build(data)
     assert not left.exists() and not list(data.cache.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("vocab_size", [300, 50257])
+@pytest.mark.parametrize("setting", ["eod_mask_loss", "reset_position_ids", "reset_attention_mask"])
+def test_made_up_data_hold_ends_of_documents_where_a_setting_looks_for_them(setting, vocab_size):
+    """At most 256 of the ids occur, and the end of a document need not be one of them."""
+    rules = TokenRules(vocab_size, vocab_size - 1)
+    plain = MockGPTDataset(4, 512, (1, 0), rules)
+    with_ends = MockGPTDataset(4, 512, (1, 0), replace(rules, **{setting: True}))
+    assert not any((plain[i]["tokens"] == vocab_size - 1).any() for i in range(4))
+    ends = np.concatenate([with_ends[i]["tokens"] == vocab_size - 1 for i in range(4)])
+    assert 1 / 512 < ends.mean() < 1 / 128
