@@ -22,7 +22,7 @@ from tools.errors import missing, naming_flag, run_tool
 
 # Lines of training_line and validation_line in megatron/training/monitor/training_log.py. An interval in which all
 # steps were skipped has no loss.
-_TRAINING = re.compile(r"iteration +(\d+)/ *\d+ \| consumed samples:")
+_TRAINING = re.compile(r"iteration +(\d+)/ *\d+ \| consumed samples: +(\d+)")
 _VALIDATION = re.compile(r"validation loss at iteration (\d+)( on \w+ set)? \| lm loss value: ([^ |]+)")
 # Loss, learning rate, gradient norm, samples and time of an iteration, by their names in the log and in --metrics-file.
 _IN_LOG = ("lm loss", "learning rate", "grad norm", "global batch size", "elapsed time per iteration (ms)")
@@ -61,25 +61,36 @@ class Curves:
 
     def __init__(self) -> None:
         self.of: dict[str, dict[int, float]] = {name: {} for _, _, names in PANELS for name in names}
+        self._consumed: dict[int, int] = {0: 0}  # iteration -> samples that were consumed by then
 
     def add(self, name: str, iteration: int, value: float | None) -> None:
         """Add a point to a curve, unless the value is missing or not finite."""
         if value is not None and math.isfinite(value):
             self.of[name][iteration] = value
 
-    def add_interval(self, iteration: int, numbers: list[float | None], per_second: int) -> None:
+    def add_interval(self, iteration: int, consumed: int, numbers: list[float | None], per_second: int) -> None:
         """Add a log line's numbers, in the order of `_IN_LOG`. per_second: units of its time in a second."""
-        loss, learning_rate, grad_norm, samples, time = numbers
+        loss, learning_rate, grad_norm, batch_size, time = numbers
         self.add("training", iteration, loss)
         self.add("learning rate", iteration, learning_rate)
         self.add("gradient norm", iteration, grad_norm)
+        samples = self._samples_per_iteration(iteration, consumed, batch_size)
+        self._consumed[iteration] = consumed
         if samples and time:
             self.add("throughput", iteration, per_second * samples / time)
+
+    def _samples_per_iteration(self, iteration: int, consumed: int, batch_size: float | None) -> float | None:
+        """Return the mean batch since the line before; where that is unknown, the last batch, which a ramp had grown."""
+        before = max((i for i in self._consumed if i < iteration), default=None)
+        if before is None:
+            return batch_size
+        return (consumed - self._consumed[before]) / (iteration - before)
 
     def resume_from(self, iteration: int) -> None:
         """Drop later iterations, which the resumed run trains again."""
         for name, points in self.of.items():
             self.of[name] = {i: value for i, value in points.items() if i <= iteration}
+        self._consumed = {iteration: self._consumed[iteration]} if iteration in self._consumed else {}
 
 
 def read_curves(text: str) -> Curves:
@@ -88,7 +99,8 @@ def read_curves(text: str) -> Curves:
     for line in text.splitlines():
         if match := _TRAINING.search(line):
             fields = dict(part.rsplit(": ", 1) for part in line.split(" | ") if ": " in part)
-            curves.add_interval(int(match[1]), [_number(fields.get(name, "")) for name in _IN_LOG], 1000)
+            numbers = [_number(fields.get(name, "")) for name in _IN_LOG]
+            curves.add_interval(int(match[1]), int(match[2]), numbers, 1000)
         elif (match := _VALIDATION.search(line)) and match[2] != " on test set":
             curves.add("validation", int(match[1]), _number(match[3]))
         elif match := _LOADED.search(line):
@@ -113,7 +125,8 @@ def read_metrics(text: str) -> Curves:
             continue  # the incomplete last line of a killed run
         iteration = entry["iteration"]
         if entry["kind"] == "interval":
-            curves.add_interval(iteration, [entry.get(name) for name in _IN_METRICS], 1)
+            numbers = [entry.get(name) for name in _IN_METRICS]
+            curves.add_interval(iteration, entry["consumed_samples"], numbers, 1)
         elif entry["kind"] == "validation":
             curves.add("validation", iteration, entry.get("lm loss validation"))
     return curves

@@ -449,7 +449,7 @@ class Trainer:
 
         # pass the numbers to the writers
         with self.log.paused():
-            self.watch.report(step, result.losses, interval, tensors)
+            self.watch.report(step, result.losses, interval, tensors, left_out=left_out)
 
     # ---------------------------------------------------------------- validation and saving
 

@@ -49,11 +49,11 @@ class HealthFiles:
         self._numbers: dict[str, float] = {} if train_iters is None else {"train_iterations": train_iters}
         self._losses: dict[str, float] = {}
         self._lost: list[str] = []  # outputs, in words
-        # when the files were last written, and the numbers of then
+        # when the files were last written, and what was computed since
         self._written = 0.0
-        self._last_time = time.monotonic()
-        self._last_iteration = 0
-        self._last_samples = 0
+        self._last_time: float | None = None  # None before the first step, whose time is that of the start too
+        self._computed_steps = 0
+        self._computed_samples = 0
         for path in list(self._files):
             if is_special(path):
                 output_streams.lose(str(path), "it is no regular file")
@@ -61,8 +61,16 @@ class HealthFiles:
             else:
                 _remove_partial(path)
 
-    def step(self, iteration: int, consumed_samples: int, losses: Mapping[str, float]) -> None:
-        """Note the numbers of a step that has ended; write them if the last write is a second ago."""
+    def step(
+        self, iteration: int, consumed_samples: int, losses: Mapping[str, float], *, computed_samples: int
+    ) -> None:
+        """Note the numbers of a step that has ended; write them if the last write is a second ago.
+
+        computed_samples: of the step; 0 if it was left out, and then it does not count in speeds.
+        """
+        if computed_samples:
+            self._computed_steps += 1
+            self._computed_samples += computed_samples
         self._losses = dict(losses)
         self._numbers |= {"iteration": iteration, "consumed_samples": consumed_samples}
         if self._files and time.monotonic() - self._written >= _EVERY:
@@ -82,17 +90,15 @@ class HealthFiles:
     def _write(self) -> None:
         # the speed since the last write
         now = time.monotonic()
-        iteration = self._numbers.get("iteration", 0)
-        samples = self._numbers.get("consumed_samples", 0)
-        steps = iteration - self._last_iteration
-        seconds = now - self._last_time
-        if self._last_iteration and steps > 0:
-            tokens = (samples - self._last_samples) * self._tokens_per_sample
-            self._numbers |= {"tokens_per_second": tokens / seconds, "step_seconds": seconds / steps}
+        if self._last_time is not None and self._computed_steps > 0:
+            seconds = now - self._last_time
+            tokens = self._computed_samples * self._tokens_per_sample
+            self._numbers |= {"tokens_per_second": tokens / seconds, "step_seconds": seconds / self._computed_steps}
         self._written = now
-        self._last_time = now
-        self._last_iteration = iteration
-        self._last_samples = samples
+        if "iteration" in self._numbers:
+            self._last_time = now
+        self._computed_steps = 0
+        self._computed_samples = 0
 
         # replace the files
         numbers = self._numbers | {"heartbeat_timestamp_seconds": time.time()}

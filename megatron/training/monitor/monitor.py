@@ -153,14 +153,21 @@ class Monitor:
         return curves.is_on and self.state.iteration % curves.tensorboard_log_interval == 0
 
     def report(
-        self, step: StepNumbers, losses: Mapping[str, float], interval: Interval | None, tensors: Measured
+        self,
+        step: StepNumbers,
+        losses: Mapping[str, float],
+        interval: Interval | None,
+        tensors: Measured,
+        *,
+        left_out: bool = False,
     ) -> None:
         """Send the last step's numbers to the writers. Every rank must call.
 
-        interval: of the step's log line; None if none was due.
+        interval: of the step's log line; None if none was due. left_out: the step was not computed.
         """
         self._tell_of_losses()
-        self._beacon.step(step.iteration, step.consumed_samples, losses)
+        computed = 0 if left_out else step.global_batch_size
+        self._beacon.step(step.iteration, step.consumed_samples, losses, computed_samples=computed)
         if self._line_is_due and self._stragglers is not None:
             print_rank_last(self._stragglers.line())
         if self._curves_are_due and self.writers:

@@ -139,6 +139,21 @@ def test_what_an_appended_log_trains_again_is_forgotten():
     assert curves.of["training"] == {10: 4.0, 20: 4.0, 40: 2.0, 50: 2.0}
 
 
+def ramped(iteration: int, consumed: int, batch: int) -> str:
+    return training_line(
+        Interval(StepNumbers(iteration, consumed, batch, 1e-3, grad_norm=1.0), 40, 500.0, {"lm loss": 1.0})
+    )
+
+
+def test_throughput_over_a_growing_batch_counts_the_samples_of_each_step():
+    """Ten steps of 4 to 8 samples; the line has the last batch alone. Half a second a step."""
+    curves = plot_run.read_curves("\n".join([ramped(10, 60, 8), ramped(20, 140, 8)]))
+    assert curves.of["throughput"] == {10: 12.0, 20: 16.0}
+    # A resumed log's first line is of an interval whose begin no line has shown.
+    later = plot_run.read_curves("\n".join(["loaded checkpoint of iteration 10 from /c/", ramped(20, 140, 8)]))
+    assert later.of["throughput"] == {20: 16.0}
+
+
 TEXTS_AND_SAID = [
     ("", "--log-interval"),
     ("\n \n", "is empty"),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.base import output_streams
+from megatron.training.monitor import health_files
 from megatron.training.monitor.health_files import HealthFiles, prometheus_text
 from megatron.training.monitor.straggler_detector import straggler_line
 
@@ -20,8 +21,8 @@ LINE = re.compile(
 def test_supervisors_read_the_last_step_and_the_last_save(tmp_path):
     heartbeat, prometheus = tmp_path / "heartbeat.json", tmp_path / "run.prom"
     beacon = HealthFiles(str(heartbeat), str(prometheus), train_iters=90, tokens_per_sample=8)
-    beacon.step(4, 16, {"lm loss": 2.5})
-    beacon.step(5, 20, {"lm loss": 2.0})  # within the second
+    beacon.step(4, 16, {"lm loss": 2.5}, computed_samples=4)
+    beacon.step(5, 20, {"lm loss": 2.0}, computed_samples=4)  # within the second
     beacon.saved(4)
     told = json.loads(heartbeat.read_text())
     assert (told["iteration"], told["train_iterations"], told["last_save_iteration"]) == (5, 90, 4)
@@ -33,6 +34,26 @@ def test_supervisors_read_the_last_step_and_the_last_save(tmp_path):
     assert all(LINE.fullmatch(line) for line in text.splitlines()) and text.endswith("\n"), text
     assert "megatron_iteration 5\n" in text and 'megatron_loss{name="lm loss"} 2.0\n' in text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["heartbeat.json", "run.prom"]
+
+
+def test_steps_that_are_left_out_are_no_speed(tmp_path, monkeypatch):
+    """Ten seconds, in which two steps of 4 and 6 samples are computed, and one of 6 is left out."""
+    heartbeat = tmp_path / "heartbeat.json"
+    clock = [0.0]
+    monkeypatch.setattr(health_files.time, "monotonic", lambda: clock[0])
+    beacon = HealthFiles(str(heartbeat), None, train_iters=90, tokens_per_sample=8)
+    clock[0] = 100.0
+    beacon.step(1, 4, {}, computed_samples=4)
+    assert "tokens_per_second" not in heartbeat.read_text()  # its time was the start's, too
+    clock[0] = 100.4
+    beacon.step(2, 8, {}, computed_samples=4)
+    clock[0] = 100.5
+    beacon.step(3, 14, {}, computed_samples=0)
+    clock[0] = 110.0
+    beacon.step(4, 20, {}, computed_samples=6)
+    told = json.loads(heartbeat.read_text())
+    assert told["tokens_per_second"] == 10 * 8 / 10 and told["step_seconds"] == 5
+    assert (told["iteration"], told["consumed_samples"]) == (4, 20)
 
 
 def test_a_killed_run_leaves_its_last_state_and_the_next_removes_the_rest(tmp_path, monkeypatch):
@@ -56,7 +77,9 @@ def test_a_killed_run_leaves_its_last_state_and_the_next_removes_the_rest(tmp_pa
 
 def test_a_loss_that_is_no_number_is_null_in_json(tmp_path):
     heartbeat = tmp_path / "heartbeat.json"
-    HealthFiles(str(heartbeat), None, train_iters=90, tokens_per_sample=8).step(3, 12, {"a": float("nan"), "b": 1.5})
+    HealthFiles(str(heartbeat), None, train_iters=90, tokens_per_sample=8).step(
+        3, 12, {"a": float("nan"), "b": 1.5}, computed_samples=4
+    )
     assert '"losses": {"a": null, "b": 1.5}' in heartbeat.read_text()
 
 
@@ -94,7 +117,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_replaced(which: int, tmp_path, mon
     paths = [str(tmp_path / "other")] * 2
     paths[which] = str(pipe)
     beacon = HealthFiles(*paths, train_iters=10, tokens_per_sample=100)
-    beacon.step(1, 8, {})
+    beacon.step(1, 8, {}, computed_samples=8)
     assert pipe.is_fifo() and (tmp_path / "other").is_file()
     assert capsys.readouterr().err.count("pipe cannot be written (it is no regular file)") == 1
 
@@ -102,7 +125,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_replaced(which: int, tmp_path, mon
 def test_supervisors_read_which_outputs_are_lost(tmp_path):
     heartbeat, prometheus = tmp_path / "heartbeat.json", tmp_path / "run.prom"
     beacon = HealthFiles(str(heartbeat), str(prometheus), train_iters=90, tokens_per_sample=8)
-    beacon.step(4, 16, {})
+    beacon.step(4, 16, {}, computed_samples=4)
     assert "lost_outputs" not in heartbeat.read_text() + prometheus.read_text()
     beacon.lost("standard output cannot be written (Broken pipe)")  # at once
     told, text = json.loads(heartbeat.read_text()), prometheus.read_text()
