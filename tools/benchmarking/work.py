@@ -105,8 +105,17 @@ class Work:
         h = self.hidden_size
         kv_width = h // self.num_attention_heads * self.kv_heads
         ffn_size = self.ffn_hidden_size or 4 * h
-        is_gated = self.family == "llama"
-        return ModelShape(self.num_layers, h, h, kv_width, ffn_size, self.vocab_size, self.seq_length, is_gated)
+        return ModelShape(
+            self.num_layers,
+            h,
+            h,
+            kv_width,
+            ffn_size,
+            self.vocab_size,
+            self.seq_length,
+            gated=self.family == "llama",
+            is_bert=self.family == "bert",
+        )
 
     @property
     def flops_per_token(self) -> int:
@@ -128,7 +137,7 @@ class Work:
         if self.family == "gpt":
             return gpt
         token_types = 2 * h
-        transform = h * h + 3 * h  # before the output layer, with its norm
+        transform = 3 * h  # the bias of the dense layer before the output layer, and its norm
         word_bias = v
         pooler = h * h + h
         order_head = 2 * h + 2  # sentence order

@@ -141,8 +141,8 @@ def fixed_if_present(key: str, value: Any) -> Field:
 
 
 def dropout_rate(key: str, setting: str, default: float = 0.0) -> Field:
-    """A dropout rate of training, which is read and not written: the weights do not depend on it."""
-    return number(key, setting, default)._replace(write=lambda model: {})
+    """A dropout rate of training. The weights do not depend on it, and whoever trains them further does."""
+    return number(key, setting, default)
 
 
 def ignored_keys(*keys: str) -> Field:

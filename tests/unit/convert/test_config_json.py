@@ -182,3 +182,21 @@ def test_keys_of_published_files_are_known(kind: str):
 def test_a_published_key_with_another_value_is_refused(kind: str, key: str, value: object):
     with pytest.raises(ConfigError, match=key):
         settings(kind, **{key: value})
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        ("llama", {"attention_dropout": 0.25}),
+        ("qwen3", {"attention_dropout": 0.25}),
+        ("gpt_neox", {"hidden_dropout": 0.05, "attention_dropout": 0.25}),
+        ("starcoder2", {"residual_dropout": 0.05, "attention_dropout": 0.25}),
+    ],
+)
+def test_the_dropout_of_a_run_is_written_for_whoever_trains_on(kind: str, keys: dict):
+    more = {"rope_theta": "absent", "rotary_emb_base": 777.0, "rotary_pct": 1.0} if kind == "gpt_neox" else {}
+    run = ModelConfig(**settings(kind, **more) | {"hidden_dropout": 0.05, "attention_dropout": 0.25})
+    written = config_of(kind, run, 61, "float32")
+    assert {key: written[key] for key in keys} == keys
+    read, _ = settings_of(written, "config.json")
+    assert read["attention_dropout"] == 0.25

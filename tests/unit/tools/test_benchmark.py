@@ -38,6 +38,18 @@ def test_flops_of_a_token_equal_a_count_by_hand():
     assert work.shape.flops_per_token(full_attention=True) == 3 * 2 * (matrices + 2 * scores_and_values)
 
 
+def test_flops_and_parameters_of_a_bert_have_its_heads_dense_layer():
+    """BERT-base's 110,106,428 parameters with both heads, as transformers counts BertForPreTraining's."""
+    work = Work(
+        **{**MODELS["bert-small"], "num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 10}
+    )
+    layers = 2 * (8 * 24 + 8 * 8 + 8 * 32 + 32 * 8)
+    scores_and_values = 2 * 2 * work.seq_length * 8  # layers x two products x keys x width
+    assert work.flops_per_token == 3 * 2 * (layers + 8 * 8 + 8 * 10 + scores_and_values)
+    base = {"num_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "vocab_size": 30522, "seq_length": 512}
+    assert Work(**MODELS["bert-small"] | base).parameters == 110_106_428
+
+
 def test_gpt2_small_has_the_parameters_of_gpt2():
     assert Work(**MODELS["gpt2-small"], seq_length=1024).parameters == 124_439_808
     assert Work(**MODELS["gpt2-small"]).padded_vocab_size == 50304
