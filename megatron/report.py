@@ -42,13 +42,36 @@ PACKAGES = {  # package -> what needs it
     "pytest-xdist": "tests on all cores",
     "hypothesis": "tests of properties",
 }
-VARIABLES = """
-    RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID
-    SLURM_JOB_ID SLURM_STEP_ID SLURM_NTASKS SLURM_STEP_NUM_TASKS SLURM_PROCID SLURM_LOCALID SLURM_NODEID
-    OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS
-    OMP_NUM_THREADS OMP_WAIT_POLICY MKL_NUM_THREADS CUDA_VISIBLE_DEVICES CUDA_DEVICE_MAX_CONNECTIONS
-    NCCL_DEBUG NCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME
-"""
+VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "SLURM_NTASKS",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+    "SLURM_NODEID",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_RANK",
+    "PMI_SIZE",
+    "MPI_LOCALRANKID",
+    "MPI_LOCALNRANKS",
+    "OMP_NUM_THREADS",
+    "OMP_WAIT_POLICY",
+    "MKL_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "NCCL_DEBUG",
+    "NCCL_SOCKET_IFNAME",
+    "GLOO_SOCKET_IFNAME",
+)
 _GIB = 2**30
 _PACKAGE = Path(megatron.__file__).resolve().parent
 
@@ -135,7 +158,7 @@ def _launcher() -> Facts:
             part["meeting point"] = f"{launch.address}:{launch.port}"
     except ConfigError as error:
         part["launcher"] = f"refused: {error}"
-    return part | {name: os.environ[name] for name in VARIABLES.split() if name in os.environ}
+    return part | {name: os.environ[name] for name in VARIABLES if name in os.environ}
 
 
 def _threads() -> Facts:

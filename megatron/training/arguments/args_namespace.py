@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron.core import parallel_state
-from megatron.core.base.names_by_value import names_by_value
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.ignored_and_refused_flags import OTHERS, OtherFlag
 
@@ -152,111 +151,226 @@ _OFF = {  # switch -> the name that it sets to False
     "--torch-fsdp2-no-reshard-after-forward": "torch_fsdp2_reshard_after_forward",
 }
 
-# Megatron's defaults: a value, and the names that have it. A flag of ignored_and_refused_flags.py that is missing here is False,
-# if it is a switch, or None.
-_TABLE = """
-    False: apply_wd_to_qk_layernorm checkpoint_activations create_all_gather_group
-        dataloader_defer_npy_index_mmap dataloader_fast_cache_load ddp_reduce_scatter_with_fp32_accumulation
-        disable_jit_fuser distribute_checkpointed_activations enable_one_logger fake_process_group
-        fsdp_manual_registration inference_wandb_logging keep_fp8_transpose_cache_when_using_custom_fsdp
-        mmap_warmup nccl_ub overlap_p2p_comm_warmup_flush override_lr_scheduler recompute_activations
-        retro_return_doc_ids rl_offload_inference_model_weights_when_idle rl_skip_bos_token
-        rl_training_cuda_graphs rl_verify_model_weights_swap tokenizer_hf_include_special_tokens
-        tokenizer_hf_use_fast tokenizer_sentencepiece_legacy use_checkpoint_lr_scheduler
-        use_rotary_position_embeddings
-    None: async_save fp8 inference_dynamic_batching_max_requests inference_dynamic_batching_max_tokens
-        inference_dynamic_batching_paused_buffer_size_gb linear_attention_freq
-        microbatch_group_size_per_vp_stage no_load_rng no_save_rng no_weight_decay_cond_type onnx_safe
-        per_dataset_sequences_path phase_transition_iterations retro_workdir
-        rl_inference_expert_model_parallel_size rl_inference_expert_tensor_model_parallel_size
-        rl_inference_pipeline_model_parallel_size rl_inference_tensor_model_parallel_size
-        tokenizer_special_tokens use_cpu_initialization yaml_cfg
-    True: align_grad_reduce align_param_gather apply_rope_fusion async_tensor_model_parallel_allreduce
-        bias_dropout_fusion bias_gelu_fusion bias_swiglu_fusion ckpt_fully_parallel_save
-        clone_scatter_output_in_embedding create_attention_mask_in_dataloader data_sharding delay_grad_reduce
-        enable_gloo_process_groups enable_msc fp8_wgrad gradient_accumulation_fusion gradient_reduce_div_fusion
-        manual_gc_eval masked_softmax_fusion overlap_p2p_comm perform_initialization pin_cpu_grads
-        pin_cpu_params retro_verify_neighbor_count torch_fsdp2_reshard_after_forward tp_comm_bulk_dgrad
-        tp_comm_bulk_wgrad tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_split_ag tp_comm_split_rs
-        use_contiguous_buffers_in_local_ddp use_tokenizer_model_from_checkpoint_args
-    "": config_logger_dir
-    "0.0.0": app_tag_run_version
-    "allgather": moe_token_dispatcher_type
-    "assume_ok_unexpected": dist_ckpt_strictness
-    "aux_loss": moe_router_load_balancing_type
-    "classify": vision_pretraining_type
-    "delayed": fp8_recipe
-    "fifo": rl_sequence_packing_algo
-    "fp32": exp_avg_dtype exp_avg_sq_dtype main_params_dtype
-    "full": cuda_graph_scope
-    "fully_parallel": non_persistent_local_ckpt_algo
-    "gloo": refit_method
-    "inplace_megatron": langrl_inference_server_type
-    "local": DDP_impl transformer_impl
-    "megatron": bert_embedder_type
-    "megatron-lm": one_logger_project
-    "mmap": data_impl
-    "most_recent": fp8_amax_compute_algo
-    "native": cross_entropy_fusion_impl
-    "nccl": tp_comm_bootstrap_backend
-    "nemotron-h-aligned": sft_tokenizer_prompt_format
-    "node": inprocess_granularity
-    "probs": moe_token_drop_policy
-    "random": mask_type
-    "softmax": moe_router_score_function
-    "tiny": swin_backbone_type
-    "torch_dist": ckpt_format
-    "vit": vision_backbone_type
-    -1: inference_batch_times_seqlen_threshold rl_default_top_k
-    0: biencoder_projection_dim encoder_pipeline_model_parallel_size encoder_tensor_model_parallel_size
-        fp8_margin inference_dynamic_batching_unified_memory_level
-        inference_logging_step_interval manual_gc_interval rl_default_top_p
-        rl_inference_model_unified_memory_level wgrad_deferral_limit
-    0.0: grpo_entropy_term_weight hybrid_attention_ratio hybrid_mlp_ratio moe_aux_loss_coeff
-    0.001: grpo_kl_beta moe_router_bias_update_rate
-    0.01: grpo_clamp_eps_lower grpo_clamp_eps_upper
-    0.04: dino_warmup_teacher_temp
-    0.07: dino_teacher_temp
-    0.1: mtp_loss_scaling_factor query_in_block_prob retro_encoder_attention_dropout
-        retro_encoder_hidden_dropout
-    0.2: inference_dynamic_batching_buffer_guaranteed_fraction
-    1: checkpoint_num_layers dino_freeze_last_layer fp8_amax_history_len fp8_interval inprocess_last_call_wait
-        inprocess_termination_grace_time moe_layer_freq moe_upcycling_granularity num_dataset_builder_threads
-        num_layers_at_end_in_bf16 num_layers_at_start_in_bf16 retro_attention_gate
-    1.0: classes_fraction data_per_class_fraction head_lr_mult inprocess_monitor_process_interval
-        inprocess_monitor_thread_interval inprocess_progress_watchdog_interval mask_factor mscale mscale_all_dim
-        rl_default_temperature rotary_scaling_factor sample_rate
-    10: dino_local_crops_number
-    1000: adlr_autoresume_interval indexer_log_interval num_classes
-    120: inprocess_barrier_timeout inprocess_completion_timeout
-    12000: max_tokens_to_oom
-    12346: inference_coordinator_port
-    1250: iter_per_epoch
-    128: indexer_batch_size mamba_state_dim qk_head_dim relative_attention_max_distance v_head_dim
-    16: inference_dynamic_batching_cuda_graph_mixed_prefill_count inference_dynamic_batching_num_cuda_graphs
-        patch_dim
-    16384: inference_dynamic_batching_cuda_graph_max_tokens
-    2: grpo_group_size grpo_iterations moe_router_topk replication_factor retro_encoder_layers
-        retro_num_neighbors retro_num_retrieved_chunks
-    2048: dino_head_hidden_size
-    224: img_dim img_h img_w
-    256: dino_bottleneck_size inference_dynamic_batching_block_size retriever_seq_length
-    2560: inference_max_seq_length
-    3: cuda_graph_warmup_steps num_channels
-    30: dino_warmup_teacher_temp_epochs inprocess_heartbeat_interval
-    32: grpo_prompts_per_step kv_lora_rank relative_attention_num_buckets rl_prompts_per_eval
-    40.0: inference_dynamic_batching_buffer_size_gb
-    5: ft_num_warmup_iters
-    50: rl_sequence_packing_max_sequences_per_bin
-    512: rl_parallel_generation_tasks
-    60: inprocess_heartbeat_timeout inprocess_soft_timeout
-    64: mamba_head_dim qk_pos_emb_head_dim
-    65535: straggler_ctrlr_port
-    8: inference_max_batch_size mamba_num_groups
-    90: inprocess_hard_timeout
-    96: dino_local_img_size
-    []: high_priority_stream_groups retriever_report_topk_accuracies
-"""
-
-
-DEFAULTS = names_by_value(_TABLE)
+# Megatron's defaults. A flag of ignored_and_refused_flags.py that is missing here is False, if it is a switch, or None.
+DEFAULTS: dict[str, Any] = {
+    "adlr_autoresume_interval": 1000,
+    "align_grad_reduce": True,
+    "align_param_gather": True,
+    "app_tag_run_version": "0.0.0",
+    "apply_rope_fusion": True,
+    "apply_wd_to_qk_layernorm": False,
+    "async_save": None,
+    "async_tensor_model_parallel_allreduce": True,
+    "bert_embedder_type": "megatron",
+    "bias_dropout_fusion": True,
+    "bias_gelu_fusion": True,
+    "bias_swiglu_fusion": True,
+    "biencoder_projection_dim": 0,
+    "checkpoint_activations": False,
+    "checkpoint_num_layers": 1,
+    "ckpt_format": "torch_dist",
+    "ckpt_fully_parallel_save": True,
+    "classes_fraction": 1.0,
+    "clone_scatter_output_in_embedding": True,
+    "config_logger_dir": "",
+    "create_all_gather_group": False,
+    "create_attention_mask_in_dataloader": True,
+    "cross_entropy_fusion_impl": "native",
+    "cuda_graph_scope": "full",
+    "cuda_graph_warmup_steps": 3,
+    "data_impl": "mmap",
+    "data_per_class_fraction": 1.0,
+    "data_sharding": True,
+    "dataloader_defer_npy_index_mmap": False,
+    "dataloader_fast_cache_load": False,
+    "DDP_impl": "local",
+    "ddp_reduce_scatter_with_fp32_accumulation": False,
+    "delay_grad_reduce": True,
+    "dino_bottleneck_size": 256,
+    "dino_freeze_last_layer": 1,
+    "dino_head_hidden_size": 2048,
+    "dino_local_crops_number": 10,
+    "dino_local_img_size": 96,
+    "dino_teacher_temp": 0.07,
+    "dino_warmup_teacher_temp": 0.04,
+    "dino_warmup_teacher_temp_epochs": 30,
+    "disable_jit_fuser": False,
+    "dist_ckpt_strictness": "assume_ok_unexpected",
+    "distribute_checkpointed_activations": False,
+    "enable_gloo_process_groups": True,
+    "enable_msc": True,
+    "enable_one_logger": False,
+    "encoder_pipeline_model_parallel_size": 0,
+    "encoder_tensor_model_parallel_size": 0,
+    "exp_avg_dtype": "fp32",
+    "exp_avg_sq_dtype": "fp32",
+    "fake_process_group": False,
+    "fp8": None,
+    "fp8_amax_compute_algo": "most_recent",
+    "fp8_amax_history_len": 1,
+    "fp8_interval": 1,
+    "fp8_margin": 0,
+    "fp8_recipe": "delayed",
+    "fp8_wgrad": True,
+    "fsdp_manual_registration": False,
+    "ft_num_warmup_iters": 5,
+    "gradient_accumulation_fusion": True,
+    "gradient_reduce_div_fusion": True,
+    "grpo_clamp_eps_lower": 0.01,
+    "grpo_clamp_eps_upper": 0.01,
+    "grpo_entropy_term_weight": 0.0,
+    "grpo_group_size": 2,
+    "grpo_iterations": 2,
+    "grpo_kl_beta": 0.001,
+    "grpo_prompts_per_step": 32,
+    "head_lr_mult": 1.0,
+    "high_priority_stream_groups": [],
+    "hybrid_attention_ratio": 0.0,
+    "hybrid_mlp_ratio": 0.0,
+    "img_dim": 224,
+    "img_h": 224,
+    "img_w": 224,
+    "indexer_batch_size": 128,
+    "indexer_log_interval": 1000,
+    "inference_batch_times_seqlen_threshold": -1,
+    "inference_coordinator_port": 12346,
+    "inference_dynamic_batching_block_size": 256,
+    "inference_dynamic_batching_buffer_guaranteed_fraction": 0.2,
+    "inference_dynamic_batching_buffer_size_gb": 40.0,
+    "inference_dynamic_batching_cuda_graph_max_tokens": 16384,
+    "inference_dynamic_batching_cuda_graph_mixed_prefill_count": 16,
+    "inference_dynamic_batching_max_requests": None,
+    "inference_dynamic_batching_max_tokens": None,
+    "inference_dynamic_batching_num_cuda_graphs": 16,
+    "inference_dynamic_batching_paused_buffer_size_gb": None,
+    "inference_dynamic_batching_unified_memory_level": 0,
+    "inference_logging_step_interval": 0,
+    "inference_max_batch_size": 8,
+    "inference_max_seq_length": 2560,
+    "inference_wandb_logging": False,
+    "inprocess_barrier_timeout": 120,
+    "inprocess_completion_timeout": 120,
+    "inprocess_granularity": "node",
+    "inprocess_hard_timeout": 90,
+    "inprocess_heartbeat_interval": 30,
+    "inprocess_heartbeat_timeout": 60,
+    "inprocess_last_call_wait": 1,
+    "inprocess_monitor_process_interval": 1.0,
+    "inprocess_monitor_thread_interval": 1.0,
+    "inprocess_progress_watchdog_interval": 1.0,
+    "inprocess_soft_timeout": 60,
+    "inprocess_termination_grace_time": 1,
+    "iter_per_epoch": 1250,
+    "keep_fp8_transpose_cache_when_using_custom_fsdp": False,
+    "kv_lora_rank": 32,
+    "langrl_inference_server_type": "inplace_megatron",
+    "linear_attention_freq": None,
+    "main_params_dtype": "fp32",
+    "mamba_head_dim": 64,
+    "mamba_num_groups": 8,
+    "mamba_state_dim": 128,
+    "manual_gc_eval": True,
+    "manual_gc_interval": 0,
+    "mask_factor": 1.0,
+    "mask_type": "random",
+    "masked_softmax_fusion": True,
+    "max_tokens_to_oom": 12000,
+    "microbatch_group_size_per_vp_stage": None,
+    "mmap_warmup": False,
+    "moe_aux_loss_coeff": 0.0,
+    "moe_layer_freq": 1,
+    "moe_router_bias_update_rate": 0.001,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_router_score_function": "softmax",
+    "moe_router_topk": 2,
+    "moe_token_dispatcher_type": "allgather",
+    "moe_token_drop_policy": "probs",
+    "moe_upcycling_granularity": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "mtp_loss_scaling_factor": 0.1,
+    "nccl_ub": False,
+    "no_load_rng": None,
+    "no_save_rng": None,
+    "no_weight_decay_cond_type": None,
+    "non_persistent_local_ckpt_algo": "fully_parallel",
+    "num_channels": 3,
+    "num_classes": 1000,
+    "num_dataset_builder_threads": 1,
+    "num_layers_at_end_in_bf16": 1,
+    "num_layers_at_start_in_bf16": 1,
+    "one_logger_project": "megatron-lm",
+    "onnx_safe": None,
+    "overlap_p2p_comm": True,
+    "overlap_p2p_comm_warmup_flush": False,
+    "override_lr_scheduler": False,
+    "patch_dim": 16,
+    "per_dataset_sequences_path": None,
+    "perform_initialization": True,
+    "phase_transition_iterations": None,
+    "pin_cpu_grads": True,
+    "pin_cpu_params": True,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "query_in_block_prob": 0.1,
+    "recompute_activations": False,
+    "refit_method": "gloo",
+    "relative_attention_max_distance": 128,
+    "relative_attention_num_buckets": 32,
+    "replication_factor": 2,
+    "retriever_report_topk_accuracies": [],
+    "retriever_seq_length": 256,
+    "retro_attention_gate": 1,
+    "retro_encoder_attention_dropout": 0.1,
+    "retro_encoder_hidden_dropout": 0.1,
+    "retro_encoder_layers": 2,
+    "retro_num_neighbors": 2,
+    "retro_num_retrieved_chunks": 2,
+    "retro_return_doc_ids": False,
+    "retro_verify_neighbor_count": True,
+    "retro_workdir": None,
+    "rl_default_temperature": 1.0,
+    "rl_default_top_k": -1,
+    "rl_default_top_p": 0,
+    "rl_inference_expert_model_parallel_size": None,
+    "rl_inference_expert_tensor_model_parallel_size": None,
+    "rl_inference_model_unified_memory_level": 0,
+    "rl_inference_pipeline_model_parallel_size": None,
+    "rl_inference_tensor_model_parallel_size": None,
+    "rl_offload_inference_model_weights_when_idle": False,
+    "rl_parallel_generation_tasks": 512,
+    "rl_prompts_per_eval": 32,
+    "rl_sequence_packing_algo": "fifo",
+    "rl_sequence_packing_max_sequences_per_bin": 50,
+    "rl_skip_bos_token": False,
+    "rl_training_cuda_graphs": False,
+    "rl_verify_model_weights_swap": False,
+    "rotary_scaling_factor": 1.0,
+    "sample_rate": 1.0,
+    "sft_tokenizer_prompt_format": "nemotron-h-aligned",
+    "straggler_ctrlr_port": 65535,
+    "swin_backbone_type": "tiny",
+    "tokenizer_hf_include_special_tokens": False,
+    "tokenizer_hf_use_fast": False,
+    "tokenizer_sentencepiece_legacy": False,
+    "tokenizer_special_tokens": None,
+    "torch_fsdp2_reshard_after_forward": True,
+    "tp_comm_bootstrap_backend": "nccl",
+    "tp_comm_bulk_dgrad": True,
+    "tp_comm_bulk_wgrad": True,
+    "tp_comm_overlap_ag": True,
+    "tp_comm_overlap_rs": True,
+    "tp_comm_split_ag": True,
+    "tp_comm_split_rs": True,
+    "transformer_impl": "local",
+    "use_checkpoint_lr_scheduler": False,
+    "use_contiguous_buffers_in_local_ddp": True,
+    "use_cpu_initialization": None,
+    "use_rotary_position_embeddings": False,
+    "use_tokenizer_model_from_checkpoint_args": True,
+    "v_head_dim": 128,
+    "vision_backbone_type": "vit",
+    "vision_pretraining_type": "classify",
+    "wgrad_deferral_limit": 0,
+    "yaml_cfg": None,
+}

@@ -29,22 +29,28 @@ _HINTS = {
     "gated_linear_unit": "swiglu",
     "virtual_pipeline_model_parallel_size": "num-virtual-stages-per-pipeline-rank",
 }
+_KERNELS = "kernels are chosen by what the device can do"
+_OVERLAP = "products and communication are overlapped where the code can"
+_TRANSFERS = "transfers between stages always overlap with computation"
+_PRECISION = "--fp16 and --bf16 set the precision"
+_OFFLOAD = "--cpu-offloading-num-layers sets how many layers' activations are offloaded; weights are not"
 _NO_EFFECT = {
-    name: reason
-    for reason, names in {
-        "kernels are chosen by what the device can do": "bias_activation_fusion memory_efficient_layer_norm",
-        "products and communication are overlapped where the code can": "tp_comm_atomic_ag tp_comm_atomic_rs",
-        "transfers between stages always overlap with computation": """
-            overlap_p2p_comm batch_p2p_comm batch_p2p_sync deallocate_pipeline_outputs
-        """,
-        "weights are always initialized; a checkpoint then replaces them": "perform_initialization",
-        "--fp16 and --bf16 set the precision": "enable_autocast autocast_dtype params_dtype",
-        "--cpu-offloading-num-layers sets how many layers' activations are offloaded; weights are not": """
-            cpu_offloading cpu_offloading_weights cpu_offloading_activations
-        """,
-        "--position-embedding-type sets it": "add_position_embedding",
-    }.items()
-    for name in names.split()
+    "bias_activation_fusion": _KERNELS,
+    "memory_efficient_layer_norm": _KERNELS,
+    "tp_comm_atomic_ag": _OVERLAP,
+    "tp_comm_atomic_rs": _OVERLAP,
+    "overlap_p2p_comm": _TRANSFERS,
+    "batch_p2p_comm": _TRANSFERS,
+    "batch_p2p_sync": _TRANSFERS,
+    "deallocate_pipeline_outputs": _TRANSFERS,
+    "perform_initialization": "weights are always initialized; a checkpoint then replaces them",
+    "enable_autocast": _PRECISION,
+    "autocast_dtype": _PRECISION,
+    "params_dtype": _PRECISION,
+    "cpu_offloading": _OFFLOAD,
+    "cpu_offloading_weights": _OFFLOAD,
+    "cpu_offloading_activations": _OFFLOAD,
+    "add_position_embedding": "--position-embedding-type sets it",
 }
 _LARGEST = 16 << 20  # bytes of a file: about a hundred thousand settings or data prefixes
 _SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}

@@ -15,7 +15,8 @@ from megatron.training.arguments.ignored_and_refused_flags import (
     SHORTHAND,
     SILENT,
     WARNED,
-    parse_table,
+    OtherFlags,
+    by_flag,
 )
 
 ROWS = [
@@ -131,8 +132,17 @@ def test_no_flag_that_is_refused_is_suggested():
         assert not {*suggested} & {*REFUSED}, problem
 
 
-def test_a_table_reads_like_a_usage_line():
-    flags = parse_table({"why": "--a --b N --c NAME... --d 0|1|N", "whence": "--e"})
+def test_a_table_has_rows_of_flags_that_share_a_reason():
+    flags = by_flag(
+        OtherFlags(
+            "why",
+            switches=("--a",),
+            values={"--b": "N", "--d": "N"},
+            lists={"--c": "NAME"},
+            harmless={"--d": ("0", "1")},
+        ),
+        OtherFlags("whence", switches=("--e",)),
+    )
     assert {(f.flag, f.values, f.metavar, f.harmless, f.reason) for f in flags.values()} == {
         ("--a", "0", "", (), "why"),
         ("--b", "1", "N", (), "why"),
