@@ -22,10 +22,10 @@ _ONLY_THEIRS = ("dist_checkpointing/dict_utils.py", "models/bert/pooler.py")
 def _check_unmixed(folder: str) -> None:
     """Raise ImportError if files of megatron-core lie in this folder, or if its uninstallation has taken files from it.
 
-    Its package is also named `megatron`, so pip merges the files of both, and what is installed later overwrites the earlier.
-    Read from the disk, before any file runs: whose core/package_info.py it is, files that only megatron-core has, and pip's
-    record of what megatron-core installed here. Elsewhere on the path megatron-core is harmless: it has no
-    `megatron/__init__.py`, so Python finds this folder.
+    Its package is also named `megatron`, so pip merges the files of both, and what is installed later overwrites the
+    earlier. Read from the disk, before any file runs: whose core/package_info.py it is, files that only megatron-core
+    has, and pip's record of what megatron-core installed here. Elsewhere on the path megatron-core is harmless: it has
+    no `megatron/__init__.py`, so Python finds this folder.
     """
     core, around = os.path.join(folder, "core"), os.path.dirname(folder)
     info = os.path.join(core, "package_info.py")

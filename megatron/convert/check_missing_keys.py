@@ -63,7 +63,10 @@ def missing_parameters(state: Mapping[str, Any], tensors: Collection[str]) -> li
 
 
 def absent_heads_in(state: Mapping[str, Any]) -> list[str]:
-    """Return the parameters of heads that the architecture lacks. Raises ConfigError for a state that no run has written."""
+    """Return the parameters of heads that the architecture lacks.
+
+    Raises ConfigError for a state that no run has written.
+    """
     names = state.get(ABSENT_HEADS, [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"{ABSENT_HEADS} is {names!r:.40}, not a list of names")
@@ -80,8 +83,8 @@ def check_complete(
 ) -> None:
     """Refuse to write a model that lacks parameters.
 
-    allow: call `note` with a line about each instead. note: also called about heads that the architecture does not have.
-    Raises CheckpointError.
+    allow: call `note` with a line about each instead. note: also called about heads that the architecture does not
+    have. Raises CheckpointError.
     """
     missing = missing_parameters(state, tensors)
     if missing and not allow:
@@ -104,7 +107,10 @@ def missing_tensors_advice(state: Mapping[str, Any]) -> str:
 
 
 def with_hf_names(state: Mapping[str, Any], param: str) -> str:
-    """Return a parameter's names in the folder that the model came from, then ours in parentheses; ours alone if unknown."""
+    """Return a parameter's names in the folder that the model came from, then ours in parentheses.
+
+    Ours alone if unknown.
+    """
     origin = state.get("origin")
     kind = origin.get("model_type") if isinstance(origin, dict) else None
     family = FAMILIES.get(kind) if isinstance(kind, str) else None

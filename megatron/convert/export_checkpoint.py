@@ -4,8 +4,8 @@
     writes    the part before, in the requested dtype                         each range at its place in the file
     syncs     the file before
 
-A tensor that the family stores transposed, or whose columns the checkpoint holds in separate pieces, is read in full and then
-written: a rank has at most two such tensors in memory. The folder gets its final name when it is complete.
+A tensor that the family stores transposed, or whose columns the checkpoint holds in separate pieces, is read in full
+and then written: a rank has at most two such tensors in memory. The folder gets its final name when it is complete.
 """
 
 from collections.abc import Callable, Iterator

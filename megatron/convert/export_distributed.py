@@ -67,8 +67,8 @@ def write_hf_folder_from_ranks(
 ) -> None:
     """Write the planned folder into `out`, which must not exist. Every rank must call, with the tensors that it holds.
 
-    If one rank fails, all raise, and the folder is incomplete. note: called on the first rank with a line about files that are
-    not written.
+    If one rank fails, all raise, and the folder is incomplete. note: called on the first rank with a line about files
+    that are not written.
     """
     with collectives.raise_together(world, device):
         if world.is_first:
@@ -138,7 +138,10 @@ def _gather(
 
 
 def _row_blocks(shape: tuple[int, ...], item_bytes: int) -> Iterator[Box]:
-    """Yield boxes of full rows, in order, each of at most `_ROW_BLOCK_BYTES` bytes or of one row. item_bytes: of an element."""
+    """Yield boxes of full rows, in order, each of at most `_ROW_BLOCK_BYTES` bytes or of one row.
+
+    item_bytes: of an element.
+    """
     if not shape:
         yield ()
         return

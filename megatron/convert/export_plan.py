@@ -134,9 +134,9 @@ def plan_folder(
 ) -> FolderPlan:
     """Plan the folder of a model: its config.json, and the tensors of each file.
 
-    state: a checkpoint's state. tensors: dtypes and shapes, by the names of a checkpoint. source: names both in errors. The
-    other arguments are those of `write_hf_folder`. Raises ConfigError for a model that the family cannot describe and for
-    tensors that it has no name for, CheckpointError for a model that lacks tensors.
+    state: a checkpoint's state. tensors: dtypes and shapes, by the names of a checkpoint. source: names both in errors.
+    The other arguments are those of `write_hf_folder`. Raises ConfigError for a model that the family cannot describe
+    and for tensors that it has no name for, CheckpointError for a model that lacks tensors.
     """
     state = _with_our_attention(state, source)
     model, vocab_size = _model_in(state, source)
@@ -192,8 +192,8 @@ def _architecture(family: Family, model: ModelConfig, records: Collection[str]) 
 def _with_our_attention(state: dict[str, Any], source: str) -> dict[str, Any]:
     """Replace a script's own attention kernel by one of ours, in the state of a model whose attention is a softmax.
 
-    All families have softmax attention. Raises ConfigError for a kernel that computes anything else, since no config.json can
-    describe it.
+    All families have softmax attention. Raises ConfigError for a kernel that computes anything else, since no
+    config.json can describe it.
     """
     settings = state.get("config", {})
     function = state.get(FUNCTIONS, {}).get("attention_backend")

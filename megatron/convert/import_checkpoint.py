@@ -33,9 +33,9 @@ def copy_checkpoint(
 ) -> Path:
     """Write the weights below `root`, which must not exist, as an iteration that any layout loads; return its folder.
 
-    One process calls. dtype: of all floating tensors; default: unchanged. The checkpoint's state names the model, and says that
-    it has no optimizer state. allow_missing: write a model that lacks tensors, without them; note: called with a line about
-    each. Raises ConfigError, CheckpointError.
+    One process calls. dtype: of all floating tensors; default: unchanged. The checkpoint's state names the model, and
+    says that it has no optimizer state. allow_missing: write a model that lacks tensors, without them; note: called
+    with a line about each. Raises ConfigError, CheckpointError.
     """
     if exists(path_of(root)):
         raise ConfigError(f"{root} is there already; a checkpoint is written anew: choose another folder")

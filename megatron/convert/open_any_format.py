@@ -49,8 +49,9 @@ class DescribedModel(NamedTuple):
 def describe_model(path: Path) -> DescribedModel:
     """Return the model that a config.json, or a folder with one, describes.
 
-    A folder adds its tokenizer's settings and files; a config.json on its own says nothing of the files beside it. Raises
-    ConfigError for a file that does not exist, cannot be read, or has keys that its family's table does not know.
+    A folder adds its tokenizer's settings and files; a config.json on its own says nothing of the files beside it.
+    Raises ConfigError for a file that does not exist, cannot be read, or has keys that its family's table does not
+    know.
     """
     folder = path if is_folder(path) else None
     source = path if folder is None else folder / CONFIG

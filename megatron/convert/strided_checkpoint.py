@@ -1,7 +1,8 @@
 """Read tensors where they are in other projects' files: strided pieces, of which a rank reads the boxes that it needs.
 
-A piece is a box of a tensor of ours and the position of its elements in a file: the byte of the first, the dtype, and a stride
-for each dimension. So a transposed weight, or one head of a fused one, is read directly, a bounded number of bytes at a time.
+A piece is a box of a tensor of ours and the position of its elements in a file: the byte of the first, the dtype, and a
+stride for each dimension. So a transposed weight, or one head of a fused one, is read directly, a bounded number of
+bytes at a time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,7 +35,10 @@ class StridedPiece(Piece):
 
 
 def record_of(operation: str, heads: HeadCounts, hf_tensors: Sequence[TensorInFile]) -> TensorRecord:
-    """Return the tensor of ours that an operation makes of Hugging Face tensors. Raises ValueError if shapes do not fit."""
+    """Return the tensor of ours that an operation makes of Hugging Face tensors.
+
+    Raises ValueError if shapes do not fit.
+    """
     views = [View.of(tensor_index, x.shape) for tensor_index, x in enumerate(hf_tensors)]
     places = list(OPERATIONS[operation].places(heads, views))
     pieces = tuple(piece_of(box, view, hf_tensors[view.tensor_index]) for box, view in places)
@@ -57,7 +61,10 @@ def keeps_order(record: TensorRecord) -> bool:
 
 
 class StridedCheckpoint(Checkpoint):
-    """A checkpoint in the files of another project, which is read through `Checkpoint`'s methods. It holds no hashes."""
+    """A checkpoint in the files of another project, which is read through `Checkpoint`'s methods.
+
+    It holds no hashes.
+    """
 
     def has_runs(self, name: str) -> bool:
         return super().has_runs(name) and keeps_order(self.manifest.tensors[name])

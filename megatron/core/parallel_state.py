@@ -1,7 +1,7 @@
 """Megatron's `mpu`: accessors of this process's `Mesh`, for scripts (Megatron: core/parallel_state.py).
 
-Scripts also reach `parallel/initialize_distributed.py` and `initialize_model_parallel.py` through this module. Library code does
-not use it: it receives `Axis` objects.
+Scripts also reach `parallel/initialize_distributed.py` and `initialize_model_parallel.py` through this module. Library
+code does not use it: it receives `Axis` objects.
 """
 
 from collections.abc import Callable, Sequence
@@ -183,7 +183,10 @@ set_expert_model_parallel_world_size = _size_setter("set_expert_model_parallel_w
 
 
 def _is_stage(stage: int, ignore_virtual: bool, vp_stage: int | None) -> bool:
-    """Return whether the running chunk (or `vp_stage`) is `stage`; with `ignore_virtual`, whether any local chunk is."""
+    """Return whether the running chunk (or `vp_stage`) is `stage`.
+
+    With `ignore_virtual`, whether any local chunk is.
+    """
     state = get_global_state()
     local_stages = state.mesh.stages.of_rank(state.mesh["pp"].rank)
     if ignore_virtual or len(local_stages) == 1 or stage not in local_stages:

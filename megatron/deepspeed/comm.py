@@ -82,10 +82,10 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Initialize torch.distributed, or use it if the script has initialized it. Every rank must call; later calls do nothing.
+    """Initialize torch.distributed, or use it if the script has initialized it.
 
-    Rank and world size come from the variables of torchrun, Open MPI, MPICH or SLURM (MASTER_ADDR included); without any of
-    them, the process is a job of one rank.
+    Every rank must call; later calls do nothing. Rank and world size come from the variables of torchrun, Open MPI,
+    MPICH or SLURM (MASTER_ADDR included); without any of them, the process is a job of one rank.
 
         dist_backend          default: the backend of the device
         auto_mpi_discovery    False: ignore the variables of mpirun, mpiexec and srun; a process that one of them has started
@@ -97,8 +97,8 @@ def init_distributed(
         init_method, rank, world_size    accepted, without effect, only where torch.distributed is initialized already
         config                a ds_config; its communication log is not built
 
-    Raises ConfigError if the backend is not available or torch.distributed is initialized with another one, RuntimeError for
-    arguments that need an initialized torch.distributed.
+    Raises ConfigError if the backend is not available or torch.distributed is initialized with another one,
+    RuntimeError for arguments that need an initialized torch.distributed.
     """
     global cdb
     if dist_backend:
@@ -129,7 +129,10 @@ def init_distributed(
 
 
 def _check_backend_available(requested: str | None, device_backend: str) -> None:
-    """Raise ConfigError for a backend that this process cannot use. device_backend: that of the device it computes on."""
+    """Raise ConfigError for a backend that this process cannot use.
+
+    device_backend: that of the device it computes on.
+    """
     if requested is None or requested == device_backend:
         return
     names = [part.rpartition(":")[2] for part in requested.split(",")]  # "cpu:gloo,cuda:nccl" names two
@@ -348,8 +351,8 @@ def _call(
 ) -> Handle | None:
     """Issue a collective and, unless `async_op`, wait for it.
 
-    op: the collective's name in reports of a hang. start: torch's function but for group and async_op. tensors: what this rank
-    sends, for its size. finish: called once the result is there.
+    op: the collective's name in reports of a hang. start: torch's function but for group and async_op. tensors: what
+    this rank sends, for its size. finish: called once the result is there.
     """
     process_group = _process_group(group)
     if process_group is dist.GroupMember.NON_GROUP_MEMBER:
@@ -370,8 +373,8 @@ def _call(
 def _reduction(op: Any, group: Any, result: Tensor, has_result: bool = True) -> tuple[Any, Callable[[], Any] | None]:
     """Return (the operation for torch, what is left to do with the result).
 
-    Gloo has no mean: it computes a sum, which is divided on the ranks that have the result. Means of integers are rounded
-    towards zero, as NCCL does.
+    Gloo has no mean: it computes a sum, which is divided on the ranks that have the result. Means of integers are
+    rounded towards zero, as NCCL does.
     """
     operation = _operation(op)
     backend_has_mean = result.device.type != "cpu" and dist.get_backend(_process_group(group)) != "gloo"
@@ -425,7 +428,10 @@ def reduce(
     log_name: str = "reduce",
     debug: Any = None,
 ) -> Handle | None:
-    """Reduce the tensor over the ranks into that of the global rank `dst`; the others' values are undefined, as in torch."""
+    """Reduce the tensor over the ranks into that of the global rank `dst`.
+
+    The others' values are undefined, as in torch.
+    """
     operation, finish = _reduction(op, group, tensor, has_result=dist.get_rank() == dst)
     return _call("reduce", partial(dist.reduce, tensor, dst, op=operation), group, [tensor], async_op, finish)
 
@@ -486,7 +492,10 @@ def broadcast(
 
 
 def broadcast_object_list(object_list: list[Any], src: int, group: Any = None, device: Any = None) -> None:
-    """Copy the objects of the global rank `src` into the lists of the others. Ranks of a job trust each other's pickles."""
+    """Copy the objects of the global rank `src` into the lists of the others.
+
+    Ranks of a job trust each other's pickles.
+    """
     dist.broadcast_object_list(object_list, src, group=_process_group(group), device=device)
 
 

@@ -122,9 +122,9 @@ class DeepSpeedEngine(Engine):
     ) -> tuple[str | None, dict[str, Any]]:
         """Load a checkpoint that any number of ranks saved in any ZeRO stage; return (its folder, its client state).
 
-        Every rank must call. tag: as in `save_checkpoint`; None: the one in load_dir/latest; without such a file, (None, {}) and
-        a warning. load_module_only: no optimizer, no schedule, and the counters of steps and samples stay as they are.
-        load_module_strict: has no effect, since every weight must be there. Raises CheckpointError.
+        Every rank must call. tag: as in `save_checkpoint`; None: the one in load_dir/latest; without such a file,
+        (None, {}) and a warning. load_module_only: no optimizer, no schedule, and the counters of steps and samples
+        stay as they are. load_module_strict: has no effect, since every weight must be there. Raises CheckpointError.
         """
         if custom_load_fn is not None:
             raise NotImplementedError(
@@ -197,7 +197,9 @@ def initialize(
     mesh_param: Any = None,
     config_params: Any = None,
 ) -> tuple[DeepSpeedEngine, ZeroOptimizer, DataLoader | None, Any]:
-    """Return (engine, optimizer, data loader, schedule) for any torch module. Every rank must call, with the same model.
+    """Return (engine, optimizer, data loader, schedule) for any torch module.
+
+    Every rank must call, with the same model.
 
         config            a path or a dict; `config_params` and `args.deepspeed_config` are other names of it
         optimizer         torch's Adam, AdamW or SGD, or a function that makes one of the parameters; replaces the config's

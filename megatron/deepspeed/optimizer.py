@@ -71,7 +71,10 @@ def DeepSpeedCPUAdam(
     adamw_mode: bool = True,
     fp32_optimizer_states: bool = True,
 ) -> torch.optim.Optimizer:
-    """Return what `FusedAdam` does. `offload_optimizer` of the config decides where the float32 state is kept and updated."""
+    """Return what `FusedAdam` does.
+
+    `offload_optimizer` of the config decides where the float32 state is kept and updated.
+    """
     return FusedAdam(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
 
 

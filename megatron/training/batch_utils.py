@@ -20,10 +20,12 @@ NAMES = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")  # i
 
 @accepts_defaults_only(mtp_on_this_rank=False)
 def get_batch_on_this_tp_rank(data_iterator: Iterator | None) -> dict[str, Any]:
-    """Read a batch on the first tensor-parallel rank and broadcast it. Every tensor-parallel rank of the stage must call.
+    """Read a batch on the first tensor-parallel rank and broadcast it.
 
-    tokens, labels, position_ids: int64 [b, s]; loss_mask: float32 [b, s]; attention_mask: None where attention is causal
-    over the whole sample, which is faster than a mask, else `Documents`.
+    Every tensor-parallel rank of the stage must call.
+
+    tokens, labels, position_ids: int64 [b, s]; loss_mask: float32 [b, s]; attention_mask: None where attention is
+    causal over the whole sample, which is faster than a mask, else `Documents`.
     """
     runtime = get_runtime()
     config = runtime.config
@@ -96,7 +98,10 @@ def loss_report(losses: Tensor, loss_mask: Tensor, loss_sum: Tensor, num_tokens:
 
 
 def average_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
-    """Return the mean of each loss over the data-parallel ranks: [len(losses)], detached. Every rank of the stage must call."""
+    """Return the mean of each loss over the data-parallel ranks: [len(losses)], detached.
+
+    Every rank of the stage must call.
+    """
     tokens = parallel_state.get_mesh().tokens
     rank_losses = torch.cat([loss.detach().clone().view(1) for loss in losses])  # [losses]
     return collectives.all_reduce(rank_losses, tokens) / tokens.size

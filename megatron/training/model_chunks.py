@@ -1,4 +1,7 @@
-"""Build this rank's model chunks, optimizer and pipeline from a script's `model_provider`. No function here communicates."""
+"""Build this rank's model chunks, optimizer and pipeline from a script's `model_provider`.
+
+No function here communicates.
+"""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -115,7 +118,10 @@ def refuse_shared_embeddings(names: list[str], config: DataParallelConfig) -> No
 def wrap_in_ddp(
     modules: Mapping[int, nn.Module], runtime: Runtime, group_of: GroupRule = default_group
 ) -> ChunksByStage:
-    """Wrap each chunk in a DistributedDataParallel, which moves its parameters into contiguous buffers. modules: by stage."""
+    """Wrap each chunk in a DistributedDataParallel, which moves its parameters into contiguous buffers.
+
+    modules: by stage.
+    """
     config = runtime.config
     offload_store = runtime.offload_store if config.offload.offload_params else None
     chunks = {}

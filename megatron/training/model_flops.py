@@ -16,8 +16,8 @@ Model FLOPs are those of the mathematics, whatever the implementation: no recomp
         two stacks     an encoder of s tokens, where a query sees all keys, and a decoder of t tokens, whose queries see the
                        keys of both; its attention to the encoder multiplies s tokens with the matrices of keys and values
 
-nanoGPT, llm.c, PaLM (Chowdhery et al. 2022, appendix B) and most releases of Megatron count full attention, 6 N + 12 L s a:
-`full_attention=True`.
+nanoGPT, llm.c, PaLM (Chowdhery et al. 2022, appendix B) and most releases of Megatron count full attention, 6 N + 12 L
+s a: `full_attention=True`.
 """
 
 from dataclasses import dataclass

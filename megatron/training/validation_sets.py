@@ -1,6 +1,6 @@
-"""The data sets that a validation or test evaluates, each with its name in the log, and how one is read to its end. No torch.
+"""The data sets that a validation or test evaluates, each with its name in the log, and how one is read to its end.
 
-A set that is read whole is padded with rows that count nothing, so that every rank has complete microbatches:
+No torch. A set that is read whole is padded with rows that count nothing, so that every rank has complete microbatches:
 
     9 samples, microbatches of 2, 2 data-parallel ranks     0 1 | 2 3 | 4 5 | 6 7 | 8 - | - -
                                                             rank0 rank1 rank0 rank1 rank0 rank1

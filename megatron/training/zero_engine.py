@@ -6,8 +6,8 @@
         engine.backward(loss)            the backward of loss x scale / accumulation steps
         engine.step()                    every `accumulation` calls: reduce, clip, update
 
-Buffers, shards, masters and offload are those of `core.distributed` and `core.optimizer`; checkpoints have the format of
-every run.
+Buffers, shards, masters and offload are those of `core.distributed` and `core.optimizer`; checkpoints have the
+format of every run.
 """
 
 import math
@@ -171,8 +171,8 @@ class Engine(nn.Module):
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Add the gradients of `loss` x loss scale / accumulation steps; returns the loss. Every rank must call.
 
-        Several losses may be added before a `step`. loss: one number. scale_wrt_gas: False: the script has divided by the
-        accumulation steps.
+        Several losses may be added before a `step`. loss: one number. scale_wrt_gas: False: the script has divided by
+        the accumulation steps.
         """
         if loss.numel() != 1:
             raise ValueError(f"engine.backward(loss): the loss has shape {tuple(loss.shape)}; it must be one number")
@@ -244,7 +244,10 @@ class Engine(nn.Module):
         return full_state_dict(self.module)
 
     def save(self, folder: Path | str, **more: Any) -> None:
-        """Write weights, buffers, optimizer, counters, schedule and `more`, plain JSON, to `folder`. Every rank must call."""
+        """Write weights, buffers, optimizer, counters, schedule and `more`, plain JSON, to `folder`.
+
+        Every rank must call.
+        """
         # the numbers, as JSON
         flat = self.optimizer.flat
         state: dict[str, Any] = {name: getattr(self, name) for name in _COUNTERS}
@@ -264,7 +267,8 @@ class Engine(nn.Module):
     ) -> tuple[Path, dict[str, Any]]:
         """Load the engine from `folder`, written by any number of ranks in any stage. Every rank must call.
 
-        Returns the checkpoint's own folder, and its state. An argument that is False leaves its part of the engine as it is.
+        Returns the checkpoint's own folder, and its state. An argument that is False leaves its part of the
+        engine as it is.
 
         optimizer: masters, moments, and the numbers of its groups (decay, betas, ...); their learning rates too, unless the
             engine has a schedule that is not loaded.
@@ -310,8 +314,10 @@ class Engine(nn.Module):
         return checkpoint.folder, state
 
     def _check_groups(self, folder: Path | str, saved: list[dict[str, Any]], *, numbers_too: bool) -> None:
-        """Raise CheckpointError if the saved groups do not fit the optimizer's. numbers_too: compare the numbers that cannot
-        change within a run."""
+        """Raise CheckpointError if the saved groups do not fit the optimizer's.
+
+        numbers_too: compare the numbers that cannot change within a run.
+        """
         groups = self.optimizer.param_groups
         if len(groups) != len(saved):
             raise CheckpointError(
@@ -329,8 +335,10 @@ class Engine(nn.Module):
             )
 
     def _weights(self) -> dict[str, LocalTensor]:
-        """Return parameters and buffers by their names in a checkpoint. Every rank has all of a buffer, of which the first
-        rank writes its own."""
+        """Return parameters and buffers by their names in a checkpoint.
+
+        Every rank has all of a buffer, of which the first rank writes its own.
+        """
         weights = sharded_model_state([self.chunk], self.mesh)
         saved_names = self.module.state_dict(keep_vars=True)  # without buffers that the module does not save
         for name, buffer in self.module.named_buffers():

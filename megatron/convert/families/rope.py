@@ -3,8 +3,8 @@
     4    rope_theta, rope_scaling {type or rope_type, factor, ...} or null, partial_rotary_factor
     5    rope_parameters {rope_type, rope_theta, partial_rotary_factor, factor, ...}, or one such object for each layer type
 
-Both are written: transformers 4 reads a file of 5 silently, and computes with a base of 10000 and no scaling. An unknown kind of
-scaling, or two spellings that disagree, are refused.
+Both are written: transformers 4 reads a file of 5 silently, and computes with a base of 10000 and no scaling. An
+unknown kind of scaling, or two spellings that disagree, are refused.
 """
 
 import argparse
@@ -225,7 +225,10 @@ def _key_of(reader: ConfigReader, parameters: Mapping[str, Any]) -> str:
 def _scaling(
     reader: ConfigReader, parameters: Mapping[str, Any], kind: Any, class_original_length: int | None
 ) -> str | None:
-    """Return the scaling in the spelling of --rope-scaling, completed by other keys of config.json; None if there is none."""
+    """Return the scaling in the spelling of --rope-scaling, completed by other keys of config.json.
+
+    None if there is none.
+    """
     values = {key: value for key, value in parameters.items() if key not in _NOT_OF_THE_SCALING and value is not None}
     if kind == "default":
         if values:

@@ -92,7 +92,10 @@ def _decoder_layers() -> Field:
 
 
 def _start_id() -> Field:
-    """The id that a decoder's input begins with. It is no setting of the model: a folder's own is kept (hf_origin.py)."""
+    """The id that a decoder's input begins with.
+
+    It is no setting of the model: a folder's own is kept (hf_origin.py).
+    """
 
     def read(reader: ConfigReader) -> dict[str, Any]:
         start_id = reader.get(START_ID, 0)  # 0: the padding token of the published models
@@ -115,7 +118,10 @@ def _weight(module: str, operation: str, *hf_modules: str, gated: bool | None = 
 
 
 def _layer(ours: str, hf_layer: str, mlp_index: int) -> tuple[ParamMapping, ...]:
-    """Return the mappings of a layer's self attention and MLP. mlp_index: the MLP's position among the layer's sublayers."""
+    """Return the mappings of a layer's self attention and MLP.
+
+    mlp_index: the MLP's position among the layer's sublayers.
+    """
     attention = f"{hf_layer}0.SelfAttention."
     mlp = f"{hf_layer}{mlp_index}.DenseReluDense."
     return (

@@ -5,8 +5,8 @@ Every operation is a pure rearrangement. It is described by one list of places, 
     places(heads, hf_views) -> (box of our tensor, view of a Hugging Face tensor with the same elements), ...
     shapes(heads, ours)     -> the shapes of the Hugging Face tensors, for writing
 
-Reading copies each view into its box, writing copies each box into its view, so a round trip is exact to the bit. To add an
-operation, write these two functions and add a line to `OPERATIONS`.
+Reading copies each view into its box, writing copies each box into its view, so a round trip is exact to the bit. To
+add an operation, write these two functions and add a line to `OPERATIONS`.
 """
 
 from collections.abc import Callable, Iterator

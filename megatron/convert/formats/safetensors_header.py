@@ -4,8 +4,8 @@
     N bytes          {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ..., "__metadata__": {"format": "pt"}}
     the rest         the values, row-major and little-endian; offsets count from here, without gaps or overlaps
 
-A file may be hostile: the size of the header is bounded, and all of it is checked before any tensor is read. There is no code in
-the format. Source: https://huggingface.co/docs/safetensors
+A file may be hostile: the size of the header is bounded, and all of it is checked before any tensor is read. There is
+no code in the format. Source: https://huggingface.co/docs/safetensors
 """
 
 import json

@@ -135,7 +135,10 @@ def _allocate_blocks(handle: int, path: Path) -> None:
 
 
 class RankStatusWriter:
-    """The writer of one rank's status. The main thread writes; the watcher's thread writes `set_active`, `set_starved`."""
+    """The writer of one rank's status.
+
+    The main thread writes; the watcher's thread writes `set_active`, `set_starved`.
+    """
 
     def __init__(self, path: Path, rank: int, ranks: int, started: int):
         self.path = path

@@ -13,8 +13,8 @@ FUNCTIONS = "functions"  # key of a checkpoint's state: setting -> what the entr
 class Registry(UserDict[str, Entry]):
     """A registry refuses an entry of another form, with TypeError in the line that adds it.
 
-    name: of the registry, in errors. form: the dataclass of the entries; or they are functions, and form names their
-    arguments.
+    name: of the registry, in errors. form: the dataclass of the entries; or they are functions, and form names
+    their arguments.
     """
 
     def __init__(self, name: str, form: type | tuple[str, ...], entries: Mapping[str, Entry]):

@@ -125,8 +125,8 @@ def bert_problems(config: DataConfig, masking: MaskedDataConfig, tokenizer: Any 
 def _word_pieces(tokenizer: Any, *, made_up: bool) -> WordPieces:
     """Return the tokens that the data sets need. Raises ValueError for a tokenizer that was not made for masked words.
 
-    made_up: for --mock-data, where any vocabulary serves as one of whole words; if a special token is missing, the first
-    four ids take the places of all.
+    made_up: for --mock-data, where any vocabulary serves as one of whole words; if a special token is missing, the
+    first four ids take the places of all.
     """
     special_ids = [id_of(tokenizer, name) for name in ("cls", "sep", "mask", "pad")]
     is_missing = None in special_ids
@@ -156,9 +156,9 @@ def _word_pieces(tokenizer: Any, *, made_up: bool) -> WordPieces:
 class MockBertDataset(BertDataset):
     """Made-up samples, which a model can learn: the words of a sample rise slowly, with some noise.
 
-    So a hidden word is close to its neighbours, and the part with the lower words comes first unless the parts were swapped.
-    Sample i depends on (seed, split, i) alone. Few words occur, each several times in a row, spread over the whole
-    vocabulary.
+    So a hidden word is close to its neighbours, and the part with the lower words comes first unless the parts were
+    swapped. Sample i depends on (seed, split, i) alone. Few words occur, each several times in a row, spread over the
+    whole vocabulary.
     """
 
     WORDS = 32  # different ones

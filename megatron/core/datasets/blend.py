@@ -1,7 +1,8 @@
 """Blends decide which data set gives sample i; every choice equals Megatron's (`helpers.cpp` in its core/datasets).
 
-Before each sample every data set has an error: its weight x samples so far - its own samples so far. The data set with the
-largest error is furthest behind its share, and gives the next sample; of equal errors the first counts. As one loop:
+Before each sample every data set has an error: its weight x samples so far - its own samples so far. The data
+set with the largest error is furthest behind its share, and gives the next sample; of equal errors the first
+counts. As one loop:
 
     counts = [0] * len(weights)
     for i in range(size):
@@ -16,8 +17,8 @@ largest error is furthest behind its share, and gives the next sample; of equal 
 
 Sample k of a data set always comes before its sample k + 1, so each data set keeps its own shuffled order.
 
-`weighted_indices` makes these choices with numpy, many samples at a time: a Python loop takes microseconds a sample, which
-is minutes for a long run; Megatron compiles it from C++, and this package has no compiled code.
+`weighted_indices` makes these choices with numpy, many samples at a time: a Python loop takes microseconds a sample,
+which is minutes for a long run; Megatron compiles it from C++, and this package has no compiled code.
 """
 
 import math
@@ -40,7 +41,9 @@ _BLOCK = 64  # rows
 
 @dataclass(frozen=True)
 class Blend:
-    """The prefixes of a data path, and the weight of each. Without weights every data set is read once, whatever its length.
+    """The prefixes of a data path, and the weight of each.
+
+    Without weights every data set is read once, whatever its length.
 
     is_single: one data set without a weight, which needs no blending.
     """
@@ -125,17 +128,18 @@ class BlendIndices(NamedTuple):
 def weighted_indices(shares: list[float], size: int) -> BlendIndices:
     """Take each next sample from the data set that is furthest behind its share: the loop of the module's docstring.
 
-    Every choice depends on the choices before it, so the rows (one a sample) cannot simply be computed side by side. But
-    the rule corrects itself: a sample that was taken too early is not taken again, so that after wrong counts the choices
-    soon are the right ones. Therefore many ranges of rows, called lanes, are computed at once, and then checked:
+    Every choice depends on the choices before it, so the rows (one a sample) cannot simply be computed side by
+    side. But the rule corrects itself: a sample that was taken too early is not taken again, so that after wrong
+    counts the choices soon are the right ones. Therefore many ranges of rows, called lanes, are computed at once,
+    and then checked:
 
         lane 0      0------>           begins with the true counts, all 0
         lane 1          ..------>      begins with guessed counts some rows (..) before its first row
         lane 2                ..----->
 
-    A lane is right if it began with the counts with which a right lane before it ended. The other lanes are computed again
-    from those counts, until all are right. So every choice follows from true counts by the same float64 operations as in the
-    loop, and a wrong guess costs nothing but time.
+    A lane is right if it began with the counts with which a right lane before it ended. The other lanes are computed
+    again from those counts, until all are right. So every choice follows from true counts by the same float64
+    operations as in the loop, and a wrong guess costs nothing but time.
     """
     if len(set(shares)) == 1:  # data sets take turns; below, every row might be a tie of thousands of data sets
         return BlendIndices((np.arange(size) % len(shares)).astype(np.int16), np.arange(size) // len(shares))
@@ -215,10 +219,10 @@ def _choose_block(
 
     counts: [lanes, data sets], advanced in place. dataset_index, sample_index: [rows, lanes], filled in place.
 
-    Of thousands of data sets only a few can be chosen within a block: those with the largest errors. An error grows from
-    row to row until its data set is chosen. So the candidates are the data sets with the largest errors *after* the block,
-    if none were chosen, and they suffice if each choice has a larger error than any other data set will have by then. Lanes
-    where that does not hold are chosen again among all data sets.
+    Of thousands of data sets only a few can be chosen within a block: those with the largest errors. An error grows
+    from row to row until its data set is chosen. So the candidates are the data sets with the largest errors *after*
+    the block, if none were chosen, and they suffice if each choice has a larger error than any other data set will have
+    by then. Lanes where that does not hold are chosen again among all data sets.
     """
     if num_candidates >= len(weights):
         _choose_rows(weights, counts, first_rows, dataset_index, sample_index)
@@ -260,9 +264,9 @@ def _choose_rows(
 ) -> np.ndarray:
     """Choose rows among all data sets given, one row of every lane at a time: the loop of the module's docstring.
 
-    weights: [data sets], or [lanes, data sets] where each lane has its own. counts: [lanes, data sets], advanced in place.
-    dataset_index, sample_index: [rows, lanes], filled in place. Returns the smallest error that was chosen in each lane,
-    [lanes].
+    weights: [data sets], or [lanes, data sets] where each lane has its own. counts: [lanes, data sets], advanced in
+    place. dataset_index, sample_index: [rows, lanes], filled in place. Returns the smallest error that was chosen in
+    each lane, [lanes].
     """
     weights = np.broadcast_to(weights, counts.shape).copy()  # numpy is twice as fast where nothing is broadcast
     num_samples = np.empty(counts.shape)  # max(row, 1) of each lane, repeated for every data set

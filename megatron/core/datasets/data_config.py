@@ -243,7 +243,10 @@ def _read_words(path: str) -> list[str]:
 
 
 def _read_split_lists(path: str) -> list[list[str] | None]:
-    """Read the lists of train, valid and test of a JSON file; None for one that is missing or empty. Raises ConfigError."""
+    """Read the lists of train, valid and test of a JSON file; None for one that is missing or empty.
+
+    Raises ConfigError.
+    """
     try:
         lists = json.loads(Path(path).read_text())
         is_valid = isinstance(lists, dict) and set(lists) <= set(SPLIT_NAMES)

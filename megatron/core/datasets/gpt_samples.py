@@ -48,9 +48,9 @@ _EOD_SETTINGS = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask") 
 class TokenRules:
     """The tokenizer's ids and the settings that decide loss mask, positions and document borders of a sample.
 
-    pad_id: None without a padding token. pad_is_text: the pad also occurs in texts, as it does where it is `eod_id`; such a
-    token is not masked. tokenizer: its name, for messages. without_row: its tokens that the model's embedding has no row
-    for, by id.
+    pad_id: None without a padding token. pad_is_text: the pad also occurs in texts, as it does where it is `eod_id`;
+    such a token is not masked. tokenizer: its name, for messages. without_row: its tokens that the model's embedding
+    has no row for, by id.
     """
 
     vocab_size: int
@@ -74,11 +74,12 @@ class TokenRules:
 def training_item(text: np.ndarray, rules: TokenRules) -> dict[str, np.ndarray]:
     """Make the arrays of one sample from its s + 1 tokens `text`; labels are the inputs shifted by one.
 
-    tokens, labels, position_ids: int64 [s]. loss_mask: float32 [s], 0 where the label is padding and, with eod_mask_loss,
-    where the input ends a document. Padding is FILLED and `rules.padding`; it becomes token 0, which every vocabulary has.
+    tokens, labels, position_ids: int64 [s]. loss_mask: float32 [s], 0 where the label is padding and, with
+    eod_mask_loss, where the input ends a document. Padding is FILLED and `rules.padding`; it becomes token 0, which
+    every vocabulary has.
 
-    A document ends with its eod token. With reset_position_ids the position after it is 0. With reset_attention_mask there
-    is also document_ids, int64 [s]: which document of the sample each token belongs to. Example, eod E and s = 6:
+    A document ends with its eod token. With reset_position_ids the position after it is 0. With reset_attention_mask
+    there is also document_ids, int64 [s]: which document of the sample each token belongs to. Example, eod E and s = 6:
 
         tokens         a b E c d E
         position_ids   0 1 2 0 1 2
@@ -114,8 +115,8 @@ def training_item(text: np.ndarray, rules: TokenRules) -> dict[str, np.ndarray]:
 class GPTDataset:
     """Samples of `seq_length` tokens that cross document borders, in the order that `indices` gives.
 
-    It has more samples than were requested, up to the end of the last epoch. No attention mask is made, since the attention
-    kernels are causal by themselves.
+    It has more samples than were requested, up to the end of the last epoch. No attention mask is made, since the
+    attention kernels are causal by themselves.
     """
 
     indexed: IndexedDataset
@@ -200,7 +201,10 @@ class MockGPTDataset:
 
 @dataclass(eq=False)
 class GPTSamples(SampleKind):
-    """The kind of samples of `seq_length` tokens, from files whose sequences are documents. rules None: only to plan."""
+    """The kind of samples of `seq_length` tokens, from files whose sequences are documents.
+
+    rules None: only to plan.
+    """
 
     name = "GPTDataset"
     arrays = Indices._fields
@@ -336,8 +340,8 @@ def build_gpt_datasets(
 ) -> tuple[GPTDataset | BlendedDataset | MockGPTDataset | None, ...]:
     """Build (train, valid, test), as `build_datasets` does; mock data need no builder and no wait.
 
-    tokenizer: any object with `vocab_size`, `eod` and, if it has one, `pad`. fim: fill in the middle, used if its `fim_data`
-    is set. build_context: the fields of `BuildContext`.
+    tokenizer: any object with `vocab_size`, `eod` and, if it has one, `pad`. fim: fill in the middle, used if its
+    `fim_data` is set. build_context: the fields of `BuildContext`.
     """
     problems = [] if config.seq_length else ["no sequence length; set --seq-length"]
     problems += size_problems(num_samples, made_up=config.mock_data)

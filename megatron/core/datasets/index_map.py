@@ -1,7 +1,7 @@
 """Three index arrays decide which tokens make up sample i: Megatron's algorithms, bit for bit, over numpy arrays.
 
-They are those of `GPTDataset._build_document_sample_shuffle_indices` and of `helpers.cpp: build_sample_idx` in Megatron's
-core/datasets. Everything is drawn in three steps:
+They are those of `GPTDataset._build_document_sample_shuffle_indices` and of `helpers.cpp: build_sample_idx` in
+Megatron's core/datasets. Everything is drawn in three steps:
 
 1. The documents of a split are shuffled and laid end to end, in as many copies (epochs) as the run needs.
 2. This stream of tokens is cut into samples of S tokens.
@@ -53,8 +53,8 @@ class IndexRequest:
     The names of the fields are part of the hash that names a cache file (`index_cache`): they cannot change.
 
     ids_range: first and one past the last sequence of the split. num_samples: None asks for exactly one epoch.
-    drop_last: False keeps a last sample shorter than seq_length (validation only). epoch_stable: each epoch is shuffled by
-    itself, so that the order of the first epochs does not depend on the number of epochs; Megatron's order does.
+    drop_last: False keeps a last sample shorter than seq_length (validation only). epoch_stable: each epoch is shuffled
+    by itself, so that the order of the first epochs does not depend on the number of epochs; Megatron's order does.
     """
 
     ids_range: tuple[int, int]
@@ -83,7 +83,10 @@ class Indices(NamedTuple):
 
 
 def parse_split(text: str) -> list[float]:
-    """Return the shares of train, validation and test, summing to 1. Raises ValueError on text that gives no such shares."""
+    """Return the shares of train, validation and test, summing to 1.
+
+    Raises ValueError on text that gives no such shares.
+    """
     # Quotes around the text are ignored, and spaces may stand for commas: scripts in the wild have both.
     numbers = [word for word in re.split(r"[,\s]+", text.strip("'\" \t")) if word]
     for number in numbers:
@@ -158,8 +161,9 @@ def separate_final_epoch(tokens: int, epochs: int, request: IndexRequest) -> boo
 def samples_in(tokens: int, request: IndexRequest) -> int:
     """Return K, the number of samples in `tokens` tokens laid end to end.
 
-    With drop_last off the count is rounded up in single precision, because Megatron's caches were counted so: above 2**24
-    tokens it can be smaller than the true count. Where it would be larger there is nothing to read, and the true one holds.
+    With drop_last off the count is rounded up in single precision, because Megatron's caches were counted so:
+    above 2**24 tokens it can be smaller than the true count. Where it would be larger there is nothing to read,
+    and the true one holds.
     """
     input_tokens = tokens - request.extra_token  # tokens that some sample has as input
     if request.drop_last:
@@ -300,7 +304,10 @@ def shape_problem(indices: Indices, lengths: np.ndarray, request: IndexRequest) 
 
 
 def build_indices(lengths: np.ndarray, request: IndexRequest) -> Indices:
-    """Build the three arrays. lengths: tokens of every sequence of the file, by id. Raises ValueError as `split_size` does."""
+    """Build the three arrays. lengths: tokens of every sequence of the file, by id.
+
+    Raises ValueError as `split_size` does.
+    """
     size = split_size(lengths, request)
     if request.epoch_stable:
         document_index, shuffle_index = _epoch_stable_order(request, size)

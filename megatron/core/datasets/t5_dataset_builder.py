@@ -71,7 +71,8 @@ def build_t5_datasets(
 ) -> tuple[T5Dataset | BlendedDataset | None, ...]:
     """Build (train, valid, test), as `build_datasets` does; mock data need no builder and no wait.
 
-    tokenizer: one with sentinels (--vocab-extra-ids), or with mock data any. build_context: the fields of `BuildContext`.
+    tokenizer: one with sentinels (--vocab-extra-ids), or with mock data any. build_context: the fields of
+    `BuildContext`.
     """
     problems = t5_problems(config, masking, tokenizer)
     problems += size_problems(num_samples, made_up=config.mock_data)
@@ -136,7 +137,8 @@ def most_hidden(seq_length: int, masking: MaskedDataConfig) -> int:
 def _word_pieces(tokenizer: Any, config: DataConfig, masking: MaskedDataConfig) -> WordPieces:
     """Return the tokens that the data sets need. Raises ValueError for a tokenizer without the tokens that a T5 needs.
 
-    With --mock-data any vocabulary serves as one of whole words: its first ids are special tokens, its last ones sentinels.
+    With --mock-data any vocabulary serves as one of whole words: its first ids are special tokens, its last ones
+    sentinels.
     """
     size = tokenizer.vocab_size
     spans = most_hidden(config.seq_length, masking)

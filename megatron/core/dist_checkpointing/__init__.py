@@ -11,8 +11,9 @@
     retention, lost_buffers          deleting older checkpoints; buffers that a checkpoint lacks
     mapping, serialization              Megatron's ShardedTensor, save and load over these
 
-Tensors are known by name; models and optimizers are not known here: `training/checkpointing/save_and_load.py` lists the tensors
-of a run. Names are imported on first use, so that `format` needs no torch. To add a dtype: an entry of `ITEM_BYTES`.
+Tensors are known by name; models and optimizers are not known here: `training/checkpointing/save_and_load.py`
+lists the tensors of a run. Names are imported on first use, so that `format` needs no torch. To add a dtype: an
+entry of `ITEM_BYTES`.
 """
 
 from typing import TYPE_CHECKING

@@ -1,11 +1,14 @@
-"""Asynchronous saves: training waits for a copy of its state in host memory; a process of each rank writes and publishes it.
+"""Asynchronous saves: training waits for a copy of its state in host memory.
+
+A process of each rank writes and publishes it.
 
     saver = AsyncSaver(world, device)             starts a process for each rank
     saver.start(root, 100, tensors, state)        copies and returns; `finish` must have ended the save before
     saver.poll()                                  at every step: the save that has ended since, or the error of one that failed
     saver.finish()                                waits for the save in flight
 
-The copy is in memory shared with the process, allocated once, and page-locked for fast copies if the state is on an accelerator.
+The copy is in memory shared with the process, allocated once, and page-locked for fast copies if the state is
+on an accelerator.
 """
 
 import contextlib
@@ -54,10 +57,16 @@ class AsyncSaveResult(NamedTuple):
 
 
 class SharedMemory:
-    """Host memory that another process may map. The system frees it when no process holds it any more, killed or not."""
+    """Host memory that another process may map.
+
+    The system frees it when no process holds it any more, killed or not.
+    """
 
     def __init__(self, nbytes: int, device: torch.device | str = "cpu"):
-        """Allocate `nbytes` now. device: of the tensors that are copied there. Raises OSError if there is not enough."""
+        """Allocate `nbytes` now. device: of the tensors that are copied there.
+
+        Raises OSError if there is not enough.
+        """
         self.nbytes = max(nbytes, 1)
         self.handle = _new_handle()
         try:
@@ -229,7 +238,10 @@ class AsyncSaver:
         return None if self._in_flight is None else self._in_flight.iteration
 
     def poll(self) -> AsyncSaveResult | None:
-        """Return the save that has ended since the last call. Raises its error if it failed. Any rank may call alone."""
+        """Return the save that has ended since the last call. Raises its error if it failed.
+
+        Any rank may call alone.
+        """
         if self._in_flight is None or not self._has_message(0):
             return None
         return self.finish_own_part()

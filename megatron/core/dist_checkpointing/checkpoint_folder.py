@@ -73,7 +73,10 @@ def newest_iteration(root: Path) -> int | None:
 
 
 def latest_iteration(root: Path) -> int | None:
-    """Return the iteration in the pointer file; None without the file. Raises CheckpointError if the file is damaged."""
+    """Return the iteration in the pointer file; None without the file.
+
+    Raises CheckpointError if the file is damaged.
+    """
     path = root / format.LATEST
     if not file_layer.is_file(path):
         return None

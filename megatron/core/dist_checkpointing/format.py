@@ -4,10 +4,10 @@
     <root>/iter_0000100/manifest.json             every piece with its file, offset and hash, and the state of the run
     <root>/iter_0000100/rank_00000.bin            pieces end to end, each starting at a multiple of 64 bytes
 
-A piece is one box of one tensor: its elements in row-major order, hashed with SHA-256. Every byte of a file belongs to a
-piece, or is a zero that aligns the next piece. The layout of the run is not recorded: a reader intersects its own boxes with
-the saved ones. The manifest ends in its own hash, which also protects the state. Nothing is unpickled. A manifest may be
-hostile: checking it takes time linear in its length, except for one sort.
+A piece is one box of one tensor: its elements in row-major order, hashed with SHA-256. Every byte of a file belongs to
+a piece, or is a zero that aligns the next piece. The layout of the run is not recorded: a reader intersects its own
+boxes with the saved ones. The manifest ends in its own hash, which also protects the state. Nothing is unpickled. A
+manifest may be hostile: checking it takes time linear in its length, except for one sort.
 """
 
 import errno
@@ -299,8 +299,8 @@ def check_complete(manifest: Manifest, file: Path | str, advice: str = DAMAGED) 
 def is_filled(record: TensorRecord) -> bool:
     """Return whether the boxes of a tensor are disjoint and cover it, in time linear in their number.
 
-    The indicator function of a box is the cumulative sum, along each dimension, of +1 and -1 at its 2^d corners. So boxes
-    cover each element once if and only if their signed corners sum to those of the whole tensor.
+    The indicator function of a box is the cumulative sum, along each dimension, of +1 and -1 at its 2^d corners. So
+    boxes cover each element once if and only if their signed corners sum to those of the whole tensor.
     """
     if 0 in record.shape:
         return not record.pieces

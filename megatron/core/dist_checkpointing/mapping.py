@@ -52,8 +52,8 @@ class ShardedTensor(KeyedTensor):
     ) -> "ShardedTensor":
         """Return the part of a tensor that is divided evenly along some axes.
 
-        rank_offsets: (axis, number of this part along it, parts along it) of each divided axis. prepend_axis_num: leading
-        axes that the global tensor has and `data` has not, such as one of layers.
+        rank_offsets: (axis, number of this part along it, parts along it) of each divided axis. prepend_axis_num:
+        leading axes that the global tensor has and `data` has not, such as one of layers.
         """
         shape = (1,) * prepend_axis_num + tuple(data.shape)
         divided = {axis: part for axis, *part in rank_offsets}
@@ -136,8 +136,8 @@ def make_sharded_tensors_for_checkpoint(
 ) -> dict[str, Any]:
     """Return the sharded state dict of a module's state dict.
 
-    The map gives the axis along which a tensor is divided over the tensor-parallel ranks; all other tensors are equal on
-    these ranks.
+    The map gives the axis along which a tensor is divided over the tensor-parallel ranks; all other tensors are
+    equal on these ranks.
     """
     tp_axes = tensor_parallel_layers_axis_map or {}
     sharded_state_dict = {}

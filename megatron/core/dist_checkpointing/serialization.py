@@ -55,9 +55,10 @@ def load(
     validate_access_integrity: bool = True,
     strict: Any = None,
 ) -> dict[str, Any]:
-    """Load the tensors of `sharded_state_dict` from any layout; return them with the JSON values that were saved beside them.
+    """Load the tensors of `sharded_state_dict` from any layout.
 
-    Every rank must call. Tensors are filled in place. One that the checkpoint lacks is an error, whatever `strict`.
+    Return them with the JSON values that were saved beside them. Every rank must call. Tensors are filled in place. One
+    that the checkpoint lacks is an error, whatever `strict`.
     """
     del sharded_strategy, common_strategy, validate_access_integrity, strict
     return load_state_dict(

@@ -3,8 +3,9 @@
     save_state_dict(folder, {"model": dict(model.named_parameters()), "step": 3}, mesh)
     state = load_state_dict(folder, {"model": dict(model.named_parameters())}, mesh)       in any layout
 
-A tensor's `placement` says which part of the global tensor this rank holds; a `LocalTensor` or a `KeyedTensor` says it itself.
-A tensor without a placement is unsharded and equal on every rank. Everything else must be plain JSON, equal on every rank.
+A tensor's `placement` says which part of the global tensor this rank holds; a `LocalTensor` or a `KeyedTensor` says
+it itself. A tensor without a placement is unsharded and equal on every rank. Everything else must be plain JSON,
+equal on every rank.
 """
 
 from pathlib import Path
@@ -50,9 +51,9 @@ def save_state_dict(
 
 
 def load_state_dict(folder: Path | str, state: State, mesh: Mesh, device: torch.device | str = "cpu") -> State:
-    """Fill `state`'s tensors from the latest checkpoint below `folder`; return them with all values saved beside tensors.
+    """Fill `state`'s tensors from the latest checkpoint below `folder`.
 
-    Every rank must call.
+    Return them with all values saved beside tensors. Every rank must call.
     """
     saved = open_checkpoint(folder, None, mesh["world"], device)
     saved.read_into(_local_tensors(state, mesh), mesh["world"], device=device)
@@ -60,7 +61,10 @@ def load_state_dict(folder: Path | str, state: State, mesh: Mesh, device: torch.
 
 
 def load_whole_tensors(folder: Path | str) -> dict[str, Tensor]:
-    """Return all tensors of the latest checkpoint below `folder`, unsharded, on the CPU, by name. Any rank may call alone."""
+    """Return all tensors of the latest checkpoint below `folder`, unsharded, on the CPU, by name.
+
+    Any rank may call alone.
+    """
     saved = open_checkpoint(folder)
     tensors = {}
     for name, record in saved.manifest.tensors.items():

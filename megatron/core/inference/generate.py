@@ -67,8 +67,7 @@ def generate_batch(
         iterate together.
     use_cache: False: each token costs a forward over the whole text.
 
-    Raises ValueError before the first step. If a rank fails later, it raises its own error and the others
-    `PeerError`.
+    Raises ValueError before the first step. If a rank fails later, it raises its own error and the others `PeerError`.
     """
     limits = {"max_new_tokens": max_new_tokens, "max_length": max_length}
     problems = [f"{name} is {value}; it must be at least 1" for name, value in limits.items() if value < 1]
@@ -204,8 +203,8 @@ class Stage:
     def choose_next(self, tokens: Tensor, cache: KeyValueCache, active: Sequence[bool]) -> list[int]:
         """Return the next id of each text, on every rank; 0 for a finished text.
 
-        All ranks of the last stage draw the same ids. If sampling fails on one of them, it raises its error and all others
-        PeerError. Every rank of the replica must call.
+        All ranks of the last stage draw the same ids. If sampling fails on one of them, it raises its error and all
+        others PeerError. Every rank of the replica must call.
         """
         model_ranks = self.mesh["mp"]
         error = None

@@ -36,8 +36,8 @@ def answer_batch(
 ) -> Iterator[list[int | None]]:
     """Yield the next id that the decoder writes for each prompt; other arguments as of `generate_batch`.
 
-    model: this rank's stage of a `T5Model`, without sequence parallelism. start_id: the decoder's first token, which is not
-    yielded. Raises ValueError before the first step.
+    model: this rank's stage of a `T5Model`, without sequence parallelism. start_id: the decoder's first token, which is
+    not yielded. Raises ValueError before the first step.
     """
     vocab_size = model.vocab_size
     longest = max(map(len, prompts), default=0)

@@ -138,7 +138,10 @@ def single_rank_mesh() -> Mesh:
 
 
 def _check_same_parameters(checkpoint: Checkpoint, whole: LanguageModelStage) -> None:
-    """Raise ConfigError unless the model and the checkpoint have the same parameters. whole: the model on the meta device."""
+    """Raise ConfigError unless the model and the checkpoint have the same parameters.
+
+    whole: the model on the meta device.
+    """
     of_model = {_PARAMETERS + name for name, _ in whole.named_parameters()}
     of_checkpoint = {name for name in checkpoint.names if name.startswith(_PARAMETERS)}
     differing = sorted(of_checkpoint ^ of_model)

@@ -5,8 +5,8 @@
     backward   layer 2          | layer 1          | layer 0    and are loaded while the layer above computes its backward
                  layer 1 loads     layer 0 loads
 
-A recomputed layer offloads its input. Any other layer offloads each large storage that autograd saves, as one, so that all
-saved views of it keep their strides. A slot in the store is reused by storages of the same size.
+A recomputed layer offloads its input. Any other layer offloads each large storage that autograd saves, as one, so that
+all saved views of it keep their strides. A slot in the store is reused by storages of the same size.
 
     StageActivations   a stage: which layers offload, and the hooks on their forward
     _LayerStorages     the offloaded storages of one layer, and the layer before it
@@ -38,8 +38,9 @@ InputSaver = Callable[[Tensor], Callable[[], Tensor]]
 class StageActivations:
     """The saved activations of one stage.
 
-    offloaded: number of leading layers whose activations are offloaded. contiguous: keep the inputs of further recomputed
-    layers in slots on the device. smallest: elements of the smallest storage to offload. offload_store: default host memory.
+    offloaded: number of leading layers whose activations are offloaded. contiguous: keep the inputs of further
+    recomputed layers in slots on the device. smallest: elements of the smallest storage to offload. offload_store:
+    default host memory.
     """
 
     def __init__(
@@ -85,7 +86,8 @@ class StageActivations:
     def saving(self, layer: int, x: Tensor, resident: Iterable[Tensor | None]) -> Iterator[None]:
         """Offload the tensors that autograd saves inside the block, which is this layer's forward.
 
-        layer: number within the stage. x: its input. resident: tensors that stay on the device anyway, such as parameters.
+        layer: number within the stage. x: its input. resident: tensors that stay on the device anyway, such as
+        parameters.
         """
         # A freed parameter of ZeRO stage 3 must not be gathered for this question, so its __torch_function__ is left out.
         with torch._C.DisableTorchFunctionSubclass():
@@ -119,7 +121,10 @@ class StageActivations:
 
 
 class HoldsActivations(nn.Module):
-    """A module whose layers save their inputs in a `StageActivations`; a schedule tells it the microbatches in flight."""
+    """A module whose layers save their inputs in a `StageActivations`.
+
+    A schedule tells it the microbatches in flight.
+    """
 
     activations: StageActivations
 
@@ -131,7 +136,10 @@ class HoldsActivations(nn.Module):
 def _offload_input(
     layer: "_LayerStorages", slots_on: Callable[[torch.device], "OffloadSlots"], x: Tensor
 ) -> Callable[[], Tensor]:
-    """Start to offload a recomputed layer's input; the returned function gives it back, in the same shape and strides."""
+    """Start to offload a recomputed layer's input.
+
+    The returned function gives it back, in the same shape and strides.
+    """
     flat = as_flat(x)  # [elements of x]
     storage = layer.offload(slots_on(x.device), flat, x)
     return _OffloadedView(storage, x.dtype, 0, x.shape, strides_like(x)).get
@@ -215,7 +223,10 @@ class OffloadedStorage:
         return values.set_(storage, offset, (self._slot.numel(),), (1,))  # [elements]
 
     def finish_offload(self) -> None:
-        """Wait until it is offloaded, and free the source. RuntimeError if the source was changed in place meanwhile."""
+        """Wait until it is offloaded, and free the source.
+
+        RuntimeError if the source was changed in place meanwhile.
+        """
         if self._leaving is None:
             return
         transfer = self._leaving
@@ -243,8 +254,8 @@ class OffloadedStorage:
 class OffloadSlots:
     """A stage's slots in a store, and the transfers to and from them.
 
-    Transfers run in one order, so a freed slot may be reused while a transfer from it is in flight. An accelerator copies
-    to host memory on a side stream.
+    Transfers run in one order, so a freed slot may be reused while a transfer from it is in flight. An accelerator
+    copies to host memory on a side stream.
     """
 
     def __init__(self, store: OffloadStore, device: torch.device):

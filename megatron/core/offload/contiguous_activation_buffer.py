@@ -2,8 +2,8 @@
 
     | slot 0: microbatch 0, group 0 | slot 1: microbatch 0, group 1 | slot 2: free | slot 3: microbatch 1, group 0 |
 
-The buffer is allocated once, so that long-lived recompute inputs do not fragment memory (M_D of ZeRO-R, arXiv:1910.02054,
-section 6.3).
+The buffer is allocated once, so that long-lived recompute inputs do not fragment memory (M_D of ZeRO-R,
+arXiv:1910.02054, section 6.3).
 """
 
 import weakref

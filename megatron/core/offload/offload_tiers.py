@@ -60,8 +60,8 @@ class FileTensor(StoredTensor):
 class SideStream:
     """Copies between host and device on a side stream of an accelerator, beside its computation.
 
-    Memory is allocated and freed on the compute stream, which waits for the copy first. If the allocator had to track its use on
-    the side stream, it would be freed only when the host next polls.
+    Memory is allocated and freed on the compute stream, which waits for the copy first. If the allocator had to track
+    its use on the side stream, it would be freed only when the host next polls.
     """
 
     def __init__(self, device: torch.device):
@@ -70,7 +70,10 @@ class SideStream:
         self._stream = self._module.Stream(device)
 
     def start_copy(self, target: Tensor, source: Tensor) -> AsyncHandle[Tensor]:
-        """Start to copy `source` into `target`, which `wait` returns. `wait` blocks the compute stream, not the host."""
+        """Start to copy `source` into `target`, which `wait` returns.
+
+        `wait` blocks the compute stream, not the host.
+        """
         # The side stream may read `source` and write `target` only after the kernels that are using them.
         self._stream.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(self._stream):
@@ -93,7 +96,10 @@ class OffloadStore(Protocol):
         """Return a new tensor of zeros [numel]. Raises OffloadError if there is no room for it."""
 
     def side_stream(self, device: torch.device) -> SideStream | None:
-        """Return what copies between the device and the store's memory; None if `start_reading` and `start_writing` do."""
+        """Return what copies between the device and the store's memory.
+
+        None if `start_reading` and `start_writing` do.
+        """
 
     def close(self) -> None:
         """Give everything back."""

@@ -65,7 +65,10 @@ class StoredTensor:
             yield flat[start : start + length]
 
     def put(self, box: Box, values: Tensor) -> None:
-        """Write `values` [shape of the box] to any box. Takes memory for all rows of the box: partial rows are read first."""
+        """Write `values` [shape of the box] to any box.
+
+        Takes memory for all rows of the box: partial rows are read first.
+        """
         if not box:  # a tensor without dimensions
             self.start_writing(values).wait()
             return

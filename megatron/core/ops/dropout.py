@@ -1,7 +1,7 @@
 """Dropout with masks that are seeded by names and positions, never by ranks: the same in every layout.
 
-A mask is a function of (seed, site, layer, sample, head, row, column), so recompute and the backward draw it again, and no
-generator state is saved.
+A mask is a function of (seed, site, layer, sample, head, row, column), so recompute and the backward draw it again, and
+no generator state is saved.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ from megatron.core.sharding.initial_values import seed_of
 class DropoutKeys:
     """The dropout keys of one model chunk: its seed, and the samples of the running microbatch.
 
-    `samples`: the number within the run of each sample of the microbatch. The pipeline sets them before each action. ():
-    nobody has set them, as in a forward that no pipeline runs; then they are 0, 1, ...
+    `samples`: the number within the run of each sample of the microbatch. The pipeline sets them before each action.
+    (): nobody has set them, as in a forward that no pipeline runs; then they are 0, 1, ...
     """
 
     def __init__(self, seed: int):
@@ -47,8 +47,10 @@ class DropoutKeys:
             self.samples = before
 
     def words_on(self, device: torch.device, rows: int) -> Tensor:
-        """Return the words of the first `rows` samples of the microbatch, for `keys_at`: [rows, 2]. Made once a
-        microbatch."""
+        """Return the words of the first `rows` samples of the microbatch, for `keys_at`: [rows, 2].
+
+        Made once a microbatch.
+        """
         samples = self.samples or range(rows)
         assert rows <= len(samples), f"no row {rows - 1} in a microbatch of {len(samples)} samples"
         if (device, len(samples)) not in self._words:
@@ -58,7 +60,10 @@ class DropoutKeys:
 
 
 def keys_of(module: nn.Module) -> DropoutKeys | None:
-    """Return the dropout keys of a module, ours or a script's; None: it has none. (A ModuleDict's `keys` are its names.)"""
+    """Return the dropout keys of a module, ours or a script's; None: it has none.
+
+    (A ModuleDict's `keys` are its names.)
+    """
     keys = getattr(module, "keys", None)
     return keys if isinstance(keys, DropoutKeys) else None
 
@@ -134,8 +139,10 @@ class AttentionDropout(KeyedDropout):
     def words_of_part(
         self, shape: tuple[int, ...], rows: tuple[int, int], keys: tuple[int, int], device: torch.device
     ) -> MaskWords:
-        """Return the words of a part of the masks. shape: [b, heads]. rows, keys: the first one's position in the sample,
-        and their number."""
+        """Return the words of a part of the masks. shape: [b, heads].
+
+        rows, keys: the first one's position in the sample, and their number.
+        """
         head_keys = numbered_keys(self.keys_of_rows(shape[0], device), self.first_head, shape[1])  # [b, heads, 2]
         lines = numbered_keys(head_keys, *rows)  # [b, heads, rows, 2]
         first_key, key_count = keys

@@ -64,8 +64,10 @@ def _draws(counter: Tensor, first: Tensor, second: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, by: int) -> Tensor:
-    """Set x to x ^ (x >> by) of unsigned words, in place. The shift of signed words brings in copies of the sign, which
-    are cut off."""
+    """Set x to x ^ (x >> by) of unsigned words, in place.
+
+    The shift of signed words brings in copies of the sign, which are cut off.
+    """
     high = x >> by
     high &= (1 << (32 - by)) - 1
     x ^= high
@@ -99,8 +101,10 @@ def threshold_of(probability: float) -> int:
 
 
 def keep_mask(words: MaskWords, probability: float) -> Tensor:
-    """Return the mask, bool [*lines, width], True where an element is kept. Takes several words of memory an element unless
-    it is compiled."""
+    """Return the mask, bool [*lines, width], True where an element is kept.
+
+    Takes several words of memory an element unless it is compiled.
+    """
     return _draws(words.columns, words.lines[..., :1], words.lines[..., 1:]) >= threshold_of(probability)
 
 

@@ -1,7 +1,7 @@
 """The regions of a layer: its elementwise work between matrix products, eager and as formulas for `--compile regions`.
 
-Formulas compute in float32 or wider and round once, at their end. Gradients of weights and biases are summed over all other
-dimensions.
+Formulas compute in float32 or wider and round once, at their end. Gradients of weights and biases are summed over all
+other dimensions.
 """
 
 import math
@@ -231,9 +231,9 @@ def _split_heads_by(rotate: Rotation) -> CompiledRegion:
 def _as_kernels_read(x: Tensor) -> Tensor:
     """Lay out keys or values [s, b, n, d] for the attention kernel of the device; the shape is unchanged.
 
-    On a CPU the rows of each head are side by side: its kernel reads them for each block of queries, both ways of 4 x 12
-    heads of 512 float32 rows in 68 instead of 81 ms. Queries are not laid out so, since the kernel's result has their
-    layout.
+    On a CPU the rows of each head are side by side: its kernel reads them for each block of queries, both ways of 4
+    x 12 heads of 512 float32 rows in 68 instead of 81 ms. Queries are not laid out so, since the kernel's result
+    has their layout.
     """
     if is_accelerator(x.device):
         return x.contiguous()
@@ -254,8 +254,10 @@ REGIONS = {
 
 
 def activation_of(name: str, bound: float | None = None, offset: float = 0.0) -> CompiledRegion:
-    """Return the region of an MLP's activation. bound, offset: of a gated one (`gated_region`), whose name begins with
-    gated_."""
+    """Return the region of an MLP's activation.
+
+    bound, offset: of a gated one (`gated_region`), whose name begins with gated_.
+    """
     if bound is None and offset == 0:
         return REGIONS[name]
     return gated_region(name.removeprefix("gated_"), bound, offset)

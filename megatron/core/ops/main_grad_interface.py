@@ -1,8 +1,8 @@
 """Calls of layers and schedules to data parallelism, without importing it.
 
-A layer that accumulates a gradient into `main_grad` itself, instead of leaving it to autograd, opens `main_grad` before and
-reports the gradient after. The functions do nothing for a parameter that no `DistributedDataParallel` trains: it has no
-`slot` (`distributed/param_grad_state.py`).
+A layer that accumulates a gradient into `main_grad` itself, instead of leaving it to autograd, opens `main_grad` before
+and reports the gradient after. The functions do nothing for a parameter that no `DistributedDataParallel` trains: it
+has no `slot` (`distributed/param_grad_state.py`).
 
 A schedule tells its model chunks which part of a step begins: those that are `DataParallelBase`s, not plain modules.
 """
@@ -30,13 +30,18 @@ def set_slot(tensor: Tensor, slot: GradSlot) -> None:
 
 
 def main_grad_of(parameter: Tensor) -> Tensor | None:
-    """Return the tensor in which the parameter's gradient is accumulated, by Megatron's name; None: in `.grad` alone."""
+    """Return the tensor in which the parameter's gradient is accumulated, by Megatron's name.
+
+    None: in `.grad` alone.
+    """
     return getattr(parameter, "main_grad", None)
 
 
 def open_main_grad(parameter: nn.Parameter | Tensor) -> Tensor | None:
-    """Return the tensor to add gradients of the parameter to: zeros, or their sum so far. None if the parameter has no
-    gradient buffer."""
+    """Return the tensor to add gradients of the parameter to: zeros, or their sum so far.
+
+    None if the parameter has no gradient buffer.
+    """
     if (slot := slot_of(parameter)) is not None:
         slot.reduce.open(slot)
     return main_grad_of(parameter)
@@ -67,8 +72,11 @@ def grad_was_added(parameter: nn.Parameter | Tensor) -> None:
 
 
 class DataParallelBase(nn.Module):
-    """The methods of a model chunk under data parallelism that schedules call. `DistributedDataParallel` inherits it,
-    since schedules may not import that class; a chunk of another class is a plain module to them."""
+    """The methods of a model chunk under data parallelism that schedules call.
+
+    `DistributedDataParallel` inherits it, since schedules may not import that class; a chunk of another class is a
+    plain module to them.
+    """
 
     def begin_microbatch(self, microbatch: int, *, backward: bool) -> None:
         """Prepare for a forward or backward of this microbatch."""

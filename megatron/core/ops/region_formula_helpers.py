@@ -10,8 +10,9 @@ def widen(x: Tensor) -> Tensor:
 
 
 def sum_over_rows(grad: Tensor, vector: Tensor | None) -> Tensor | None:
-    """Return the gradient of a vector that was added to, or multiplied, each row. grad: [.., h] -> [h], in the dtype of
-    the vector; None without a vector.
+    """Return the gradient of a vector that was added to, or multiplied, each row.
+
+    grad: [.., h] -> [h], in the dtype of the vector; None without a vector.
 
     Sums of 8 rows first, whose elements are made in one pass and stay in the cache. For a GELU of [1024, 2048] in
     bfloat16 with its bias 1.4 ms on two threads, and 2.1 in one sum; by 32 rows it takes twice as long as that.

@@ -29,7 +29,10 @@ def cosines_and_sines(angles: Tensor, amplitude: float, dtype: torch.dtype) -> t
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs of features i and i + width / 2. x: [s, b, n, d], cos, sin: [s, b or 1, width / 2] -> [s, b, n, d]"""
+    """Rotate pairs of features i and i + width / 2.
+
+    x: [s, b, n, d], cos, sin: [s, b or 1, width / 2] -> [s, b, n, d]
+    """
     half = cos.shape[-1]
     cos = cos.unsqueeze(2)  # [s, b or 1, 1, width / 2]
     sin = sin.unsqueeze(2)

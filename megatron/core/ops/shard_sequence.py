@@ -13,8 +13,10 @@ def positions_of(rows: SequenceShard, local_length: int, device: torch.device) -
 
 
 def shard_sequence(x: Tensor, axis: Axis, dim: int = 1) -> Tensor:
-    """Return this rank's rows of samples that the axis shares, cut along `dim`: s -> s / ranks. ConfigError if they do
-    not divide."""
+    """Return this rank's rows of samples that the axis shares, cut along `dim`: s -> s / ranks.
+
+    ConfigError if they do not divide.
+    """
     if axis.size == 1:
         return x
     rows = SequenceShard(axis)

@@ -79,16 +79,20 @@ def adam_update(
 
 
 def adam_l2_update(parameters: Tensors, gradients: Tensors, states: States, step: UpdateStep, **rates: float) -> None:
-    """Take torch.optim.Adam's step: the decay is added to the gradient (L2), not to the weights. The gradients are
-    already multiplied by the step's factor."""
+    """Take torch.optim.Adam's step: the decay is added to the gradient (L2), not to the weights.
+
+    The gradients are already multiplied by the step's factor.
+    """
     if step.weight_decay:
         torch._foreach_add_(gradients, parameters, alpha=step.weight_decay)
     adam_update(parameters, gradients, states, step._replace(weight_decay=0.0, factor=1.0), **rates)
 
 
 def sgd_update(parameters: Tensors, gradients: Tensors, states: States, step: UpdateStep, *, momentum: float) -> None:
-    """Take torch.optim.SGD's step: v = momentum v + (g + decay w); w -= lr v. Unlike in AdamW, the decay enters the
-    momentum."""
+    """Take torch.optim.SGD's step: v = momentum v + (g + decay w); w -= lr v.
+
+    Unlike in AdamW, the decay enters the momentum.
+    """
     momenta = states.get("momentum_buffer", [None] * len(parameters))
     sgd(
         parameters,
@@ -104,8 +108,10 @@ def sgd_update(parameters: Tensors, gradients: Tensors, states: States, step: Up
 
 
 def _as_divisor(factor: float, gradients: list[Tensor]) -> Tensor | None:
-    """Return the divisor of gradients for the fused kernel, a float32 scalar; None where that is less exact than the
-    gradients' dtype."""
+    """Return the divisor of gradients for the fused kernel, a float32 scalar.
+
+    None where that is less exact than the gradients' dtype.
+    """
     if factor == 1 or gradients[0].dtype != torch.float32 or not 1e-30 < abs(factor) < 1e30:
         return None
     return torch.full((), 1 / factor, device=gradients[0].device)

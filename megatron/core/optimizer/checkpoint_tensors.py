@@ -17,8 +17,10 @@ from megatron.core.sharding.boxes import pieces_in_flat_range
 
 
 def sharded_model_state(chunks: Sequence[DistributedDataParallel], mesh: Mesh) -> dict[str, LocalTensor]:
-    """Return this rank's part of every parameter (its shard in ZeRO stage 3), by checkpoint name. Parameters without
-    elements are left out."""
+    """Return this rank's part of every parameter (its shard in ZeRO stage 3), by checkpoint name.
+
+    Parameters without elements are left out.
+    """
     state = {}
     for chunk in chunks:
         shards = chunk.param_shards()  # {} before stage 3

@@ -53,8 +53,10 @@ def OneCycle(
     decay_mom_rate: float = 0.0,
     last_batch_iteration: int = -1,
 ) -> GroupSchedule:
-    """Rise and fall once, and Adam's first beta falls and rises; then both decay. Stairs: of each half; releases of
-    DeepSpeed before 0.19 accept them without effect."""
+    """Rise and fall once, and Adam's first beta falls and rises; then both decay.
+
+    Stairs: of each half; releases of DeepSpeed before 0.19 accept them without effect.
+    """
     sizes = (cycle_first_step_size, cycle_second_step_size or cycle_first_step_size)
     second_stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
     stairs = (cycle_first_stair_count, second_stairs)
@@ -137,8 +139,10 @@ def WarmupCosineLR(
 def _schedule(
     optimizer: Any, ends: tuple[Rates, ...], warmup: tuple[int, str], total: int, style: Any, last_step: int
 ) -> GroupSchedule:
-    """Return a warm-up and a decay in `style`. ends: the rates at the end, at the height, at the start. warmup: (steps,
-    log or linear)."""
+    """Return a warm-up and a decay in `style`. ends: the rates at the end, at the height, at the start.
+
+    warmup: (steps, log or linear).
+    """
     steps, kind = warmup
     if kind not in ("log", "linear") or steps < 1:
         raise ConfigError(f"a schedule warms up in {steps} steps by {kind!r}; give 1 or more, log or linear")
@@ -159,8 +163,10 @@ def _per_group(optimizer: Any, *rates_of: Rates) -> list[list[float]]:
 
 
 def _rate(schedule: LearningRateSchedule, step: int) -> float:
-    """Return the rate of an update. DeepSpeed's cosine is a step ahead after the warm-up; its first update has rate
-    0."""
+    """Return the rate of an update.
+
+    DeepSpeed's cosine is a step ahead after the warm-up; its first update has rate 0.
+    """
     if schedule.style != "cosine":
         return schedule.at(max(step, 0))
     if step < 0:

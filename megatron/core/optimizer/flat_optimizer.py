@@ -44,8 +44,8 @@ class FlatOptimizer:
 
     group_of: each parameter's group, and its optimizer if not --optimizer. scaler: the loss scale of the gradients.
     fixed_order: compute the norm to the same bits in every pipeline layout. device: of the norm on a rank without
-    parameters. offload_store: storage of `offload_fraction` of masters and moments, which are updated slice by slice; None: the
-    buffers' device.
+    parameters. offload_store: storage of `offload_fraction` of masters and moments, which are updated slice by slice;
+    None: the buffers' device.
     """
 
     @memory_kind("other")
@@ -108,8 +108,11 @@ class FlatOptimizer:
         return kind in self._states[self._group_of[name]]
 
     def _full_matrix_params(self, *, offloads: bool) -> dict[str, nn.Parameter]:
-        """Return the parameters whose update needs the full matrix. Raises ConfigError if this rank has only a part of
-        one, or if one is no matrix and its update is of matrices alone."""
+        """Return the parameters whose update needs the full matrix.
+
+        Raises ConfigError if this rank has only a part of one, or if one is no matrix and its update is of matrices
+        alone.
+        """
         matrices = {
             name: parameter
             for buffer in self.buffers
@@ -156,8 +159,10 @@ class FlatOptimizer:
         self._sliced = SlicedUpdater(in_slices, self._updates.__getitem__)
 
     def _segments(self) -> Iterator[Segment]:
-        """Yield all segments that this rank owns and trains: runs of equal group and storage. A parameter whose update
-        needs the full matrix is a segment of its own."""
+        """Yield all segments that this rank owns and trains: runs of equal group and storage.
+
+        A parameter whose update needs the full matrix is a segment of its own.
+        """
         for i, (buffer, storage) in enumerate(zip(self.buffers, self._storages)):
             # neighbours with one label share a segment; None: frozen
             labels: dict[str, tuple[ParamGroup, str | None] | None] = {}
@@ -266,8 +271,10 @@ class FlatOptimizer:
         return norm, clip / divisor
 
     def clip_grad_norm(self, divisor: float = 1.0) -> float:
-        """Divide and clip the gradients now, and return the norm. One more pass over the gradients than
-        `step(factor=...)`. Every rank must call."""
+        """Divide and clip the gradients now, and return the norm.
+
+        One more pass over the gradients than `step(factor=...)`. Every rank must call.
+        """
         norm, factor = self.clip_factor(divisor)
         if factor != 1:
             for buffer in self.buffers:
@@ -278,8 +285,9 @@ class FlatOptimizer:
     def step(
         self, lr: float, decoupled_lr: float | None = None, *, weight_decay: float | None = None, factor: float = 1.0
     ) -> None:
-        """Update masters and parameters with `factor` x the gradients in the buffers; gradients are multiplied in
-        place.
+        """Update masters and parameters with `factor` x the gradients in the buffers.
+
+        Gradients are multiplied in place.
 
         lr: learning rate. decoupled_lr: that of decoupled groups; None: `lr`. weight_decay: None: the setting's.
         """
@@ -327,8 +335,10 @@ class FlatOptimizer:
 
     @memory_kind("other")
     def publish_masters(self) -> None:
-        """Round the masters into the parameters that this rank owns. `DistributedDataParallel.gather_params`
-        distributes them."""
+        """Round the masters into the parameters that this rank owns.
+
+        `DistributedDataParallel.gather_params` distributes them.
+        """
         self._round_masters([storage.resident_runs + storage.offloaded_runs for storage in self._storages])
 
     def _round_masters(self, runs_of: list[list[tuple[int, int]]]) -> None:

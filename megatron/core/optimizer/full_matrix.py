@@ -45,8 +45,10 @@ class MatrixOwners:
         empty: Callable[[int], Tensor],
         use: Callable[[int, Tensor], None],
     ) -> None:
-        """Call use(i, result) for every matrix i. Its owner alone calls compute(i); the others receive the result into
-        empty(i), of the same shape and dtype, contiguous. Every rank of the axis must call, with equal work.
+        """Call use(i, result) for every matrix i.
+
+        Its owner alone calls compute(i); the others receive the result into empty(i), of the same shape and dtype,
+        contiguous. Every rank of the axis must call, with equal work.
 
         One broadcast per matrix, in flight while the next results are computed. work: of each matrix, to divide it
         evenly.
@@ -97,8 +99,9 @@ class FullMatrix:
         self._pieces = pieces
 
     def gather(self, part: Tensor) -> Tensor:
-        """Return the full matrix of a tensor laid out like the parameter, without padding; `part` itself if it is full
-        already. Every rank of the axis must call.
+        """Return the full matrix of a tensor laid out like the parameter, without padding.
+
+        `part` itself if it is full already. Every rank of the axis must call.
 
         part: [local shape]. Returns [global shape].
         """
@@ -122,7 +125,9 @@ class FullMatrix:
 
     def matrices(self, full: Tensor, *, split_groups: bool = True) -> tuple[Tensor, ...]:
         """Return views of the matrices that are fused in `full`: [rows, in] each, such as gate and up, or
-        [groups, rows, in] of those whose groups are interleaved, such as query, key and value."""
+
+        [groups, rows, in] of those whose groups are interleaved, such as query, key and value.
+        """
         blocks = self._placement.blocks
         group = self._placement.interleaved
         if group and split_groups:

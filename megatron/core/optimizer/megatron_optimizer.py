@@ -102,8 +102,10 @@ class MegatronOptimizer(GroupedOptimizer):
         return torch.tensor([self.loss_scale], device=self.flat.device)
 
     def step(self) -> tuple[bool, float | None, int | None]:
-        """Update once. Returns (whether parameters were updated, norm of the gradient, zeros in it with
-        `log_num_zeros_in_grad`). Every rank must call.
+        """Update once.
+
+        Returns (whether parameters were updated, norm of the gradient, zeros in it with `log_num_zeros_in_grad`).
+        Every rank must call.
 
         Returns (False, None, None) if a gradient overflowed under a loss scale that can fall: nothing was updated.
         """

@@ -60,10 +60,10 @@ class GroupSchedule:
 
 
 class SampleSchedule:
-    """Writes `lr` and `weight_decay` into the groups of an optimizer. The caller chooses the unit of a step: samples,
-    in a run.
+    """Writes `lr` and `weight_decay` into the groups of an optimizer.
 
-    A group may have its own `max_lr` and `min_lr`, and factors `lr_mult` and `wd_mult`.
+    The caller chooses the unit of a step: samples, in a run. A group may have its own `max_lr` and `min_lr`, and
+    factors `lr_mult` and `wd_mult`.
     """
 
     def __init__(self, optimizer: Any, rate: LearningRateSchedule, decay: WeightDecaySchedule):
@@ -96,8 +96,10 @@ class SampleSchedule:
         return {"num_steps": self.num_steps, "rate": asdict(self.rate), "decay": asdict(self.decay)}
 
     def resume(self, state: Mapping[str, Any], config: LearningRateConfig) -> None:
-        """Continue where the saved schedule was. Raises ConfigError if it was another schedule and no option of
-        `config` chooses one of them."""
+        """Continue where the saved schedule was.
+
+        Raises ConfigError if it was another schedule and no option of `config` chooses one of them.
+        """
         steps = state["num_steps"]
         self.rate = schedule_in_force(self.rate, state["rate"], config, what="learning rate", samples=steps)
         self.decay = schedule_in_force(self.decay, state["decay"], config, what="weight decay", samples=steps)

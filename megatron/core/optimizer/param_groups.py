@@ -24,8 +24,10 @@ GroupRule = Callable[[str, Placement], ParamGroup]
 
 
 def default_group(name: str, placement: Placement) -> ParamGroup:
-    """Return the group by Megatron's rule: vectors (biases, norm weights) do not decay; embedding and output layer
-    follow --decoupled-lr."""
+    """Return the group by Megatron's rule: vectors (biases, norm weights) do not decay.
+
+    Embedding and output layer follow --decoupled-lr.
+    """
     return ParamGroup(
         weight_decay_multiplier=1.0 if len(placement.shape) > 1 else 0.0,
         decoupled=name.endswith(("word_embeddings.weight", "output_layer.weight")),

@@ -1,5 +1,6 @@
-"""An fp32 master stored as the bf16 weight that the model reads and a signed 16-bit residual; saves 2 bytes a
-parameter.
+"""An fp32 master stored as the bf16 weight that the model reads and a signed 16-bit residual.
+
+Saves 2 bytes a parameter.
 
     bits of the master, an int32    =    65536 x bits of the weight, an int16    +    residual, -32768 .. 32767
 

@@ -96,8 +96,11 @@ def xavier_box(shape: tuple[int, ...], box: Box, seed: int, name: str) -> Tensor
 
 
 def _drawn_box(draw: Callable[..., Tensor], shape: tuple[int, ...], box: Box, seed: int, name: str) -> Tensor:
-    """Draw the box tile by tile. Each tile of the global tensor has a seed of its own, so any layout draws the same
-    values and only the tiles that its box overlaps."""
+    """Draw the box tile by tile.
+
+    Each tile of the global tensor has a seed of its own, so any layout draws the same values and only the tiles that
+    its box overlaps.
+    """
     out = torch.empty(size_of(box), dtype=torch.float32)
     generator = torch.Generator()
     for tile in _tiles_overlapping(shape, box):

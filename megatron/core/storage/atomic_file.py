@@ -76,7 +76,8 @@ def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
 def remove_abandoned(folder: str | Path, pattern: str = "*") -> None:
     """Remove temporary files of `folder` that match `pattern` and whose writer was killed: no process holds their lock.
 
-    Not every file system shares locks between hosts, so a file of another host must also be a day old. Errors are ignored.
+    Not every file system shares locks between hosts, so a file of another host must also be a day old. Errors are
+    ignored.
     """
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         temporary = [entry.name for entry in entries if entry.name.endswith(".tmp")]

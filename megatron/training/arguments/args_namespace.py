@@ -13,8 +13,8 @@ from megatron.training.arguments.ignored_and_refused_flags import OTHERS, OtherF
 class Arguments(argparse.Namespace):
     """The result of `get_args()`. A script may add to it and assign.
 
-    A run reads its settings from `Config`, which is frozen. So assigning another value to a setting changes what the script
-    and `core_transformer_config_from_args(args)` read, and the first rank warns that it changes nothing else.
+    A run reads its settings from `Config`, which is frozen. So assigning another value to a setting changes what the
+    script and `core_transformer_config_from_args(args)` read, and the first rank warns that it changes nothing else.
     """
 
     __slots__ = ("_fixed",)  # outside the dictionary, so that `vars(args)` has flags only

@@ -80,8 +80,10 @@ def _check_not_saved_into(flag: str, root: str, save: str | None) -> None:
 
 
 def _iterations(config: CheckpointConfig) -> tuple[list[int], str, tuple[int, ...]]:
-    """Return the iteration of --load to start from and older ones to fall back to if it is damaged; a warning; and the
-    spoiled iterations."""
+    """Return the iteration of --load to start from and older ones to fall back to if it is damaged.
+
+    A warning; and the spoiled iterations.
+    """
     root = path_of(config.load)
     step = config.ckpt_step
     saved = saved_iterations(root)[::-1]  # newest first

@@ -1,7 +1,7 @@
 """The command line is parsed into a `Config`.
 
-Its flags are those of the components' dataclasses, Megatron's other flags (tables), and the script's own (a function). A
-setting's value comes from the first of these sources that has it:
+Its flags are those of the components' dataclasses, Megatron's other flags (tables), and the script's own (a function).
+A setting's value comes from the first of these sources that has it:
 
     command line  >  --yaml-cfg FILE  >  checkpoint or --hf-config  >  the script's args_defaults  >  our defaults
 """
@@ -238,7 +238,10 @@ def _field_of(name: str) -> Any:
 
 
 def _given_in_file(parser: FlagParser, words: Sequence[str]) -> list[GivenFlags]:
-    """Return the flags of the --yaml-cfg file, or []. The file's values of the script's own flags become their defaults."""
+    """Return the flags of the --yaml-cfg file, or [].
+
+    The file's values of the script's own flags become their defaults.
+    """
     path = vars(parser.read(words).values).get(YAML_FLAG)
     if path is None:
         return []
@@ -345,7 +348,10 @@ def _hides_positions(sources: Sequence[GivenFlags]) -> bool:
 
 
 def _expand_shorthand(given: Mapping[str, Any], settings: dict[str, Any]) -> list[str]:
-    """Add the settings that shorthand flags stand for to `settings`. Returns contradictions with settings given already."""
+    """Add the settings that shorthand flags stand for to `settings`.
+
+    Returns contradictions with settings given already.
+    """
     problems = []
     given_by = {name: f"--{name.replace('_', '-')} {value}" for name, value in settings.items()}
     for flag, meaning in SHORTHAND.items():
@@ -426,8 +432,10 @@ def _is_set(name: str, settings: Mapping[str, Any]) -> bool:
 
 
 def _build_all(settings: Mapping[str, Any], unreadable: set[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return the config of each valid component, and the problems of the others. A component with an unreadable setting is
-    skipped."""
+    """Return the config of each valid component, and the problems of the others.
+
+    A component with an unreadable setting is skipped.
+    """
     parts = {}
     problems = []
     for name, component in COMPONENTS.items():

@@ -4,10 +4,10 @@
     local     LOCAL/NAME-HASH/rank_00003/slot_1/iter_0000007/    on each machine's disk: all pieces that one rank holds
     global    SAVE/non_persistent/slot_1/iter_0000007/           a checkpoint of all ranks, on a file system that they share
 
-A copy is written into the slot that the pointer does not name. Once every rank has written its part the pointer names this
-slot, and then the other slot is removed: a run that is killed at any point has the previous copy or the new one. A rank finds
-its part by the pointer and checks that the part has the pointer's token, so parts of different saves are never mixed. Without
-the --save folder a copy belongs to no run.
+A copy is written into the slot that the pointer does not name. Once every rank has written its part the pointer names
+this slot, and then the other slot is removed: a run that is killed at any point has the previous copy or the new one. A
+rank finds its part by the pointer and checks that the part has the pointer's token, so parts of different saves are
+never mixed. Without the --save folder a copy belongs to no run.
 
 A rank's folder is a checkpoint like any other (hashes, atomic), whose tensors are the pieces that the rank holds.
 """
@@ -196,7 +196,10 @@ class RankCheckpoint:
     def read_into(
         self, tensors: dict[str, LocalTensor], world: Axis, *, convert: bool, device: torch.device | str
     ) -> None:
-        """Read the pieces of `tensors`, as `Checkpoint.read_into`. Dtypes must be equal. Every rank of `world` must call."""
+        """Read the pieces of `tensors`, as `Checkpoint.read_into`. Dtypes must be equal.
+
+        Every rank of `world` must call.
+        """
         del convert
         with collectives.raise_together(world, device):
             self.inner.read_into(pieces_as_tensors(tensors))
@@ -205,7 +208,10 @@ class RankCheckpoint:
 def newest_local_checkpoint(
     config: CheckpointConfig, newest: int | None, world: Axis, device: torch.device
 ) -> LocalCheckpointPointer | None:
-    """Return the copy to resume from, if there is one after the checkpoint of iteration `newest`. Every rank must call."""
+    """Return the copy to resume from, if there is one after the checkpoint of iteration `newest`.
+
+    Every rank must call.
+    """
     text = json.dumps(None)
     with collectives.raise_together(world, device):
         if world.is_first:

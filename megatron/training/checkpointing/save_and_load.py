@@ -196,8 +196,9 @@ def _newest_iteration(start: Start | None) -> int | None:
 def load(runtime: Runtime, chunks: Chunks, optimizer: FlatOptimizer) -> Loaded:
     """Fill parameters and optimizer from --load; return (train state, log state). Every rank must call.
 
-    The checkpoint may come from any layout. The first of these is loaded: a copy for restarts that is newer than the
-    checkpoint in --load; that checkpoint; --pretrained-checkpoint. Otherwise the run starts from initial weights, with a note.
+    The checkpoint may come from any layout. The first of these is loaded: a copy for restarts that is newer than
+    the checkpoint in --load; that checkpoint; --pretrained-checkpoint. Otherwise the run starts from initial
+    weights, with a note.
     """
     config = runtime.config.checkpoint
     world = runtime.mesh["world"]

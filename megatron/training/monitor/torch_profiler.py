@@ -1,4 +1,7 @@
-"""Some steps are profiled into a Chrome trace, with named pipeline actions and collectives; device memory is recorded."""
+"""Some steps are profiled into a Chrome trace, with named pipeline actions and collectives.
+
+Device memory is recorded.
+"""
 
 import contextlib
 from collections.abc import Iterator

@@ -4,9 +4,9 @@
     a loss or a gradient far larger than before                     report, or skip or stop with --spike-action
         (--check-for-spiky-loss, --check-for-large-grads)
 
-With --rerun-mode validate_results such a step is computed again, as by Megatron's rerun state machine. Other numbers mean
-that a device computed wrongly. The same numbers mean that data, weights or program are the reason; then the first tensor
-that is not finite is named.
+With --rerun-mode validate_results such a step is computed again, as by Megatron's rerun state machine. Other numbers
+mean that a device computed wrongly. The same numbers mean that data, weights or program are the reason; then the first
+tensor that is not finite is named.
 """
 
 import math

@@ -2,8 +2,8 @@
 
     update | hash ... validation, save (checked first), forwards and backwards ... check | update
 
-A hash takes one pass over this rank's state, two in an interval. Only one number is communicated, so that all ranks stop
-together.
+A hash takes one pass over this rank's state, two in an interval. Only one number is communicated, so that all
+ranks stop together.
 """
 
 import socket

@@ -6,8 +6,8 @@ what it sends in a collective or a transfer, what it receives, and at the end it
     received the same so far, and sends something else      this rank computed wrongly in one of the runs
     first received something else                           another rank did
 
-After a difference a third run follows. If it equals one of the first two, the error comes and goes. If all three differ,
-the device is broken, or its kernels add in varying order.
+After a difference a third run follows. If it equals one of the first two, the error comes and goes. If all three
+differ, the device is broken, or its kernels add in varying order.
 """
 
 import json

@@ -1,7 +1,8 @@
 """The same models in plain PyTorch, as one writes them without a framework: the peer of every work.
 
-GPT-2 with norms before the blocks and a tied embedding; Llama with RMSNorm, rotary positions, SwiGLU and shared key/value heads;
-BERT with norms before the blocks, as Megatron trains it. Activations are [b, s, h], attention is torch's fused kernel.
+GPT-2 with norms before the blocks and a tied embedding; Llama with RMSNorm, rotary positions, SwiGLU and shared
+key/value heads; BERT with norms before the blocks, as Megatron trains it. Activations are [b, s, h], attention is
+torch's fused kernel.
 """
 
 from collections.abc import Iterable

@@ -1,6 +1,7 @@
 """transformers' GPT-2, Llama and BERT at the sizes of a work, with torch's fused attention. Needs transformers.
 
-GPT-2 and Llama start from our weights. Its BERT has norms after the blocks instead of before, so its losses differ from ours.
+GPT-2 and Llama start from our weights. Its BERT has norms after the blocks instead of before, so its losses
+differ from ours.
 """
 
 from typing import Any

@@ -1,6 +1,7 @@
 """Our initial weights for the peers: all contenders start from the same weights, so that losses can be compared.
 
-A peer builds our model on the CPU, where each parameter is drawn by its name, and copies the parameters to its own names.
+A peer builds our model on the CPU, where each parameter is drawn by its name, and copies the parameters to its own
+names.
 """
 
 from collections.abc import Iterator

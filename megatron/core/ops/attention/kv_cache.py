@@ -49,8 +49,10 @@ class KeyValueCache:
         return (self._columns(new) - self._starts[:, None]).clamp(min=0)
 
     def mask(self, new: int) -> Tensor | None:
-        """Return the mask of the next `new` columns, [b, 1, new, length + new], True where attention is masked; None for
-        causal."""
+        """Return the mask of the next `new` columns, [b, 1, new, length + new], True where attention is masked.
+
+        None for causal.
+        """
         if not self._is_padded and (new == 1 or self.length == 0):
             return None  # the kernels' causal case, which is faster than a mask
         keys = torch.arange(self.length + new, device=self._starts.device)  # columns
@@ -59,10 +61,10 @@ class KeyValueCache:
         return ((keys > queries) | (is_padding & (keys != queries)))[:, None]
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values [new, b, groups/t, d] of a layer; return all of the layer's so far, [length + new, b,
-        groups/t, d].
+        """Append keys and values [new, b, groups/t, d] of a layer.
 
-        `length` grows with `advance`, when every layer has appended.
+        Return all of the layer's so far, [length + new, b, groups/t, d]. `length` grows with `advance`, when every
+        layer has appended.
         """
         stop = self.length + k.shape[0]
         assert stop <= self.capacity, f"{stop} columns in a cache of {self.capacity}"

@@ -1,4 +1,7 @@
-"""Masks that hide keys from queries: a tensor, documents, a window. A kernel that reads them never holds an s x s mask."""
+"""Masks that hide keys from queries: a tensor, documents, a window.
+
+A kernel that reads them never holds an s x s mask.
+"""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -74,7 +77,10 @@ Mask = (
 
 
 def tensors_of(mask: object) -> tuple[Tensor, ...]:
-    """Return the tensors of a mask, which layers share. mask: a `Mask`, or what a model's own layers take in its place."""
+    """Return the tensors of a mask, which layers share.
+
+    mask: a `Mask`, or what a model's own layers take in its place.
+    """
     if mask is None:
         return ()
     if isinstance(mask, Tensor):
@@ -83,15 +89,19 @@ def tensors_of(mask: object) -> tuple[Tensor, ...]:
 
 
 def with_window(mask: Tensor | Documents | None, window_left: int | None, keys: int) -> Mask:
-    """Return the mask in a window of `window_left` keys before the query. The mask itself if the window has all of the
-    `keys`; None: no window."""
+    """Return the mask in a window of `window_left` keys before the query.
+
+    The mask itself if the window has all of the `keys`; None: no window.
+    """
     has_all_keys = window_left is None or window_left >= keys - 1
     return mask if has_all_keys else Window(window_left, mask)
 
 
 def hidden_keys(mask: Mask, queries: int, keys: int, device: torch.device) -> Tensor:
-    """Return the mask as a tensor, [.., queries, keys], True where attention is masked. The queries are the last of the
-    keys."""
+    """Return the mask as a tensor, [.., queries, keys], True where attention is masked.
+
+    The queries are the last of the keys.
+    """
     if isinstance(mask, Tensor):
         return mask
     if isinstance(mask, Documents):

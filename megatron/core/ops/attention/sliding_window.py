@@ -20,8 +20,9 @@ class Block(NamedTuple):
 
 
 def blocks_of(queries: int, keys: int, window_left: int, rows: int) -> list[Block]:
-    """Return the queries, which are the last of the keys, in blocks of `rows`. First those with at most `window_left`
-    keys before them.
+    """Return the queries, which are the last of the keys, in blocks of `rows`.
+
+    First those with at most `window_left` keys before them.
 
                  keys                5 queries, window_left = 2, rows = 2
     query 0      x
@@ -86,14 +87,19 @@ def attention_in_band(q: Tensor, k: Tensor, v: Tensor, window_left: int, mask: T
 
 
 def _visible(size: int, seen: int, window_left: int, device: torch.device) -> Tensor:
-    """Return [size, seen], True for a query's own key and the `window_left` keys before it; the queries are the last of
-    the keys."""
+    """Return [size, seen], True for a query's own key and the `window_left` keys before it.
+
+    The queries are the last of the keys.
+    """
     return torch.ones(size, seen, dtype=torch.bool, device=device).tril(seen - size).triu(seen - size - window_left)
 
 
 class _Ranges(torch.autograd.Function):
-    """Overlapping ranges of x [b, n, s, d] along s, as views. Their gradients meet in one tensor, summed in float32 or
-    wider; the backward of plain slices would make a tensor of x's size for each."""
+    """Overlapping ranges of x [b, n, s, d] along s, as views.
+
+    Their gradients meet in one tensor, summed in float32 or wider; the backward of plain slices would make a tensor of
+    x's size for each.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranges: list[tuple[int, int]]) -> tuple[Tensor, ...]:

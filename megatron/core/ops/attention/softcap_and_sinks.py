@@ -9,8 +9,8 @@ from torch import Tensor
 class SoftmaxOptions(NamedTuple):
     """Changes to a plain softmax of the scores.
 
-    cap: soft cap of scores, before the mask. sinks: [n], one more score of each head, which takes probability and has no
-    value. bias: [n, queries, keys], added to scores after the cap.
+    cap: soft cap of scores, before the mask. sinks: [n], one more score of each head, which takes probability and has
+    no value. bias: [n, queries, keys], added to scores after the cap.
     """
 
     cap: float | None

@@ -1,7 +1,7 @@
 """Causal attention in tiles of queries, compiled, with dropout or without: no s x s tensor.
 
-As in FlashAttention-2 (arXiv:2307.08691, algorithms 1 and 2) the forward saves q, k, v, its result and log(sum exp) of each
-row, and the backward computes the scores again. Without dropout a CPU runs torch's forward, which saves the same.
+As in FlashAttention-2 (arXiv:2307.08691, algorithms 1 and 2) the forward saves q, k, v, its result and log(sum exp) of
+each row, and the backward computes the scores again. Without dropout a CPU runs torch's forward, which saves the same.
 """
 
 import math
@@ -47,8 +47,10 @@ class _Tiled(torch.autograd.Function):
         columns: Tensor | None,
         probability: float,
     ) -> Tensor:
-        """q, k, v: [b, n, s, d] -> [b, n, s, d]. scale: of scores. lines [b, n, s, 2], columns [s]: the words of
-        dropout's masks, or None and None."""
+        """q, k, v: [b, n, s, d] -> [b, n, s, d]. scale: of scores.
+
+        lines [b, n, s, 2], columns [s]: the words of dropout's masks, or None and None.
+        """
         shape = q.shape
         q = by_head(q)  # [b n, s, d]
         k = by_head(k)

@@ -1,7 +1,8 @@
 """Attention in tiles by torch operations, for any mask, with dropout or without: no scores are saved for the backward.
 
-The forward saves q, k, v and the words of dropout's masks. The backward computes a tile's softmax again, by the operations
-of the forward, and its gradient by those of autograd: the numbers are those of `plain_attention` but for the order of sums.
+The forward saves q, k, v and the words of dropout's masks. The backward computes a tile's softmax again, by the
+operations of the forward, and its gradient by those of autograd: the numbers are those of `plain_attention` but for
+the order of sums.
 """
 
 import math
@@ -55,7 +56,9 @@ class _EagerTiled(torch.autograd.Function):
         *words: Tensor | None,
     ) -> Tensor:
         """q (scaled), k, v: [b, n, s, d] -> [b, n, s, d]. sinks: [b n] or None. words: of dropout's masks, lines
-        [b, n, s, 2] and columns [s], or None and None."""
+
+        [b, n, s, 2] and columns [s], or None and None.
+        """
         shape = q.shape
         q = by_head(q)  # [b n, s, d]
         k = by_head(k)
@@ -138,7 +141,9 @@ class _TileSoftmax(NamedTuple):
 
     def softmax(self, scores: Tensor, tile: Tile, sinks: Tensor | None) -> Tensor:
         """Return the probabilities of the tile's scores [heads, queries, keys], in float32 or wider, with sinks
-        [b n] as a last key. May overwrite the scores."""
+
+        [b n] as a last key. May overwrite the scores.
+        """
         wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
         if self.options is not None:
             wide = self.options.softcap(wide)

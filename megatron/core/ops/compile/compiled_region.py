@@ -3,8 +3,9 @@
     half = Compiled(lambda x: (x / 2,))      a formula: no side effects, a tuple of tensors
     y, = half(x)                             compiled at the first call of each dtype; a second length makes lengths symbols
 
-A `CompiledRegion` is a differentiable function of two formulas, forward and backward, with a declaration of what it saves.
-torch.compile could derive the backward; but it would choose what to save while it compiles, unknown before the first step.
+A `CompiledRegion` is a differentiable function of two formulas, forward and backward, with a declaration of what
+it saves. torch.compile could derive the backward; but it would choose what to save while it compiles, unknown
+before the first step.
 
 torch.compile belongs to the process: ranks that run as threads share the compiled programs.
 """
@@ -164,8 +165,10 @@ def compile_log_line() -> str | None:
 
 
 def _compile(formula: Formula) -> Formula:
-    """Run torch.compile without a pool of compiling processes, which small programs one after the other do not repay; one
-    formula serves many dtypes and kinds of argument."""
+    """Run torch.compile without a pool of compiling processes, which small programs one after the other do not repay.
+
+    One formula serves many dtypes and kinds of argument.
+    """
     global _import_seconds
     began = time.perf_counter()
     cache_folder()
@@ -245,10 +248,10 @@ class CompiledRegion:
     forward(*inputs) -> the results, then what the backward needs besides inputs ("extras").
     saved_inputs: the positions of the inputs that the backward needs.
     backward(*gradients of the results, *saved inputs, *extras) -> the gradient of each input, None for numbers.
-    returns_residual: the first input is the first result too, as the residual stream is; backward then gets the gradient of
-    both and adds them in the same pass.
-    recompute_output(*saved inputs, *extras) -> the last result, which the backward recomputes in the same pass for a consumer
-    that did not save it; None: as forward(*saved inputs) computes it.
+    returns_residual: the first input is the first result too, as the residual stream is; backward then gets the
+    gradient of both and adds them in the same pass.
+    recompute_output(*saved inputs, *extras) -> the last result, which the backward recomputes in the same pass for a
+    consumer that did not save it; None: as forward(*saved inputs) computes it.
     """
 
     eager: Callable[..., Any]
@@ -275,8 +278,10 @@ class CompiledRegion:
             object.__setattr__(self, name, Compiled(formula))
 
     def compiled(self, *inputs: Any) -> Any:
-        """Return what `eager` returns, by the compiled formulas. The result is marked as recomputable if the backward saves
-        everything that it is computed from."""
+        """Return what `eager` returns, by the compiled formulas.
+
+        The result is marked as recomputable if the backward saves everything that it is computed from.
+        """
         outputs = _RegionFunction.apply(self, *inputs)
         saves_all = all(i in self.saved_inputs for i, x in enumerate(inputs) if isinstance(x, Tensor))
         if self.num_results == 1 and saves_all:

@@ -1,9 +1,9 @@
 """Repeated calls of one compiled program that skip torch's guards.
 
-torch.compile checks its guards before each call: everything that the program might depend on. With the work after them that
-takes 30 to 100 microseconds, as long as a small region. The first call with some kinds of argument goes that way and is
-watched: which program ran, which of the arguments it took, and where its results went. Later calls with arguments of the
-same kinds go straight to that program.
+torch.compile checks its guards before each call: everything that the program might depend on. With the work after them
+that takes 30 to 100 microseconds, as long as a small region. The first call with some kinds of argument goes that way
+and is watched: which program ran, which of the arguments it took, and where its results went. Later calls with
+arguments of the same kinds go straight to that program.
 """
 
 import threading
@@ -64,8 +64,10 @@ def programs_called() -> Iterator[list[_Call]]:
 
 
 def call_kind(inputs: Sequence[Any]) -> Hashable | None:
-    """Return everything that a program may depend on but the values of tensors; None if that is not known, as under
-    autocast."""
+    """Return everything that a program may depend on but the values of tensors.
+
+    None if that is not known, as under autocast.
+    """
     if torch._C._is_any_autocast_enabled():
         return None
     settings = torch.is_grad_enabled(), torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
@@ -93,8 +95,10 @@ class Replay:
 
 
 def replay_of(calls: Sequence[_Call], inputs: Sequence[Any], outputs: Sequence[Tensor | None]) -> Replay | None:
-    """Return the replay of a watched call that computed `outputs` of `inputs`. None if it was not one program, or if an
-    argument or an output has no known source."""
+    """Return the replay of a watched call that computed `outputs` of `inputs`.
+
+    None if it was not one program, or if an argument or an output has no known source.
+    """
     if len(calls) != 1:
         return None
     (call,) = calls

@@ -3,9 +3,9 @@
     the tier's thread   read 1 | read 2            | write 0, read 3 | write 1 ...
     this thread                  update 0           | update 1        | update 2 ...
 
-At most three slices of each state are in memory, whatever the size of the model. An element's update has the same bits
-in a slice as in a whole buffer: slices begin at multiples of the vector length, counted from the start of a whole
-update.
+At most three slices of each state are in memory, whatever the size of the model. An element's update has the
+same bits in a slice as in a whole buffer: slices begin at multiples of the vector length, counted from the start
+of a whole update.
 """
 
 from collections.abc import Callable, Sequence
