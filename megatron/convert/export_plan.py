@@ -63,7 +63,10 @@ def to_hf_tensors(operation: str, heads: HeadCounts, ours: Tensor) -> Iterator[T
 
 
 def bytes_of_tensor(x: Tensor) -> memoryview:
-    """Return the bytes of a tensor in host memory, in row-major order; a contiguous tensor is not copied."""
+    """Return the bytes [nbytes] of a tensor x in host memory, of any shape and dtype, in row-major order.
+
+    A contiguous tensor is not copied.
+    """
     return x.reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -105,7 +108,10 @@ class FolderPlan:
         return getattr(torch, self.dtype or self.record_of(mapping).dtype)
 
     def check_finite(self, mapping: ParamMapping, ours: Tensor) -> None:
-        """Raise CheckpointError if a cast to a narrower dtype made infinity or NaN. ours: the tensor after the cast."""
+        """Raise CheckpointError if a cast to a narrower dtype made infinity or NaN.
+
+        ours: the tensor after the cast, in the shape of the parameter.
+        """
         saved_dtype = self.record_of(mapping).dtype
         largest = torch.finfo(ours.dtype).max
         is_narrower = largest < torch.finfo(getattr(torch, saved_dtype)).max
@@ -273,9 +279,9 @@ def _dtype_of(files: list[PlannedFile]) -> str:
 def write_weights_file(
     path: Path, plan: FolderPlan, planned: PlannedFile, params: Iterable[tuple[ParamMapping, Tensor]]
 ) -> None:
-    """Write a file of weights. params: (mapping, our full tensor in host memory), in the order of the plan.
+    """Write a file of weights. Raises CheckpointError for numbers that the dtype cannot hold, OSError.
 
-    Raises CheckpointError for numbers that the dtype cannot hold.
+    params: (mapping, our full tensor in host memory, [shape of `plan.record_of(mapping)`]), in the order of the plan.
     """
     with backend_of(path).open(path, "xb") as file:
         write_all(file, header_of(planned.tensors), path)

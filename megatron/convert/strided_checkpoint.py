@@ -53,7 +53,9 @@ def piece_of(box: Box, view: View, x: TensorInFile) -> StridedPiece:
 
 
 def keeps_order(record: TensorRecord) -> bool:
-    """Return whether the file holds each piece's elements in our order, so that a part of a piece is a part of the file.
+    """Return whether the file holds each piece's elements in our order.
+
+    Then a part of a piece is a part of the file.
 
     False for a transposed weight: any row of ours would read nearly all bytes of the piece.
     """
@@ -72,7 +74,8 @@ class StridedCheckpoint(Checkpoint):
     def runs(self, name: str, rooms: Iterator[Tensor]) -> Iterator[tuple[int, Tensor]]:
         """Yield (number of the first element, values [n]) of the tensor's contiguous runs.
 
-        rooms: uint8 buffers, used in turn; values are gone when their buffer is used again.
+        rooms: uint8 buffers [bytes], used in turn; values are gone when their buffer is used again. Any rank may call
+        alone. Raises CheckpointError.
         """
         record = self.manifest.tensors[name]
         for piece in record.pieces:
@@ -109,9 +112,10 @@ def _shifted(part: Box, outer: Box) -> Box:
 
 
 def read_box(folder: Path, piece: StridedPiece, box: Box, name: str) -> Iterator[tuple[Box, Tensor]]:
-    """Read the elements of a piece in `box` (relative to the piece), in parts: (box relative to `box`, strided values).
+    """Read the elements of a piece in `box` (relative to the piece), in parts: (box relative to `box`, values).
 
-    All parts use one buffer: values are gone with the next part. Raises CheckpointError with `name`, the tensor's name.
+    values: strided, [shape of the part's box]. All parts use one buffer: values are gone with the next part. Raises
+    CheckpointError with `name`, the tensor's name.
     """
     path = folder / piece.file
     item_bytes = ITEM_BYTES[piece.dtype]

@@ -97,7 +97,10 @@ get_tensor_and_context_parallel_group = _group("tp_cp")
 
 
 def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[Any] | None:
-    """Return the groups of --cp-comm-type a2a+p2p: the neighbours that exchange heads, and the ring between groups of them."""
+    """Return the groups of --cp-comm-type a2a+p2p.
+
+    They are the neighbours that exchange heads, and the ring between groups of them.
+    """
     if not check_initialized and not model_parallel_is_initialized():
         return None
     return [_group(name)() for name in ("cp_heads", "cp_ring")]
@@ -282,7 +285,7 @@ class GlobalMemoryBuffer:
         self.buffer: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
     def get_tensor(self, tensor_shape: Sequence[int], dtype: torch.dtype, name: str) -> torch.Tensor:
-        """Return an uninitialised tensor in the memory of the tensor returned for this name and dtype before."""
+        """Return an uninitialized tensor [tensor_shape], in the memory of the last one of this name and dtype."""
         numel = torch.Size(tensor_shape).numel()
         buffer = self.buffer.get((name, dtype))
         if buffer is None or buffer.numel() < numel:

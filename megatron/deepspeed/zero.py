@@ -64,7 +64,8 @@ class GatheredParameters(FullParameters):
 
     params: one or several. modifier_rank: the global rank whose changes are kept, on all ranks; None: changes are lost,
     or where parameters are not sharded (stages 0 to 2), each rank keeps its own. After `initialize`, parameters that
-    are rounded copies of float32 masters cannot be changed: ValueError.
+    are rounded copies of float32 masters cannot be changed: ValueError. In the block every parameter is full, in the
+    shape that the module gave it.
     """
 
     def __init__(

@@ -19,7 +19,10 @@ from megatron.core.datasets.data_loader import Samples
 
 @dataclass(eq=False)
 class PaddedSet:
-    """`samples`, padded to a multiple of `block` with rows that count nothing: sample 0 again, its `loss_mask` all zeros."""
+    """`samples`, padded to a multiple of `block` with rows that count nothing.
+
+    Such a row is sample 0 again, its `loss_mask` all zeros.
+    """
 
     samples: Samples
     block: int
@@ -29,6 +32,7 @@ class PaddedSet:
         return blocks * self.block
 
     def __getitem__(self, i: int) -> dict[str, Any]:
+        """Return item i, with the keys and shapes of `samples`, such as tokens [s]."""
         if i < len(self.samples):
             return self.samples[i]
         item = dict(self.samples[0])

@@ -158,7 +158,7 @@ class Engine(nn.Module):
         self.chunk.zero_grad_buffer(self.settings.accumulation)
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        """Run the module's forward. In stage 3 every rank must call, also to evaluate."""
+        """Run the module's forward, with its own shapes. In stage 3 every rank must call, also to evaluate."""
         # begin the micro batch, unless an earlier forward of the same one has: a loss may need several forwards
         if not self._has_forward:
             self.chunk.begin_microbatch(self.micro_steps % self.settings.accumulation, backward=False)
@@ -171,8 +171,8 @@ class Engine(nn.Module):
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Add the gradients of `loss` x loss scale / accumulation steps; returns the loss. Every rank must call.
 
-        Several losses may be added before a `step`. loss: one number. scale_wrt_gas: False: the script has divided by
-        the accumulation steps.
+        Several losses may be added before a `step`. loss: one number, [] or [1]; ValueError for any other shape.
+        scale_wrt_gas: False: the script has divided by the accumulation steps.
         """
         if loss.numel() != 1:
             raise ValueError(f"engine.backward(loss): the loss has shape {tuple(loss.shape)}; it must be one number")
@@ -224,8 +224,10 @@ class Engine(nn.Module):
         return (self.micro_steps + 1) % self.settings.accumulation == 0
 
     def no_sync(self) -> AbstractContextManager:
-        """Return a context that does nothing: gradients are reduced by the `step` that updates, or in stages 2 and 3 when they
-        are computed."""
+        """Return a context that does nothing.
+
+        Gradients are reduced by the `step` that updates, or in stages 2 and 3 when they are computed.
+        """
         return nullcontext()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -239,7 +241,10 @@ class Engine(nn.Module):
             self._begin_step()
 
     def module_state_dict(self) -> dict[str, Tensor]:
-        """Return copies of all weights and buffers, on the CPU, on every rank. Every rank must call."""
+        """Return copies of all weights and buffers, in their full shapes, on the CPU, on every rank.
+
+        Every rank must call.
+        """
         self.chunk.finish_param_gather()
         return full_state_dict(self.module)
 

@@ -43,6 +43,7 @@ class BertSamples(SentenceSamples):
         )
 
     def dataset(self, file_split: FileSplit, arrays: tuple[np.ndarray, ...]) -> BertDataset:
+        """Return the samples of the sample map in `arrays`, (uint32 or uint64 [samples, 3],)."""
         (sample_map,) = arrays
         return BertDataset(
             file_split.indexed,
@@ -166,7 +167,7 @@ class MockBertDataset(BertDataset):
 
     @cached_property
     def line(self) -> np.ndarray:
-        """The ids of the words, from the lowest to the highest: [words]."""
+        """The ids of the words, from the lowest to the highest: int64 [words]."""
         special = (self.pieces.cls, self.pieces.sep, self.pieces.mask, self.pieces.pad)
         words = np.setdiff1d(np.arange(len(self.pieces.words)), special)
         count = min(len(words), self.WORDS)

@@ -119,7 +119,7 @@ def samples_of_each(size: int, shares: list[float], surplus: float = 0.0) -> lis
 
 
 class BlendIndices(NamedTuple):
-    """Sample i is sample dataset_sample_index[i] of data set dataset_index[i]."""
+    """Sample i is sample dataset_sample_index[i] of data set dataset_index[i]. Both arrays are [samples]."""
 
     dataset_index: np.ndarray  # [size] int16
     dataset_sample_index: np.ndarray  # [size] int64
@@ -127,6 +127,8 @@ class BlendIndices(NamedTuple):
 
 def weighted_indices(shares: list[float], size: int) -> BlendIndices:
     """Take each next sample from the data set that is furthest behind its share: the loop of the module's docstring.
+
+    Returns dataset_index int16 [size] and dataset_sample_index int64 [size].
 
     Every choice depends on the choices before it, so the rows (one a sample) cannot simply be computed side by
     side. But the rule corrects itself: a sample that was taken too early is not taken again, so that after wrong
@@ -294,7 +296,10 @@ def _choose_rows(
 
 
 def exhaustive_indices(sizes: list[int]) -> BlendIndices:
-    """Take every sample of every data set once: shares follow the sizes, and a data set without samples left is skipped.
+    """Take every sample of every data set once: shares follow the sizes.
+
+    A data set without samples left is skipped. Returns dataset_index int16 and dataset_sample_index int64, [sum of
+    sizes] each.
 
     As one loop, this is `weighted_indices` with an error of minus infinity for a data set that has run out. None runs out
     before the last few rows, so all rows before them are those of `weighted_indices`, and only the last ones are walked.
@@ -355,6 +360,7 @@ class BlendedDataset:
         return len(self.indices.dataset_index)
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        """Return sample i: an item of the data set that gives it, with its keys and shapes, such as tokens [s]."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
         dataset = self.datasets[self.indices.dataset_index[i]]

@@ -76,11 +76,17 @@ class SampleKind:
         raise NotImplementedError
 
     def build(self, file_split: "FileSplit", say: Say) -> tuple[np.ndarray, ...]:
-        """Build the index arrays of `file_split.request`. Raises ValueError for a file that cannot give them."""
+        """Build the index arrays of `file_split.request`, of shapes that the kind chooses.
+
+        Raises ValueError for a file that cannot give them.
+        """
         raise NotImplementedError
 
     def dataset(self, file_split: "FileSplit", arrays: tuple[np.ndarray, ...]) -> Any:
-        """Return the samples, as `data_loader.batches` reads them. arrays: those that `build` made, memory-mapped."""
+        """Return the samples, as `data_loader.batches` reads them.
+
+        arrays: those that `build` made, in the same shapes, memory-mapped.
+        """
         raise NotImplementedError
 
     def count_samples(self, indexed: IndexedDataset, request: Any) -> int | None:

@@ -22,7 +22,10 @@ import torch
 
 
 class Samples(Protocol):
-    """The data set that `batches` reads: `GPTDataset`, `MockGPTDataset`, or a fork's own."""
+    """The data set that `batches` reads: `GPTDataset`, `MockGPTDataset`, or a fork's own.
+
+    Item i is key -> array; the arrays of a key have one shape in every item, such as tokens, int64 [s].
+    """
 
     def __len__(self) -> int: ...
 
@@ -65,6 +68,7 @@ class Cyclic:
         return sys.maxsize
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        """Return item i of the stream: an item of the data set, with its keys and shapes."""
         epoch, number = divmod(i, len(self.dataset))
         return self.dataset[int(self._order(epoch)[number])]
 
@@ -81,10 +85,11 @@ def batches(
     *,
     num_workers: int = 0,
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield one rank's microbatches, [b, s] for each key of the data set's items, until the data set ends.
+    """Yield one rank's microbatches until the data set ends: [b, s] for each key of the data set's items [s].
 
-    Validation counts its own consumed_samples. num_workers: threads that prefetch, two microbatches each; 0 reads on
-    demand. No global random state is read or changed.
+    A key whose arrays have another shape [..] gives [b, ..]. Dtypes are those of the arrays. Validation counts its own
+    consumed_samples. num_workers: threads that prefetch, two microbatches each; 0 reads on demand. No global random
+    state is read or changed.
     """
 
     def read(ids: range) -> dict[str, torch.Tensor]:
@@ -116,9 +121,9 @@ def batches(
 def loader(kind: str, dataset: Samples | Iterable, split: str, **reading: int) -> Iterator[dict[str, torch.Tensor]]:
     """Return the batches of a split by `--dataloader-type` KIND.
 
-    single reads a data set once; cyclic repeats the training set; external is the user's own, which the
-    script's provider gave in place of a data set: an iterable of this rank's microbatches. reading: the other
-    arguments of `batches`.
+    single reads a data set once; cyclic repeats the training set; external is the user's own, which the script's
+    provider gave in place of a data set: an iterable of this rank's microbatches. reading: the other arguments of
+    `batches`. A batch is as of `batches`: key -> [b, s].
     """
     if kind == "external":
         return iter(dataset)

@@ -74,9 +74,9 @@ class TokenRules:
 def training_item(text: np.ndarray, rules: TokenRules) -> dict[str, np.ndarray]:
     """Make the arrays of one sample from its s + 1 tokens `text`; labels are the inputs shifted by one.
 
-    tokens, labels, position_ids: int64 [s]. loss_mask: float32 [s], 0 where the label is padding and, with
-    eod_mask_loss, where the input ends a document. Padding is FILLED and `rules.padding`; it becomes token 0, which
-    every vocabulary has.
+    text: int64 [s + 1]. tokens, labels, position_ids: int64 [s]. loss_mask: float32 [s], 0 where the label is padding
+    and, with eod_mask_loss, where the input ends a document. Padding is FILLED and `rules.padding`; it becomes token 0,
+    which every vocabulary has.
 
     A document ends with its eod token. With reset_position_ids the position after it is 0. With reset_attention_mask
     there is also document_ids, int64 [s]: which document of the sample each token belongs to. Example, eod E and s = 6:
@@ -129,7 +129,10 @@ class GPTDataset:
         return len(self.indices.shuffle_index)
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        """Return item i, as `training_item` makes it."""
+        """Return item i, as `training_item` makes it: arrays [s].
+
+        Raises IndexError for a number outside the data set, ConfigError for a token outside the vocabulary.
+        """
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
         tokens = self._read_tokens(int(self.indices.shuffle_index[i]))  # [s + 1], fewer where the data end
@@ -185,7 +188,7 @@ class MockGPTDataset:
         return self.num_samples
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        """Return item i, as `training_item` makes it."""
+        """Return item i, as `training_item` makes it: arrays [s]."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
         rng = np.random.RandomState([*self.seed, i])
@@ -223,6 +226,7 @@ class GPTSamples(SampleKind):
         return split_size(indexed.sequence_lengths, request).samples
 
     def build(self, file_split: FileSplit, say: Say) -> Indices:
+        """Build the three arrays of `Indices`, in their shapes. Raises ValueError as `build_indices` does."""
         request = file_split.request
         lengths = file_split.indexed.sequence_lengths
         tokens = split_tokens(lengths, request)
@@ -235,6 +239,7 @@ class GPTSamples(SampleKind):
         return build_indices(lengths, request)
 
     def dataset(self, file_split: FileSplit, arrays: tuple[np.ndarray, ...]) -> GPTDataset:
+        """Return the samples in the order of `arrays`, the three of `Indices`."""
         indexed = file_split.indexed
         indices = Indices(*arrays)
         problem = shape_problem(indices, indexed.sequence_lengths, file_split.request)

@@ -78,7 +78,10 @@ class IndexCache:
         return self.folder / f"{self.stem}-{ending}"
 
     def write(self, arrays: tuple[np.ndarray, ...]) -> None:
-        """Write one file for each array, then the description. Raises ValueError if that fails."""
+        """Write one file for each array, then the description. Arrays may have any shape and dtype.
+
+        Raises ValueError if that fails.
+        """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.path("description.txt").unlink(missing_ok=True)  # until it is written again, nothing is complete
@@ -107,7 +110,10 @@ class IndexCache:
         return is_intact
 
     def load(self) -> tuple[np.ndarray, ...]:
-        """Memory-map the arrays. Raises ValueError for files that cannot be read or are no arrays."""
+        """Memory-map the arrays, each in the shape and dtype in which it was written.
+
+        Raises ValueError for files that cannot be read or are no arrays.
+        """
         return tuple(_open_array(self.path(f"{name}.npy")) for name in self.array_names)
 
     def _description(self) -> dict[str, Any]:

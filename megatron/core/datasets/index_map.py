@@ -174,7 +174,10 @@ def samples_in(tokens: int, request: IndexRequest) -> int:
 
 
 def build_document_index(ids: np.ndarray, epochs: int, separate: bool, rng: np.random.RandomState) -> np.ndarray:
-    """Return `epochs` copies of `ids` shuffled together, the last copy by itself if `separate`: [epochs * len(ids)] int32."""
+    """Return `epochs` copies of `ids` shuffled together: int32 [epochs * len(ids)].
+
+    ids: int32 [documents]. separate: the last copy is shuffled by itself. The generator is advanced.
+    """
     documents = np.empty(epochs * len(ids), np.int64)
     documents.reshape(epochs, len(ids))[:] = ids
     num_shuffled_together = (epochs - 1) * len(ids) if separate else len(documents)
@@ -184,17 +187,23 @@ def build_document_index(ids: np.ndarray, epochs: int, separate: bool, rng: np.r
 def build_sample_index(
     lengths: np.ndarray, document_index: np.ndarray, num_samples: int, seq_length: int, extra_token: int
 ) -> np.ndarray:
-    """Return where each sample starts: [num_samples + 1, 2] of (position in document_index, token offset in that document).
+    """Return where each sample starts: [num_samples + 1, 2], int32, int64 where needed.
 
-    Row k starts at token k * S of the documents laid end to end. Its document is the one in which sample k - 1 ended: the
-    first whose end is at or past token k * S + x. So with x = 0 an offset may equal the length of its document, and an empty
-    document is passed over. Rows past the end of the tokens (drop_last off) are the last document's last token.
+    A row is (position in document_index, token offset in that document).
 
-    Megatron walks over documents and samples one by one, in C++. Here a whole chunk of documents is treated at a time: their
-    ends say how many rows have started by each of them, and so which document each row belongs to.
+    A row is (position in document_index, token offset in that document).
 
-    lengths: tokens of every sequence of the file, by id. Cost: a few passes over the documents and the rows, no Python loop
-    over either, and no memory beyond the result that grows with them. Source: `build_sample_idx` of helpers.cpp.
+    Row k starts at token k * S of the documents laid end to end. Its document is the one in which sample k - 1
+    ended: the first whose end is at or past token k * S + x. So with x = 0 an offset may equal the length of its
+    document, and an empty document is passed over. Rows past the end of the tokens (drop_last off) are the last
+    document's last token.
+
+    Megatron walks over documents and samples one by one, in C++. Here a whole chunk of documents is treated at a time:
+    their ends say how many rows have started by each of them, and so which document each row belongs to.
+
+    lengths: [sequences], tokens of every sequence of the file, by id. document_index: int32 [E * documents]. Cost: a
+    few passes over the documents and the rows, no Python loop over either, and no memory beyond the result that grows
+    with them. Source: `build_sample_idx` of helpers.cpp.
     """
     longest = max(len(document_index), int(lengths.max(initial=0)))
     rows = np.zeros((num_samples + 1, 2), dtype=np.int32 if longest <= np.iinfo(np.int32).max else np.int64)
@@ -227,9 +236,9 @@ def build_sample_index(
 
 
 def build_shuffle_index(before: int, total: int, rng: np.random.RandomState) -> np.ndarray:
-    """Return the numbers 0..total-1, those below `before` shuffled first and the others after them: [total].
+    """Return the numbers 0..total-1, those below `before` shuffled first and the others after them.
 
-    before == total shuffles all of them together.
+    uint32 [total], int64 where needed. before == total shuffles all of them together.
     """
     return _shuffle_in_two_parts(np.arange(total), before, rng, _shuffle_dtype(total))
 
@@ -239,7 +248,9 @@ def _shuffle_dtype(total: int) -> type:
 
 
 def _shuffle_in_two_parts(array: np.ndarray, before: int, rng: np.random.RandomState, dtype: type) -> np.ndarray:
-    """Shuffle array[:before] and then array[before:], and return the array as `dtype`, in the memory of `array` (int64).
+    """Shuffle array[:before], then array[before:], and return the array as `dtype`.
+
+    It is in the memory of `array` (int64).
 
     It is shuffled as int64 and narrowed afterwards: numpy swaps numbers of 8 bytes in a quarter less time than numbers of 4,
     and swaps the same ones.
@@ -268,14 +279,18 @@ class SplitSize(NamedTuple):
 
 
 def split_tokens(lengths: np.ndarray, request: IndexRequest) -> int:
-    """Return T, the tokens of one epoch of the split. lengths: tokens of every sequence of the file, by id."""
+    """Return T, the tokens of one epoch of the split.
+
+    lengths: [sequences], tokens of every sequence of the file, by id.
+    """
     return int(lengths[slice(*request.ids_range)].sum(dtype=np.int64))
 
 
 def split_size(lengths: np.ndarray, request: IndexRequest) -> SplitSize:
     """Return T, E and K of the indices that `build_indices` gives, without building them.
 
-    Raises ValueError if the split cannot fill one sample, however often it is repeated.
+    lengths: [sequences], tokens of every sequence of the file, by id. Raises ValueError if the split cannot fill one
+    sample, however often it is repeated.
     """
     tokens = split_tokens(lengths, request)
     has_too_few = tokens == 0
@@ -293,7 +308,11 @@ def split_size(lengths: np.ndarray, request: IndexRequest) -> SplitSize:
 
 
 def shape_problem(indices: Indices, lengths: np.ndarray, request: IndexRequest) -> str | None:
-    """Say why these arrays do not have the shapes of `request`; None if they do. Their numbers are not read."""
+    """Say why these arrays do not have the shapes of `request`; None if they do.
+
+    The arrays are as of `Indices`; their numbers are not read. lengths: [sequences], tokens of every sequence of
+    the file, by id.
+    """
     size = split_size(lengths, request)
     documents = size.epochs * (request.ids_range[1] - request.ids_range[0])
     shapes = {"document_index": (documents,), "sample_index": (size.samples + 1, 2), "shuffle_index": (size.samples,)}
@@ -304,9 +323,9 @@ def shape_problem(indices: Indices, lengths: np.ndarray, request: IndexRequest) 
 
 
 def build_indices(lengths: np.ndarray, request: IndexRequest) -> Indices:
-    """Build the three arrays. lengths: tokens of every sequence of the file, by id.
+    """Build the three arrays of `Indices`.
 
-    Raises ValueError as `split_size` does.
+    lengths: [sequences], tokens of every sequence of the file, by id. Raises ValueError as `split_size` does.
     """
     size = split_size(lengths, request)
     if request.epoch_stable:

@@ -68,9 +68,9 @@ class MegatronCache:
     older: str = ""
 
     def find(self, described: Described, say: Callable[[str], None]) -> tuple[str, tuple[np.ndarray, ...]] | None:
-        """Return the path of the first cache that fits, and its arrays.
+        """Return the path of the first cache that fits, and its arrays, memory-mapped, in the order of `arrays`.
 
-        `say` takes the reasons why others do not fit.
+        Their shapes are those of `Indices` or `BlendIndices`. `say` takes the reasons why others do not fit.
         """
         # caches whose description has all our fields, with our values
         caches = []
@@ -96,7 +96,10 @@ class MegatronCache:
 
 
 def index_problem(arrays: Sequence[np.ndarray], lengths: np.ndarray, request: IndexRequest) -> str | None:
-    """Say why these arrays cannot be those of `request`, for sequences of these lengths; None if they can."""
+    """Say why these arrays cannot be those of `request`, for sequences of these lengths; None if they can.
+
+    arrays: the three of `Indices`. lengths: [sequences], tokens of each.
+    """
     indices = Indices(*arrays)
     problem = shape_problem(indices, lengths, request)
     if problem is not None:
@@ -136,7 +139,7 @@ def _holds_each(array: np.ndarray, first: int, past: int) -> bool:
 def order_problem(arrays: list[np.ndarray], expected: tuple[np.ndarray, ...]) -> str | None:
     """Say why `arrays` are not the order of a blend, which follows from its weights alone.
 
-    None if they are `expected`.
+    Both are the two arrays of `BlendIndices`, [samples] each. None if they are equal to `expected`.
     """
     for array, expected_array in zip(arrays, expected, strict=True):
         if array.dtype != expected_array.dtype or not np.array_equal(array, expected_array):

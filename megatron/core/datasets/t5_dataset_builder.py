@@ -45,6 +45,7 @@ class T5Samples(SentenceSamples):
         )
 
     def dataset(self, file_split: FileSplit, arrays: tuple[np.ndarray, ...]) -> T5Dataset:
+        """Return the samples of the sample map in `arrays`, (uint32 or uint64 [samples, 3],)."""
         (sample_map,) = arrays
         return T5Dataset(
             file_split.indexed,

@@ -94,14 +94,18 @@ def _new_handle() -> int:
 
 
 def snapshot_bytes(tensors: dict[str, LocalTensor]) -> int:
-    """Return the bytes of memory that `snapshot` needs for what this rank writes."""
+    """Return the bytes of memory that `snapshot` needs for what this rank writes.
+
+    tensors: name -> this rank's part, as `LocalTensor` has it.
+    """
     return sum(_aligned(nbytes) for local in tensors.values() for _, nbytes in _pieces_to_write(local))
 
 
 def snapshot(tensors: dict[str, LocalTensor], memory: Tensor) -> list[list[Any]]:
     """Copy what this rank writes to `memory` [nbytes, uint8]; return a JSON list of what is where, for the writer.
 
-    Copies of an accelerator's tensors are complete only after its next synchronization.
+    tensors: name -> this rank's part, as `LocalTensor` has it. Copies of an accelerator's tensors are complete only
+    after its next synchronization.
     """
     listed = []
     offset = 0
@@ -192,7 +196,10 @@ class AsyncSaver:
         self._writer = MessageSocket(own_end)
 
     def reserve(self, tensors: dict[str, LocalTensor]) -> None:
-        """Allocate memory for a copy of what this rank writes of `tensors`, unless there is enough already."""
+        """Allocate memory for a copy of what this rank writes of `tensors`, unless there is enough already.
+
+        tensors: name -> this rank's part, as `LocalTensor` has it. Raises OSError if there is not enough memory.
+        """
         nbytes = snapshot_bytes(balance_writes(tensors))
         if self._memory is not None and self._memory.nbytes >= nbytes:
             return
@@ -209,7 +216,8 @@ class AsyncSaver:
     def start(self, root: Path | str, iteration: int, tensors: dict[str, LocalTensor], state: dict[str, Any]) -> float:
         """Copy `tensors` and start the save; return the seconds that training waited. Every rank must call.
 
-        `finish` must have ended the save before. `state` is plain JSON; the first rank's is saved.
+        `finish` must have ended the save before. `state` is plain JSON; the first rank's is saved. tensors: name ->
+        this rank's part, as `LocalTensor` has it. All ranks together have every element of each tensor.
         """
         assert self._in_flight is None, "one save at a time"
         started = time.monotonic()

@@ -66,11 +66,11 @@ class Checkpoint:
     ) -> None:
         """Read the pieces and copies of `tensors`; padding keeps its values, and `is_writer` is ignored.
 
-        Every rank of `world` (default: this rank alone) must call. If one fails, all raise CheckpointError or
-        PeerError, and tensors may be partly filled. convert: allow conversion between floating dtypes. Saved tensors
-        that are not in `tensors` are ignored; compare `names`. The largest piece is buffered in host memory. in_place:
-        read a piece without this buffer where the tensor has it in the same order as the file; damaged values are then
-        in the tensor when this raises.
+        tensors: name -> this rank's part; its `shape` must be that of the saved tensor. Every rank of `world` (default:
+        this rank alone) must call. If one fails, all raise CheckpointError or PeerError, and tensors may be partly
+        filled. convert: allow conversion between floating dtypes. Saved tensors that are not in `tensors` are ignored;
+        compare `names`. The largest piece is buffered in host memory. in_place: read a piece without this buffer where
+        the tensor has it in the same order as the file; damaged values are then in the tensor when this raises.
         """
         with collectives.raise_together(world, device):
             self._check(tensors, convert)
@@ -83,10 +83,11 @@ class Checkpoint:
         return all(contiguous_flat_range(piece.box, record.shape) is not None for piece in record.pieces)
 
     def runs(self, name: str, buffers: Iterator[Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """Yield the elements of a tensor in flat parts, piece by piece: (index of the first in row-major order, values).
+        """Yield the elements of a tensor in flat parts, piece by piece: (index of the first, values [elements]).
 
-        buffers: uint8 tensors, each for one part, of a multiple of 8 bytes. A part is read before the hash of its piece has
-        been checked: its values must be thrown away when this raises.
+        Indices count in row-major order; values have the saved dtype, in the memory of their buffer. buffers: uint8
+        tensors [bytes], each for one part, of a multiple of 8 bytes. A part is read before the hash of its piece has
+        been checked: its values must be thrown away when this raises CheckpointError. Any rank may call alone.
         """
         record = self.manifest.tensors[name]
         dtype = getattr(torch, record.dtype)

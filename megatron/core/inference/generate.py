@@ -127,13 +127,16 @@ def generate_tokens(
 
 
 def next_logits(model: nn.Module, ids: Sequence[int]) -> Tensor:
-    """Return the logits [v] of the token after `ids`, without vocabulary padding, from a whole model in evaluation mode."""
+    """Return the logits [v] of the token after `ids`, without vocabulary padding.
+
+    model: whole, in evaluation mode.
+    """
     stage = Stage(model, single_rank_mesh())
     return stage.logits(torch.tensor([ids], device=stage.device), stage.cache([0], len(ids)))[0]
 
 
 class Stage:
-    """This rank's stage of the model, its transfers to the neighbouring stages, and the sampling functions of the texts."""
+    """This rank's stage of the model, its transfers to the neighbouring stages, and the texts' sampling functions."""
 
     receives_tuple = False  # whether the model's set_input_tensor takes a tuple of tensors
 
@@ -181,9 +184,11 @@ class Stage:
     def run_stage(
         self, boundary: tuple[TensorSpec, ...], forward: Callable[[], Tensor | tuple[Tensor, ...]]
     ) -> Tensor | None:
-        """Receive from the previous stage, run `forward`, send to the next stage; the last stage returns as `logits`.
+        """Receive from the previous stage, run `forward`, send to the next stage.
 
-        boundary: shape and dtype of the tensors between stages.
+        boundary: shape and dtype of the tensors between stages, such as hidden states [new, b, h]; `forward` returns
+        them, or on the last stage logits [b, new, v/t]. Returns as `logits`: [b, v] on the last stage, of the last
+        column, else None. Every rank of the replica must call.
         """
         stages = self.mesh.stages
         transport = Transport(self.mesh, boundary, self.device, copies_over=self.mesh["tp"])
@@ -204,7 +209,7 @@ class Stage:
         """Return the next id of each text, on every rank; 0 for a finished text.
 
         All ranks of the last stage draw the same ids. If sampling fails on one of them, it raises its error and all
-        others PeerError. Every rank of the replica must call.
+        others PeerError. Every rank of the replica must call. tokens: int64 [b, new], as of `logits`.
         """
         model_ranks = self.mesh["mp"]
         error = None

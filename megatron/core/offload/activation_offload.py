@@ -74,7 +74,8 @@ class StageActivations:
     def input_saver(self, layer: int) -> InputSaver | None:
         """Return what saves the input of the recomputed group that begins with this layer; None if autograd should.
 
-        layer: number within the stage. Call once for each group, in order.
+        layer: number within the stage. Call once for each group, in order. The result is called with the input, [s, b,
+        h] or any other shape, and returns a function that returns it, in its shape and strides.
         """
         if layer < self.offloaded:
             return partial(_offload_input, self._next_layer(first=layer == 0), self.offload_slots)
@@ -86,8 +87,8 @@ class StageActivations:
     def saving(self, layer: int, x: Tensor, resident: Iterable[Tensor | None]) -> Iterator[None]:
         """Offload the tensors that autograd saves inside the block, which is this layer's forward.
 
-        layer: number within the stage. x: its input. resident: tensors that stay on the device anyway, such as
-        parameters.
+        layer: number within the stage. x: its input, [s, b, h] or any other shape. resident: tensors of any shapes that
+        stay on the device anyway, such as parameters.
         """
         # A freed parameter of ZeRO stage 3 must not be gathered for this question, so its __torch_function__ is left out.
         with torch._C.DisableTorchFunctionSubclass():
@@ -99,7 +100,10 @@ class StageActivations:
             yield
 
     def finish_forward(self, x: Tensor) -> None:
-        """Start the last layer's loads when the backward reaches `x`, the output of the layers. Call after them."""
+        """Start the last layer's loads when the backward reaches `x`, the output of the layers.
+
+        x: [s, b, h] or any other shape. Call after the layers.
+        """
         last = self._last()
         if last is not None and x.requires_grad:
             x.register_hook(lambda _: last.start_loading())
@@ -153,7 +157,7 @@ class _LayerStorages:
         self._storages: list[weakref.ref[OffloadedStorage]] = []
 
     def offload(self, slots: "OffloadSlots", flat: Tensor, x: Tensor) -> "OffloadedStorage":
-        """Start to offload `flat` [elements], the storage of x."""
+        """Start to offload `flat` [elements], the storage of x, which has any shape."""
         storage = OffloadedStorage(slots, flat, x, self)
         self._storages.append(weakref.ref(storage))
         return storage
@@ -198,7 +202,10 @@ class OffloadedStorage:
             self._fetch()
 
     def get(self) -> Tensor:
-        """Return the values on the device [elements], and start to load the rest of the layer and the previous layer."""
+        """Return the values on the device [elements].
+
+        Also start to load the rest of the layer and the previous layer.
+        """
         values = self._values_in_use()
         if values is None:
             if self._loading is None:
@@ -268,7 +275,10 @@ class OffloadSlots:
         self._free: dict[tuple[int, torch.dtype], list[Stored]] = defaultdict(list)
 
     def take(self, numel: int, dtype: torch.dtype) -> Stored:
-        """Return a slot [numel]: a free one, or a new one."""
+        """Return a slot [numel] of this dtype: a free one, or a new one.
+
+        Raises OffloadError if the store has no room.
+        """
         free = self._free[numel, dtype]
         if free:
             slot = free.pop()
@@ -280,13 +290,13 @@ class OffloadSlots:
         return slot
 
     def give_back(self, slot: Stored) -> None:
-        """Make a slot free."""
+        """Make a slot [elements] free."""
         self.in_use -= 1
         self.bytes_in_use -= slot.nbytes
         self._free[slot.numel(), slot.dtype].append(slot)
 
     def send(self, slot: Stored, flat: Tensor) -> AsyncHandle[Any]:
-        """Start to copy `flat` [elements] into the slot; `flat` must not change before `wait`."""
+        """Start to copy `flat` [elements] into the slot [elements]; `flat` must not change before `wait`."""
         if self.side is None:
             return start_writing(slot, flat)
         return self.side.start_copy(slot, flat)
@@ -309,10 +319,10 @@ class OffloadSlots:
 
 
 class _Packer:
-    """A hook that offloads the tensors that autograd saves for one layer: each large storage once, unless it is resident.
+    """A hook that offloads the tensors that autograd saves for one layer.
 
-    resident: addresses of the storages that stay on the device anyway. device: of the storages, which may differ from
-    what the tensors say.
+    Each large storage is offloaded once, unless it is resident. resident: addresses of the storages that stay on the
+    device anyway. device: of the storages, which may differ from what the tensors say.
     """
 
     def __init__(
@@ -328,7 +338,7 @@ class _Packer:
 
     @torch.no_grad()
     def pack(self, x: Tensor) -> Any:
-        """Return what autograd saves instead of `x`: `x` itself if it stays on the device."""
+        """Return what autograd saves instead of `x`, of any shape: `x` itself if it stays on the device."""
         if x.layout is not torch.strided:
             return x
         storage = x.untyped_storage()

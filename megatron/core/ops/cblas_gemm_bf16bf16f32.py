@@ -1,5 +1,7 @@
-"""A product of bfloat16 matrices added to a float32 sum on a CPU, by the BLAS inside torch's library: no function of
-torch offers it."""
+"""A product of bfloat16 matrices added to a float32 sum on a CPU, by the BLAS inside torch's library.
+
+No function of torch offers it.
+"""
 
 import ctypes
 from collections.abc import Callable
@@ -15,7 +17,7 @@ def addmm_bf16_to_fp32(total: Tensor, grad: Tensor, x: Tensor, beta: int) -> Non
 
     total: [out, in] float32, contiguous; grad: [tokens, out], x: [tokens, in], bfloat16.
 
-    RuntimeError where the library has no such product, or the CPU no AMX: without, it may be slower than
+    Raises RuntimeError where the library has no such product, or the CPU no AMX: without, it may be slower than
     float32 factors.
     """
     multiply = _gemm_of_bfloat16()

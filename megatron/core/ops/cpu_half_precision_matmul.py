@@ -57,7 +57,7 @@ _KINDS = tuple(kind.name for kind in fields(MatmulModes))
 
 
 def linear_forward(x: Tensor, weight: Tensor, mode: MatmulMode) -> Tensor:
-    """Return Y = X W^T. x: [.., in], weight: [out, in] -> [.., out]"""
+    """Return Y = X W^T. x: [.., in], weight: [out, in] -> [.., out], in the dtype of x."""
     rows = x.numel() // max(1, x.shape[-1])
     if mode == "native" or rows <= _FEW_ROWS:
         return x @ weight.t()

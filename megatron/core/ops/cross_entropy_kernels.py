@@ -33,7 +33,10 @@ class RowSums(NamedTuple):
 
 
 def sums_of_rows(logits: Tensor, vocab: int, *, smoothing: bool, compiled: bool) -> RowSums:
-    """Return the sums of logits [tokens, v/t]. smoothing: also those of the logits themselves."""
+    """Return the sums of logits [tokens, v/t], [tokens] each. smoothing: also those of the logits themselves.
+
+    vocab: columns of this rank that are no padding. Nothing is communicated.
+    """
     if compiled and vocab:
         return RowSums(*_SUMS(logits, vocab, smoothing))
     wide = torch.promote_types(logits.dtype, torch.float32)
@@ -59,10 +62,10 @@ def logits_grad(
     compiled: bool,
     overwrite: bool,
 ) -> Tensor:
-    """Return the gradient of the logits [tokens, v/t] by its `factors`; 0 for padding.
+    """Return the gradient of the logits [tokens, v/t] by its `factors`: [tokens, v/t], in their dtype; 0 for padding.
 
-    log_sum: [tokens]. target: local columns, [tokens]; `at_target` is 0 where the target is on another rank. overwrite:
-    write the gradient into the memory of the logits.
+    log_sum: [tokens]. target: local columns, int64 [tokens]; `at_target` is 0 where the target is on another rank.
+    overwrite: write the gradient into the memory of the logits.
     """
     if compiled:
         inputs = logits, log_sum, target, *factors, vocab

@@ -45,8 +45,10 @@ def pairs_of_words(keys: Iterable[int]) -> Tensor:
 
 
 def mixed(counter: Tensor, keys: Tensor) -> Tensor:
-    """Return a word for each counter [..], by keys [.., 2]: a bijection of the counter for each key, and of each key
-    word."""
+    """Return a word for each counter [..], by keys [.., 2]: int32 of their broadcast shape [..].
+
+    It is a bijection of the counter for each key, and of each key word.
+    """
     return _shifted(_draws(counter, keys[..., 0], keys[..., 1]), 16)
 
 
@@ -85,18 +87,23 @@ def keys_at(samples: Tensor, place: Tensor) -> Tensor:
 
 
 def numbered_keys(keys: Tensor, first: int, count: int) -> Tensor:
-    """Return keys [.., count, 2], numbered from `first` under each of the keys [.., 2]: of heads under samples, of rows
-    under heads."""
+    """Return keys [.., count, 2], numbered from `first` under each of the keys [.., 2].
+
+    They are those of heads under samples, of rows under heads. All words are int32.
+    """
     return mixed(_numbered(first, count, keys.device), keys[..., None, None, :])
 
 
 def column_words(width: int, place: Tensor, first: int = 0) -> Tensor:
-    """Return the words of the columns numbered from `first`: [width]."""
+    """Return the words of the columns numbered from `first`: int32 [width]. place: [2], of `KeyedDropout.place_on`."""
     return mixed(torch.arange(first, first + width, dtype=torch.int32, device=place.device), place)
 
 
 def threshold_of(probability: float) -> int:
-    """Return the least signed word that is kept: words are uniform, so the others are dropped with round(p 2^32) / 2^32."""
+    """Return the least signed word that is kept.
+
+    Words are uniform, so the others are dropped with probability round(p 2^32) / 2^32.
+    """
     return min(round(probability * 2**32), 2**32 - 1) - 2**31
 
 
@@ -114,14 +121,19 @@ def ones_where_kept(words: MaskWords, probability: float) -> Tensor:
 
 
 def clear_dropped(x: Tensor, ones: Tensor) -> None:
-    """Set dropped numbers to 0, in place, by a product of their bits as integers: a bool mask takes longer than its draw on
-    a CPU."""
+    """Set dropped numbers of x to 0, in place. x: [*lines, width], contiguous; ones: int32 [*lines, width].
+
+    By a product of their bits as integers: a bool mask takes longer than its draw on a CPU.
+    """
     bits = x.view(_INTEGERS[x.element_size()])
     bits *= ones.to(bits.dtype)
 
 
 def dropped(x: Tensor, words: MaskWords, probability: float) -> Tensor:
-    """Return x [*lines, width] / (1 - p) where the mask keeps it, 0 elsewhere. The backward draws the mask again."""
+    """Return x [*lines, width] / (1 - p) where the mask keeps it, 0 elsewhere: [*lines, width], in the dtype of x.
+
+    words: lines [*lines, 2], columns [width]. The backward draws the mask again.
+    """
     if torch.compiler.is_compiling():  # one expression, to be fused with its neighbours
         # Contiguous as x is: else the mask decides, and a product with the result would be one a sample.
         return torch.where(keep_mask(words, probability), x * (1 / (1 - probability)), 0).contiguous()
@@ -131,13 +143,18 @@ def dropped(x: Tensor, words: MaskWords, probability: float) -> Tensor:
 class _Dropped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, lines: Tensor, columns: Tensor, probability: float) -> Tensor:
+        """x: [*lines, width], lines: int32 [*lines, 2], columns: int32 [width] -> [*lines, width]."""
         ctx.save_for_backward(lines, columns)
         ctx.probability = probability
         return _dropped_by_blocks(x, lines, columns, probability)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """grad: as x. Saved: the words of lines and columns, from which the mask is drawn again."""
+        """grad: [*lines, width] -> the gradient of x [*lines, width].
+
+        Saved: the words of lines and columns, from which the mask is drawn again: fewer bytes than a mask. The gradient
+        does not depend on x.
+        """
         lines, columns = ctx.saved_tensors
         return _dropped_by_blocks(grad, lines, columns, ctx.probability), None, None, None
 

@@ -110,7 +110,10 @@ NORMS = {"LayerNorm": _layer_norm(0), "RMSNorm": _rms_norm(0), "LayerNorm1p": _l
 
 
 def gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return GELU of x + bias in its tanh form, as GPT-2's and Megatron's fused kernel."""
+    """Return GELU of x + bias in its tanh form, as GPT-2's and Megatron's fused kernel.
+
+    x: [.., f], bias: [f] -> [.., f]
+    """
     return functional.gelu(x if bias is None else x + bias, approximate="tanh")
 
 
@@ -133,7 +136,7 @@ def _gelu_backward(grad: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor
 
 
 def gated_silu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return silu(gate) * up of x + bias. x: [.., gate | up] -> [.., f]"""
+    """Return silu(gate) * up of x + bias. x: [.., gate | up], bias: [gate | up] -> [.., f]"""
     gate, up = (x if bias is None else x + bias).chunk(2, dim=-1)
     return functional.silu(gate) * up
 
@@ -254,9 +257,9 @@ REGIONS = {
 
 
 def activation_of(name: str, bound: float | None = None, offset: float = 0.0) -> CompiledRegion:
-    """Return the region of an MLP's activation.
+    """Return the region of an MLP's activation: x [.., f], or [.., 2 f] of a gated one, bias or None -> [.., f].
 
-    bound, offset: of a gated one (`gated_region`), whose name begins with gated_.
+    bound, offset: of a gated one (`gated_region`), whose name begins with gated_. Raises KeyError for an unknown name.
     """
     if bound is None and offset == 0:
         return REGIONS[name]

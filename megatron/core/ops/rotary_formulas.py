@@ -19,7 +19,10 @@ def apply_rotary(x: Tensor, angles: Tensor, amplitude: float = 1.0, rotation: "R
 
 
 def cosines_and_sines(angles: Tensor, amplitude: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the cosines and sines of angles [s, b or 1, width / 2], times the amplitude, rounded to dtype."""
+    """Return the cosines and sines of angles, times the amplitude, rounded to dtype.
+
+    angles: [s, b or 1, width / 2]; both results have this shape.
+    """
     cos = angles.cos()
     sin = angles.sin()
     if amplitude != 1:

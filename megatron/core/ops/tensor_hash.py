@@ -23,16 +23,16 @@ _ROWS_ON_DEVICE = 512
 def block_hashes(x: Tensor) -> Tensor:
     """Return the hash of each 64 KiB of `x`, in row-major order: int64 [blocks], on x's device.
 
-    The host does not wait.
+    x: of any shape and dtype. The host does not wait.
     """
     return _sums(_words(x), 0)
 
 
 @torch.no_grad()
 def tensor_hash(x: Tensor, first: int = 0) -> Tensor:
-    """Return the hash of `x`, an int64 scalar on x's device.
+    """Return the hash of `x`, of any shape and dtype: an int64 scalar [] on x's device.
 
-    first: where the shard x begins in the full tensor, in elements; must be at a word.
+    first: where the shard x begins in the full tensor, in elements; must be at a word of 32 bits.
     """
     skipped_bytes = first * x.element_size()
     assert skipped_bytes % 4 == 0, f"element {first} of {x.dtype} begins inside a word"

@@ -30,7 +30,11 @@ Update = Callable[..., None]
 
 
 def make_update(config: OptimizerConfig, name: str | None) -> Update:
-    """Return the update of the optimizer `name`; None: --optimizer."""
+    """Return the update of the optimizer `name`; None: --optimizer. Raises ConfigError for an unknown name.
+
+    It is called with (parameters, gradients, states by name, step): lists of tensors, gradient i and state i of the
+    shape of parameter i, which is flat unless the update needs full matrices.
+    """
     rule = config.rule(name)
     update = rule.update(config)
     if rule.scales:
@@ -50,7 +54,9 @@ def adam_update(
 ) -> None:
     """Take torch.optim.AdamW's step, in one pass over each tensor if the device has a fused kernel.
 
-    The fused kernel multiplies the gradients too: a separate pass for that takes a quarter of the update's time (CPU).
+    states: exp_avg, exp_avg_sq. Gradient i and state i have the shape of parameter i, [elements] of a flat buffer; all
+    are changed in place. The fused kernel multiplies the gradients too: a separate pass for that takes a quarter of the
+    update's time (CPU).
     """
     beta1, beta2 = step.betas or (beta1, beta2)
     device = parameters[0].device
@@ -81,7 +87,7 @@ def adam_update(
 def adam_l2_update(parameters: Tensors, gradients: Tensors, states: States, step: UpdateStep, **rates: float) -> None:
     """Take torch.optim.Adam's step: the decay is added to the gradient (L2), not to the weights.
 
-    The gradients are already multiplied by the step's factor.
+    The gradients are already multiplied by the step's factor. Shapes as in `adam_update`.
     """
     if step.weight_decay:
         torch._foreach_add_(gradients, parameters, alpha=step.weight_decay)
@@ -91,7 +97,8 @@ def adam_l2_update(parameters: Tensors, gradients: Tensors, states: States, step
 def sgd_update(parameters: Tensors, gradients: Tensors, states: States, step: UpdateStep, *, momentum: float) -> None:
     """Take torch.optim.SGD's step: v = momentum v + (g + decay w); w -= lr v.
 
-    Unlike in AdamW, the decay enters the momentum.
+    Unlike in AdamW, the decay enters the momentum. states: momentum_buffer, unless the momentum is 0. Gradient i and
+    state i have the shape of parameter i, [elements] of a flat buffer; all are changed in place.
     """
     momenta = states.get("momentum_buffer", [None] * len(parameters))
     sgd(

@@ -17,9 +17,10 @@ from megatron.core.sharding.boxes import pieces_in_flat_range
 
 
 def sharded_model_state(chunks: Sequence[DistributedDataParallel], mesh: Mesh) -> dict[str, LocalTensor]:
-    """Return this rank's part of every parameter (its shard in ZeRO stage 3), by checkpoint name.
+    """Return this rank's part of every parameter, by checkpoint name.
 
-    Parameters without elements are left out.
+    Each is [parameter's shape on this rank]; its shard in ZeRO stage 3 is flat, [elements]. Parameters without elements
+    are left out. Nothing is communicated.
     """
     state = {}
     for chunk in chunks:
@@ -38,7 +39,10 @@ def sharded_model_state(chunks: Sequence[DistributedDataParallel], mesh: Mesh) -
 
 
 def sharded_optimizer_state(optimizer: FlatOptimizer, mesh: Mesh) -> dict[str, LocalTensor]:
-    """Return this rank's part of the optimizer state, by checkpoint name."""
+    """Return this rank's part of the optimizer state, by checkpoint name.
+
+    Each is [parameter's shape on this rank]; that of a sharded parameter is flat, [elements]. Nothing is communicated.
+    """
     parameters: dict[str, nn.Parameter] = {}
     replicas: dict[str, Axis] = {}
     for buffer in optimizer.buffers:

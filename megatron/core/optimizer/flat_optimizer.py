@@ -207,7 +207,10 @@ class FlatOptimizer:
         )
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return the scaled loss, for Megatron's `grad_scale_func`; `clip_grad_norm(loss scale)` removes the scale."""
+        """Return the scaled loss, a scalar [] as the given one, for Megatron's `grad_scale_func`.
+
+        `clip_grad_norm(loss scale)` removes the scale.
+        """
         return loss if self.scaler is None else loss * self.scaler.scale
 
     @memory_kind("other")
@@ -271,9 +274,9 @@ class FlatOptimizer:
         return norm, clip / divisor
 
     def clip_grad_norm(self, divisor: float = 1.0) -> float:
-        """Divide and clip the gradients now, and return the norm.
+        """Divide and clip the gradients now, and return the norm. Every rank must call.
 
-        One more pass over the gradients than `step(factor=...)`. Every rank must call.
+        That takes one more pass over the gradients than `step(factor=...)`.
         """
         norm, factor = self.clip_factor(divisor)
         if factor != 1:
@@ -287,9 +290,9 @@ class FlatOptimizer:
     ) -> None:
         """Update masters and parameters with `factor` x the gradients in the buffers.
 
-        Gradients are multiplied in place.
-
-        lr: learning rate. decoupled_lr: that of decoupled groups; None: `lr`. weight_decay: None: the setting's.
+        Gradients are multiplied in place. lr: learning rate. decoupled_lr: that of decoupled groups; None: `lr`.
+        weight_decay: None: the setting's. With optimizers of full matrices the ranks of tp, and those with the same
+        parts, must call together.
         """
         if weight_decay is None:
             weight_decay = self.config.weight_decay
@@ -351,8 +354,8 @@ class FlatOptimizer:
     def tensors(self) -> dict[str, dict[str, Stored]]:
         """Return the state for a checkpoint: kind -> parameter name -> tensor, in memory or in a file.
 
-        A tensor has the parameter's shape; that of a sharded parameter is flat and holds the elements of
-        `owned_ranges`.
+        A tensor has the parameter's shape on this rank; that of a sharded parameter is flat, [elements], and holds the
+        elements of `owned_ranges`.
         """
         kinds = dict(self.moments)
         if any(buffer.is_half_precision for buffer in self.buffers):
@@ -368,8 +371,10 @@ class FlatOptimizer:
         return result
 
     def owned_ranges(self) -> dict[str, tuple[int, int]]:
-        """Return, for sharded parameters, name -> (start, stop), in row-major order, of the elements whose state this
-        rank has."""
+        """Return, for sharded parameters, name -> (start, stop) of the elements whose state this rank has.
+
+        Elements are counted in row-major order.
+        """
         return {
             param_range.name: buffer.owned_range(param_range)
             for buffer in self.buffers
@@ -404,7 +409,7 @@ class _StateStorage:
         )
 
     def make_zeros(self, dtype: torch.dtype | None = None, names: Collection[str] | None = None) -> Shard:
-        """Return zeros in the layout of the owned parameters of these names, by default of all.
+        """Return zeros in the layout of the owned parameters of these names, by default of all: flat runs [elements].
 
         dtype: None: that of the masters.
         """
@@ -423,8 +428,10 @@ class _StateStorage:
         return Shard(offloaded + resident, tensors, dtype)
 
     def make_masters(self) -> Shard:
-        """Return the owned parameters in fp32: the parameters themselves if they are that precise, otherwise copies or
-        `SplitMaster`s."""
+        """Return the owned parameters in fp32, in flat runs [elements].
+
+        They are the parameters themselves if they are that precise, otherwise copies or `SplitMaster`s.
+        """
         owned = self.buffer.owned_params
         if not self.buffer.is_half_precision:
             return owned

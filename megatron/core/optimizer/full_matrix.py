@@ -45,7 +45,7 @@ class MatrixOwners:
         empty: Callable[[int], Tensor],
         use: Callable[[int, Tensor], None],
     ) -> None:
-        """Call use(i, result) for every matrix i.
+        """Call use(i, result) for every matrix i, of which one rank computes the result.
 
         Its owner alone calls compute(i); the others receive the result into empty(i), of the same shape and dtype,
         contiguous. Every rank of the axis must call, with equal work.
@@ -99,11 +99,9 @@ class FullMatrix:
         self._pieces = pieces
 
     def gather(self, part: Tensor) -> Tensor:
-        """Return the full matrix of a tensor laid out like the parameter, without padding.
+        """Return the full matrix of a tensor laid out like the parameter: part [local shape] -> [global shape].
 
-        `part` itself if it is full already. Every rank of the axis must call.
-
-        part: [local shape]. Returns [global shape].
+        The result has no padding; it is `part` itself if that is full already. Every rank of the axis must call.
         """
         if self._axis.size == 1:
             return part
@@ -124,9 +122,10 @@ class FullMatrix:
         return part
 
     def matrices(self, full: Tensor, *, split_groups: bool = True) -> tuple[Tensor, ...]:
-        """Return views of the matrices that are fused in `full`: [rows, in] each, such as gate and up, or
+        """Return views of the matrices that are fused in `full` [global shape], which is [all rows, in].
 
-        [groups, rows, in] of those whose groups are interleaved, such as query, key and value.
+        They are [rows, in] each, such as gate and up, or [groups, rows, in] of those whose groups are interleaved, such
+        as query, key and value.
         """
         blocks = self._placement.blocks
         group = self._placement.interleaved

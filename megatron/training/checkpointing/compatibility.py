@@ -61,7 +61,7 @@ def check_same_parameters(
 ) -> None:
     """Refuse a checkpoint with parameters that this run's model lacks on all ranks.
 
-    One all-reduce; every rank must call.
+    model: name -> this rank's part. Raises ConfigError. One all-reduce; every rank must call.
     """
     names = sorted(name for name in checkpoint.names if name.startswith(_MODEL))
     holders = torch.tensor([name in model for name in names], dtype=torch.int32, device=device)  # [names]
@@ -90,9 +90,9 @@ def absent_parameters(
 ) -> set[str]:
     """Return the parameters that a checkpoint lacks and that keep their initial values, by their names in a checkpoint.
 
-    Every rank must call. Parameters of heads that the checkpoint's architecture does not have are named in one line.
-    Any other is refused with CheckpointError, unless --allow-missing-tensors is given and no optimizer state is loaded:
-    its state of such a parameter would be missing too. Then a WARNING names each.
+    model: name -> this rank's part. Every rank must call. Parameters of heads that the checkpoint's architecture does
+    not have are named in one line. Any other is refused with CheckpointError, unless --allow-missing-tensors is given
+    and no optimizer state is loaded: its state of such a parameter would be missing too. Then a WARNING names each.
     """
     state = checkpoint.state
     saved_names = {*checkpoint.names}
@@ -124,7 +124,10 @@ def absent_parameters(
 def check_same_positions(
     config: Config, model: dict[str, LocalTensor], checkpoint: Checkpoint, world: Axis, device: torch.device
 ) -> None:
-    """Refuse a learned position table with another number of rows. One all-reduce; every rank must call."""
+    """Refuse a learned position table [positions, h] with another number of rows. Raises ConfigError.
+
+    model: name -> this rank's part. One all-reduce; every rank must call.
+    """
     with collectives.raise_together(world, device):
         for name, tensor in model.items():
             if not name.endswith(_POSITIONS) or name not in checkpoint.names:

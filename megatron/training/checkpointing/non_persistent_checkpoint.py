@@ -111,7 +111,8 @@ def save_local_checkpoint(
 ) -> None:
     """Write the copy of this step, point to it, and remove the previous one. Every rank must call.
 
-    If any rank fails, all raise, and the pointer still names the previous copy.
+    If any rank fails, all raise, and the pointer still names the previous copy. tensors: name -> this rank's part, as
+    `LocalTensor` has it.
     """
     # the first rank chooses the slot, and a token for this save
     with collectives.raise_together(world, device):
@@ -151,7 +152,10 @@ def _other_slot(slot: str) -> str:
 
 
 def pieces_as_tensors(tensors: dict[str, LocalTensor]) -> dict[str, LocalTensor]:
-    """Return each piece that this rank holds as a tensor of its own, named by the tensor and the piece's box."""
+    """Return each piece that this rank holds as a tensor of its own, [shape of the piece's box in the global tensor].
+
+    Its name is that of the tensor, then the box. The tensors are views.
+    """
     result = {}
     for name, local in tensors.items():
         for piece in dict.fromkeys((*local.pieces, *local.copies)):  # each piece once
@@ -198,7 +202,7 @@ class RankCheckpoint:
     ) -> None:
         """Read the pieces of `tensors`, as `Checkpoint.read_into`. Dtypes must be equal.
 
-        Every rank of `world` must call.
+        tensors: name -> this rank's part, as `LocalTensor` has it. Every rank of `world` must call.
         """
         del convert
         with collectives.raise_together(world, device):

@@ -181,6 +181,7 @@ def with_rows(
 ) -> dict[str, LocalTensor]:
     """Return the tensors as they are to be read: of those with a row for each token, only the reused rows.
 
+    tensors: name -> this rank's part; those with rows are [rows, ..], of the word embeddings and the output layer.
     Their boxes are those of the checkpoint's tensors. Names: `prefix` and the parameter's. Rows that are not read
     keep their values.
     """

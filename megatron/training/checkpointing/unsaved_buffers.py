@@ -145,7 +145,8 @@ def _is_empty(value: Any) -> bool:
 def digest(value: Any) -> str:
     """Return a text that is equal for values that are equal bit by bit.
 
-    value: a tensor, whose digest begins with its dtype and shape, or a module's extra state with any tensors inside.
+    value: a tensor of any shape, whose digest begins with its dtype and shape, or a module's extra state with
+    any tensors inside.
     """
     if isinstance(value, Tensor):
         return _digest_of_leaf(value)

@@ -136,6 +136,7 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """q [b, n, s, d]; k, v [b, groups, keys, d]; mask: of numbers that are added, or None -> [b, n, s, d]."""
         # The output's memory is [b, s, n, d], as that of torch's kernel: the heads of a token side by side.
         out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)  # [b, n, s, d]
         logsumexp = torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))  # [b, n, s]
@@ -144,6 +145,10 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """grad: [b, n, s, d] -> the gradients of q, k and v, in their shapes.
+
+        Saved: what the fused kernel saves; here only for its memory, and for the shapes of the gradients.
+        """
         # Saved: what the fused kernel saves; here only for its memory, and for the shapes of the gradients.
         q, k, v = ctx.saved_tensors[:3]
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
@@ -167,12 +172,17 @@ class _FusedRmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, rows: torch.Size) -> Tensor:
+        """x: [.., h], weight: [h] or None; rows: the shape of x without the normalized dimensions -> [.., h]."""
         rms = torch.empty(rows, dtype=torch.promote_types(x.dtype, torch.float32))  # x.shape without normalized dims
         ctx.save_for_backward(x, weight, rms)
         return torch.empty_like(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """grad: [.., h] -> the gradients of x [.., h] and of the weight [h].
+
+        Saved: the input, the weight and one number per row, as in the fused kernel; here only for their memory.
+        """
         # Saved: the input, the weight and one number per row, as in the fused kernel; here only for their memory.
         x, weight = ctx.saved_tensors[:2]
         grad_x = torch.empty_like(x)
@@ -225,7 +235,9 @@ class Done:
 class FakeGroup:
     """A process group without other ranks: they seem to send copies of this rank's data, or zeros. Allocates nothing.
 
-    torch's `fake_pg` cannot be used beside a real process group.
+    torch's `fake_pg` cannot be used beside a real process group. The methods are those of a real group, with tensors of
+    the same shapes: `out` of a gather is [ranks, elements of x], `out` of a reduce-scatter [elements of x / ranks], in
+    any other shape of as many elements.
     """
 
     def __init__(self, size: int, rank: int):

@@ -73,7 +73,7 @@ class _NanLocator:
             self.first = (order, name())
 
     def check_elements(self, order: Order, name: str, elements: Iterator[tuple[str, Tensor]]) -> None:
-        """Check parts of parameters or gradients. name: with {} for the parameter's name."""
+        """Check parts of parameters or gradients, of any shapes. name: with {} for the parameter's name."""
         for parameter_name, values in elements:
             self._check(order, partial(name.format, parameter_name), values)
 

@@ -51,7 +51,7 @@ class TensorTrace:
         self._hashes.append(tensor_hash(x))
 
     def on_call(self, call: Call, x: Tensor, *, is_result: bool) -> None:
-        """Record the input or output of a communication, as the ledger's listener."""
+        """Record the input or output of a communication, x of any shape, as the ledger's listener."""
         operations = _RECEIVING if is_result else _SENDING
         if call.op not in operations:
             return

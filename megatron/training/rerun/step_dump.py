@@ -61,9 +61,9 @@ def exact_numbers(figures: StepFigures) -> dict[str, str]:
 
 
 def batch_tensors(work: StepWork) -> dict[str, LocalTensor]:
-    """Return this rank's rows of the step's batches, by name.
+    """Return this rank's rows of the step's batches, by name: [samples on this rank, ..] of [samples of the step, ..].
 
-    Empty on ranks that read no batches, and if batches are not dictionaries of tensors.
+    Empty on ranks that read no batches, and if batches are not dictionaries of tensors. Nothing is communicated.
     """
     pipeline: Pipeline = work.pipeline
     micro_batch_size = pipeline.batch.micro_batch_size

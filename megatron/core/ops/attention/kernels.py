@@ -54,7 +54,7 @@ def plain_attention(
 def repeats_groups(q: Tensor, k: Tensor, *, is_causal: bool) -> bool:
     """Return whether key/value heads must be repeated for the fused kernel of this device.
 
-    is_causal: there is no other mask.
+    q: [b, n, s, d]; k: [b, groups, keys, d]. is_causal: there is no other mask.
     """
     takes_flash = is_causal and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= _WIDEST_FLASH
     return q.shape[1] != k.shape[1] and q.device.type != "cpu" and not takes_flash

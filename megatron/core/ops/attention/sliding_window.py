@@ -1,5 +1,7 @@
-"""Sliding-window attention by torch's fused kernel, over blocks of the band: no tensor of s x s is held, forward or
-backward."""
+"""Sliding-window attention by torch's fused kernel, over blocks of the band.
+
+No tensor of s x s is held, forward or backward.
+"""
 
 from typing import Any, NamedTuple
 
@@ -44,8 +46,9 @@ def blocks_of(queries: int, keys: int, window_left: int, rows: int) -> list[Bloc
 
 
 def attention_in_band(q: Tensor, k: Tensor, v: Tensor, window_left: int, mask: Tensor | None) -> Tensor:
-    """Return attention in which each query sees its own key and the `window_left` keys before it, less those that the mask
-    hides.
+    """Return attention in which each query sees its own key and the `window_left` keys before it.
+
+    Keys that the mask hides are left out.
 
     q: [b, n, s, d]; k, v: [b, groups, keys, d] -> [b, n, s, d]. The queries are the last of the keys; without a mask there
     are as many of them, or one. The time is that of s x (window_left + rows of a block) scores. The memory is that of plain
@@ -103,13 +106,17 @@ class _Ranges(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranges: list[tuple[int, int]]) -> tuple[Tensor, ...]:
+        """x: [b, n, s, d]; ranges: (first, end) along s -> a view [b, n, end - first, d] of each."""
         ctx.ranges = ranges  # no tensor is saved: the gradients are added at the same ranges
         ctx.shape = x.shape
         return tuple(x[:, :, first:end] for first, end in ranges)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """grads: of each range, [b, n, end - first, d] -> the gradient of x [b, n, s, d]"""
+        """grads: of each range, [b, n, end - first, d] -> the gradient of x [b, n, s, d].
+
+        Saved: the ranges and the shape of x. No tensor is saved, since a slice has the same gradient for any values.
+        """
         dtype = grads[0].dtype
         total = grads[0].new_zeros(ctx.shape, dtype=torch.promote_types(dtype, torch.float32))
         for (first, end), grad in zip(ctx.ranges, grads):

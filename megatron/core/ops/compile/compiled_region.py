@@ -117,8 +117,10 @@ def _whole_of(layer: nn.Module) -> _Whole | None:
 
 
 def cache_folder() -> Path:
-    """Return the folder in which compiled code outlives the process: TORCHINDUCTOR_CACHE_DIR, else in the user's cache
-    folder."""
+    """Return the folder in which compiled code outlives the process.
+
+    It is TORCHINDUCTOR_CACHE_DIR, else a folder in the user's cache folder.
+    """
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
         user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(user_cache / "megatron-anywhere" / "compiled")
@@ -204,6 +206,7 @@ class Compiled:
         self._replays: dict[Hashable, Replay | None] = {}  # by backend and kind of call
 
     def __call__(self, *inputs: Any) -> tuple[Tensor | None, ...]:
+        """Return what the formula returns for these inputs, tensors and numbers, in the same shapes."""
         # Plain tensors of one kind: parameters, and tensors that require a gradient, would each be compiled anew.
         plain = [x.detach() if isinstance(x, Tensor) else x for x in inputs]
 
@@ -278,7 +281,7 @@ class CompiledRegion:
             object.__setattr__(self, name, Compiled(formula))
 
     def compiled(self, *inputs: Any) -> Any:
-        """Return what `eager` returns, by the compiled formulas.
+        """Return what `eager` returns, by the compiled formulas, in the same shapes.
 
         The result is marked as recomputable if the backward saves everything that it is computed from.
         """
@@ -298,6 +301,10 @@ class CompiledRegion:
 class _RegionFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, region: CompiledRegion, *inputs: Any) -> Any:
+        """inputs: of the region's `forward`, tensors and numbers -> its results.
+
+        With `returns_residual` the first input is the first result.
+        """
         outputs = region.forward(*inputs)
         residual = inputs[:1] if region.returns_residual else ()
         results = (*residual, *outputs[: region.num_results])
@@ -313,7 +320,11 @@ class _RegionFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Saved: the region's `saved_inputs` and the extras of its forward."""
+        """grads: of the results, in their shapes -> the gradients of the inputs, in theirs; None for a number.
+
+        Saved: the region's `saved_inputs`, and the extras of its forward. They are all that its `backward` formula
+        reads. A region declares what it saves, so that the prediction of memory knows it.
+        """
         saved_tensors = ctx.saved_tensors  # read once: under recomputation, reading recomputes them
         numbers = ctx.numbers
         inputs = [number if x is None else x for x, number in zip(saved_tensors, numbers)]

@@ -32,7 +32,8 @@ class Segment:
     """Neighbouring elements of one group, in tensors of equal layout.
 
     parameters: the rounded copy of the masters that the model reads; None if it reads the masters themselves.
-    is_offloaded: stored in a tier and updated on the host; otherwise updated on the gradients' device.
+    is_offloaded: stored in a tier and updated on the host; otherwise updated on the gradients' device. All tensors are
+    [elements], or with a full matrix [shape of the parameter on this rank].
     """
 
     group: ParamGroup
@@ -49,7 +50,7 @@ class Segment:
         return not self.is_offloaded and isinstance(self.master, Tensor)
 
     def part(self, start: int, stop: int) -> "Segment":
-        """Return elements start .. stop of the segment, as views."""
+        """Return elements start .. stop of the segment, as views: tensors [stop - start]."""
         return replace(
             self,
             master=self.master[start:stop],
