@@ -4,7 +4,7 @@
     training    the command line and the loop
     convert     models of other projects, read and written as data
     deepspeed   DeepSpeed's names over this project's data parallelism
-    legacy      Megatron's older constructors; `model`, `data`, `mpu`, `tokenizer`, `arguments`, `utils` are its flat paths
+    legacy      Megatron's older constructors; `model`, `data`, `mpu`, `tokenizer`, `arguments`, `utils` are flat paths
     report      versions and devices, for a bug report (`python -m megatron.report`)
 
 tests/package_graph.py declares which package may import which.
@@ -51,7 +51,10 @@ def _check_unmixed(folder: str) -> None:
 
 
 def _lines(path: str) -> list[str]:
-    """Of a file that may be missing: an installation in editable form, or of another tool than pip, may have no record."""
+    """Return the lines of a file that may be missing.
+
+    An installation in editable form, or of another tool than pip, may have no record.
+    """
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read().splitlines()

@@ -1,7 +1,7 @@
 """Find the parameters of a model that a folder or a checkpoint does not hold.
 
-parameters of a head that the folder's architecture lacks    no error: state["absent_heads"] lists them; a run initializes them
-any other parameter                                          refused by name, unless --allow-missing-tensors is given
+parameters of a head that the architecture lacks    no error: state["absent_heads"] lists them; a run initializes them
+any other parameter                                 refused by name, unless --allow-missing-tensors is given
 
 A bare BertModel has no pretraining heads, a LlamaModel no output layer: the `architectures` of config.json say so.
 Without torch.
@@ -128,6 +128,9 @@ def _hf_params_of(family: Family, state: Mapping[str, Any], param: str) -> list[
 
 
 def describe_heads(names: Collection[str]) -> str:
-    """Return the heads of these parameters, such as "lm_head (4 parameters)" for lm_head.dense.weight, lm_head.norm.bias, ..."""
+    """Return the heads of these parameters, such as "lm_head (4 parameters)".
+
+    That is for lm_head.dense.weight, lm_head.norm.bias and two more.
+    """
     heads = dict.fromkeys(name.removeprefix("language_model.").split(".")[0] for name in names)
     return f"{', '.join(heads)} ({len(names)} parameters)"

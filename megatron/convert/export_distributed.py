@@ -4,8 +4,8 @@
     all ranks    an all-reduce (sum) of these rows' bytes; one rank contributes each element, so the sum is its bits
     rank 0       the rows in host memory; when all are there, the tensors that the family makes of them, into the file
 
-So any layout can be written: the rank that saves an element in a checkpoint contributes it here. A rank has at most 16 MiB of
-rows on its device; the first has one tensor of ours, and one Hugging Face tensor, in host memory.
+So any layout can be written: the rank that saves an element in a checkpoint contributes it here. A rank has at most 16
+MiB of rows on its device; the first has one tensor of ours, and one Hugging Face tensor, in host memory.
 """
 
 import json

@@ -2,7 +2,7 @@
 
     config.json                        written from our settings, for transformers 4 and 5
     model.safetensors, or files of at most a given size and model.safetensors.index.json
-    tokenizer.json, generation_config.json, chat_template.jinja, ...      copied from the folder that the model came from
+    tokenizer.json, generation_config.json, chat_template.jinja, ...     copied from the folder that the model came from
 
 `export_checkpoint.py` writes the model of a checkpoint by such a plan, `export_distributed.py` that of a running job.
 """
@@ -293,10 +293,10 @@ def write_weights_file(
 
 
 def _end_ids_of_tokenizer(tokenizer_folder: Path, plan: FolderPlan, note: Callable[[str], object]) -> dict[str, int]:
-    """Return bos_token_id and eos_token_id by the chosen tokenizer, unless the model came from a folder that named its own.
+    """Return bos_token_id and eos_token_id by the chosen tokenizer, unless the model has them from its folder.
 
-    Without an eos_token_id, generate() of transformers does not stop at the end of a text. Ids outside the vocabulary of the
-    model are left out.
+    Without an eos_token_id, generate() of transformers does not stop at the end of a text. Ids outside the vocabulary
+    of the model are left out.
     """
     if plan.origin is not None and "eos_token_id" in plan.origin.kept:
         return {}

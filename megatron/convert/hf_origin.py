@@ -1,10 +1,10 @@
 """Record which folder a model came from, beside its numbers: the family, ids of special tokens, the tokenizer's files.
 
-    state["origin"] of a checkpoint    {"model_type": "mistral",              the family that it is written back as
-                                        "folder": "/models/Mistral-7B",       where the files are
-                                        "kept": {"eos_token_id": 2},          keys of config.json, copied unchanged
-                                        "files": {"tokenizer.json": sha256},  files that are copied into exported folders
-                                        "ends": [2, 7]}                       ids that end a text, by all of these files
+    state["origin"] of a checkpoint   {"model_type": "mistral",              the family that it is written back as
+                                       "folder": "/models/Mistral-7B",       where the files are
+                                       "kept": {"eos_token_id": 2},          keys of config.json, copied unchanged
+                                       "files": {"tokenizer.json": sha256},  files that are copied into exported folders
+                                       "ends": [2, 7]}                       ids that end a text, by all of these files
 
 Opening a folder gives the first three; a run that starts from it adds the others, so that a later export has
 the files that the run began with. The record is plain JSON, which may come from anywhere and is checked before

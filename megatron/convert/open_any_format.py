@@ -25,7 +25,10 @@ from megatron.core.storage.paths import is_url, path_of
 
 
 def is_foreign(root: Path | str, iteration: int | None = None) -> bool:
-    """Return whether a folder (at an iteration, if it has some) holds a model of another project that can be read here."""
+    """Return whether a folder holds a model of another project that can be read here.
+
+    iteration: of a folder that has some.
+    """
     if is_url(root):
         return False
     return is_hf_folder(path_of(root)) or is_megatron_folder(path_of(root), iteration)

@@ -1,9 +1,9 @@
 """Give a checkpoint of torchtitan the names of a Hugging Face folder. Reads no tensors. No torch.
 
-    .metadata, __0_0.distcp, ...     torch.distributed.checkpoint: tok_embeddings.weight, layers.0.attention.wq.weight, ...;
-                                     optimizer.*, which is not read
-    config.json                      of the model in Hugging Face's form, put there by its user: the other files do not describe
-                                     what the model computes
+    .metadata, __0_0.distcp, ...    torch.distributed.checkpoint: tok_embeddings.weight, layers.0.attention.wq.weight,
+                                    ...; optimizer.*, which is not read
+    config.json                     of the model in Hugging Face's form, put there by its user: the other files do not
+                                    describe what the model computes
 
 With these names, the family's table maps the tensors to ours. Each tensor is in chunks, one for each rank that
 held a part of it.

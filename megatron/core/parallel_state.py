@@ -69,7 +69,10 @@ def _size(axis: str) -> Callable[[], int]:
 
 
 def _member(axis: str, offset: int = 0, *, from_this_rank: bool = False) -> Callable[[], int]:
-    """Return an accessor of the global rank at `offset`, counted from the axis's first rank or from this rank, in a ring."""
+    """Return an accessor of the global rank at `offset`, in a ring.
+
+    offset: counted from the axis's first rank, or from this rank.
+    """
 
     def get() -> int:
         ranks = get_mesh()[axis]

@@ -1,12 +1,12 @@
 """Provide `deepspeed.comm`: initialization, and torch.distributed's collectives under DeepSpeed's names.
 
-    init_distributed()    uses torch.distributed if the script has initialized it, else initializes it as the launcher says
-    cdb                   the active backend: its name, rank and world size; None before `init_distributed`
+    init_distributed()   uses torch.distributed if the script has initialized it, else initializes it for the launcher
+    cdb                  the active backend: its name, rank and world size; None before `init_distributed`
 
 Scripts call these collectives; this project does not. Each calls the one of torch.distributed and returns its result.
-Every rank of the group must call; tensors have the same shape and dtype on all of them, unless a function says otherwise.
-On a rank outside of the group nothing happens. All raise RuntimeError before `init_distributed`, TypeError for a group
-of another type, and ValueError for an unknown `op`. In all of them
+Every rank of the group must call; tensors have the same shape and dtype on all of them, unless a function says
+otherwise. On a rank outside of the group nothing happens. All raise RuntimeError before `init_distributed`, TypeError
+for a group of another type, and ValueError for an unknown `op`. In all of them
 
     group       a process group of torch (`new_group`), or an `Axis` of the mesh; default: all ranks
     op          torch's `ReduceOp`, a member of another enumeration with the same name, or the name
@@ -90,8 +90,8 @@ def init_distributed(
     MPICH or SLURM (MASTER_ADDR included); without any of them, the process is a job of one rank.
 
         dist_backend          default: the backend of the device
-        auto_mpi_discovery    False: ignore the variables of mpirun, mpiexec and srun; a process that one of them has started
-                              then needs torchrun's variables
+        auto_mpi_discovery    False: ignore the variables of mpirun, mpiexec and srun; a process that one of them has
+                              started then needs torchrun's variables
         distributed_port      the port of rank 0, unless MASTER_PORT is set
         verbose               print the backend, on the first rank
         timeout               of a collective

@@ -1,9 +1,9 @@
 """Provide DeepSpeed's `initialize` and engine: `megatron.training.zero_engine.Engine` with the settings of a ds_config.
 
-    for batch in loader:                 micro batches of this rank
-        loss = engine(batch)             the module's forward
-        engine.backward(loss)            gradients of loss x loss scale / accumulation steps
-        engine.step()                    every `gradient_accumulation_steps` calls: reduce, clip, update, next learning rate
+    for batch in loader:             micro batches of this rank
+        loss = engine(batch)         the module's forward
+        engine.backward(loss)        gradients of loss x loss scale / accumulation steps
+        engine.step()                every `gradient_accumulation_steps` calls: reduce, clip, update, next learning rate
 
 save_dir/latest               the tag
 save_dir/<tag>/iter_0000012/  weights, optimizer state, buffers and JSON (docs/checkpoint_format.md), no pickle
@@ -202,11 +202,13 @@ def initialize(
     Every rank must call, with the same model.
 
         config            a path or a dict; `config_params` and `args.deepspeed_config` are other names of it
-        optimizer         torch's Adam, AdamW or SGD, or a function that makes one of the parameters; replaces the config's
+        optimizer         torch's Adam, AdamW or SGD, or a function that makes one of the parameters; replaces that of
+                          the config
         model_parameters  tensors or groups of them; default: all parameters that require gradients
         training_data     a data set, for the data loader
         lr_scheduler      an object with `step`, or a function that makes one of the optimizer; replaces the config's
-        mpu               given by a script that has called `initialize_model_parallel`: its data-parallel ranks are used
+        mpu               given by a script that has called `initialize_model_parallel`: its data-parallel ranks are
+                          used
 
     Raises ConfigError.
     """

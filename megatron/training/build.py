@@ -77,8 +77,10 @@ def refuse_together(runtime: Runtime) -> Iterator[None]:
 
 
 def name_problems(chunks: dict[int, nn.Module], pp: Axis, device: torch.device | str) -> list[str]:
-    """Return the problem of parameter names that occur in several stages: those parameters would get equal initial values
-    and overwrite each other in a checkpoint. Every rank of `pp` must call; all get the same result."""
+    """Return the problem of parameter names that occur in several stages.
+
+    Those parameters would get equal initial values and overwrite each other in a checkpoint.
+    """
     # the names of this rank by stage, without tied embeddings, which belong to two stages
     rank_names = defaultdict(list)
     for stage, chunk in chunks.items():

@@ -192,8 +192,10 @@ def acting_as(runtime: Runtime) -> Iterator[None]:
 
 
 def is_dry_run() -> bool:
-    """Whether a script is called for the memory prediction alone: `print_rank_0` and `print_rank_last` print nothing
-    then."""
+    """Whether a script is called for the memory prediction alone.
+
+    `print_rank_0` and `print_rank_last` print nothing then.
+    """
     return _override.acts
 
 

@@ -279,8 +279,10 @@ def read_settings(
 
 
 def _notes_of_settings(config: Config, world_size: int) -> Iterator[str]:
-    """Yield a note if ZeRO shards nothing, since each sharding group is a single rank, and one on the rounding of
-    --reuse-fp32-param."""
+    """Yield a note if ZeRO shards nothing, and one on the rounding of --reuse-fp32-param.
+
+    ZeRO shards nothing where each sharding group is a single rank.
+    """
     stage = config.data_parallel.stage
     instances = config.data_parallel.num_distributed_optimizer_instances
     if stage and 1 < instances == config.data_parallel_size(world_size):
@@ -459,7 +461,9 @@ def available_cores() -> tuple[int, bool]:
 
 @contextlib.contextmanager
 def as_config_error() -> Iterator[None]:
-    """Turn ValueError and OSError, raised for files that the user named, into ConfigError: reported once, without traceback.
+    """Turn ValueError and OSError, raised for files that the user named, into ConfigError.
+
+    That is reported once, without traceback.
 
     A ValueError that Python or a library raises in our own code is no fault of the user, and keeps its traceback.
     """

@@ -1,8 +1,8 @@
 """The training loop: a `Trainer` holds the parts of one run and takes its steps.
 
-Trainer(...)    builds model, optimizer and pipeline, loads the checkpoint, sets schedules, builds log, data and monitors
-run()           takes the steps: pipeline -> gradients -> update -> log -> validation, stop and save where due
-                at the end: validation and test losses
+Trainer(...)   builds model, optimizer and pipeline, loads the checkpoint, sets schedules, builds log, data and monitors
+run()          takes the steps: pipeline -> gradients -> update -> log -> validation, stop and save where due
+               at the end: validation and test losses
 """
 
 import time
@@ -159,7 +159,10 @@ class Trainer:
         self.saves = CheckpointManager(runtime, self.model, self.optimizer, self.state, self.watch.note_progress)
 
     def _set_schedules(self) -> None:
-        """Set learning rate and weight decay from this run's settings, or from the checkpoint's if a flag asks for that."""
+        """Set learning rate and weight decay from this run's settings.
+
+        If a flag asks for that, they are the checkpoint's.
+        """
         config = self.config
         state = self.state
 

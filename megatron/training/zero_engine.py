@@ -43,8 +43,8 @@ class EngineConfig:
 
     micro_batch: samples of one forward on one rank, for the count of samples.
     precision: float16, bfloat16, or "" for the module's own.
-    takes_mean: a step's gradient is the mean over its micro batches and over the ranks; else the sum over the ranks of the
-        mean over its micro batches.
+    takes_mean: a step's gradient is the mean over its micro batches and over the ranks; else the sum over the ranks of
+        the mean over its micro batches.
     restores_hysteresis: see `DynamicGradScaler`.
     casts_inputs: cast floating inputs to float16.
     """
@@ -275,8 +275,8 @@ class Engine(nn.Module):
         Returns the checkpoint's own folder, and its state. An argument that is False leaves its part of the
         engine as it is.
 
-        optimizer: masters, moments, and the numbers of its groups (decay, betas, ...); their learning rates too, unless the
-            engine has a schedule that is not loaded.
+        optimizer: masters, moments, and the numbers of its groups (decay, betas, ...); their learning rates too, unless
+            the engine has a schedule that is not loaded.
         schedule: the state of `lr_scheduler`, and the learning rates.
         counters: steps and samples.
         """
@@ -376,7 +376,10 @@ def _is_plain(value: Any) -> bool:
 
 
 def _plain(state: Any) -> Any:
-    """Return the state of an object of torch's as JSON holds it: keys are strings, and so are numbers that are not finite."""
+    """Return the state of an object of torch's as JSON holds it.
+
+    Keys are strings, and so are numbers that are not finite.
+    """
     if isinstance(state, Mapping):
         return {str(key): _plain(value) for key, value in state.items()}
     if isinstance(state, list | tuple):

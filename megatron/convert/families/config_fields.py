@@ -156,7 +156,10 @@ def dropout_rate(key: str, setting: str, default: float = 0.0) -> Field:
 
 
 def ignored_keys(*keys: str) -> Field:
-    """Keys that do not change what the weights compute: dropout of their training, generation, the library's version."""
+    """Keys that do not change what the weights compute.
+
+    They are the dropout of the weights' training, generation, and the library's version.
+    """
     return Field(keys, lambda reader: {}, lambda model: {})
 
 

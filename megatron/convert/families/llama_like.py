@@ -1,4 +1,7 @@
-"""Tables of the families with Llama's names: RMSNorm, rotary positions, a gated MLP, no biases, and how each of them differs."""
+"""Tables of the families with Llama's names, and how each of them differs.
+
+They have RMSNorm, rotary positions, a gated MLP and no biases.
+"""
 
 from math import sqrt
 from typing import Any

@@ -56,11 +56,13 @@ _SCALED = "scale_decoder_outputs"
 
 
 def _output_layer() -> Field:
-    """The tie of output layer and word embeddings, and the division of its input by the root of the width that goes with it.
+    """The tie of output layer and word embeddings.
+
+    With it goes the division of the output layer's input by the root of the width.
 
     Models of version 1.1 have an output layer of their own: transformers 4 writes tie_word_embeddings false for them.
-    transformers 5 ties every model that it initializes, and writes scale_decoder_outputs false for those of 1.1; a model that
-    it has loaded may have an output layer of its own all the same.
+    transformers 5 ties every model that it initializes, and writes scale_decoder_outputs false for those of 1.1; a
+    model that it has loaded may have an output layer of its own all the same.
     """
 
     def read(reader: ConfigReader) -> dict[str, Any]:

@@ -3,7 +3,7 @@
     latest_checkpointed_iteration.txt              a number, or "release"
     iter_0000100/mp_rank_00/model_optim_rng.pt     classic: a file for each tensor- and pipeline-parallel rank
     iter_0000100/mp_rank_01_003/...                tensor-parallel rank 1, stage 3
-    iter_0000100/.metadata, __0_0.distcp, ...      torch_dist, of all ranks together; common.pt or metadata.json beside them
+    iter_0000100/.metadata, __0_0.distcp, ...      torch_dist, of all ranks; common.pt or metadata.json beside them
 
 Only names that a folder lists are opened, and no link that leads out of it.
 """

@@ -1,7 +1,7 @@
 """Read folders of torch.distributed.checkpoint: tensors and their positions, without running a pickle. No torch.
 
-    .metadata                 a pickle: the tensors by name, each with its shape and chunks, and the position of each chunk
-    __0_0.distcp, ...         one after another, as `torch.save` writes a file: a chunk of a tensor, or an object
+    .metadata              a pickle: the tensors by name, each with its shape and chunks, and the position of each chunk
+    __0_0.distcp, ...      one after another, as `torch.save` writes a file: a chunk of a tensor, or an object
 
 Megatron-core's `torch_dist` and torchtitan's checkpoints are such folders. A folder may be hostile (see
 pickle_as_data.py and read_torch_file.py): chunks must cover their tensor exactly once, and no two of them may share

@@ -301,7 +301,10 @@ def metavar_of(config_class: type, field: dataclasses.Field) -> str:
 
 
 def _argparse_options(config_class: type, field: dataclasses.Field) -> dict[str, Any]:
-    """Return the arguments of `add_argument` for an option of type bool, int, float, str, Literal[...], list[X] or X | None."""
+    """Return the arguments of `add_argument` for an option.
+
+    Its type is bool, int, float, str, Literal[...], list[X] or X | None.
+    """
     options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
     kind = value_kind(config_class, field)
     if kind is bool:
@@ -490,7 +493,9 @@ def _longer_flags(name: str, known: list[str]) -> list[str]:
 
 
 def nearest_flag(flag: str, known: list[str], refused: Collection[str] = ()) -> str | None:
-    """Return the known flag nearest to `flag`: other hyphens, with or without --no-, a unique continuation, or a typing error.
+    """Return the known flag nearest to `flag`.
+
+    It differs by hyphens, by --no-, by being a unique continuation, or by a typing error.
 
     None if the nearest is in `refused`: the next nearest would have another meaning.
     """

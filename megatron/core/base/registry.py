@@ -42,7 +42,10 @@ class Registry(UserDict[str, Entry]):
 
 
 def _fits(entry: Any, form: type | tuple[str, ...]) -> bool:
-    """Return whether an entry has the form: a function of these arguments, or the dataclass with functions and tuples."""
+    """Return whether an entry has the form.
+
+    That is a function of these arguments, or the dataclass with functions and tuples.
+    """
     if isinstance(form, tuple):
         try:
             return bool(inspect.signature(entry).bind(*form))

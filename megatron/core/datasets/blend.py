@@ -298,12 +298,12 @@ def _choose_rows(
 def exhaustive_indices(sizes: list[int]) -> BlendIndices:
     """Take every sample of every data set once: shares follow the sizes.
 
-    A data set without samples left is skipped. Returns dataset_index int16 and dataset_sample_index int64, [sum of
-    sizes] each.
+    A data set without samples left is skipped. Returns dataset_index int16 and dataset_sample_index int64,
+    [sum of sizes] each.
 
-    As one loop, this is `weighted_indices` with an error of minus infinity for a data set that has run out. None runs out
-    before the last few rows, so all rows before them are those of `weighted_indices`, and only the last ones are walked.
-    Source: `build_exhaustive_blending_indices` of Megatron's helpers.cpp.
+    As one loop, this is `weighted_indices` with an error of minus infinity for a data set that has run out. None runs
+    out before the last few rows, so all rows before them are those of `weighted_indices`, and only the last ones are
+    walked. Source: `build_exhaustive_blending_indices` of Megatron's helpers.cpp.
     """
     shares = normalized(sizes)
     limits = np.array(sizes)

@@ -160,7 +160,7 @@ class DataConfig(FlagConfig):
 
     @property
     def tokens_per_sample(self) -> int | None:
-        """Of the encoder and the decoder together, where a model has both."""
+        """The tokens of a sample: of the encoder and the decoder together, where a model has both."""
         return self.seq_length and self.seq_length + (self.decoder_seq_length or 0)
 
     @property

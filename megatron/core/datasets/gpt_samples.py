@@ -1,4 +1,6 @@
-"""GPT training samples come from a token file through cached index arrays (`index_map`), or are made up for --mock-data.
+"""GPT training samples come from a token file through cached index arrays (`index_map`).
+
+For --mock-data they are made up.
 
 A sample is a pure function of (data, request, number): any process can read any of them, and a resumed run needs only
 the number of samples consumed.
@@ -248,7 +250,10 @@ class GPTSamples(SampleKind):
         return GPTDataset(indexed, indices, self.config.seq_length, self.rules, self.fim)
 
     def check_file(self, indexed: IndexedDataset, say: Say) -> None:
-        """Warn about a dtype too small for the vocabulary: this tokenizer's preprocessing would have chosen a wider one."""
+        """Warn about a dtype too small for the vocabulary.
+
+        This tokenizer's preprocessing would have chosen a wider one.
+        """
         vocab_size = 0 if self.rules is None else self.rules.vocab_size
         if indexed.dtype.kind in "iu" and vocab_size - 1 > np.iinfo(indexed.dtype).max:
             say(

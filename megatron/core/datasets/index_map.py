@@ -16,13 +16,13 @@ One array holds the result of each step:
 
 Example: S = 5, x = 1, and documents 0, 7, 3 and 1 of 6, 3, 7 and 5 tokens:
 
-    token          0    5    10   15   20
-    document       000000777333333311111
-    s0             iiiiil                     5 inputs (i) and the last label (l); labels are inputs shifted by one
-    s1                  iiiiil                the last token of s0 is the first of s1
-    s2                       iiiiil
-    s3                            iiiiil
-    sample_index   (0, 0) (0, 5) (2, 1) (2, 6) (3, 4)      one row a sample; the last row says where the last sample ends
+    token         0    5    10   15   20
+    document      000000777333333311111
+    s0            iiiiil                     5 inputs (i) and the last label (l); labels are inputs shifted by one
+    s1                 iiiiil                the last token of s0 is the first of s1
+    s2                      iiiiil
+    s3                           iiiiil
+    sample_index  (0, 0) (0, 5) (2, 1) (2, 6) (3, 4)      one row a sample; the last row says where the last sample ends
 
 x is `extra_token`: 1, because a sample of S inputs needs one more token as its last label.
 
@@ -252,8 +252,8 @@ def _shuffle_in_two_parts(array: np.ndarray, before: int, rng: np.random.RandomS
 
     It is in the memory of `array` (int64).
 
-    It is shuffled as int64 and narrowed afterwards: numpy swaps numbers of 8 bytes in a quarter less time than numbers of 4,
-    and swaps the same ones.
+    It is shuffled as int64 and narrowed afterwards: numpy swaps numbers of 8 bytes in a quarter less time than numbers
+    of 4, and swaps the same ones.
     """
     rng.shuffle(array[:before])
     if before < len(array):
@@ -370,8 +370,8 @@ def _epoch_stable_order(request: IndexRequest, size: SplitSize) -> tuple[np.ndar
 
     The documents of epoch e, and the samples that end in epoch e, are shuffled by (seed, e) alone:
 
-        documents   |--- epoch 0 ---|--- epoch 1 ---|
-        samples     |s0  |s1  |s2  |s3  |s4  |s5  |        s3 begins in epoch 0, ends in epoch 1, and is shuffled with s4, s5
+        documents  |--- epoch 0 ---|--- epoch 1 ---|
+        samples    |s0  |s1  |s2  |s3  |s4  |s5  |    s3 begins in epoch 0, ends in epoch 1, and is shuffled with s4, s5
     """
     document_index = np.tile(np.arange(*request.ids_range, dtype=np.int32), size.epochs)
     shuffle_index = np.arange(size.samples, dtype=_shuffle_dtype(size.samples))

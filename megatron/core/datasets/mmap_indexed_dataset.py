@@ -11,7 +11,7 @@ PREFIX.idx, little-endian, N sequences, D = documents + 1:
     34      4 N    int32 tokens of each sequence
             8 N    int64 byte at which each sequence begins in PREFIX.bin
             8 D    int64 sequences before each document, and N at the end; an empty document repeats its number
-            N      int8 mode of each sequence (its modality), in multimodal files only; the header does not tell them apart
+            N      int8 mode of each sequence (its modality), in multimodal files only; the header is the same
 
 Plain text has one sequence a document; text split into sentences has many.
 """

@@ -186,10 +186,12 @@ def _word_pieces(tokenizer: Any, config: DataConfig, masking: MaskedDataConfig) 
 
 
 class MockT5Dataset(T5Dataset):
-    """Made-up samples, which a model can learn: the words of a sample rise slowly, so a hidden span is close to its neighbours.
+    """Made-up samples, which a model can learn.
 
-    Sample i depends on (seed, split, i) alone. Few words occur, each several times in a row, spread over the whole
-    vocabulary.
+    The words of a sample rise slowly, so a hidden span is close to its neighbours.
+
+    Sample i depends on (seed, split, i) alone. Few words occur, each several times in a row, spread over the
+    whole vocabulary.
     """
 
     WORDS = 32  # different ones

@@ -4,7 +4,7 @@ A process of each rank writes and publishes it.
 
     saver = AsyncSaver(world, device)             starts a process for each rank
     saver.start(root, 100, tensors, state)        copies and returns; `finish` must have ended the save before
-    saver.poll()                                  at every step: the save that has ended since, or the error of one that failed
+    saver.poll()                                  at every step: the save that has ended, or the error of a failed one
     saver.finish()                                waits for the save in flight
 
 The copy is in memory shared with the process, allocated once, and page-locked for fast copies if the state is

@@ -53,7 +53,10 @@ def pieces_folder(partial: Path) -> Path:
 
 
 def is_ours(final: Path) -> bool:
-    """Return whether an iteration's folder holds a checkpoint, or objects of unfinished saves: a save may replace it."""
+    """Return whether an iteration's folder holds a checkpoint, or objects of unfinished saves.
+
+    A save may replace it then.
+    """
     if file_layer.is_file(final / format.MANIFEST):
         return True
     return file_layer.is_object(final) and object_store_commit.holds_saved_objects(final)

@@ -188,7 +188,10 @@ def _check_header(raw: Any, file: Path | str, *, is_sealed: bool) -> None:
 
 
 def advice_after(error: Exception) -> str:
-    """Return the advice after a failed read: EIO means that the disk has lost the bytes, any other OSError is no damage."""
+    """Return the advice after a failed read.
+
+    EIO means that the disk has lost the bytes; any other OSError is no damage.
+    """
     is_lost = not isinstance(error, OSError) or error.errno == errno.EIO
     return DAMAGED if is_lost else NOT_SEEN
 
@@ -286,7 +289,10 @@ def _piece_problems(manifest: Manifest) -> list[str]:
 
 
 def check_complete(manifest: Manifest, file: Path | str, advice: str = DAMAGED) -> None:
-    """Raise CheckpointError unless the pieces of each tensor are disjoint and cover it, and those of each file fill it."""
+    """Raise CheckpointError unless the pieces of each tensor are disjoint and cover it.
+
+    The pieces of each file must fill it, too.
+    """
     broken = [(name, record) for name, record in manifest.tensors.items() if not is_filled(record)]
     problems = [_cover_problem(name, record) for name, record in broken[:_MAX_SHOWN]]
     problems += [name for name, _ in broken[_MAX_SHOWN:]]  # these are counted, not shown

@@ -1,4 +1,7 @@
-"""A save by all training ranks: the pieces of each pass through one bounded buffer, in the steps of `write_and_publish`."""
+"""A save by all training ranks, in the steps of `write_and_publish`.
+
+The pieces of each rank pass through one bounded buffer.
+"""
 
 import contextlib
 import warnings

@@ -1,7 +1,7 @@
 """Generation token by token over the ranks of one replica, with a key/value cache.
 
-    prefill     one forward of all prompts, of any lengths; each stage caches its keys and values. Ranks that share samples
-                each compute a part of the prompts, and then exchange keys and values
+    prefill     one forward of all prompts, of any lengths; each stage caches its keys and values. Ranks that share
+                samples each compute a part of the prompts, and then exchange keys and values
     each step   the last stage samples a token for each text and broadcasts them; one forward takes only these tokens
 
 Beyond `max_length` a text is a window of its last `max_length` tokens, with positions from 0 again. Every step then
@@ -59,8 +59,8 @@ def generate_batch(
     """Yield the next id of each prompt, for at most `max_new_tokens` steps or until every text has reached `stop_id`.
 
     model: this rank's stage of a `GPTModel` without sequence parallelism; its training mode is kept.
-    max_length: tokens of a text that the model sees; at most its positions, with rotary positions the sequence length of
-        training.
+    max_length: tokens of a text that the model sees; at most its positions, with rotary positions the sequence length
+        of training.
     stop_id: an id or several; a text that has reached one yields None from that step on. None: no text ends.
     choose: choose[i] samples for prompt i.
     mesh: default: a whole model in this process; otherwise all ranks of one replica must call with equal arguments and

@@ -1,8 +1,8 @@
 """Saved activations of a stage's layers, offloaded to an `OffloadStore` or kept in slots of one device buffer.
 
-    forward    layer 0 | layer 1          | layer 2             a layer's activations are copied out while the next computes
+    forward    layer 0 | layer 1          | layer 2            a layer's activations are copied while the next computes
                          layer 0 offloads   layer 1 offloads
-    backward   layer 2          | layer 1          | layer 0    and are loaded while the layer above computes its backward
+    backward   layer 2          | layer 1          | layer 0   and loaded while the layer above computes its backward
                  layer 1 loads     layer 0 loads
 
 A recomputed layer offloads its input. Any other layer offloads each large storage that autograd saves, as one, so that
@@ -74,8 +74,8 @@ class StageActivations:
     def input_saver(self, layer: int) -> InputSaver | None:
         """Return what saves the input of the recomputed group that begins with this layer; None if autograd should.
 
-        layer: number within the stage. Call once for each group, in order. The result is called with the input, [s, b,
-        h] or any other shape, and returns a function that returns it, in its shape and strides.
+        layer: number within the stage. Call once for each group, in order. The result is called with the input,
+        [s, b, h] or any other shape, and returns a function that returns it, in its shape and strides.
         """
         if layer < self.offloaded:
             return partial(_offload_input, self._next_layer(first=layer == 0), self.offload_slots)
@@ -219,7 +219,10 @@ class OffloadedStorage:
         return values
 
     def _values_in_use(self) -> Tensor | None:
-        """Return the loaded values while any tensor views them, so that query, key and value of one storage load it once."""
+        """Return the loaded values while any tensor views them.
+
+        So query, key and value of one storage load it once.
+        """
         if self._loaded is None:
             return None
         reference, offset = self._loaded

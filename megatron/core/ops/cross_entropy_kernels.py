@@ -1,7 +1,9 @@
-"""The work of a cross entropy on the logits of each token: eager, block by block in the cache, and as compiled formulas.
+"""The work of a cross entropy on the logits of each token.
 
-Logits are [tokens, v/t]; the first `vocab` columns are this rank's part of the vocabulary, the others padding. Sums are in
-float32 or wider.
+It is done eagerly, block by block in the cache, or by compiled formulas.
+
+Logits are [tokens, v/t]; the first `vocab` columns are this rank's part of the vocabulary, the others padding. Sums are
+in float32 or wider.
 """
 
 from collections.abc import Iterator

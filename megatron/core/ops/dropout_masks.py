@@ -1,5 +1,6 @@
-"""Dropout masks by a counter-based random function, as Philox: each element follows from 64 key bits of its line and a word
-of its column.
+"""Dropout masks by a counter-based random function, as Philox.
+
+Each element follows from 64 key bits of its line and a word of its column.
 
     sample  -> 64 bits, a cryptographic hash of (seed, sample)          once a microbatch, in Python
     place   -> 64 bits, a cryptographic hash of (site, layer)           once
@@ -9,11 +10,11 @@ of its column.
     column  =  mixed(number of the column, by the place's bits)         32 bits a column
     element =  mixed(column, by line) >= the threshold of p             dropped with probability round(p 2^32) / 2^32
 
-`mixed` is two rounds of xor-shift and multiplication, those of lowbias32 with the constants of least known bias (C. Wellons,
-"Prospecting for hash functions", 2018), between words of a key, as in an iterated Even-Mansour cipher. A key is never added
-to a counter, which would shift one sequence of masks. All operations are of 32-bit integers that wrap, equal on every
-device, in eager and in compiled code. Any part of a mask is drawn by itself: a rank draws its part, and the backward draws
-it again.
+`mixed` is two rounds of xor-shift and multiplication, those of lowbias32 with the constants of least known bias (C.
+Wellons, "Prospecting for hash functions", 2018), between words of a key, as in an iterated Even-Mansour cipher. A key
+is never added to a counter, which would shift one sequence of masks. All operations are of 32-bit integers that wrap,
+equal on every device, in eager and in compiled code. Any part of a mask is drawn by itself: a rank draws its part, and
+the backward draws it again.
 """
 
 from collections.abc import Iterable

@@ -57,7 +57,10 @@ def _layer_norm(plus: int) -> CompiledRegion:
         mean: Tensor,
         inverse_std: Tensor,
     ) -> tuple[Tensor | None, ...]:
-        """Saved beside x, weight and bias: mean and 1 / standard deviation, [s, b, 1], of which x hat is computed again."""
+        """Saved beside x, weight and bias: mean and 1 / standard deviation, [s, b, 1].
+
+        x hat is computed again of them.
+        """
         x_hat = (widen(x) - mean) * inverse_std
         grad = widen(grad)
         grad_x_hat = grad * _scale_by(weight, plus)

@@ -1,4 +1,7 @@
-"""The rotation of queries and keys by cosines and sines (RoPE, arXiv:2104.09864): of halves of a head, or of neighbours."""
+"""The rotation of queries and keys by cosines and sines (RoPE, arXiv:2104.09864).
+
+Features of the two halves of a head rotate as pairs, or neighbours.
+"""
 
 from collections.abc import Callable
 

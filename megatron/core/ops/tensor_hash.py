@@ -1,7 +1,7 @@
 """Hashes of a tensor's bits: sums of 32-bit words, each times an odd 64-bit weight of its position, modulo 2^64.
 
-    word      w0 w1 w2 ...                   block of 16,384 words (64 KiB)
-    weight    a0 a1 a2 ...   odd, fixed      hash of block r = sum(w[i] * a[i])      hash of a tensor = sum(b[r] * block r)
+    word      w0 w1 w2 ...                block of 16,384 words (64 KiB)
+    weight    a0 a1 a2 ...   odd, fixed   hash of block r = sum(w[i] * a[i])      hash of a tensor = sum(b[r] * block r)
 
 A block's hash always changes with any one word, since odd weights are invertible, and with any two flipped bits: no two
 weights of the table give +-2^j a +-2^k b = 0. Another change is missed with a chance of 2^-32 at most. A hash is a sum

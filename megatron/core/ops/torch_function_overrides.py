@@ -23,5 +23,8 @@ def blocks_to_compute(blocks: Iterable[T], size: Callable[[T], int]) -> Iterable
 
 @overridable
 def determinism_check() -> str:
-    """Return the `determinism_check` of torch.utils.checkpoint.checkpoint: what torch compares of recomputed tensors."""
+    """Return the `determinism_check` of torch.utils.checkpoint.checkpoint.
+
+    It says what torch compares of recomputed tensors.
+    """
     return "default"

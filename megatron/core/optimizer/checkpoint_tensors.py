@@ -68,8 +68,10 @@ def sharded_optimizer_state(optimizer: FlatOptimizer, mesh: Mesh) -> dict[str, L
 def _flat_part(
     parameter: nn.Parameter, flat_range: tuple[int, int], values: Tensor, mesh: Mesh, replicas: Axis
 ) -> LocalTensor:
-    """Return `placed_tensor` for a sharded parameter: `values`, flat, are its elements `flat_range` (start, stop),
-    equal on all ranks of `replicas`."""
+    """Return `placed_tensor` for a sharded parameter.
+
+    `values` [elements] are its elements `flat_range` (start, stop), equal on all ranks of `replicas`.
+    """
     full = placed_tensor(parameter, parameter.placement, mesh)
     owned = tuple(pieces_in_flat_range(full.pieces, flat_range, parameter.shape))
     copies = tuple(pieces_in_flat_range(full.copies, flat_range, parameter.shape))

@@ -1,5 +1,6 @@
-"""Learning rates by steps for any optimizer with torch's `param_groups`, under the names and by the formulas of
-DeepSpeed.
+"""Learning rates by steps for any optimizer with torch's `param_groups`.
+
+They have the names and formulas of DeepSpeed.
 
     schedule = WarmupDecayLR(optimizer, total_num_steps=10_000)         writes the rate of the first update
     schedule.step()                                                     after each update
@@ -127,8 +128,10 @@ def WarmupCosineLR(
     warmup_type: str = "log",
     last_batch_iteration: int = -1,
 ) -> GroupSchedule:
-    """Rise from the share `warmup_min_ratio` to the groups' own rates, then fall along a cosine to the share
-    `cos_min_ratio`."""
+    """Rise from the share `warmup_min_ratio` to the groups' own rates, then fall along a cosine.
+
+    The rates end at the share `cos_min_ratio`.
+    """
     highest = [float(group["lr"]) for group in optimizer.param_groups]
     first = [rate * warmup_min_ratio for rate in highest]
     last = [rate * cos_min_ratio for rate in highest]

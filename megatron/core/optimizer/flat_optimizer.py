@@ -246,8 +246,9 @@ class FlatOptimizer:
         return collectives.all_reduce(total, model)
 
     def _squares_of_all_parameters(self) -> list[float]:
-        """Return the sums of squares of each piece of a parameter, from all ranks of mp, padded with zeros, in no
-        certain order.
+        """Return the sums of squares of each piece of a parameter, from all ranks of mp.
+
+        They are padded with zeros, in no certain order.
 
         Add them exactly (fsum). Each is summed as a tensor of its own, since the bits of a sum depend on where it
         begins.

@@ -306,8 +306,9 @@ def read_schedule(kind: type[AnySchedule], saved: Mapping[str, Any], *, what: st
 def schedule_in_force(
     own: AnySchedule, saved: Mapping[str, Any] | None, config: LearningRateConfig, *, what: str, samples: int
 ) -> AnySchedule:
-    """Return the schedule of a resumed run: its own, or the one `saved` in the checkpoint (None: the checkpoint has
-    none).
+    """Return the schedule of a resumed run: its own, or the one `saved` in the checkpoint.
+
+    saved None: the checkpoint has none.
 
     Raises ConfigError if they differ and no flag decides. `what` names the schedule in the message, which gives both
     values of the next step, the one after `samples` samples.

@@ -118,8 +118,10 @@ def _row_scales(matrix: FullMatrix, like: Tensor, config: MuonConfig) -> float |
 
 
 def _work(rows: int, columns: int) -> int:
-    """Return a number in proportion to the operations of a Newton-Schulz step: 2 r^2 (2 c + r) for r rows and c >= r
-    columns."""
+    """Return a number in proportion to the operations of a Newton-Schulz step.
+
+    It is 2 r^2 (2 c + r) for r rows and c >= r columns.
+    """
     r, c = sorted((rows, columns))
     return r * r * (2 * c + r)
 

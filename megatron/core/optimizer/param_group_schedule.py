@@ -1,5 +1,7 @@
-"""Learning rate schedules that write into the groups of an optimizer, for a script's own loop: by number of updates, or
-by samples."""
+"""Learning rate schedules that write into the groups of an optimizer, for a script's own loop.
+
+They go by the number of updates, or by samples.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,8 +18,9 @@ from megatron.core.optimizer.lr_schedule import (
 
 
 class GroupSchedule:
-    """Writes `lr` into every group of an optimizer: once when it is created, which the first update reads, and after
-    every update.
+    """Writes `lr` into every group of an optimizer.
+
+    It does so once when it is created, which the first update reads, and after every update.
 
     rates: a function of the update's number, from -1, for each group. betas: such a function of Adam's betas, for all
     groups.
@@ -108,8 +111,10 @@ class SampleSchedule:
 
 
 def range_test(lowest: float, size: int, rate: float, *, by_steps: bool = False) -> Callable[[int], float]:
-    """Return the function of the update's number that gives `lowest` x (1 + rate x updates / size), the quotient
-    rounded down if `by_steps`."""
+    """Return the function of the update's number that gives `lowest` x (1 + rate x updates / size).
+
+    by_steps: the quotient is rounded down.
+    """
     if size < 1:
         raise ConfigError(f"a range test of {size} updates a step; give 1 or more")
 
@@ -125,8 +130,10 @@ def range_test(lowest: float, size: int, rate: float, *, by_steps: bool = False)
 def one_cycle(
     sizes: tuple[float, float], stairs: tuple[int, int], start: float, top: float, *, rests: Callable[[float], float]
 ) -> Callable[[int], float]:
-    """Return the function of the update's number that rises from `start` to `top` in `sizes[0]` updates and falls back
-    in `sizes[1]`; afterwards it is `rests`(updates since). stairs: of each half; 0: without."""
+    """Return the function of the update's number that rises from `start` to `top` and falls back.
+
+    It rises in `sizes[0]` updates and falls in `sizes[1]`; afterwards it is `rests`(updates since).
+    """
     first, second = sizes
     if min(first, second) < 1:
         raise ConfigError(f"a cycle of {first} updates up and {second} down; give 1 or more of each")

@@ -47,8 +47,10 @@ def without_embedding_decay(group_of: GroupRule) -> GroupRule:
 
 
 def non_matrices_to(optimizer: str, group_of: GroupRule) -> GroupRule:
-    """Return `group_of` with `optimizer` for every parameter that is no layer's matrix: embeddings, the output layer,
-    norms, biases. An optimizer that `group_of` itself gives stays."""
+    """Return `group_of` with `optimizer` for every parameter that is no layer's matrix.
+
+    These are the embeddings, the output layer, norms and biases.
+    """
 
     def rule(name: str, placement: Placement) -> ParamGroup:
         group = group_of(name, placement)

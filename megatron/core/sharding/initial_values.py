@@ -24,8 +24,8 @@ def seed_of(*key: int | str) -> int:
 def initialize_parameters(model: nn.Module, seed: int, mesh: Mapping[str, Axis]) -> None:
     """Fill each parameter of a model chunk with its shard of the global initial value. Padding becomes zero.
 
-    Parameter names seed the draws, so they must be global: layers numbered over the whole model. A parameter is [shape
-    on this rank]. Nothing is communicated.
+    Parameter names seed the draws, so they must be global: layers numbered over the whole model. A parameter is
+    [shape on this rank]. Nothing is communicated.
     """
     for name, parameter in model.named_parameters():
         initialize_parameter(parameter, seed, name, mesh)

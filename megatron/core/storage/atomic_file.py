@@ -17,7 +17,10 @@ _DAY_SECONDS = 24 * 3600
 
 
 def is_special(path: str | Path) -> bool:
-    """Return whether the path is a device, a pipe or a socket: renaming a file to it would take it from all programs."""
+    """Return whether the path is a device, a pipe or a socket.
+
+    Renaming a file to it would take it from all programs.
+    """
     return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 

@@ -230,7 +230,10 @@ class _Writer:
                 self._abort()
 
     def _abort(self) -> None:
-        """Give up the parts that were sent, and mark the upload closed: the garbage collector would complete the object."""
+        """Give up the parts that were sent, and mark the upload closed.
+
+        The garbage collector would complete the object otherwise.
+        """
         with contextlib.suppress(Exception):
             self._upload.discard()
         with contextlib.suppress(AttributeError):

@@ -98,7 +98,10 @@ class LibraryTokenizer:
             return [encoding.ids for encoding in self.library.encode_batch_fast(texts)]
 
     def tokenize_sentences(self, texts: list[str]) -> list[list[int]]:
-        """Return the ids of each text without the template's: data sets put special tokens around their samples themselves."""
+        """Return the ids of each text without the template's.
+
+        Data sets put special tokens around their samples themselves.
+        """
         with self.panics_as_errors():
             return [encoding.ids for encoding in self.library.encode_batch_fast(texts, add_special_tokens=False)]
 

@@ -11,14 +11,14 @@ A token that tokenizer.json does not have gets the next free id, in this order: 
 their ids (which matter for the order alone), the named ones, the others. transformers 4.57 and 5.23 read the files in
 slightly different ways:
 
-                                                   4.57                         5.23
-    add_bos_token, add_eos_token                   for classes in               ignored; tokenizer.json's template counts
-                                                   `_TEMPLATE_OF_4`
-    extra_special_tokens, a list                   cannot be read               further special tokens
-    image_token and the like, outside of           ignored                      special tokens
+                                                  4.57                         5.23
+    add_bos_token, add_eos_token                  for classes in               ignored; tokenizer.json's template counts
+                                                  `_TEMPLATE_OF_4`
+    extra_special_tokens, a list                  cannot be read               further special tokens
+    image_token and the like, outside of          ignored                      special tokens
       extra_special_tokens
-    order of the others                            additional_special_tokens,   then the lists
-                                                   then those with a name
+    order of the others                           additional_special_tokens,   then the lists
+                                                  then those with a name
 
 `SpecialTokens` is the result of one version. How text is cut is decided by tokenizer.json, which 4.57 follows, and by a
 few keys of tokenizer_config.json (do_lower_case, split_special_tokens, add_prefix_space and the like). 5.23 has rules

@@ -1,4 +1,7 @@
-"""Build the tokenizer of a Hugging Face folder: its tokenizer.json, with the tokens that only the files beside it name."""
+"""Build the tokenizer of a Hugging Face folder.
+
+It is that of the tokenizer.json, with the tokens that only the files beside it name.
+"""
 
 import json
 import os

@@ -91,7 +91,10 @@ def _quoted(token: str) -> str:
 
 
 class RowRun(NamedTuple):
-    """Consecutive rows of an embedding: rows new to new + count of the new one are rows old to old + count of the old one."""
+    """Consecutive rows of an embedding.
+
+    Rows new to new + count of the new one are rows old to old + count of the old one.
+    """
 
     new: int
     old: int

@@ -39,6 +39,10 @@ class BertModel(bert_stage.BertModel):
         tokentype_ids: Tensor | None = None,
         lm_labels: Tensor | None = None,
     ) -> Any:
+        """See the class for shapes. Ids are None on other stages than the first.
+
+        Every tensor-parallel rank must call.
+        """
         return super().forward(bert_model_input, attention_mask, tokentype_ids, lm_labels)
 
 

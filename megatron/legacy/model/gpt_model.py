@@ -39,6 +39,10 @@ class GPTModel(gpt_stage.GPTModel):
         labels: Tensor | None = None,
         tokentype_ids: None = None,
     ) -> Tensor:
+        """See the class for shapes. Ids are None on other stages than the first.
+
+        Every tensor-parallel rank must call.
+        """
         return super().forward(input_ids, position_ids, attention_mask, labels)
 
 

@@ -49,7 +49,9 @@ class Arguments(argparse.Namespace):
 
 
 def flags_without_a_setting(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of Megatron's flags that are no settings here, by Megatron's names: given, or Megatron's defaults.
+    """Return the values of Megatron's flags that are no settings here, by Megatron's names.
+
+    They are given, or Megatron's defaults.
 
     given: flag -> value, of such flags.
     """
@@ -117,8 +119,10 @@ def _switched_off(flag: str) -> str | None:
 
 
 def _typed(flag: OtherFlag, given: Any) -> Any:
-    """Return a flag's value with the type that Megatron's parser gives it, by its metavar: N an integer, X a float, else
-    text."""
+    """Return a flag's value with the type that Megatron's parser gives it.
+
+    The metavar tells it: N is an integer, X a float, any other a text.
+    """
     if isinstance(given, list):
         return [_typed(flag, value) for value in given]
     try:

@@ -71,7 +71,10 @@ def _choose(config: CheckpointConfig) -> Start | None:
 
 
 def _check_not_saved_into(flag: str, root: str, save: str | None) -> None:
-    """Raise ConfigError if a folder of another project is --save too: once it has our checkpoints it is read as ours."""
+    """Raise ConfigError if a folder of another project is --save too.
+
+    Once it has our checkpoints it is read as ours.
+    """
     if save is not None and same_folder(root, save):
         raise ConfigError(
             f"{flag} and --save are both {root}, a model of another project; give it as --pretrained-checkpoint, and another "
@@ -117,8 +120,10 @@ def _iterations(config: CheckpointConfig) -> tuple[list[int], str, tuple[int, ..
 
 
 def _beside_the_pointer(root: Path, saved: list[int]) -> tuple[list[int], tuple[int, ...]]:
-    """Return the iterations to choose from if the pointer file is damaged or names no complete checkpoint, and the spoiled
-    iteration."""
+    """Return (the iterations to choose from, the spoiled iteration).
+
+    The pointer file is damaged, or names no complete checkpoint.
+    """
     try:
         named = latest_iteration(root)
     except CheckpointError:

@@ -259,11 +259,12 @@ def _given_in_file(parser: FlagParser, words: Sequence[str]) -> list[GivenFlags]
 
 
 def _given_by_script(parser: FlagParser, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> GivenFlags:
-    """Return the script's defaults, read as if they were flags: by any name that a flag has, and refused or warned of like
-    the flag.
+    """Return the script's defaults, read as if they were flags.
 
-    given: settings of the command line and its file; a default of the same setting does not count. Defaults that belong to no
-    flag are attributes of the script's own.
+    They may have any name that a flag has, and are refused or warned of like the flag.
+
+    given: settings of the command line and its file; a default of the same setting does not count. Defaults that belong
+    to no flag are attributes of the script's own.
     """
     flags = parser.actions_by_flag()
     setting_names = _names_of_settings()
@@ -413,8 +414,10 @@ def _over(settings: Mapping[str, Any], lower: Mapping[str, Any]) -> dict[str, An
 
 
 def _usable(defaults: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the script's defaults, without a default tokenizer that has none of its files: errors would blame a choice
-    that nobody made."""
+    """Return the script's defaults, without a default tokenizer that has none of its files.
+
+    Errors would blame a choice that nobody made.
+    """
     kind = TOKENIZERS.get(defaults.get("tokenizer_type"))
     lacks_files = kind is not None and bool(kind.needs) and all(settings.get(name) is None for name in kind.needs)
     usable = dict(defaults)

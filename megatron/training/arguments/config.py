@@ -429,8 +429,10 @@ class Config:
         return self.component_values() | self.own.as_json()
 
     def changed_lines(self) -> list[str]:
-        """Return lines for the start of the log: settings that are not at their default, by component, and all flags of the
-        script."""
+        """Return lines for the start of the log.
+
+        They have settings that are not at their default, by component, and all flags of the script.
+        """
         # title -> setting -> (default, value)
         groups: dict[str, dict[str, tuple[Any, Any]]] = {}
         for name, component in COMPONENTS.items():

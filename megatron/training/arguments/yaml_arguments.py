@@ -207,8 +207,11 @@ class _Reader:
             self.settings[action.dest] = not action.const
 
     def share_heads(self) -> None:
-        """Add --group-query-attention to a number of groups: num_query_groups of a file is the field of Megatron's
-        TransformerConfig, where the number alone says that heads share keys and values."""
+        """Add --group-query-attention to a number of groups.
+
+        num_query_groups of a file is the field of Megatron's TransformerConfig, where the number alone says that heads
+        share keys and values.
+        """
         groups = "1"
         for word in self.words:
             if word.startswith("--num-query-groups="):

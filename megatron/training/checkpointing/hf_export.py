@@ -72,7 +72,9 @@ class HFExports:
         return self._config.is_due(self._state.iteration, last=last)
 
     def is_missing(self, *, last: bool) -> bool:
-        """Return whether the present iteration should have a folder but has none: a run was killed before it was complete.
+        """Return whether the present iteration should have a folder but has none.
+
+        A run was killed then, before the folder was complete.
 
         Every rank must call.
         """

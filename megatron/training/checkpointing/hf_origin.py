@@ -90,7 +90,10 @@ def _updated(
 
 
 def _is_other_file(runtime: Runtime, provenance: Provenance) -> bool:
-    """Return whether --tokenizer-model is a tokenizer.json with other content than the folder's, or other token files."""
+    """Return whether --tokenizer-model is another file than the folder has.
+
+    That is a tokenizer.json of other content, or other token files.
+    """
     config = runtime.config.tokenizer
     if config.tokenizer_type != "HuggingFaceTokenizer" or config.tokenizer_model is None:
         return False

@@ -1,8 +1,9 @@
 """Local checkpoints: copies of a run's state for restarts, beside its checkpoints (--non-persistent-save-interval).
 
-    SAVE/non_persistent.json                    the pointer to the copy: {"iteration": 7, "slot": "slot_1", "token": "a3..."}
+    SAVE/non_persistent.json                                     the pointer to the copy: {"iteration": 7,
+                                                                 "slot": "slot_1", "token": "a3..."}
     local     LOCAL/NAME-HASH/rank_00003/slot_1/iter_0000007/    on each machine's disk: all pieces that one rank holds
-    global    SAVE/non_persistent/slot_1/iter_0000007/           a checkpoint of all ranks, on a file system that they share
+    global    SAVE/non_persistent/slot_1/iter_0000007/           a checkpoint of all ranks, on a shared file system
 
 A copy is written into the slot that the pointer does not name. Once every rank has written its part the pointer names
 this slot, and then the other slot is removed: a run that is killed at any point has the previous copy or the new one. A

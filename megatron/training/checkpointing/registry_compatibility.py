@@ -79,7 +79,10 @@ def began_to_restart(config: Config, state: Mapping[str, Any]) -> bool:
 
 
 def optimizer_problem(config: Config, state: Mapping[str, Any]) -> str | None:
-    """Return the optimizer state of the checkpoint, in words, if this run's optimizer of that name computes another update."""
+    """Return the optimizer state of the checkpoint, in words, if it is that of another update.
+
+    That is so if this run's optimizer of that name computes another one.
+    """
     for setting, now in config.optimizer.functions.items():
         before = function_before(state, setting)
         if before not in (None, now):

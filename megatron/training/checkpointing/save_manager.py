@@ -155,7 +155,10 @@ class CheckpointManager:
             self._report(self._async_saver.finish())
 
     def close(self) -> None:
-        """Wait for the save in flight, at the end of a run that may have failed: an error of the save is only printed."""
+        """Wait for the save in flight, at the end of a run that may have failed.
+
+        An error of the save is only printed.
+        """
         if self._async_saver is None:
             return
         try:

@@ -1,9 +1,11 @@
-"""The tokenizer of the weights that a run starts from, compared with the run's own; and embedding rows for another vocabulary.
+"""The tokenizer of the weights that a run starts from, compared with the run's own.
 
-compared    a folder's tokenizer.json, vocab.json, vocab.txt or sentencepiece model, token by token: another tokenizer is
-            refused unless --allow-tokenizer-change is given. (Our checkpoints hold a hash instead: compatibility.py.)
-resized     --resize-token-embeddings tokens: rows of equal tokens are reused; ids: rows of equal ids, as transformers'
-            resize_token_embeddings does. All other rows keep their initial values, the same in every layout.
+Also embedding rows for another vocabulary.
+
+compared   a folder's tokenizer.json, vocab.json, vocab.txt or sentencepiece model, token by token: another tokenizer is
+           refused unless --allow-tokenizer-change is given. (Our checkpoints hold a hash instead: compatibility.py.)
+resized    --resize-token-embeddings tokens: rows of equal tokens are reused; ids: rows of equal ids, as transformers'
+           resize_token_embeddings does. All other rows keep their initial values, the same in every layout.
 """
 
 import json
@@ -82,7 +84,7 @@ def _on_first(runtime: Runtime, work: Any) -> Any:
 
 
 def _compare(runtime: Runtime, state: Mapping[str, Any], source: str, own_vocabulary: Vocabulary) -> tuple[str, str]:
-    """Return, in words, (how this run's ids or its cutting of text differ; why the folder's tokenizer cannot be read)."""
+    """Return, in words, (how this run's ids or cutting differ; why the folder's tokenizer cannot be read)."""
     try:
         folder_vocabulary = _vocabulary_of_folder(state, source)
         if folder_vocabulary is None:

@@ -1,10 +1,10 @@
 """Buffers and extra states of modules: checkpoints of the training loop do not hold them, and a run says so.
 
-    at the start     a WARNING names the persistent buffers, and the modules with an extra state (torch's `get_extra_state`)
-    at a save        the manifest's "lost_buffers" names those that have changed since the model was built, and so does a
-                     WARNING; its "buffers_at_start" has a digest of each buffer's first value
-    at a resume      a checkpoint that names some is refused without --allow-lost-buffers; a WARNING names those whose first
-                     values are not those of the checkpoint's run
+    at the start    a WARNING names the persistent buffers, and the modules with an extra state (`get_extra_state`)
+    at a save       the manifest's "lost_buffers" names those that have changed since the model was built, and so does
+                    a WARNING; its "buffers_at_start" has a digest of each buffer's first value
+    at a resume     a checkpoint that names some is refused without --allow-lost-buffers; a WARNING names those whose
+                    first values are not those of the checkpoint's run
 
 A buffer that never changes is not lost if the model's constructor makes the same one again. One that is drawn at random
 is another one under another --seed.

@@ -1,7 +1,7 @@
 """A failed run ends in order on every rank: one rank prints the error, the others name that rank.
 
-    failing rank    claims the report in the job's store, prints its error, leaves its groups
-    other ranks     their collectives fail, since a peer is gone; they read its rank from the store, print one line, leave
+    failing rank  claims the report in the job's store, prints its error, leaves its groups
+    other ranks   their collectives fail, since a peer is gone; they read its rank from the store, print one line, leave
 
 A killed process leaves nothing in the store: the others know its rank, host and process from their connection to it
 (`core/parallel/tcp_liveness.py`). Ctrl-C is a failure too; it usually reaches several ranks, and one of them reports

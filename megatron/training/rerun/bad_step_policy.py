@@ -140,7 +140,10 @@ class BadStepPolicy:
         return f"microbatch {microbatch} of data-parallel rank {rank} (samples {start} to {stop - 1})"
 
     def record_losses_of(self, forward_step: ForwardStep) -> ForwardStep:
-        """Return the forward step, which also records the loss of each microbatch of training for the spike detector."""
+        """Return the forward step, which also records losses for the spike detector.
+
+        They are those of each microbatch of training.
+        """
         if self.loss_spikes is None:
             return forward_step
 

@@ -1,4 +1,6 @@
-"""The first tensor of a step that is NaN or infinite is found by computing the step again, with a check after each module.
+"""The first tensor of a step that is NaN or infinite is found by computing the step again.
+
+A check follows each module.
 
 Order: the weights before the step; then by microbatch, numbered over all ranks, its forward before its backward, in the
 order of computation; then the summed gradients. Names are the model's, so they are the same in every layout.

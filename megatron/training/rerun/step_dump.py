@@ -1,6 +1,6 @@
 """A bad step is written to disk with all that is needed to compute it again, as a checkpoint that any layout reads.
 
-    DIR/iter_0000041/       the 42nd step: the weights before it, and its batches, "batch/<key>" [samples of the step, ...]
+    DIR/iter_0000041/       the 42nd step: the weights before it, and its batches, "batch/<key>" [samples, ...]
     manifest.json, state    the run's settings and position; "bad_step": what was wrong, and the numbers to compare with
 
 `tools/replay_step.py DIR` computes the step again.

@@ -24,8 +24,8 @@ Scores = Tensor | tuple[Tensor, Tensor]
 def loss_of(scores: Scores, batch: dict[str, Tensor], words: int | None = None, *, with_order: bool = True) -> Tensor:
     """Return the mean loss of a batch, [].
 
-    scores: logits [b, s, v], or a BERT's pair of them and the logits of the sentence order [b, 2]. batch: labels [b,
-    s], of a BERT also loss_mask [b, s] and is_random [b]. words: size of the vocabulary without padding, for a loss
+    scores: logits [b, s, v], or a BERT's pair of them and the logits of the sentence order [b, 2]. batch: labels
+    [b, s], of a BERT also loss_mask [b, s] and is_random [b]. words: size of the vocabulary without padding, for a loss
     that can be compared. with_order: add the loss of the sentence order.
     """
     if isinstance(scores, Tensor):

@@ -50,9 +50,9 @@ def attention_in_band(q: Tensor, k: Tensor, v: Tensor, window_left: int, mask: T
 
     Keys that the mask hides are left out.
 
-    q: [b, n, s, d]; k, v: [b, groups, keys, d] -> [b, n, s, d]. The queries are the last of the keys; without a mask there
-    are as many of them, or one. The time is that of s x (window_left + rows of a block) scores. The memory is that of plain
-    fused attention and, without a mask, of one block's hidden scores; with a mask of every block's.
+    q: [b, n, s, d]; k, v: [b, groups, keys, d] -> [b, n, s, d]. The queries are the last of the keys; without a mask
+    there are as many of them, or one. The time is that of s x (window_left + rows of a block) scores. The memory is
+    that of plain fused attention and, without a mask, of one block's hidden scores; with a mask of every block's.
     """
     queries = q.shape[2]
     keys = k.shape[2]

@@ -1,7 +1,7 @@
 """Functions of tensors that torch.compile compiles (`--compile`): regions, requirements, and the cost of compiling.
 
-    half = Compiled(lambda x: (x / 2,))      a formula: no side effects, a tuple of tensors
-    y, = half(x)                             compiled at the first call of each dtype; a second length makes lengths symbols
+    half = Compiled(lambda x: (x / 2,))  a formula: no side effects, a tuple of tensors
+    y, = half(x)                         compiled at the first call of each dtype; a second length makes lengths symbols
 
 A `CompiledRegion` is a differentiable function of two formulas, forward and backward, with a declaration of what
 it saves. torch.compile could derive the backward; but it would choose what to save while it compiles, unknown
