@@ -109,7 +109,7 @@ def missing_tensors_advice(state: Mapping[str, Any]) -> str:
 def with_hf_names(state: Mapping[str, Any], param: str) -> str:
     """Return a parameter's names in the folder that the model came from, then ours in parentheses.
 
-    Ours alone if unknown.
+    If they are unknown it is ours alone.
     """
     origin = state.get("origin")
     kind = origin.get("model_type") if isinstance(origin, dict) else None

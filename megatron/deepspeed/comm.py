@@ -1,6 +1,6 @@
 """Provide `deepspeed.comm`: initialization, and torch.distributed's collectives under DeepSpeed's names.
 
-    init_distributed()   uses torch.distributed if the script has initialized it, else initializes it for the launcher
+    init_distributed()   uses torch.distributed if the script has initialized it, else does so as the launcher says
     cdb                  the active backend: its name, rank and world size; None before `init_distributed`
 
 Scripts call these collectives; this project does not. Each calls the one of torch.distributed and returns its result.

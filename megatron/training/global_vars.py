@@ -117,7 +117,7 @@ class Runtime:
     ) -> dict[str, Any]:
         """Return the keyword arguments of `GPTModel` for this rank's stage.
 
-        With interleaving, for its chunk `vp_stage`.
+        With interleaving they are those of its chunk `vp_stage`.
         """
         stages = self.mesh.stages.of_rank(self.mesh["pp"].rank)  # by chunk
         return {

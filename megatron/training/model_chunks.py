@@ -156,8 +156,8 @@ def takes_vp_stage(model_provider: ModelProvider, chunks: int) -> bool:
 def stacks_of_stage(model_provider: ModelProvider, config: Config, stage: int) -> dict[str, bool]:
     """Return which stacks of an encoder and a decoder have layers in a stage.
 
-    For a provider with parameters for it, as Megatron's have. The last stage always has the decoder's end. Empty for a
-    model with one stack.
+    They are for a provider with parameters for them, as Megatron's have. The last stage always has the decoder's end.
+    Empty for a model with one stack.
     """
     if not config.transformer.decoder_layers:
         return {}

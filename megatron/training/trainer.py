@@ -528,7 +528,7 @@ class Trainer:
     def _iterators(self, split: str, dataset: Any, first_sample: int) -> dict[int, Iterator | None]:
         """Return the batches of a data set by stage.
 
-        None except on the first rank of each tensor-parallel group, which alone reads data.
+        They are None except on the first rank of each tensor-parallel group, which alone reads data.
 
         Middle stages have iterators too, since scripts may call next() before they look at their stage. Nothing is read
         before that call.

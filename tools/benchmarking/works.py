@@ -50,7 +50,7 @@ GROUPS = {"readme": README, "parallel": ON_TWO_RANKS}
 def chosen(names: Sequence[str], *, half: bool = True) -> dict[str, Work]:
     """Return the works of these names, prefixes or groups, in this order.
 
-    Within a prefix or group in the table's order.
+    Within a prefix or group they are in the table's order.
 
     half: include works in bfloat16.
     """

@@ -1,6 +1,6 @@
 """Table of BERT as published: norms after the blocks and after the embedding.
 
-Heads for masked tokens and for sentence order.
+It has heads for masked tokens and for sentence order.
 """
 
 from megatron.convert.families.config_fields import count, dropout_rate, fixed, fixed_if_present, ignored_keys, number

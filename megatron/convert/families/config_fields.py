@@ -32,9 +32,9 @@ class ConfigReader:
         return ConfigError(f"{self.source}: {key} is {self.values.get(key)!r:.80}; {expected}")
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value unchecked.
+        """Return the value unchecked, for keys that transformers reads so.
 
-        The default for a key that is absent or null, for keys that transformers reads so.
+        It is the default for a key that is absent or null.
         """
         self.keys_read.add(key)
         value = self.values.get(key)

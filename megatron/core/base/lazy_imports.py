@@ -32,7 +32,7 @@ def lazy_names(module: str, names: Mapping[str, str]) -> tuple[Callable[[str], A
 def all_names(module: str, homes: str) -> Callable[[str], Any]:
     """Return a module's `__getattr__` for every name of the modules `homes`, separated by blanks.
 
-    The first that has it.
+    A name is taken of the first module that has it.
     """
 
     def get(name: str) -> Any:

@@ -191,8 +191,6 @@ def build_sample_index(
 
     A row is (position in document_index, token offset in that document).
 
-    A row is (position in document_index, token offset in that document).
-
     Row k starts at token k * S of the documents laid end to end. Its document is the one in which sample k - 1
     ended: the first whose end is at or past token k * S + x. So with x = 0 an offset may equal the length of its
     document, and an empty document is passed over. Rows past the end of the tokens (drop_last off) are the last

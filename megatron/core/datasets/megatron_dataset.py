@@ -19,8 +19,8 @@ class MegatronDataset(torch.utils.data.Dataset):
 
     A subclass builds what it needs in `_finalize`, and has `__len__` and `__getitem__`.
 
-    indices: the elements of the file, as `numel_low_level_dataset` counts them, that the split has. num_samples: at
-    least so many; None: one epoch. indices is an integer array [elements].
+    indices: integers [elements], those of the file, as `numel_low_level_dataset` counts them, that the split has.
+    num_samples: at least so many; None: one epoch.
     """
 
     dataset: LowLevelDataset

@@ -61,9 +61,8 @@ def load(
 ) -> dict[str, Any]:
     """Load the tensors of `sharded_state_dict` from any layout.
 
-    Return them with the JSON values that were saved beside them. Every rank must call. Tensors are filled in place. One
-    that the checkpoint lacks is an error, whatever `strict`. Tensors are filled and returned in their shapes on this
-    rank. Raises CheckpointError.
+    Return them with the JSON values that were saved beside them. Every rank must call. Tensors are filled in place, in
+    their shapes on this rank. Raises CheckpointError, also for one that the checkpoint lacks, whatever `strict`.
     """
     del sharded_strategy, common_strategy, validate_access_integrity, strict
     return load_state_dict(

@@ -6,8 +6,8 @@ No torch.
                |                 every writer sends its value to writer 0, which combines them and sends all the result;
     writer 2 - writer 0 - ...    there is one such exchange for each step of a save
 
-A `WriterGroup` makes them, as a `SaveGroup` of write_and_publish.py. These are sockets and no process group, so
-training's collectives can run at the same time. A writer that ends closes its sockets, and all others fail at
+A `WriterGroup` makes the exchanges, as a `SaveGroup` of write_and_publish.py. These are sockets and no process group,
+so training's collectives can run at the same time. A writer that ends closes its sockets, and all others fail at
 their next exchange.
 """
 

@@ -37,8 +37,6 @@ def main_grad_of(parameter: Tensor) -> Tensor | None:
     """Return the tensor in which the parameter's gradient is accumulated, by Megatron's name: [parameter's shape].
 
     None: it is accumulated in `.grad` alone.
-
-    None: in `.grad` alone.
     """
     return getattr(parameter, "main_grad", None)
 

@@ -51,9 +51,6 @@ def unmark_recomputable(output: Tensor) -> Tensor:
 
     For outputs of consumers whose backward runs where ZeRO stage 3 may have released a parameter that the formula
     needs.
-
-    For outputs of consumers whose backward runs where ZeRO stage 3 may have released a parameter that the formula
-    needs.
     """
     if _mark_of(output) is not None:
         del output.recompute_recipe

@@ -153,8 +153,9 @@ def full_matrices(
 ) -> dict[str, FullMatrix]:
     """Return the FullMatrix of each parameter, of which each rank of tp must have a part.
 
-    The ranks exchange their pieces when the first matrix is gathered. copies: the axis of ranks that have the same part
-    of a parameter and its state. Raises ConfigError for a parameter that is sharded over another axis than tp.
+    parameters: name -> [local shape]. The ranks exchange their pieces when the first matrix is gathered. copies: the
+    axis of ranks that have the same part of a parameter and its state. Raises ConfigError for a parameter that is
+    sharded over another axis than tp.
     """
     tp = mesh["tp"]
     own_pieces: dict[str, Pieces] = {}  # of the sharded parameters

@@ -160,7 +160,7 @@ def get_megatron_optimizer(
     """Return the optimizer of chunks that DistributedDataParallel wraps. Every rank must call.
 
     no_weight_decay_cond(name, parameter): whether the parameter does not decay; default: vectors do not.
-    scale_lr_cond(name, parameter): whether its rate is multiplied by `lr_mult`.
+    scale_lr_cond(name, parameter): whether its rate is multiplied by `lr_mult`. A parameter has its shape on this rank.
     """
     del use_gloo_process_groups, pg_collection  # the mesh knows the groups
     if config_overrides:

@@ -2,8 +2,6 @@
 
 It saves 2 bytes a parameter.
 
-Saves 2 bytes a parameter.
-
     bits of the master, an int32    =    65536 x bits of the weight, an int16    +    residual, -32768 .. 32767
 
 The weight is the master rounded to nearest, ties to even, as in a run with separate masters. 65,537 masters round to

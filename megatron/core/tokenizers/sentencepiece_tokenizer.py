@@ -172,7 +172,7 @@ def _load(config: Any) -> Any:
 def sentence_piece_tokenizer(config: Any) -> SpecialPieceTokenizer:
     """Build Megatron's tokenizer, with special tokens after the pieces.
 
-    In a published T5's folder that of transformers.
+    In a published T5's folder it is that of transformers.
     """
     model = _load(config)
     path = config.tokenizer_model

@@ -83,9 +83,9 @@ def _check_not_saved_into(flag: str, root: str, save: str | None) -> None:
 
 
 def _iterations(config: CheckpointConfig) -> tuple[list[int], str, tuple[int, ...]]:
-    """Return the iteration of --load to start from and older ones to fall back to if it is damaged.
+    """Return (iterations, warning, spoiled iterations): the one of --load to start from, then older ones.
 
-    A warning; and the spoiled iterations.
+    An older one is loaded if those before it are damaged.
     """
     root = path_of(config.load)
     step = config.ckpt_step

@@ -328,7 +328,7 @@ def _layer_problems(config: Config) -> Iterator[str]:
 def _batch_problems(config: Config, world_size: int) -> list[str]:
     """Return the sizes of ranks, chunks and batch that do not divide.
 
-    Only the first problem, since the others would follow from it.
+    It is the first problem alone, since the others would follow from it.
     """
     parallel = config.parallel
     training = config.training

@@ -158,7 +158,7 @@ def warn_if_over_capacity(runtime: Runtime, forecast: Forecast) -> None:
 def disk_space_left(runtime: Runtime) -> list[str]:
     """Return a line with the free bytes of the offload disk, once this rank's state is on it.
 
-    None without such a disk.
+    There is none without such a disk.
     """
     if not isinstance(runtime.offload_store, FileOffloadStore):
         return []

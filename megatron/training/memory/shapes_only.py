@@ -235,9 +235,7 @@ class Done:
 class FakeGroup:
     """A process group without other ranks: they seem to send copies of this rank's data, or zeros. Allocates nothing.
 
-    torch's `fake_pg` cannot be used beside a real process group. The methods are those of a real group, with tensors of
-    the same shapes: `out` of a gather is [ranks, elements of x], `out` of a reduce-scatter [elements of x / ranks], in
-    any other shape of as many elements.
+    torch's `fake_pg` cannot be used beside a real process group.
     """
 
     def __init__(self, size: int, rank: int):
@@ -245,34 +243,42 @@ class FakeGroup:
         self.rank = rank
 
     def all_reduce(self, x: Tensor, op: str) -> Done:
+        """Leave x [..] as it is: the others seem to have zeros."""
         return Done()
 
     def all_gather(self, out: Tensor, x: Tensor) -> Done:
+        """Fill out [ranks x elements of x], in any shape, with copies of x [..]."""
         if not out.is_meta:
             for shard in out.view(self.size, -1):
                 shard.copy_(x.view(-1))
         return Done()
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Done:
+        """Fill out [..] with the first part of x [ranks x elements of out], in any shape."""
         out.view(-1).copy_(x.view(self.size, -1)[0])
         return Done()
 
     def all_to_all(self, out: Tensor, x: Tensor) -> Done:
+        """Copy x [..] to out [..]."""
         out.copy_(x)
         return Done()
 
     def broadcast(self, x: Tensor, source: int) -> Done:
+        """Leave x [..] as it is on the source, else set it to zeros."""
         if source == self.rank:
             return Done()
         return self.recv(x, source)
 
     def shift(self, out: Tensor, x: Tensor, to: int, source: int) -> Done:
+        """Copy x [..] to out [..]."""
         out.copy_(x)
         return Done()
 
     def send(self, x: Tensor, to: int) -> Done:
+        """Send nothing of x [..]."""
         return Done()
 
     def recv(self, x: Tensor, source: int) -> Done:
+        """Set x [..] to zeros."""
         x.zero_()
         return Done()

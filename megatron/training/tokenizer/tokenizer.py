@@ -11,7 +11,7 @@ from megatron.core.tokenizers.tokenizer_registry import NullTokenizer, Tokenizer
 class _NullTokenizer(NullTokenizer):
     """Text that is numbers already: "5 17 3" is [5, 17, 3].
 
-    `vocab_size` numbers, and one more for the end of a document.
+    It has `vocab_size` numbers, and one more for the end of a document.
     """
 
     cls = sep = -1

@@ -68,7 +68,8 @@ def clip(parameters: list[nn.Parameter]) -> None:
 def make_adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     """Return AdamW with weight decay of matrices, and none of vectors.
 
-    A group has either sharded or unsharded parameters, since torch's fused kernel does not take both.
+    parameters: of any shapes; those of two or more dimensions are matrices. A group has either sharded or unsharded
+    parameters, since torch's fused kernel does not take both.
     """
     params_of: dict[tuple[bool, bool], list[nn.Parameter]] = {}  # (is a matrix, is sharded) -> parameters
     for p in parameters:

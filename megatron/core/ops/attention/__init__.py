@@ -5,6 +5,6 @@ masks                          documents, windows, biases: a kernel that compute
 softcap_and_sinks              soft caps and sinks
 sliding_window                 torch's fused kernel over blocks of the band
 tiled_eager, tiled_compiled    attention in tiles, with dropout or without
-tiles                          the tiles
+tiles                          the tiles of the scores
 kv_cache                       keys and values of generation
 """
