@@ -4,7 +4,7 @@
     training    the command line and the loop
     convert     models of other projects, read and written as data
     deepspeed   DeepSpeed's names over this project's data parallelism
-    legacy      Megatron's older constructors; `model`, `data`, `mpu`, `tokenizer`, `arguments`, `utils` are its flat paths
+    legacy      Megatron's older constructors; `model`, `data`, `mpu`, `tokenizer`, `arguments`, `utils` are flat paths
     report      versions and devices, for a bug report (`python -m megatron.report`)
 
 tests/package_graph.py declares which package may import which.
@@ -22,10 +22,10 @@ _ONLY_THEIRS = ("dist_checkpointing/dict_utils.py", "models/bert/pooler.py")
 def _check_unmixed(folder: str) -> None:
     """Raise ImportError if files of megatron-core lie in this folder, or if its uninstallation has taken files from it.
 
-    Its package is also named `megatron`, so pip merges the files of both, and what is installed later overwrites the earlier.
-    Read from the disk, before any file runs: whose core/package_info.py it is, files that only megatron-core has, and pip's
-    record of what megatron-core installed here. Elsewhere on the path megatron-core is harmless: it has no
-    `megatron/__init__.py`, so Python finds this folder.
+    Its package is also named `megatron`, so pip merges the files of both, and what is installed later overwrites the
+    earlier. Read from the disk, before any file runs: whose core/package_info.py it is, files that only megatron-core
+    has, and pip's record of what megatron-core installed here. Elsewhere on the path megatron-core is harmless: it has
+    no `megatron/__init__.py`, so Python finds this folder.
     """
     core, around = os.path.join(folder, "core"), os.path.dirname(folder)
     info = os.path.join(core, "package_info.py")
@@ -51,7 +51,10 @@ def _check_unmixed(folder: str) -> None:
 
 
 def _lines(path: str) -> list[str]:
-    """Of a file that may be missing: an installation in editable form, or of another tool than pip, may have no record."""
+    """Return the lines of a file that may be missing.
+
+    An installation in editable form, or of another tool than pip, may have no record.
+    """
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read().splitlines()

@@ -161,7 +161,7 @@ class Difference(NamedTuple):
 
 
 def read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
-    """Read a full tensor into CPU memory and check its hashes."""
+    """Read a full tensor, [global shape], into CPU memory and check its hashes. Raises CheckpointError."""
     record = checkpoint.manifest.tensors[name]
     tensor = torch.empty(record.shape, dtype=getattr(torch, record.dtype))
     box = whole(record.shape)
@@ -170,8 +170,9 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
 
 
 def difference(name: str, a: Tensor, b: Tensor) -> Difference | None:
-    """Compare two tensors of one shape and dtype; return None if every bit is equal.
+    """Compare two tensors a and b of one shape and dtype; return None if every bit is equal.
 
+    They may have any shape; as matrices, the rows are those of the first dimension, or one row below two dimensions.
     Since bits are compared, 0.0 and -0.0 differ, and NaNs with the same bits do not.
     """
     if not a.numel():
@@ -188,7 +189,7 @@ def difference(name: str, a: Tensor, b: Tensor) -> Difference | None:
 
 
 def picture(mask: Tensor) -> list[str]:
-    """Draw a mask [rows, columns] in at most 12 lines of 64 characters.
+    """Draw a mask, bool [rows, columns], in at most 12 lines of 64 characters.
 
     A character is the share of True elements in its cell: ' ' is none, '@' is all.
     """
@@ -200,7 +201,10 @@ def picture(mask: Tensor) -> list[str]:
 
 
 def shares(mask: Tensor, max_rows: int, max_columns: int) -> Tensor:
-    """Return the share of True elements in each cell of a coarse grid over a mask, [max_rows, max_columns] at most."""
+    """Return the share of True elements in each cell of a coarse grid over a mask.
+
+    mask: bool [rows, columns] -> float64 [at most max_rows, at most max_columns]
+    """
     cells = mask.double()
     for dim, max_size in ((0, max_rows), (1, max_columns)):
         parts = cells.tensor_split(min(max_size, cells.shape[dim]), dim)

@@ -271,7 +271,10 @@ class Prompts:
 
 
 def check_folder_vocabulary(state: dict[str, Any], source: str, tokenizer: Tokenizer) -> None:
-    """Check that a Hugging Face folder's model is used with that folder's tokenizer. Raises ConfigError if it is not."""
+    """Check that a Hugging Face folder's model is used with that folder's tokenizer.
+
+    Raises ConfigError if it is not.
+    """
     origin = Provenance.in_state(state, source)
     vocabulary = vocabulary_of(tokenizer)
     if origin is None or vocabulary is None or state.get("tokenizer_sha256") is not None:

@@ -97,7 +97,7 @@ class PreprocessConfig(FlagConfig):
 
     @property
     def level(self) -> str:
-        """What a sequence is; part of the output's file names."""
+        """The name of a sequence, sentence or document; part of the output's file names."""
         return "sentence" if self.split_sentences else "document"
 
 

@@ -67,6 +67,7 @@ class DumpedSamples:
         return self._first + len(next(iter(self.columns.values())))
 
     def __getitem__(self, number: int) -> dict[str, np.ndarray]:
+        """Return a sample by its number in the run: key -> array [..], a row of the column [samples, ..]."""
         return {key: column[number - self._first] for key, column in self.columns.items()}
 
 

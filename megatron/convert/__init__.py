@@ -1,18 +1,20 @@
-"""Read models of other projects directly from their folders, and write Hugging Face folders, by one table for each model family.
+"""Read models of other projects directly from their folders, and write Hugging Face folders.
 
-    open_any_format          finds out which project a folder is of; hf_reader, megatron_reader, torchtitan_reader open it
-    strided_checkpoint       tensors as byte ranges of the folder's files, of which a rank of any layout reads what it needs
-    import_checkpoint        writes an opened folder as a checkpoint of ours, while it is read
-    export_plan              plans a Hugging Face folder; export_checkpoint writes that of a checkpoint, export_distributed
-                             that of running ranks
-    hf_origin                records the folder that a model came from, and copies its tokenizer's files
-    hf_tokenizer_vocab       the tokenizer's vocabulary and its special tokens
-    check_missing_keys       parameters that a folder or checkpoint does not hold
-    families/                the tables: keys of a config.json, and the tensors of each parameter
-    formats/                 file formats of other projects, read without running code in them
+One table for each model family serves both.
 
-Names load on first use. To add a family, write a table of its own and a line in `FAMILIES`; a fork does so before it calls
-`pretrain`.
+    open_any_format      finds out which project a folder is of; hf_reader, megatron_reader, torchtitan_reader open it
+    strided_checkpoint   tensors as byte ranges of the folder's files, of which a rank of any layout reads what it needs
+    import_checkpoint    writes an opened folder as a checkpoint of ours, while it is read
+    export_plan          plans a Hugging Face folder; export_checkpoint writes that of a checkpoint, export_distributed
+                         that of running ranks
+    hf_origin            records the folder that a model came from, and copies its tokenizer's files
+    hf_tokenizer_vocab   the tokenizer's vocabulary and its special tokens
+    check_missing_keys   parameters that a folder or checkpoint does not hold
+    families/            the tables: keys of a config.json, and the tensors of each parameter
+    formats/             file formats of other projects, read without running code in them
+
+Names load on first use. To add a family, write a table of its own and a line in `FAMILIES`; a fork does so before it
+calls `pretrain`.
 """
 
 from typing import TYPE_CHECKING

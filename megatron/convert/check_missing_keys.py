@@ -1,7 +1,7 @@
 """Find the parameters of a model that a folder or a checkpoint does not hold.
 
-parameters of a head that the folder's architecture lacks    no error: state["absent_heads"] lists them; a run initializes them
-any other parameter                                          refused by name, unless --allow-missing-tensors is given
+parameters of a head that the architecture lacks    no error: state["absent_heads"] lists them; a run initializes them
+any other parameter                                 refused by name, unless --allow-missing-tensors is given
 
 A bare BertModel has no pretraining heads, a LlamaModel no output layer: the `architectures` of config.json say so.
 Without torch.
@@ -63,7 +63,10 @@ def missing_parameters(state: Mapping[str, Any], tensors: Collection[str]) -> li
 
 
 def absent_heads_in(state: Mapping[str, Any]) -> list[str]:
-    """Return the parameters of heads that the architecture lacks. Raises ConfigError for a state that no run has written."""
+    """Return the parameters of heads that the architecture lacks.
+
+    Raises ConfigError for a state that no run has written.
+    """
     names = state.get(ABSENT_HEADS, [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"{ABSENT_HEADS} is {names!r:.40}, not a list of names")
@@ -80,8 +83,8 @@ def check_complete(
 ) -> None:
     """Refuse to write a model that lacks parameters.
 
-    allow: call `note` with a line about each instead. note: also called about heads that the architecture does not have.
-    Raises CheckpointError.
+    allow: call `note` with a line about each instead. note: also called about heads that the architecture does not
+    have. Raises CheckpointError.
     """
     missing = missing_parameters(state, tensors)
     if missing and not allow:
@@ -104,7 +107,10 @@ def missing_tensors_advice(state: Mapping[str, Any]) -> str:
 
 
 def with_hf_names(state: Mapping[str, Any], param: str) -> str:
-    """Return a parameter's names in the folder that the model came from, then ours in parentheses; ours alone if unknown."""
+    """Return a parameter's names in the folder that the model came from, then ours in parentheses.
+
+    If they are unknown it is ours alone.
+    """
     origin = state.get("origin")
     kind = origin.get("model_type") if isinstance(origin, dict) else None
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
@@ -122,6 +128,9 @@ def _hf_params_of(family: Family, state: Mapping[str, Any], param: str) -> list[
 
 
 def describe_heads(names: Collection[str]) -> str:
-    """Return the heads of these parameters, such as "lm_head (4 parameters)" for lm_head.dense.weight, lm_head.norm.bias, ..."""
+    """Return the heads of these parameters, such as "lm_head (4 parameters)".
+
+    That is for lm_head.dense.weight, lm_head.norm.bias and two more.
+    """
     heads = dict.fromkeys(name.removeprefix("language_model.").split(".")[0] for name in names)
     return f"{', '.join(heads)} ({len(names)} parameters)"

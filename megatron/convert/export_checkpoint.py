@@ -4,8 +4,8 @@
     writes    the part before, in the requested dtype                         each range at its place in the file
     syncs     the file before
 
-A tensor that the family stores transposed, or whose columns the checkpoint holds in separate pieces, is read in full and then
-written: a rank has at most two such tensors in memory. The folder gets its final name when it is complete.
+A tensor that the family stores transposed, or whose columns the checkpoint holds in separate pieces, is read in full
+and then written: a rank has at most two such tensors in memory. The folder gets its final name when it is complete.
 """
 
 from collections.abc import Callable, Iterator
@@ -69,12 +69,12 @@ def write_hf_folder(
 
     Every rank of `world` must call, and writes its share of the files.
 
-        kind              the model_type; default: that of the folder that the model came from, or the first family that can
-                          describe the model
+        kind              the model_type; default: that of the folder that the model came from, or the first family that
+                          can describe the model
         dtype             of all tensors; default: unchanged
         most_bytes        of one file
-        tokenizer_folder  the folder with the tokenizer's files; default: the folder that the model came from, of which only
-                          files are copied that have not changed since
+        tokenizer_folder  the folder with the tokenizer's files; default: the folder that the model came from, of which
+                          only files are copied that have not changed since
         allow_missing     write a model that lacks tensors, without them
         note              called on the first rank with a line about files and tensors that are not written
 

@@ -1,11 +1,11 @@
-"""Write the model of running ranks as a Hugging Face folder: gather one tensor at a time on the first rank, and write it.
+"""Write the model of running ranks as a Hugging Face folder: gather a tensor at a time on rank 0, and write it.
 
     all ranks    some rows of a tensor, in its dtype: this rank's elements, zeros elsewhere
     all ranks    an all-reduce (sum) of these rows' bytes; one rank contributes each element, so the sum is its bits
     rank 0       the rows in host memory; when all are there, the tensors that the family makes of them, into the file
 
-So any layout can be written: the rank that saves an element in a checkpoint contributes it here. A rank has at most 16 MiB of
-rows on its device; the first has one tensor of ours, and one Hugging Face tensor, in host memory.
+So any layout can be written: the rank that saves an element in a checkpoint contributes it here. A rank has at most 16
+MiB of rows on its device; the first has one tensor of ours, and one Hugging Face tensor, in host memory.
 """
 
 import json
@@ -37,7 +37,8 @@ def gather_tensor_records(
 ) -> dict[str, TensorRecord]:
     """Return the dtype and full shape of each tensor that the ranks hold together, by name. Every rank must call.
 
-    Raises AssertionError unless the ranks that save a tensor have as many elements together as it has.
+    Raises AssertionError unless the ranks that save a tensor have as many elements together as it has. tensors: name ->
+    this rank's part.
     """
     saved_here = []
     for name, local in tensors.items():
@@ -67,8 +68,9 @@ def write_hf_folder_from_ranks(
 ) -> None:
     """Write the planned folder into `out`, which must not exist. Every rank must call, with the tensors that it holds.
 
-    If one rank fails, all raise, and the folder is incomplete. note: called on the first rank with a line about files that are
-    not written.
+    If one rank fails, all raise, and the folder is incomplete. note: called on the first rank with a line about files
+    that are not written. tensors: name -> this rank's part, as `sharded_model_state` has it. Raises CheckpointError, or
+    PeerError if another rank fails.
     """
     with collectives.raise_together(world, device):
         if world.is_first:
@@ -138,7 +140,10 @@ def _gather(
 
 
 def _row_blocks(shape: tuple[int, ...], item_bytes: int) -> Iterator[Box]:
-    """Yield boxes of full rows, in order, each of at most `_ROW_BLOCK_BYTES` bytes or of one row. item_bytes: of an element."""
+    """Yield boxes of full rows, in order, each of at most `_ROW_BLOCK_BYTES` bytes or of one row.
+
+    item_bytes: of an element.
+    """
     if not shape:
         yield ()
         return

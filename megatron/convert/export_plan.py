@@ -2,7 +2,7 @@
 
     config.json                        written from our settings, for transformers 4 and 5
     model.safetensors, or files of at most a given size and model.safetensors.index.json
-    tokenizer.json, generation_config.json, chat_template.jinja, ...      copied from the folder that the model came from
+    tokenizer.json, generation_config.json, chat_template.jinja, ...     copied from the folder that the model came from
 
 `export_checkpoint.py` writes the model of a checkpoint by such a plan, `export_distributed.py` that of a running job.
 """
@@ -63,7 +63,10 @@ def to_hf_tensors(operation: str, heads: HeadCounts, ours: Tensor) -> Iterator[T
 
 
 def bytes_of_tensor(x: Tensor) -> memoryview:
-    """Return the bytes of a tensor in host memory, in row-major order; a contiguous tensor is not copied."""
+    """Return the bytes [nbytes] of a tensor x in host memory, of any shape and dtype, in row-major order.
+
+    A contiguous tensor is not copied.
+    """
     return x.reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -105,7 +108,10 @@ class FolderPlan:
         return getattr(torch, self.dtype or self.record_of(mapping).dtype)
 
     def check_finite(self, mapping: ParamMapping, ours: Tensor) -> None:
-        """Raise CheckpointError if a cast to a narrower dtype made infinity or NaN. ours: the tensor after the cast."""
+        """Raise CheckpointError if a cast to a narrower dtype made infinity or NaN.
+
+        ours: the tensor after the cast, in the shape of the parameter.
+        """
         saved_dtype = self.record_of(mapping).dtype
         largest = torch.finfo(ours.dtype).max
         is_narrower = largest < torch.finfo(getattr(torch, saved_dtype)).max
@@ -134,9 +140,9 @@ def plan_folder(
 ) -> FolderPlan:
     """Plan the folder of a model: its config.json, and the tensors of each file.
 
-    state: a checkpoint's state. tensors: dtypes and shapes, by the names of a checkpoint. source: names both in errors. The
-    other arguments are those of `write_hf_folder`. Raises ConfigError for a model that the family cannot describe and for
-    tensors that it has no name for, CheckpointError for a model that lacks tensors.
+    state: a checkpoint's state. tensors: dtypes and shapes, by the names of a checkpoint. source: names both in errors.
+    The other arguments are those of `write_hf_folder`. Raises ConfigError for a model that the family cannot describe
+    and for tensors that it has no name for, CheckpointError for a model that lacks tensors.
     """
     state = _with_our_attention(state, source)
     model, vocab_size = _model_in(state, source)
@@ -192,8 +198,8 @@ def _architecture(family: Family, model: ModelConfig, records: Collection[str]) 
 def _with_our_attention(state: dict[str, Any], source: str) -> dict[str, Any]:
     """Replace a script's own attention kernel by one of ours, in the state of a model whose attention is a softmax.
 
-    All families have softmax attention. Raises ConfigError for a kernel that computes anything else, since no config.json can
-    describe it.
+    All families have softmax attention. Raises ConfigError for a kernel that computes anything else, since no
+    config.json can describe it.
     """
     settings = state.get("config", {})
     function = state.get(FUNCTIONS, {}).get("attention_backend")
@@ -273,9 +279,9 @@ def _dtype_of(files: list[PlannedFile]) -> str:
 def write_weights_file(
     path: Path, plan: FolderPlan, planned: PlannedFile, params: Iterable[tuple[ParamMapping, Tensor]]
 ) -> None:
-    """Write a file of weights. params: (mapping, our full tensor in host memory), in the order of the plan.
+    """Write a file of weights. Raises CheckpointError for numbers that the dtype cannot hold, OSError.
 
-    Raises CheckpointError for numbers that the dtype cannot hold.
+    params: (mapping, our full tensor in host memory, [shape of `plan.record_of(mapping)`]), in the order of the plan.
     """
     with backend_of(path).open(path, "xb") as file:
         write_all(file, header_of(planned.tensors), path)
@@ -287,10 +293,10 @@ def write_weights_file(
 
 
 def _end_ids_of_tokenizer(tokenizer_folder: Path, plan: FolderPlan, note: Callable[[str], object]) -> dict[str, int]:
-    """Return bos_token_id and eos_token_id by the chosen tokenizer, unless the model came from a folder that named its own.
+    """Return bos_token_id and eos_token_id by the chosen tokenizer, unless the model has them from its folder.
 
-    Without an eos_token_id, generate() of transformers does not stop at the end of a text. Ids outside the vocabulary of the
-    model are left out.
+    Without an eos_token_id, generate() of transformers does not stop at the end of a text. Ids outside the vocabulary
+    of the model are left out.
     """
     if plan.origin is not None and "eos_token_id" in plan.origin.kept:
         return {}

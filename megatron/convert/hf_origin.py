@@ -1,13 +1,14 @@
 """Record which folder a model came from, beside its numbers: the family, ids of special tokens, the tokenizer's files.
 
-    state["origin"] of a checkpoint    {"model_type": "mistral",              the family that it is written back as
-                                        "folder": "/models/Mistral-7B",       where the files are
-                                        "kept": {"eos_token_id": 2},          keys of config.json, copied unchanged
-                                        "files": {"tokenizer.json": sha256},  files that are copied into exported folders
-                                        "ends": [2, 7]}                       ids that end a text, by all of these files
+    state["origin"] of a checkpoint   {"model_type": "mistral",              the family that it is written back as
+                                       "folder": "/models/Mistral-7B",       where the files are
+                                       "kept": {"eos_token_id": 2},          keys of config.json, copied unchanged
+                                       "files": {"tokenizer.json": sha256},  files that are copied into exported folders
+                                       "ends": [2, 7]}                       ids that end a text, by all of these files
 
-Opening a folder gives the first three; a run that starts from it adds the others, so that a later export has the files that the
-run began with. The record is plain JSON, which may come from anywhere and is checked before it is used. No torch.
+Opening a folder gives the first three; a run that starts from it adds the others, so that a later export has
+the files that the run began with. The record is plain JSON, which may come from anywhere and is checked before
+it is used. No torch.
 
 tokenizer_config.json is written in a spelling that transformers 4 and 5 both read:
 
@@ -15,8 +16,8 @@ tokenizer_config.json is written in a spelling that transformers 4 and 5 both re
     "tokenizer_class": "TokenizersBackend"          "tokenizer_class": "PreTrainedTokenizerFast"
     "extra_special_tokens": ["</s>", ...]           "additional_special_tokens": ["</s>", ...]
 
-transformers 4 knows no class of the first name, and takes an object where 5 lists further special tokens; 5 reads the older
-names too. tests/compat/test_transformers.py compares the ids of both.
+transformers 4 knows no class of the first name, and takes an object where 5 lists further special tokens; 5 reads the
+older names too. tests/compat/test_transformers.py compares the ids of both.
 """
 
 import hashlib
@@ -83,8 +84,8 @@ def _is_aux_file(name: str) -> bool:
 class Provenance:
     """The folder that a model came from; the module's docstring explains the fields.
 
-    files None: the folder was opened just now, and its files are taken as they are. ends None: the files have not been asked
-    yet.
+    files None: the folder was opened just now, and its files are taken as they are. ends None: the files have
+    not been asked yet.
     """
 
     model_type: str
@@ -102,7 +103,10 @@ class Provenance:
 
     @classmethod
     def in_state(cls, state: Mapping[str, Any], source: str) -> "Provenance | None":
-        """Return the record in a checkpoint's state; None if it has none. Raises ConfigError for one that is invalid."""
+        """Return the record in a checkpoint's state; None if it has none.
+
+        Raises ConfigError for one that is invalid.
+        """
         raw = state.get("origin")
         problems = provenance_problems(raw)
         if problems:
@@ -135,8 +139,8 @@ class Provenance:
     def end_ids(self) -> list[int]:
         """Return the ids that end a text, as generate() of transformers takes them.
 
-        They are those of generation_config.json if it names some, else those of config.json; none if neither does. Raises
-        CheckpointError for a file that cannot be read.
+        They are those of generation_config.json if it names some, else those of config.json; none if neither does.
+        Raises CheckpointError for a file that cannot be read.
         """
         if self.ends is not None:
             return list(self.ends)
@@ -218,8 +222,8 @@ def copy_aux_files(
 ) -> list[str]:
     """Copy the files of the folder `chosen`, by default those of the origin, unchanged; return their names.
 
-    tokenizer_config.json alone may change its spelling, for transformers 4. note: called with a line about files that are
-    missing. Raises CheckpointError or OSError for a file of `chosen`, or for one that cannot be written.
+    tokenizer_config.json alone may change its spelling, for transformers 4. note: called with a line about files that
+    are missing. Raises CheckpointError or OSError for a file of `chosen`, or for one that cannot be written.
     """
     if chosen is not None:
         return [_write(name, read_aux_file(chosen, name), target) for name in aux_files_in(chosen)]

@@ -55,7 +55,8 @@ def tensor_records(
 ) -> dict[str, TensorRecord]:
     """Return our tensors, by name, made of a folder's `tensors`.
 
-    Raises CheckpointError, with all of them, for tensors that are unknown, incomplete, or of another shape than the config says.
+    Raises CheckpointError, with all of them, for tensors that are unknown, incomplete, or of another shape than
+    the config says.
     """
     mappings = list(param_mappings(family, config))
     tensors = _by_current_names(family, mappings, tensors)
@@ -127,7 +128,10 @@ def check_tied(folder: HFFolder, family: Family, config: ModelConfig, root: Path
 
 
 def config_in(root: Path) -> dict[str, Any]:
-    """Return the config.json of a folder; reads the headers of the weights where only they say whether weights are tied."""
+    """Return the config.json of a folder.
+
+    Reads the headers of the weights where only they say whether weights are tied.
+    """
     config = read_json(root / CONFIG)
     if family_of(config, str(root / CONFIG)).untied_config(config) is None:
         return config

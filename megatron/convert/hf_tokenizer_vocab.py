@@ -1,4 +1,7 @@
-"""Read the vocabulary of the tokenizer in a Hugging Face folder. Its files are read as data; none of them is run. No torch."""
+"""Read the vocabulary of the tokenizer in a Hugging Face folder. Its files are read as data; none of them is run.
+
+No torch.
+"""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,9 +30,10 @@ def read_vocabulary(folder: Path) -> dict[str, int] | None:
 
 
 def read_end_ids(folder: Path) -> dict[str, int]:
-    """Return bos_token_id and eos_token_id, by the tokens that the folder's files name; an id that they do not name is absent.
+    """Return bos_token_id and eos_token_id, by the tokens that the folder's files name.
 
-    Raises ValueError, OSError, ImportError or CheckpointError for a file that cannot be read.
+    An id that they do not name is absent. Raises ValueError, OSError, ImportError or CheckpointError for a file
+    that cannot be read.
     """
     config = _read_object(folder, TOKENIZER_CONFIG)
     if "added_tokens_decoder" not in config:

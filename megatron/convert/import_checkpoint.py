@@ -33,9 +33,9 @@ def copy_checkpoint(
 ) -> Path:
     """Write the weights below `root`, which must not exist, as an iteration that any layout loads; return its folder.
 
-    One process calls. dtype: of all floating tensors; default: unchanged. The checkpoint's state names the model, and says that
-    it has no optimizer state. allow_missing: write a model that lacks tensors, without them; note: called with a line about
-    each. Raises ConfigError, CheckpointError.
+    One process calls. dtype: of all floating tensors; default: unchanged. The checkpoint's state names the model, and
+    says that it has no optimizer state. allow_missing: write a model that lacks tensors, without them; note: called
+    with a line about each. Raises ConfigError, CheckpointError.
     """
     if exists(path_of(root)):
         raise ConfigError(f"{root} is there already; a checkpoint is written anew: choose another folder")
@@ -67,14 +67,20 @@ class _LazyTensor(StoredTensor):
         return _LazyTensor(self.checkpoint, self.name, str(self.dtype).removeprefix("torch."), shape, start)
 
     def view(self, shape: tuple[int, ...]) -> "_LazyTensor":
+        """Return the same elements in another shape, of as many elements."""
         return self._part(shape, self.start)
 
     def __getitem__(self, rows: slice) -> "_LazyTensor":
+        """Return consecutive rows of the first dimension, as a view: [rows, ..]."""
         start, stop = rows.indices(self.shape[0])[:2]
         row_numel = prod(self.shape[1:])
         return self._part((stop - start, *self.shape[1:]), self.start + start * row_numel)
 
     def parts(self, nbytes: int = 4 << 20) -> Iterator[StoredTensor]:
+        """Yield the elements in order, in flat runs [elements] of at most `nbytes` bytes.
+
+        A tensor that the file has in another order is one run.
+        """
         if keeps_order(self.checkpoint.manifest.tensors[self.name]):
             return super().parts(nbytes)
         return iter([self.view((self.numel(),))])
@@ -93,4 +99,5 @@ class _LazyTensor(StoredTensor):
         return done(values.view(self.shape))
 
     def start_writing(self, values: Tensor) -> AsyncHandle[Any]:
+        """Raise TypeError: the checkpoint is read only."""
         raise TypeError(f"{self.name} of {self.checkpoint.folder} is read only")

@@ -70,7 +70,10 @@ def _record(dtype: str, shape: list[int], pieces: list[dict[str, Any]]) -> Tenso
 
 
 def manifest_of_megatron(model: MegatronModel, iteration: int, path: Path) -> Manifest:
-    """Return the manifest of the model as a checkpoint of ours. Raises CheckpointError for parts that do not fit together."""
+    """Return the manifest of the model as a checkpoint of ours.
+
+    Raises CheckpointError for parts that do not fit together.
+    """
     records = {}
     problems = []
     for name, parts in model.parts.items():

@@ -25,7 +25,10 @@ from megatron.core.storage.paths import is_url, path_of
 
 
 def is_foreign(root: Path | str, iteration: int | None = None) -> bool:
-    """Return whether a folder (at an iteration, if it has some) holds a model of another project that can be read here."""
+    """Return whether a folder holds a model of another project that can be read here.
+
+    iteration: of a folder that has some.
+    """
     if is_url(root):
         return False
     return is_hf_folder(path_of(root)) or is_megatron_folder(path_of(root), iteration)
@@ -49,8 +52,9 @@ class DescribedModel(NamedTuple):
 def describe_model(path: Path) -> DescribedModel:
     """Return the model that a config.json, or a folder with one, describes.
 
-    A folder adds its tokenizer's settings and files; a config.json on its own says nothing of the files beside it. Raises
-    ConfigError for a file that does not exist, cannot be read, or has keys that its family's table does not know.
+    A folder adds its tokenizer's settings and files; a config.json on its own says nothing of the files beside it.
+    Raises ConfigError for a file that does not exist, cannot be read, or has keys that its family's table does not
+    know.
     """
     folder = path if is_folder(path) else None
     source = path if folder is None else folder / CONFIG

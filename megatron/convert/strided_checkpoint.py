@@ -1,7 +1,8 @@
 """Read tensors where they are in other projects' files: strided pieces, of which a rank reads the boxes that it needs.
 
-A piece is a box of a tensor of ours and the position of its elements in a file: the byte of the first, the dtype, and a stride
-for each dimension. So a transposed weight, or one head of a fused one, is read directly, a bounded number of bytes at a time.
+A piece is a box of a tensor of ours and the position of its elements in a file: the byte of the first, the dtype, and a
+stride for each dimension. So a transposed weight, or one head of a fused one, is read directly, a bounded number of
+bytes at a time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,7 +35,10 @@ class StridedPiece(Piece):
 
 
 def record_of(operation: str, heads: HeadCounts, hf_tensors: Sequence[TensorInFile]) -> TensorRecord:
-    """Return the tensor of ours that an operation makes of Hugging Face tensors. Raises ValueError if shapes do not fit."""
+    """Return the tensor of ours that an operation makes of Hugging Face tensors.
+
+    Raises ValueError if shapes do not fit.
+    """
     views = [View.of(tensor_index, x.shape) for tensor_index, x in enumerate(hf_tensors)]
     places = list(OPERATIONS[operation].places(heads, views))
     pieces = tuple(piece_of(box, view, hf_tensors[view.tensor_index]) for box, view in places)
@@ -49,7 +53,9 @@ def piece_of(box: Box, view: View, x: TensorInFile) -> StridedPiece:
 
 
 def keeps_order(record: TensorRecord) -> bool:
-    """Return whether the file holds each piece's elements in our order, so that a part of a piece is a part of the file.
+    """Return whether the file holds each piece's elements in our order.
+
+    Then a part of a piece is a part of the file.
 
     False for a transposed weight: any row of ours would read nearly all bytes of the piece.
     """
@@ -57,7 +63,10 @@ def keeps_order(record: TensorRecord) -> bool:
 
 
 class StridedCheckpoint(Checkpoint):
-    """A checkpoint in the files of another project, which is read through `Checkpoint`'s methods. It holds no hashes."""
+    """A checkpoint in the files of another project, which is read through `Checkpoint`'s methods.
+
+    It holds no hashes.
+    """
 
     def has_runs(self, name: str) -> bool:
         return super().has_runs(name) and keeps_order(self.manifest.tensors[name])
@@ -65,7 +74,8 @@ class StridedCheckpoint(Checkpoint):
     def runs(self, name: str, rooms: Iterator[Tensor]) -> Iterator[tuple[int, Tensor]]:
         """Yield (number of the first element, values [n]) of the tensor's contiguous runs.
 
-        rooms: uint8 buffers, used in turn; values are gone when their buffer is used again.
+        rooms: uint8 buffers [bytes], used in turn; values are gone when their buffer is used again. Any rank may call
+        alone. Raises CheckpointError.
         """
         record = self.manifest.tensors[name]
         for piece in record.pieces:
@@ -102,9 +112,10 @@ def _shifted(part: Box, outer: Box) -> Box:
 
 
 def read_box(folder: Path, piece: StridedPiece, box: Box, name: str) -> Iterator[tuple[Box, Tensor]]:
-    """Read the elements of a piece in `box` (relative to the piece), in parts: (box relative to `box`, strided values).
+    """Read the elements of a piece in `box` (relative to the piece), in parts: (box relative to `box`, values).
 
-    All parts use one buffer: values are gone with the next part. Raises CheckpointError with `name`, the tensor's name.
+    values: strided, [shape of the part's box]. All parts use one buffer: values are gone with the next part. Raises
+    CheckpointError with `name`, the tensor's name.
     """
     path = folder / piece.file
     item_bytes = ITEM_BYTES[piece.dtype]

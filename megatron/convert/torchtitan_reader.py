@@ -24,9 +24,10 @@ _NOTE = "is a checkpoint of torchtitan: its weights are read, and not its optimi
 
 
 def open_titan(root: Path, world: Axis = ALONE, device: torch.device | str = "cpu") -> StridedCheckpoint:
-    """Open the model in a folder of torchtitan's, with a config.json in it, as one that any layout can load; reads no tensors.
+    """Open the model in a folder of torchtitan's, with a config.json in it, as one that any layout can load.
 
-    Every rank of `world` must call. The first rank reads the description of the tensors, and broadcasts it.
+    Reads no tensors. Every rank of `world` must call. The first rank reads the description of the tensors, and
+    broadcasts it.
     """
     text = None
     with collectives.raise_together(world, device):

@@ -1,12 +1,12 @@
 """Give a checkpoint of torchtitan the names of a Hugging Face folder. Reads no tensors. No torch.
 
-    .metadata, __0_0.distcp, ...     torch.distributed.checkpoint: tok_embeddings.weight, layers.0.attention.wq.weight, ...;
-                                     optimizer.*, which is not read
-    config.json                      of the model in Hugging Face's form, put there by its user: the other files do not describe
-                                     what the model computes
+    .metadata, __0_0.distcp, ...    torch.distributed.checkpoint: tok_embeddings.weight, layers.0.attention.wq.weight,
+                                    ...; optimizer.*, which is not read
+    config.json                     of the model in Hugging Face's form, put there by its user: the other files do not
+                                    describe what the model computes
 
-With these names, the family's table maps the tensors to ours. Each tensor is in chunks, one for each rank that held a part of
-it.
+With these names, the family's table maps the tensors to ours. Each tensor is in chunks, one for each rank that
+held a part of it.
 """
 
 import re
@@ -96,7 +96,10 @@ def as_one_tensor(name: str, chunks: list[BoxInFile]) -> TensorInFile:
 
 
 def family_of_titan(family: Family, kind: str, rotary_percent: float) -> Family:
-    """Return the family's table for weights of torchtitan. Raises ConfigError for a model_type that is not supported."""
+    """Return the family's table for weights of torchtitan.
+
+    Raises ConfigError for a model_type that is not supported.
+    """
     if kind not in ROTATES_PAIRS or rotary_percent != 1:
         partly = "" if rotary_percent == 1 else " with heads that rotate in part"
         raise ConfigError(f"{CONFIG}: model_type is {kind}{partly}; read of torchtitan are {', '.join(ROTATES_PAIRS)}")
@@ -144,7 +147,10 @@ def _pieces_in_chunks(piece: StridedPiece, chunks: list[BoxInFile]) -> Iterator[
 
 
 def check_tied_chunks(root: Path, chunks: Mapping[str, list[BoxInFile]], output: str, embedding: str) -> None:
-    """Refuse an output layer that differs from the word embeddings that the model ties it to. Raises CheckpointError."""
+    """Refuse an output layer that differs from the word embeddings that the model ties it to.
+
+    Raises CheckpointError.
+    """
     if output not in chunks or embedding not in chunks:
         return
     pairs = list(zip(chunks[output], chunks[embedding]))

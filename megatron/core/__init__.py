@@ -1,9 +1,11 @@
 """Training is made of these parts, each usable without the rest. Names load on first use: pure files need no torch.
 
-    base, storage, parallel, sharding       settings and errors; files; ranks and their communication; placement of tensors
-    ops, offload, datasets, tokenizers      tensor operations; memory beside the device's; data
-    tensor_parallel, pipeline_parallel, context_parallel, distributed, dist_checkpointing    one mechanism each
-    transformer, optimizer, models, inference    built from the mechanisms
+    base, storage                                           settings and errors; files
+    parallel, sharding                                      ranks and their communication; placement of tensors
+    ops, offload, datasets, tokenizers                      tensor operations; memory beside the device's; data
+    tensor_parallel, pipeline_parallel, context_parallel    one mechanism each
+    distributed, dist_checkpointing                         one mechanism each
+    transformer, optimizer, models, inference               built from the mechanisms
 
 The loose files, and the folders whose names Megatron core has, offer Megatron's names with Megatron's arguments. A
 package imports from the levels below its own (tests/package_graph.py), and nothing of `megatron.training`.

@@ -1,4 +1,7 @@
-"""Megatron's `InferenceParams`, which nothing here reads: `megatron.core.inference.generate` keeps a cache of its own."""
+"""Megatron's `InferenceParams`, which nothing here reads.
+
+`megatron.core.inference.generate` keeps a cache of its own.
+"""
 
 
 class InferenceParams:

@@ -8,7 +8,10 @@ from megatron.core.optimizer.param_group_schedule import SampleSchedule
 
 
 class OptimizerParamScheduler(SampleSchedule):
-    """Sets `lr` and `weight_decay` of an optimizer's groups. The unit of a step is the caller's: samples, in Megatron's loop."""
+    """Sets `lr` and `weight_decay` of an optimizer's groups.
+
+    The unit of a step is the caller's: samples, in Megatron's loop.
+    """
 
     def __init__(
         self,
@@ -46,7 +49,10 @@ class OptimizerParamScheduler(SampleSchedule):
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume at the saved step. Raises ConfigError if the saved schedule differs and no option says which one counts."""
+        """Resume at the saved step.
+
+        Raises ConfigError if the saved schedule differs and no option says which one counts.
+        """
         self.resume(state_dict, self._choice)
 
 

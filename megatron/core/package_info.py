@@ -1,4 +1,7 @@
-"""The name and the version of `megatron.core`, under Megatron's names. `megatron/__init__.py` checks that they are ours."""
+"""The name and the version of `megatron.core`, under Megatron's names.
+
+`megatron/__init__.py` checks that they are ours.
+"""
 
 # The release of megatron-core whose interface this one follows: scripts compare it to choose between Megatron's
 # signatures.

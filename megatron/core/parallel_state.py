@@ -1,7 +1,7 @@
 """Megatron's `mpu`: accessors of this process's `Mesh`, for scripts (Megatron: core/parallel_state.py).
 
-Scripts also reach `parallel/initialize_distributed.py` and `initialize_model_parallel.py` through this module. Library code does
-not use it: it receives `Axis` objects.
+Scripts also reach `parallel/initialize_distributed.py` and `initialize_model_parallel.py` through this module. Library
+code does not use it: it receives `Axis` objects.
 """
 
 from collections.abc import Callable, Sequence
@@ -69,7 +69,10 @@ def _size(axis: str) -> Callable[[], int]:
 
 
 def _member(axis: str, offset: int = 0, *, from_this_rank: bool = False) -> Callable[[], int]:
-    """Return an accessor of the global rank at `offset`, counted from the axis's first rank or from this rank, in a ring."""
+    """Return an accessor of the global rank at `offset`, in a ring.
+
+    offset: counted from the axis's first rank, or from this rank.
+    """
 
     def get() -> int:
         ranks = get_mesh()[axis]
@@ -97,7 +100,10 @@ get_tensor_and_context_parallel_group = _group("tp_cp")
 
 
 def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[Any] | None:
-    """Return the groups of --cp-comm-type a2a+p2p: the neighbours that exchange heads, and the ring between groups of them."""
+    """Return the groups of --cp-comm-type a2a+p2p.
+
+    They are the neighbours that exchange heads, and the ring between groups of them.
+    """
     if not check_initialized and not model_parallel_is_initialized():
         return None
     return [_group(name)() for name in ("cp_heads", "cp_ring")]
@@ -183,7 +189,10 @@ set_expert_model_parallel_world_size = _size_setter("set_expert_model_parallel_w
 
 
 def _is_stage(stage: int, ignore_virtual: bool, vp_stage: int | None) -> bool:
-    """Return whether the running chunk (or `vp_stage`) is `stage`; with `ignore_virtual`, whether any local chunk is."""
+    """Return whether the running chunk (or `vp_stage`) is `stage`.
+
+    With `ignore_virtual`, whether any local chunk is.
+    """
     state = get_global_state()
     local_stages = state.mesh.stages.of_rank(state.mesh["pp"].rank)
     if ignore_virtual or len(local_stages) == 1 or stage not in local_stages:
@@ -279,7 +288,7 @@ class GlobalMemoryBuffer:
         self.buffer: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
     def get_tensor(self, tensor_shape: Sequence[int], dtype: torch.dtype, name: str) -> torch.Tensor:
-        """Return an uninitialised tensor in the memory of the tensor returned for this name and dtype before."""
+        """Return an uninitialized tensor [tensor_shape], in the memory of the last one of this name and dtype."""
         numel = torch.Size(tensor_shape).numel()
         buffer = self.buffer.get((name, dtype))
         if buffer is None or buffer.numel() < numel:

@@ -5,7 +5,8 @@
         ...
 
 level 1    forward-backward, all-grads-sync, optimizer-clip-main-grad, optimizer, params-all-gather
-level 2    also batch-generator, forward-compute, backward-compute, forward-send, forward-recv, backward-send, backward-recv
+level 2    also batch-generator, forward-compute, backward-compute,
+           forward-send, forward-recv, backward-send, backward-recv
 
 A timer above --timing-log-level does nothing. An active timer synchronizes the device before it reads the clock.
 """

@@ -1,4 +1,6 @@
-"""DeepSpeed's names over this project's data parallelism, for scripts that call `deepspeed.initialize` (docs/deepspeed.md).
+"""DeepSpeed's names over this project's data parallelism, for scripts that call `deepspeed.initialize`.
+
+docs/deepspeed.md lists what they do.
 
     engine, optimizer      `initialize(...)` -> engine, which runs any torch module, saves and loads; its optimizer
     settings, config_keys  a ds_config as settings of ours; which of its keys work, have no effect, or are refused

@@ -1,15 +1,17 @@
-"""Provide `deepspeed.comm`: initialization, and the collectives of torch.distributed with DeepSpeed's names and arguments.
+"""Provide `deepspeed.comm`: initialization, and torch.distributed's collectives under DeepSpeed's names.
 
-    init_distributed()    uses torch.distributed if the script has initialized it, else initializes it as the launcher says
-    cdb                   the active backend: its name, rank and world size; None before `init_distributed`
+    init_distributed()   uses torch.distributed if the script has initialized it, else does so as the launcher says
+    cdb                  the active backend: its name, rank and world size; None before `init_distributed`
 
-Scripts call these collectives; this project does not. Each calls the one of torch.distributed and returns its result. In all of
-them
+Scripts call these collectives; this project does not. Each calls the one of torch.distributed and returns its result.
+Every rank of the group must call; tensors have the same shape and dtype on all of them, unless a function says
+otherwise. On a rank outside of the group nothing happens. All raise RuntimeError before `init_distributed`, TypeError
+for a group of another type, and ValueError for an unknown `op`. In all of them
 
     group       a process group of torch (`new_group`), or an `Axis` of the mesh; default: all ranks
     op          torch's `ReduceOp`, a member of another enumeration with the same name, or the name
     src, dst    global ranks
-    async_op    True: return a handle at once, whose `wait()` completes the call; False: the call is complete when it returns
+    async_op    True: return a handle at once, whose `wait()` completes the call; False: the call is complete on return
 
 `prof`, `log_name` and `debug` belong to DeepSpeed's communication log. That log is not built: they have no effect.
 """
@@ -82,14 +84,14 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Initialize torch.distributed, or use it if the script has initialized it. Every rank must call; later calls do nothing.
+    """Initialize torch.distributed, or use it if the script has initialized it.
 
-    Rank and world size come from the variables of torchrun, Open MPI, MPICH or SLURM (MASTER_ADDR included); without any of
-    them, the process is a job of one rank.
+    Every rank must call; later calls do nothing. Rank and world size come from the variables of torchrun, Open MPI,
+    MPICH or SLURM (MASTER_ADDR included); without any of them, the process is a job of one rank.
 
         dist_backend          default: the backend of the device
-        auto_mpi_discovery    False: ignore the variables of mpirun, mpiexec and srun; a process that one of them has started
-                              then needs torchrun's variables
+        auto_mpi_discovery    False: ignore the variables of mpirun, mpiexec and srun; a process that one of them has
+                              started then needs torchrun's variables
         distributed_port      the port of rank 0, unless MASTER_PORT is set
         verbose               print the backend, on the first rank
         timeout               of a collective
@@ -97,8 +99,8 @@ def init_distributed(
         init_method, rank, world_size    accepted, without effect, only where torch.distributed is initialized already
         config                a ds_config; its communication log is not built
 
-    Raises ConfigError if the backend is not available or torch.distributed is initialized with another one, RuntimeError for
-    arguments that need an initialized torch.distributed.
+    Raises ConfigError if the backend is not available or torch.distributed is initialized with another one,
+    RuntimeError for arguments that need an initialized torch.distributed.
     """
     global cdb
     if dist_backend:
@@ -129,7 +131,10 @@ def init_distributed(
 
 
 def _check_backend_available(requested: str | None, device_backend: str) -> None:
-    """Raise ConfigError for a backend that this process cannot use. device_backend: that of the device it computes on."""
+    """Raise ConfigError for a backend that this process cannot use.
+
+    device_backend: that of the device it computes on.
+    """
     if requested is None or requested == device_backend:
         return
     names = [part.rpartition(":")[2] for part in requested.split(",")]  # "cpu:gloo,cuda:nccl" names two
@@ -348,8 +353,8 @@ def _call(
 ) -> Handle | None:
     """Issue a collective and, unless `async_op`, wait for it.
 
-    op: the collective's name in reports of a hang. start: torch's function but for group and async_op. tensors: what this rank
-    sends, for its size. finish: called once the result is there.
+    op: the collective's name in reports of a hang. start: torch's function but for group and async_op. tensors: what
+    this rank sends, for its size. finish: called once the result is there.
     """
     process_group = _process_group(group)
     if process_group is dist.GroupMember.NON_GROUP_MEMBER:
@@ -370,8 +375,8 @@ def _call(
 def _reduction(op: Any, group: Any, result: Tensor, has_result: bool = True) -> tuple[Any, Callable[[], Any] | None]:
     """Return (the operation for torch, what is left to do with the result).
 
-    Gloo has no mean: it computes a sum, which is divided on the ranks that have the result. Means of integers are rounded
-    towards zero, as NCCL does.
+    Gloo has no mean: it computes a sum, which is divided on the ranks that have the result. Means of integers are
+    rounded towards zero, as NCCL does.
     """
     operation = _operation(op)
     backend_has_mean = result.device.type != "cpu" and dist.get_backend(_process_group(group)) != "gloo"
@@ -396,7 +401,7 @@ def all_reduce(
     log_name: str = "all_reduce",
     debug: Any = None,
 ) -> Any:
-    """Reduce the tensor over the ranks, in place; return it, or the handle if `async_op`."""
+    """Reduce the tensor [..] over the ranks, in place; return it, or the handle if `async_op`."""
     operation, finish = _reduction(op, group, tensor)
     handle = _call("all_reduce", partial(dist.all_reduce, tensor, op=operation), group, [tensor], async_op, finish)
     return handle if async_op else tensor
@@ -405,13 +410,14 @@ def all_reduce(
 def inference_all_reduce(
     tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False, **_: Any
 ) -> Any:
+    """Call `all_reduce` for the tensor [..]."""
     return all_reduce(tensor, op, group, async_op)
 
 
 def all_reduce_coalesced(
     tensors: Sequence[Tensor], op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False, **_: Any
 ) -> "Handles | None":
-    """Call `all_reduce` for each tensor."""
+    """Call `all_reduce` for each tensor, of any shape [..]; in place."""
     return _wait_for_all([all_reduce(x, op, group, True) for x in tensors], async_op)
 
 
@@ -425,7 +431,10 @@ def reduce(
     log_name: str = "reduce",
     debug: Any = None,
 ) -> Handle | None:
-    """Reduce the tensor over the ranks into that of the global rank `dst`; the others' values are undefined, as in torch."""
+    """Reduce the tensor [..] over the ranks into that of the global rank `dst`.
+
+    The others' values are undefined, as in torch.
+    """
     operation, finish = _reduction(op, group, tensor, has_result=dist.get_rank() == dst)
     return _call("reduce", partial(dist.reduce, tensor, dst, op=operation), group, [tensor], async_op, finish)
 
@@ -449,6 +458,7 @@ def reduce_scatter_tensor(
 def reduce_scatter_fn(
     output_tensor: Tensor, tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False, **_: Any
 ) -> Handle | None:
+    """Call `reduce_scatter_tensor`: [ranks x n, ...] -> [n, ...]."""
     return reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)
 
 
@@ -462,7 +472,7 @@ def reduce_scatter(
     log_name: str = "reduce_scatter",
     debug: Any = None,
 ) -> Handle | None:
-    """Reduce tensor i of all ranks' lists into `output` of the rank at position i."""
+    """Reduce tensor i [..] of all ranks' lists into `output` [..] of the rank at position i."""
     operation, finish = _reduction(op, group, output)
     start = partial(dist.reduce_scatter, output, list(input_list), op=operation)
     return _call("reduce_scatter", start, group, input_list, async_op, finish)
@@ -480,13 +490,16 @@ def broadcast(
     log_name: str = "broadcast",
     debug: Any = None,
 ) -> Any:
-    """Copy the tensor of the global rank `src` to the others; return it, or the handle if `async_op`."""
+    """Copy the tensor [..] of the global rank `src` to the others; return it, or the handle if `async_op`."""
     handle = _call("broadcast", partial(dist.broadcast, tensor, src), group, [tensor], async_op)
     return handle if async_op else tensor
 
 
 def broadcast_object_list(object_list: list[Any], src: int, group: Any = None, device: Any = None) -> None:
-    """Copy the objects of the global rank `src` into the lists of the others. Ranks of a job trust each other's pickles."""
+    """Copy the objects of the global rank `src` into the lists of the others.
+
+    Ranks of a job trust each other's pickles.
+    """
     dist.broadcast_object_list(object_list, src, group=_process_group(group), device=device)
 
 
@@ -499,7 +512,7 @@ def all_gather(
     log_name: str = "all_gather",
     debug: Any = None,
 ) -> Handle | None:
-    """Gather the ranks' tensors into the tensors of the list, in the order of ranks."""
+    """Gather the ranks' tensors [..] into the tensors [..] of the list, in the order of ranks."""
     return _call("all_gather", partial(dist.all_gather, list(tensor_list), tensor), group, [tensor], async_op)
 
 
@@ -525,13 +538,14 @@ def all_gather_into_tensor(
 def allgather_fn(
     output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False, **_: Any
 ) -> Handle | None:
+    """Call `all_gather_into_tensor`: [n, ...] -> [ranks x n, ...]."""
     return all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
 
 
 def all_gather_coalesced(
     output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], group: Any = None, async_op: bool = False
 ) -> "Handles | None":
-    """Call `all_gather_into_tensor` for each tensor."""
+    """Call `all_gather_into_tensor` for each tensor: [n, ...] -> [ranks x n, ...]."""
     pairs = zip(output_tensors, input_tensors, strict=True)
     return _wait_for_all([all_gather_into_tensor(out, x, group, True) for out, x in pairs], async_op)
 
@@ -547,9 +561,10 @@ def all_to_all_single(
     log_name: str = "all_to_all_single",
     debug: Any = None,
 ) -> Handle | None:
-    """Send part i of dimension 0 to the rank at position i; `output` has the received parts, in rank order.
+    """Send part i of dimension 0 of the tensor [rows, ...] to the rank at position i.
 
-    output_split_sizes, input_split_sizes: rows of each part; default: equal parts.
+    `output` [rows, ...] has the received parts, in rank order. output_split_sizes, input_split_sizes: rows of each
+    part; default: equal parts.
     """
     splits = [None if sizes is None else list(sizes) for sizes in (output_split_sizes, input_split_sizes)]
     start = partial(dist.all_to_all_single, output, tensor, *splits)
@@ -561,7 +576,8 @@ def all_to_all(
 ) -> Handle | None:
     """Send tensor i of the input list to the rank at position i, which receives it in its output list.
 
-    One transfer of flat tensors, since gloo has no all-to-all of lists; all tensors of a rank have one dtype.
+    Tensors may differ in shape; one is received in the shape in which it is sent. One transfer of flat tensors, since
+    gloo has no all-to-all of lists; all tensors of a rank have one dtype.
     """
     flat_input = torch.cat([x.reshape(-1) for x in input_tensor_list])
     output_sizes = [x.numel() for x in output_tensor_list]
@@ -586,7 +602,7 @@ def gather(
     log_name: str = "gather",
     debug: Any = None,
 ) -> Handle | None:
-    """Gather the ranks' tensors into the list of the global rank `dst`; the others pass no list."""
+    """Gather the ranks' tensors [..] into the list of the global rank `dst`, [..] each; the others pass no list."""
     return _call("gather", partial(dist.gather, tensor, gather_list, dst), group, [tensor], async_op)
 
 
@@ -600,7 +616,10 @@ def scatter(
     log_name: str = "scatter",
     debug: Any = None,
 ) -> Handle | None:
-    """Send tensor i of the global rank `src`'s list to `tensor` of the rank at position i; the others pass no list."""
+    """Send tensor i [..] of the global rank `src`'s list to `tensor` [..] of the rank at position i.
+
+    The others pass no list.
+    """
     return _call("scatter", partial(dist.scatter, tensor, scatter_list, src), group, [tensor], async_op)
 
 
@@ -636,20 +655,28 @@ def _wait_for_all(handles: Sequence[Handle | None], async_op: bool) -> Handles |
 
 
 def send(tensor: Tensor, dst: int, group: Any = None, tag: int = 0, **_: Any) -> None:
-    """Send to the global rank `dst`; return when the tensor may be changed."""
+    """Send a tensor [..] to the global rank `dst`; return when it may be changed.
+
+    `dst` must call `recv` or `irecv`; no other rank takes part.
+    """
     dist.send(tensor, dst, group=_process_group(group), tag=tag)
 
 
 def recv(tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0, **_: Any) -> int:
-    """Receive from the global rank `src`, default: any; return the sender."""
+    """Receive a tensor [..] from the global rank `src`, default: any; return the sender.
+
+    tensor: filled in place, in the shape in which it is sent. The sender must call `send` or `isend`.
+    """
     return dist.recv(tensor, src, group=_process_group(group), tag=tag)
 
 
 def isend(tensor: Tensor, dst: int, group: Any = None, tag: int = 0, **_: Any) -> dist.Work | None:
+    """Start to send a tensor [..] as `send` does; it must not change before the returned work is complete."""
     return dist.isend(tensor, dst, group=_process_group(group), tag=tag)
 
 
 def irecv(tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0, **_: Any) -> dist.Work | None:
+    """Start to receive a tensor [..] as `recv` does; it is filled when the returned work is complete."""
     return dist.irecv(tensor, src, group=_process_group(group), tag=tag)
 
 

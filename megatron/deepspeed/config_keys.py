@@ -1,4 +1,6 @@
-"""List every key of ds_config: what works, what has no effect, and what is refused. `docs/deepspeed.md` has the same tables.
+"""List every key of ds_config: what works, what has no effect, and what is refused.
+
+`docs/deepspeed.md` has the same tables.
 
 WORKS: key -> the kind of its value, what it does, and the lowest and highest value or the texts that it may be.
 NO_EFFECT, REFUSED: a reason, or what to do instead -> keys, by section. `key=value`: not refused with this value.

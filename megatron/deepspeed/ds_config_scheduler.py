@@ -33,7 +33,10 @@ def make_schedule(section: Mapping[str, Any], optimizer: Any) -> GroupSchedule:
 
 
 def _is_valid(value: Any, parameter: inspect.Parameter) -> bool:
-    """Return whether a schedule can compute with a value: a number, or where it takes rates, one for each parameter group."""
+    """Return whether a schedule can compute with a value.
+
+    That is a number, or where it takes rates, one for each parameter group.
+    """
     if parameter.annotation is str or (value is None and parameter.default is None):
         return True
     if isinstance(value, bool) or fits(value, float):

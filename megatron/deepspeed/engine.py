@@ -1,9 +1,9 @@
 """Provide DeepSpeed's `initialize` and engine: `megatron.training.zero_engine.Engine` with the settings of a ds_config.
 
-    for batch in loader:                 micro batches of this rank
-        loss = engine(batch)             the module's forward
-        engine.backward(loss)            gradients of loss x loss scale / accumulation steps
-        engine.step()                    every `gradient_accumulation_steps` calls: reduce, clip, update, next learning rate
+    for batch in loader:             micro batches of this rank
+        loss = engine(batch)         the module's forward
+        engine.backward(loss)        gradients of loss x loss scale / accumulation steps
+        engine.step()                every `gradient_accumulation_steps` calls: reduce, clip, update, next learning rate
 
 save_dir/latest               the tag
 save_dir/<tag>/iter_0000012/  weights, optimizer state, buffers and JSON (docs/checkpoint_format.md), no pickle
@@ -122,9 +122,9 @@ class DeepSpeedEngine(Engine):
     ) -> tuple[str | None, dict[str, Any]]:
         """Load a checkpoint that any number of ranks saved in any ZeRO stage; return (its folder, its client state).
 
-        Every rank must call. tag: as in `save_checkpoint`; None: the one in load_dir/latest; without such a file, (None, {}) and
-        a warning. load_module_only: no optimizer, no schedule, and the counters of steps and samples stay as they are.
-        load_module_strict: has no effect, since every weight must be there. Raises CheckpointError.
+        Every rank must call. tag: as in `save_checkpoint`; None: the one in load_dir/latest; without such a file,
+        (None, {}) and a warning. load_module_only: no optimizer, no schedule, and the counters of steps and samples
+        stay as they are. load_module_strict: has no effect, since every weight must be there. Raises CheckpointError.
         """
         if custom_load_fn is not None:
             raise NotImplementedError(
@@ -197,14 +197,18 @@ def initialize(
     mesh_param: Any = None,
     config_params: Any = None,
 ) -> tuple[DeepSpeedEngine, ZeroOptimizer, DataLoader | None, Any]:
-    """Return (engine, optimizer, data loader, schedule) for any torch module. Every rank must call, with the same model.
+    """Return (engine, optimizer, data loader, schedule) for any torch module.
+
+    Every rank must call, with the same model.
 
         config            a path or a dict; `config_params` and `args.deepspeed_config` are other names of it
-        optimizer         torch's Adam, AdamW or SGD, or a function that makes one of the parameters; replaces the config's
+        optimizer         torch's Adam, AdamW or SGD, or a function that makes one of the parameters; replaces that of
+                          the config
         model_parameters  tensors or groups of them; default: all parameters that require gradients
         training_data     a data set, for the data loader
         lr_scheduler      an object with `step`, or a function that makes one of the optimizer; replaces the config's
-        mpu               given by a script that has called `initialize_model_parallel`: its data-parallel ranks are used
+        mpu               given by a script that has called `initialize_model_parallel`: its data-parallel ranks are
+                          used
 
     Raises ConfigError.
     """

@@ -13,7 +13,7 @@ from megatron.core.optimizer.torch_optimizer_wrapper import TORCHS, GroupedOptim
 def make_groups(section: Mapping[str, Any], parameters: Iterable[Any]) -> tuple[str, Groups]:
     """Return (name in OPTIMIZERS, parameter groups) for the config's `optimizer` section.
 
-    parameters: tensors, or groups of them as torch has. Raises ConfigError.
+    parameters: tensors of any shapes, or groups of them as torch has. Raises ConfigError.
     """
     kind = str(section.get("type"))
     params = dict(section.get("params") or {})
@@ -53,7 +53,10 @@ def FusedAdam(
     amsgrad: bool = False,
     set_grad_none: bool = True,
 ) -> torch.optim.Optimizer:
-    """Return torch's AdamW (Adam if not `adam_w_mode`) for `initialize`, which updates with the device's fused kernel."""
+    """Return torch's AdamW (Adam if not `adam_w_mode`) for `initialize`, which updates with the device's fused kernel.
+
+    params: tensors of any shapes, or groups of them.
+    """
     if amsgrad or not bias_correction:
         raise ConfigError("FusedAdam: amsgrad, and Adam without bias_correction, are not built; leave them out")
     kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
@@ -71,7 +74,10 @@ def DeepSpeedCPUAdam(
     adamw_mode: bool = True,
     fp32_optimizer_states: bool = True,
 ) -> torch.optim.Optimizer:
-    """Return what `FusedAdam` does. `offload_optimizer` of the config decides where the float32 state is kept and updated."""
+    """Return what `FusedAdam` does.
+
+    `offload_optimizer` of the config decides where the float32 state is kept and updated.
+    """
     return FusedAdam(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
 
 

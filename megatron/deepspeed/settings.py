@@ -29,7 +29,10 @@ class Settings(EngineConfig):
 
 
 def load_ds_config(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a file, or the dict itself. Raises ConfigError if it is no JSON object, or repeats a key."""
+    """Return the content of a file, or the dict itself.
+
+    Raises ConfigError if it is no JSON object, or repeats a key.
+    """
     if isinstance(config, Mapping):
         return dict(config)
     if not isinstance(config, str | Path):
@@ -116,7 +119,8 @@ def read_settings(config: Mapping[str, Any], ranks: int) -> Settings:
 def _batch_sizes(config: Mapping[str, Any], ranks: int) -> tuple[int, int]:
     """Return (micro batch, accumulation steps).
 
-    train batch = micro batch x accumulation steps x ranks. Any two of the three are given, or one of the first two alone.
+    train batch = micro batch x accumulation steps x ranks. Any two of the three are given, or one of the first two
+    alone.
     """
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     total, micro, steps = (int(config.get(name) or 0) or None for name in names)

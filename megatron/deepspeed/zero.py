@@ -20,10 +20,10 @@ from megatron.deepspeed.comm import init_distributed
 class Init:
     """A context manager that shards new parameters over the data-parallel ranks.
 
-    Every rank must enter, and build the same model; the first rank's values are kept. module: shard its parameters at once,
-    without a block. dtype: of floating parameters; default: unchanged. enabled: False: nothing happens. DeepSpeed's other
-    arguments (config_dict_or_path, remote_device, ...) have no effect: `initialize` reads the config, and moves the shards
-    to where it says.
+    Every rank must enter, and build the same model; the first rank's values are kept. module: shard its parameters at
+    once, without a block. dtype: of floating parameters; default: unchanged. enabled: False: nothing happens.
+    DeepSpeed's other arguments (config_dict_or_path, remote_device, ...) have no effect: `initialize` reads the config,
+    and moves the shards to where it says.
     """
 
     def __init__(
@@ -62,9 +62,10 @@ def join(dist_init_required: bool | None = None, distributed_port: int | None = 
 class GatheredParameters(FullParameters):
     """A context manager that gathers sharded parameters. Every rank must enter.
 
-    params: one or several. modifier_rank: the global rank whose changes are kept, on all ranks; None: changes are lost, or
-    where parameters are not sharded (stages 0 to 2), each rank keeps its own. After `initialize`, parameters that are rounded
-    copies of float32 masters cannot be changed: ValueError.
+    params: one or several. modifier_rank: the global rank whose changes are kept, on all ranks; None: changes are lost,
+    or where parameters are not sharded (stages 0 to 2), each rank keeps its own. After `initialize`, parameters that
+    are rounded copies of float32 masters cannot be changed: ValueError. In the block every parameter is full, in the
+    shape that the module gave it.
     """
 
     def __init__(

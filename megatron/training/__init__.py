@@ -1,11 +1,12 @@
 """The training loop, and the names that top-level scripts import. Their modules are imported on first use.
 
-    training, trainer, step                     one run from its command line to its end; its loop; one step
-    arguments/, initialize, global_vars         settings; processes; get_args, get_timers, get_tokenizer
-    build, model_chunks, num_samples            model, optimizer and data of this rank
-    checkpointing/                              saving, loading, resuming
-    monitor/, rerun/, memory/, fault_tolerance/ logs and profiles; wrong numbers; memory; hangs, signals and errors
-    zero_engine                                 trains any torch module; the script writes the loop
+    training, trainer, step                one run from its command line to its end; its loop; one step
+    arguments/, initialize, global_vars    settings; processes; get_args, get_timers, get_tokenizer
+    build, model_chunks, num_samples       model, optimizer and data of this rank
+    checkpointing/                         saving, loading, resuming
+    monitor/, rerun/                       logs and profiles; wrong numbers
+    memory/, fault_tolerance/              memory; hangs, signals and errors
+    zero_engine                            trains any torch module; the script writes the loop
 
 To add a flag: `arguments`; an observer: `monitor`; a phase of a step: `step`.
 """

@@ -5,8 +5,10 @@ from typing import Any
 
 
 class BatchCache:
-    """An iterator that caches what it returned since `begin`. After `rewind` it returns the cached batches again, then
-    continues with new ones."""
+    """An iterator that caches what it returned since `begin`.
+
+    After `rewind` it returns the cached batches again, then continues with new ones.
+    """
 
     def __init__(self, batches: Iterator):
         self._batches = batches

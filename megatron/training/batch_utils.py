@@ -20,10 +20,12 @@ NAMES = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")  # i
 
 @accepts_defaults_only(mtp_on_this_rank=False)
 def get_batch_on_this_tp_rank(data_iterator: Iterator | None) -> dict[str, Any]:
-    """Read a batch on the first tensor-parallel rank and broadcast it. Every tensor-parallel rank of the stage must call.
+    """Read a batch on the first tensor-parallel rank and broadcast it.
 
-    tokens, labels, position_ids: int64 [b, s]; loss_mask: float32 [b, s]; attention_mask: None where attention is causal
-    over the whole sample, which is faster than a mask, else `Documents`.
+    Every tensor-parallel rank of the stage must call.
+
+    tokens, labels, position_ids: int64 [b, s]; loss_mask: float32 [b, s]; attention_mask: None where attention is
+    causal over the whole sample, which is faster than a mask, else `Documents`.
     """
     runtime = get_runtime()
     config = runtime.config
@@ -51,9 +53,11 @@ def get_batch_on_this_tp_rank(data_iterator: Iterator | None) -> dict[str, Any]:
 
 @accepts_defaults_only(cp_group=None)
 def get_batch_on_this_cp_rank(batch: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """Return this context-parallel rank's part of each sample: of tensors [b, s], and of the queries of a mask [b, 1, s, s].
+    """Return this context-parallel rank's part of each sample: [b, s] -> [b, s / c].
 
-    `Documents` stay whole, since a query sees keys of other ranks. Labels must have been shifted before.
+    Of an attention mask it is that of the queries: [b, 1, s, s] -> [b, 1, s / c, s]. `Documents` stay whole,
+    since a query sees keys of other ranks. Labels must have been shifted before. Raises ConfigError if the ranks
+    do not divide s.
     """
     sequence = parallel_state.get_mesh().sequence
     shards = {}
@@ -66,10 +70,10 @@ def get_batch_on_this_cp_rank(batch: dict[str, Tensor | None]) -> dict[str, Tens
 
 
 def mean_over_shared_samples(total: Tensor, count: Tensor) -> Tensor:
-    """Return the mean over the tokens of a microbatch, as `loss_func` returns it in Megatron's older form, (loss, report).
+    """Return the mean over the tokens of a microbatch, for Megatron's older form of `loss_func`, (loss, report).
 
-    total, count: sums over this rank's tokens. The ranks that share the samples each get a number, of which the step takes
-    the mean; all of them must call.
+    total, count: scalars [], sums over this rank's tokens; so is the result. The ranks that share the samples each get
+    a number, of which the step takes the mean; all of them must call.
     """
     sequence = parallel_state.get_mesh().sequence
     if sequence.size > 1:
@@ -82,7 +86,8 @@ def loss_report(losses: Tensor, loss_mask: Tensor, loss_sum: Tensor, num_tokens:
     """Return the report of a loss function: tensors [2] of (sum, count) over the tokens that the mask counts.
 
     lm loss: the cross entropy. lm objective: the trained loss, where it has more terms: with label smoothing or z-loss.
-    losses, loss_mask: [b, s]. loss_sum: the masked sum of `losses`.
+    losses, loss_mask: [b, s]. loss_sum, num_tokens: scalars [], the masked sum of `losses` and the number of tokens.
+    Nothing is communicated.
     """
     loss_sum = loss_sum.detach()
     cross_entropy = cross_entropy_of(losses)  # [b, s]; None if the losses are the cross entropy
@@ -96,7 +101,10 @@ def loss_report(losses: Tensor, loss_mask: Tensor, loss_sum: Tensor, num_tokens:
 
 
 def average_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
-    """Return the mean of each loss over the data-parallel ranks: [len(losses)], detached. Every rank of the stage must call."""
+    """Return the mean of each loss over the data-parallel ranks: [len(losses)], detached.
+
+    losses: a scalar [] or [1] each. Every rank of the stage must call.
+    """
     tokens = parallel_state.get_mesh().tokens
     rank_losses = torch.cat([loss.detach().clone().view(1) for loss in losses])  # [losses]
     return collectives.all_reduce(rank_losses, tokens) / tokens.size

@@ -77,8 +77,10 @@ def refuse_together(runtime: Runtime) -> Iterator[None]:
 
 
 def name_problems(chunks: dict[int, nn.Module], pp: Axis, device: torch.device | str) -> list[str]:
-    """Return the problem of parameter names that occur in several stages: those parameters would get equal initial values
-    and overwrite each other in a checkpoint. Every rank of `pp` must call; all get the same result."""
+    """Return the problem of parameter names that occur in several stages.
+
+    Those parameters would get equal initial values and overwrite each other in a checkpoint.
+    """
     # the names of this rank by stage, without tied embeddings, which belong to two stages
     rank_names = defaultdict(list)
     for stage, chunk in chunks.items():
@@ -108,8 +110,10 @@ def name_problems(chunks: dict[int, nn.Module], pp: Axis, device: torch.device |
 def setup_model_and_optimizer(
     model_provider_func: ModelProvider, model_type: ModelType | None = None, *, group_of: GroupRule = default_group
 ) -> tuple[list[DistributedDataParallel], FlatOptimizer, AnySchedule]:
-    """Build the model chunks, the optimizer and the learning rate schedule of this rank, after `initialize_megatron`. Every
-    rank must call."""
+    """Build the model chunks, the optimizer and the learning rate schedule of this rank, after `initialize_megatron`.
+
+    Every rank must call.
+    """
     del model_type  # a model's `boundary` says which tensors pass between stages
     runtime = get_runtime()
     chunks = build_chunks(model_provider_func, runtime, group_of)
@@ -124,8 +128,8 @@ def build_train_valid_test_data_iterators(
 ) -> tuple[Iterator | None, Iterator | None, Iterator | None]:
     """Return this rank's batches of each data set from its start, for a script's own loop. Every rank must call.
 
-    None for a missing data set; a list for several validation sets. Only the first rank of a tensor-parallel group reads
-    data; on the others all three are None.
+    None for a missing data set; a list for several validation sets. Only the first rank of a tensor-parallel group
+    reads data; on the others all three are None.
     """
     runtime = get_runtime()
     training = runtime.config.training
@@ -166,7 +170,9 @@ def build_train_valid_test_data_iterators(
 def get_model(
     model_provider_func: ModelProvider, model_type: ModelType = ModelType.encoder_or_decoder
 ) -> list[nn.Module]:
-    """Build this rank's chunks in order, wrapped in DistributedDataParallel, after `initialize_megatron`. Every rank must
-    call."""
+    """Build this rank's chunks in order, wrapped in DistributedDataParallel, after `initialize_megatron`.
+
+    Every rank must call.
+    """
     del model_type  # a model's `boundary` says which tensors pass between stages
     return list(build_chunks(model_provider_func, get_runtime()).values())

@@ -1,4 +1,7 @@
-"""A `Runtime` holds the parts of a run that exist before the model; scripts read it by get_args, get_timers and so on."""
+"""A `Runtime` holds the parts of a run that exist before the model.
+
+Scripts read it by get_args, get_timers and so on.
+"""
 
 import contextlib
 import threading
@@ -112,7 +115,10 @@ class Runtime:
     def model_parts(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
     ) -> dict[str, Any]:
-        """Return the keyword arguments of `GPTModel` for this rank's stage; with interleaving, for its chunk `vp_stage`."""
+        """Return the keyword arguments of `GPTModel` for this rank's stage.
+
+        With interleaving they are those of its chunk `vp_stage`.
+        """
         stages = self.mesh.stages.of_rank(self.mesh["pp"].rank)  # by chunk
         return {
             "vocab_size": self.vocab_size,
@@ -137,8 +143,10 @@ class Runtime:
 
 
 def vocab_size_of(config: Config, tokenizer: Tokenizer | None) -> int | None:
-    """Return the model's vocabulary size: --model-vocab-size, else the tokenizer's, else --vocab-size; None if none is
-    given."""
+    """Return the model's vocabulary size: --model-vocab-size, else the tokenizer's, else --vocab-size.
+
+    None if none is given.
+    """
     size = config.tokenizer.vocab_size if tokenizer is None else tokenizer.vocab_size
     return config.tokenizer.model_vocab_size or size
 
@@ -184,8 +192,10 @@ def acting_as(runtime: Runtime) -> Iterator[None]:
 
 
 def is_dry_run() -> bool:
-    """Whether a script is called for the memory prediction alone: `print_rank_0` and `print_rank_last` print nothing
-    then."""
+    """Whether a script is called for the memory prediction alone.
+
+    `print_rank_0` and `print_rank_last` print nothing then.
+    """
     return _override.acts
 
 
@@ -203,7 +213,10 @@ def get_args() -> Arguments:
 
 
 def get_tokenizer() -> Tokenizer:
-    """Return the tokenizer of the run, limited to ids that the model's embedding has. Raises ConfigError if the run has none."""
+    """Return the tokenizer of the run, limited to ids that the model's embedding has.
+
+    Raises ConfigError if the run has none.
+    """
     runtime = get_runtime()
     if runtime.tokenizer is None:
         raise ConfigError(f"this script asks for a tokenizer, and there is none: {NO_TOKENIZER}")

@@ -90,8 +90,8 @@ def initialize_megatron(
 ) -> Runtime:
     """Build the runtime: everything before the model. Every rank must call.
 
-    Ranks may be started with different or invalid settings, so they agree first. Raises ConfigError on ranks with invalid
-    settings and PeerError on the others, before any group but the first is created.
+    Ranks may be started with different or invalid settings, so they agree first. Raises ConfigError on ranks with
+    invalid settings and PeerError on the others, before any group but the first is created.
     """
     del allow_no_cuda  # Megatron's argument; here the device is --device, or the one that exists
 
@@ -279,8 +279,10 @@ def read_settings(
 
 
 def _notes_of_settings(config: Config, world_size: int) -> Iterator[str]:
-    """Yield a note if ZeRO shards nothing, since each sharding group is a single rank, and one on the rounding of
-    --reuse-fp32-param."""
+    """Yield a note if ZeRO shards nothing, and one on the rounding of --reuse-fp32-param.
+
+    ZeRO shards nothing where each sharding group is a single rank.
+    """
     stage = config.data_parallel.stage
     instances = config.data_parallel.num_distributed_optimizer_instances
     if stage and 1 < instances == config.data_parallel_size(world_size):
@@ -314,8 +316,10 @@ def examine(config: Config, world_size: int, rules: ModelRules) -> Examined:
 
 
 def examine_without_device(config: Config, world_size: int, rules: ModelRules) -> tuple[list[str], Tokenizer | None]:
-    """Return the problems of the settings, their files and their tokenizer, and the tokenizer. A missing package is a problem
-    too."""
+    """Return the problems of the settings, their files and their tokenizer, and the tokenizer.
+
+    A missing package is a problem too.
+    """
     problems: list[str] = []
 
     # the settings against each other, and their files
@@ -457,7 +461,9 @@ def available_cores() -> tuple[int, bool]:
 
 @contextlib.contextmanager
 def as_config_error() -> Iterator[None]:
-    """Turn ValueError and OSError, raised for files that the user named, into ConfigError: reported once, without traceback.
+    """Turn ValueError and OSError, raised for files that the user named, into ConfigError.
+
+    That is reported once, without traceback.
 
     A ValueError that Python or a library raises in our own code is no fault of the user, and keeps its traceback.
     """
@@ -491,8 +497,10 @@ def agree_on_settings(settings: Settings | None, problem: ConfigError | None) ->
 
 
 def _remove_left_behind(config: Config, world_size: int) -> list[str]:
-    """Remove the files of offloaded state that killed runs have left on this node. The node's first rank does, and returns a
-    note."""
+    """Remove the files of offloaded state that killed runs have left on this node.
+
+    The node's first rank does, and returns a note.
+    """
     if config.offload.tier != "file" or parallel_state.launched_local_rank() != 0:
         return []
     folder = config.offload.offload_dir
@@ -527,7 +535,10 @@ def derived_settings(config: Config, mesh: Mesh, tokenizer: Tokenizer | None) ->
 
 
 def seed_generators(seed: int, mesh: Mesh) -> None:
-    """Seed python's, numpy's, torch's and the tracked generators, by stage as in Megatron. Only scripts draw from them."""
+    """Seed python's, numpy's, torch's and the tracked generators, by stage as in Megatron.
+
+    Only scripts draw from them.
+    """
     seed += 100 * mesh["pp"].rank
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -563,7 +574,10 @@ def announce(runtime: Runtime, notes: Sequence[str]) -> None:
 
 
 def stop_with(error: ConfigError | collectives.PeerError) -> NoReturn:
-    """Print the problems once, leave the process group and exit with code 2. Every rank must call, with its own error."""
+    """Print the problems once, leave the process group and exit with code 2.
+
+    Every rank must call, with its own error.
+    """
     problems = error.problems if isinstance(error, ConfigError) else [str(error)]
     lines = "\n".join(f"  - {problem}" for problem in problems)
     message = f"cannot start, {len(problems)} problem(s):\n{lines}"

@@ -1,4 +1,7 @@
-"""Build this rank's model chunks, optimizer and pipeline from a script's `model_provider`. No function here communicates."""
+"""Build this rank's model chunks, optimizer and pipeline from a script's `model_provider`.
+
+No function here communicates.
+"""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -72,7 +75,9 @@ def make_chunks(model_provider: ModelProvider, runtime: Runtime) -> dict[int, nn
 
 
 def tie_embeddings(chunks: Mapping[int, nn.Module]) -> list[str]:
-    """Store a tied embedding once on a rank with both the first and the last stage: later chunks use the first's tensor.
+    """Store a tied embedding once on a rank with both the first and the last stage.
+
+    Later chunks use the first's tensor.
 
     Returns the names of the shared embedding weights.
     """
@@ -115,7 +120,10 @@ def refuse_shared_embeddings(names: list[str], config: DataParallelConfig) -> No
 def wrap_in_ddp(
     modules: Mapping[int, nn.Module], runtime: Runtime, group_of: GroupRule = default_group
 ) -> ChunksByStage:
-    """Wrap each chunk in a DistributedDataParallel, which moves its parameters into contiguous buffers. modules: by stage."""
+    """Wrap each chunk in a DistributedDataParallel, which moves its parameters into contiguous buffers.
+
+    modules: by stage.
+    """
     config = runtime.config
     offload_store = runtime.offload_store if config.offload.offload_params else None
     chunks = {}
@@ -133,8 +141,11 @@ def wrap_in_ddp(
 
 
 def takes_vp_stage(model_provider: ModelProvider, chunks: int) -> bool:
-    """Whether to pass `vp_stage` to a provider: if it has that parameter, or takes **kwargs and a rank has several chunks.
-    (Megatron passes it to every provider.)"""
+    """Whether to pass `vp_stage` to a provider.
+
+    It gets it if it has that parameter, or takes **kwargs and a rank has several chunks. (Megatron passes it to
+    every provider.)
+    """
     parameters = inspect.signature(model_provider).parameters
     if "vp_stage" in parameters:
         return True
@@ -143,8 +154,11 @@ def takes_vp_stage(model_provider: ModelProvider, chunks: int) -> bool:
 
 
 def stacks_of_stage(model_provider: ModelProvider, config: Config, stage: int) -> dict[str, bool]:
-    """Return which stacks of an encoder and a decoder have layers in a stage, for a provider with parameters for it, as
-    Megatron's have. The last stage always has the decoder's end. Empty for a model with one stack."""
+    """Return which stacks of an encoder and a decoder have layers in a stage.
+
+    They are for a provider with parameters for them, as Megatron's have. The last stage always has the decoder's end.
+    Empty for a model with one stack.
+    """
     if not config.transformer.decoder_layers:
         return {}
     encoder_layers = config.transformer.num_layers  # layers are numbered through: the encoder's, then the decoder's
@@ -158,11 +172,13 @@ def stacks_of_stage(model_provider: ModelProvider, config: Config, stage: int) -
 
 
 def place_plain_parameters(chunk: Any, dtype: torch.dtype, sequence_parallel: bool) -> None:
-    """Set the placement of constant parameters of torch's own layers, such as a norm's: whole on every tensor-parallel rank.
+    """Set the placement of constant parameters of torch's own layers, such as a norm's.
 
-    Under sequence parallelism the script must set parameter.sequence_parallel, as in Megatron: True if the layer works on
-    a part of the sequence, else False. Randomly drawn parameters get no placement, as their values would depend on the
-    layout.
+    They are whole on every tensor-parallel rank.
+
+    Under sequence parallelism the script must set parameter.sequence_parallel, as in Megatron: True if the layer
+    works on a part of the sequence, else False. Randomly drawn parameters get no placement, as their values would
+    depend on the layout.
     """
     if not isinstance(chunk, nn.Module):
         return
@@ -260,8 +276,10 @@ def build_pipeline(chunks: ChunksByStage, runtime: Runtime, forward_step: Forwar
 
 
 def boundary_of(models: Iterable[nn.Module], runtime: Runtime) -> tuple[TensorSpec, ...]:
-    """Return the specs of the tensors between two stages: the model's boundary(micro_batch_size, seq_length), else its
-    hidden states.
+    """Return the specs of the tensors between two stages.
+
+    They are those of the model's boundary(micro_batch_size, seq_length), else its hidden states, [s, b, h] or
+    [s/t, b, h].
 
     Tensor-parallel ranks hold equal copies of these tensors, or parts of them under sequence parallelism.
     """

@@ -6,18 +6,19 @@ Model FLOPs are those of the mathematics, whatever the implementation: no recomp
         N              elements of all weight matrices: per layer queries h x a, keys and values h x 2k, output a x h,
                        MLP 2 h f (3 h f if gated), and once the output layer h x V. Embeddings, biases and norms do not
                        count
-        6 L s a        attention scores, and their product with the values, in L layers of width a = heads x head width and
-                       sequences of s tokens. Full attention is 12 L s a; a causal query sees half the keys: (s + 1) / 2,
-                       counted as s / 2
+        6 L s a        attention scores, and their product with the values, in L layers of width a = heads x head width
+                       and sequences of s tokens. Full attention is 12 L s a; a causal query sees half the keys:
+                       (s + 1) / 2, counted as s / 2
         windows        a layer where a query sees w keys, its own among them: w s - w^2 / 2 keys a sequence instead of
                        s^2 / 2; full attention would count w s
-        BERT           a token sees all keys, 12 L s a, and a dense layer of h x h precedes the output layer; its pooler, which
-                       reads one token, is not counted
-        two stacks     an encoder of s tokens, where a query sees all keys, and a decoder of t tokens, whose queries see the
-                       keys of both; its attention to the encoder multiplies s tokens with the matrices of keys and values
+        BERT           a token sees all keys, 12 L s a, and a dense layer of h x h precedes the output layer; its
+                       pooler, which reads one token, is not counted
+        two stacks     an encoder of s tokens, where a query sees all keys, and a decoder of t tokens, whose queries see
+                       the keys of both; its attention to the encoder multiplies s tokens with the matrices of keys and
+                       values
 
-nanoGPT, llm.c, PaLM (Chowdhery et al. 2022, appendix B) and most releases of Megatron count full attention, 6 N + 12 L s a:
-`full_attention=True`.
+nanoGPT, llm.c, PaLM (Chowdhery et al. 2022, appendix B) and most releases of Megatron count full attention,
+6 N + 12 L s a: `full_attention=True`.
 """
 
 from dataclasses import dataclass

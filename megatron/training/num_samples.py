@@ -12,10 +12,11 @@ from megatron.training.checkpointing.train_state import TrainState
 def samples_to_request(
     training: TrainingConfig, data: DataConfig, train_iters: int, batch_size: int, state: TrainState
 ) -> list[int | None]:
-    """Return the samples of [train, valid, test] for a run resumed at `state`. batch_size: global, at the end of a ramp.
+    """Return the samples of [train, valid, test] for a run resumed at `state`.
 
-    None for a validation set that is read whole, which is one epoch; with mock data --eval-iters batches instead. A resumed run
-    requests at least as many training samples as before, as a data set's order may depend on the number requested.
+    batch_size: global, at the end of a ramp. None for a validation set that is read whole, which is one epoch; with
+    mock data --eval-iters batches instead. A resumed run requests at least as many training samples as before, as a
+    data set's order may depend on the number requested.
     """
     train, valid, test = requested_samples(
         train_iters,
@@ -32,8 +33,10 @@ def samples_to_request(
 
 
 def whole_set(data: DataConfig, mock_samples: int) -> int | None:
-    """Return the samples to request of a validation set that --full-validation reads: None for one epoch. Mock data have no
-    end, so they get a number."""
+    """Return the samples to request of a validation set that --full-validation reads: None for one epoch.
+
+    Mock data have no end, so they get a number.
+    """
     return mock_samples if data.mock_data else None
 
 

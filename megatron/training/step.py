@@ -122,7 +122,10 @@ class StepWork:
 
 
 class StepGuard:
-    """Checks each step before its update. This base class stops at numbers that are not finite. Every rank must call."""
+    """Checks each step before its update. This base class stops at numbers that are not finite.
+
+    Every rank must call.
+    """
 
     def before_step(self, work: StepWork) -> None:
         """Called before anything of the step is computed."""
@@ -158,8 +161,9 @@ def train_step(
     empty: Callable[[int], None] = lambda level: None,
     guard: StepGuard = _NO_GUARD,
 ) -> StepResult:
-    """Update the parameters once. Every rank must call; all raise NotFiniteError if a loss or the gradient is NaN or
-    infinite.
+    """Update the parameters once.
+
+    Every rank must call; all raise NotFiniteError if a loss or the gradient is NaN or infinite.
 
     Gradients are summed over tokens and divided once, by the tokens of the whole step. So neither the layout nor an
     uneven loss mask changes their meaning. `loss_func` counts the tokens; its count may be a sum of weights, fractional
@@ -174,7 +178,8 @@ def train_step(
     empty(level) returns unused device memory; called with 1 after the backwards and with 2 after the update.
     guard: decides what happens to a step with wrong numbers.
 
-    Scalars communicated: token count and loss over dp and pp, the loss report on the last stage, the gradient norm over mp.
+    Scalars communicated: token count and loss over dp and pp, the loss report on the last stage, the gradient norm over
+    mp.
     """
     # compute the losses, the summed gradients and their norm
     scaler = optimizer.scaler
@@ -226,8 +231,10 @@ def train_step(
 
 
 def non_finite_problem(shared: SharedTotals, norm: float, scaler: GradScaler | None) -> str:
-    """Return the message about a NaN or infinite loss, or about a gradient overflow that the loss scale cannot repair;
-    "" if there is neither."""
+    """Return the message about a NaN or infinite loss, or about a gradient overflow that the loss scale cannot repair.
+
+    "" if there is neither.
+    """
     loss_text = ""
     scale_text = ""
     if not math.isfinite(shared.loss):

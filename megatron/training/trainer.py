@@ -1,8 +1,8 @@
 """The training loop: a `Trainer` holds the parts of one run and takes its steps.
 
-Trainer(...)    builds model, optimizer and pipeline, loads the checkpoint, sets schedules, builds log, data and monitors
-run()           takes the steps: pipeline -> gradients -> update -> log -> validation, stop and save where due
-                at the end: validation and test losses
+Trainer(...)   builds model, optimizer and pipeline, loads the checkpoint, sets schedules, builds log, data and monitors
+run()          takes the steps: pipeline -> gradients -> update -> log -> validation, stop and save where due
+               at the end: validation and test losses
 """
 
 import time
@@ -79,7 +79,9 @@ class Trainer:
         began: float | None = None,
         non_loss: NonLossData = NonLossData(),
     ):
-        """Build all parts of the run. Every rank must call. began: `time.monotonic()` at the start of the run; default: now.
+        """Build all parts of the run. Every rank must call.
+
+        began: `time.monotonic()` at the start of the run; default: now.
 
         The order: what can refuse the run cheaply, then the model, then the checkpoint, which fills the model and says
         how far training is; schedules and data sets depend on that.
@@ -157,7 +159,10 @@ class Trainer:
         self.saves = CheckpointManager(runtime, self.model, self.optimizer, self.state, self.watch.note_progress)
 
     def _set_schedules(self) -> None:
-        """Set learning rate and weight decay from this run's settings, or from the checkpoint's if a flag asks for that."""
+        """Set learning rate and weight decay from this run's settings.
+
+        If a flag asks for that, they are the checkpoint's.
+        """
         config = self.config
         state = self.state
 
@@ -220,8 +225,10 @@ class Trainer:
         return log
 
     def _build_datasets(self, provider: DatasetsProvider) -> dict[str, Any]:
-        """Return the data sets by split: for training one, or None; for the others a list of `EvaluatedSet`, without those
-        smaller than a batch. Every rank must call."""
+        """Return the data sets by split: for training one, or None.
+
+        For the others a list of `EvaluatedSet`, without those smaller than a batch. Every rank must call.
+        """
         rank_status.enter("building the data sets")
         state = self.state
 
@@ -381,8 +388,10 @@ class Trainer:
         self.tidy_up()
 
     def tidy_up(self) -> None:
-        """Print what the last step has compiled and which kernels it could not use; return the memory that compiling took or
-        that steps have fragmented."""
+        """Print what the last step has compiled and which kernels it could not use.
+
+        Return the memory that compiling took or that steps have fragmented.
+        """
         compile_line = compile_log_line()
         if compile_line:
             print_rank_last(compile_line)
@@ -409,15 +418,20 @@ class Trainer:
             self.runtime.device.empty_unused()
 
     def _scheduled(self, batch_size: int) -> int:
-        """Return the samples by which a step advances the schedules. With --train-iters every iteration counts as in the
-        run's first start, whatever the batch size is now."""
+        """Return the samples by which a step advances the schedules.
+
+        With --train-iters every iteration counts as in the run's first start, whatever the batch size is now.
+        """
         length = self.runtime.run_length
         if length.unit == "samples":
             return batch_size
         return batch_size * self.state.samples_per_iter // length.samples_per_iter
 
     def _report(self, result: StepResult, batch_size: int, *, left_out: bool = False) -> None:
-        """Log the last step. left_out: it was not computed. Time spent on measurements is excluded from the logged time."""
+        """Log the last step. left_out: it was not computed.
+
+        Time spent on measurements is excluded from the logged time.
+        """
         state = self.state
 
         # add the step to the log interval
@@ -512,8 +526,9 @@ class Trainer:
                 save(self.log.state())
 
     def _iterators(self, split: str, dataset: Any, first_sample: int) -> dict[int, Iterator | None]:
-        """Return the batches of a data set by stage; None except on the first rank of each tensor-parallel group, which
-        alone reads data.
+        """Return the batches of a data set by stage.
+
+        They are None except on the first rank of each tensor-parallel group, which alone reads data.
 
         Middle stages have iterators too, since scripts may call next() before they look at their stage. Nothing is read
         before that call.
@@ -536,8 +551,10 @@ class Trainer:
         return iterators
 
     def _announce(self) -> None:
-        """Print the model's parameter count, its communication volume, and where training starts and ends. Every rank must
-        call."""
+        """Print the model's parameter count, its communication volume, and where training starts and ends.
+
+        Every rank must call.
+        """
         # parameters
         total = save_and_load.count_parameters(self.model, self.mesh, self.device)
         print_rank_0(f"model of {total:,} parameters; training to iteration {self.train_iters}")

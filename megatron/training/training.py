@@ -128,7 +128,10 @@ def pretrain(
 
 
 def run_script(script: Script) -> None:
-    """Train as the script says, to the end. `pretrain` calls it by this name, which tools replace to read a script alone."""
+    """Train as the script says, to the end.
+
+    `pretrain` calls it by this name, which tools replace to read a script alone.
+    """
     began = time.monotonic()
 
     # keep running if an output is closed, end with the launcher, listen to Ctrl-C, and watch for hangs
@@ -143,7 +146,10 @@ def run_script(script: Script) -> None:
 
 
 def _run(script: Script, began: float, ctrl_c: keyboard_interrupt.Interrupt) -> None:
-    """Run one job. Whatever ends it, every rank shuts down in the same order. began: `time.monotonic()` of the start."""
+    """Run one job. Whatever ends it, every rank shuts down in the same order.
+
+    began: `time.monotonic()` of the start.
+    """
     runtime = None
     trainer = None
     listener = None

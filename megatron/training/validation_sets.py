@@ -1,6 +1,6 @@
-"""The data sets that a validation or test evaluates, each with its name in the log, and how one is read to its end. No torch.
+"""The data sets that a validation or test evaluates, each with its name in the log, and how one is read to its end.
 
-A set that is read whole is padded with rows that count nothing, so that every rank has complete microbatches:
+No torch. A set that is read whole is padded with rows that count nothing, so that every rank has complete microbatches:
 
     9 samples, microbatches of 2, 2 data-parallel ranks     0 1 | 2 3 | 4 5 | 6 7 | 8 - | - -
                                                             rank0 rank1 rank0 rank1 rank0 rank1
@@ -19,7 +19,10 @@ from megatron.core.datasets.data_loader import Samples
 
 @dataclass(eq=False)
 class PaddedSet:
-    """`samples`, padded to a multiple of `block` with rows that count nothing: sample 0 again, its `loss_mask` all zeros."""
+    """`samples`, padded to a multiple of `block` with rows that count nothing.
+
+    Such a row is sample 0 again, its `loss_mask` all zeros.
+    """
 
     samples: Samples
     block: int
@@ -29,6 +32,7 @@ class PaddedSet:
         return blocks * self.block
 
     def __getitem__(self, i: int) -> dict[str, Any]:
+        """Return item i, with the keys and shapes of `samples`, such as tokens [s]."""
         if i < len(self.samples):
             return self.samples[i]
         item = dict(self.samples[0])

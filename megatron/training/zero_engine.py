@@ -6,8 +6,8 @@
         engine.backward(loss)            the backward of loss x scale / accumulation steps
         engine.step()                    every `accumulation` calls: reduce, clip, update
 
-Buffers, shards, masters and offload are those of `core.distributed` and `core.optimizer`; checkpoints have the format of
-every run.
+Buffers, shards, masters and offload are those of `core.distributed` and `core.optimizer`; checkpoints have the
+format of every run.
 """
 
 import math
@@ -43,8 +43,8 @@ class EngineConfig:
 
     micro_batch: samples of one forward on one rank, for the count of samples.
     precision: float16, bfloat16, or "" for the module's own.
-    takes_mean: a step's gradient is the mean over its micro batches and over the ranks; else the sum over the ranks of the
-        mean over its micro batches.
+    takes_mean: a step's gradient is the mean over its micro batches and over the ranks; else the sum over the ranks of
+        the mean over its micro batches.
     restores_hysteresis: see `DynamicGradScaler`.
     casts_inputs: cast floating inputs to float16.
     """
@@ -158,7 +158,7 @@ class Engine(nn.Module):
         self.chunk.zero_grad_buffer(self.settings.accumulation)
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        """Run the module's forward. In stage 3 every rank must call, also to evaluate."""
+        """Run the module's forward, with its own shapes. In stage 3 every rank must call, also to evaluate."""
         # begin the micro batch, unless an earlier forward of the same one has: a loss may need several forwards
         if not self._has_forward:
             self.chunk.begin_microbatch(self.micro_steps % self.settings.accumulation, backward=False)
@@ -171,8 +171,8 @@ class Engine(nn.Module):
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Add the gradients of `loss` x loss scale / accumulation steps; returns the loss. Every rank must call.
 
-        Several losses may be added before a `step`. loss: one number. scale_wrt_gas: False: the script has divided by the
-        accumulation steps.
+        Several losses may be added before a `step`. loss: one number, [] or [1]; ValueError for any other shape.
+        scale_wrt_gas: False: the script has divided by the accumulation steps.
         """
         if loss.numel() != 1:
             raise ValueError(f"engine.backward(loss): the loss has shape {tuple(loss.shape)}; it must be one number")
@@ -224,8 +224,10 @@ class Engine(nn.Module):
         return (self.micro_steps + 1) % self.settings.accumulation == 0
 
     def no_sync(self) -> AbstractContextManager:
-        """Return a context that does nothing: gradients are reduced by the `step` that updates, or in stages 2 and 3 when they
-        are computed."""
+        """Return a context that does nothing.
+
+        Gradients are reduced by the `step` that updates, or in stages 2 and 3 when they are computed.
+        """
         return nullcontext()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -239,12 +241,18 @@ class Engine(nn.Module):
             self._begin_step()
 
     def module_state_dict(self) -> dict[str, Tensor]:
-        """Return copies of all weights and buffers, on the CPU, on every rank. Every rank must call."""
+        """Return copies of all weights and buffers, in their full shapes, on the CPU, on every rank.
+
+        Every rank must call.
+        """
         self.chunk.finish_param_gather()
         return full_state_dict(self.module)
 
     def save(self, folder: Path | str, **more: Any) -> None:
-        """Write weights, buffers, optimizer, counters, schedule and `more`, plain JSON, to `folder`. Every rank must call."""
+        """Write weights, buffers, optimizer, counters, schedule and `more`, plain JSON, to `folder`.
+
+        Every rank must call.
+        """
         # the numbers, as JSON
         flat = self.optimizer.flat
         state: dict[str, Any] = {name: getattr(self, name) for name in _COUNTERS}
@@ -264,10 +272,11 @@ class Engine(nn.Module):
     ) -> tuple[Path, dict[str, Any]]:
         """Load the engine from `folder`, written by any number of ranks in any stage. Every rank must call.
 
-        Returns the checkpoint's own folder, and its state. An argument that is False leaves its part of the engine as it is.
+        Returns the checkpoint's own folder, and its state. An argument that is False leaves its part of the
+        engine as it is.
 
-        optimizer: masters, moments, and the numbers of its groups (decay, betas, ...); their learning rates too, unless the
-            engine has a schedule that is not loaded.
+        optimizer: masters, moments, and the numbers of its groups (decay, betas, ...); their learning rates too, unless
+            the engine has a schedule that is not loaded.
         schedule: the state of `lr_scheduler`, and the learning rates.
         counters: steps and samples.
         """
@@ -310,8 +319,10 @@ class Engine(nn.Module):
         return checkpoint.folder, state
 
     def _check_groups(self, folder: Path | str, saved: list[dict[str, Any]], *, numbers_too: bool) -> None:
-        """Raise CheckpointError if the saved groups do not fit the optimizer's. numbers_too: compare the numbers that cannot
-        change within a run."""
+        """Raise CheckpointError if the saved groups do not fit the optimizer's.
+
+        numbers_too: compare the numbers that cannot change within a run.
+        """
         groups = self.optimizer.param_groups
         if len(groups) != len(saved):
             raise CheckpointError(
@@ -329,8 +340,10 @@ class Engine(nn.Module):
             )
 
     def _weights(self) -> dict[str, LocalTensor]:
-        """Return parameters and buffers by their names in a checkpoint. Every rank has all of a buffer, of which the first
-        rank writes its own."""
+        """Return parameters and buffers by their names in a checkpoint.
+
+        Every rank has all of a buffer, of which the first rank writes its own.
+        """
         weights = sharded_model_state([self.chunk], self.mesh)
         saved_names = self.module.state_dict(keep_vars=True)  # without buffers that the module does not save
         for name, buffer in self.module.named_buffers():
@@ -363,7 +376,10 @@ def _is_plain(value: Any) -> bool:
 
 
 def _plain(state: Any) -> Any:
-    """Return the state of an object of torch's as JSON holds it: keys are strings, and so are numbers that are not finite."""
+    """Return the state of an object of torch's as JSON holds it.
+
+    Keys are strings, and so are numbers that are not finite.
+    """
     if isinstance(state, Mapping):
         return {str(key): _plain(value) for key, value in state.items()}
     if isinstance(state, list | tuple):

@@ -52,6 +52,7 @@ class Batches:
         return self
 
     def __next__(self) -> dict[str, Tensor]:
+        """Return the next microbatch, by name: [b, s] each; is_random of a BERT is [b]."""
         return self.make(self.work.micro_batch_size, self.work.seq_length)
 
     def _tokens(self, b: int, s: int) -> Tensor:

@@ -114,10 +114,9 @@ class Ours:
         return {stage: Batches(self.work, self.replica) for stage in self.trainer.pipeline.chunks}
 
     def loss(self) -> float | None:
-        """Return the loss of the first batch without dropout; None on a rank without the last stage. Every rank must
-        call.
+        """Return the loss of the first batch without dropout; None on a rank without the last stage.
 
-        With dropout a BERT's loss is that of the tokens alone, as `Plain.loss` explains.
+        Every rank must call. With dropout a BERT's loss is that of the tokens alone, as `Plain.loss` explains.
         """
         losses = evaluate(
             self.trainer.pipeline,

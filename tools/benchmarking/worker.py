@@ -1,6 +1,6 @@
 """Process of one contender: it builds the contender, then answers each line of stdin with a line of JSON.
 
-python -m tools.benchmarking.worker CONTENDER DEVICE WORK        CONTENDER and WORK as JSON, or "ceilings" as the contender
+python -m tools.benchmarking.worker CONTENDER DEVICE WORK     CONTENDER and WORK as JSON, or "ceilings" as the contender
 
     loss        return the loss of the first batch without dropout
     step N      train N steps; return their measurements

@@ -2,8 +2,8 @@
 
     gpt2-4x512-bf16-dropout      model, samples x tokens, precision, and dropout of 0.1 where Megatron's default has it
 
-A prefix names several: `--works gpt2`, `--works llama-4x512-fp32`; `readme` is all of the table, `parallel` the works on two
-ranks.
+A prefix names several: `--works gpt2`, `--works llama-4x512-fp32`; `readme` is all of the table, `parallel` the
+works on two ranks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -48,8 +48,9 @@ GROUPS = {"readme": README, "parallel": ON_TWO_RANKS}
 
 
 def chosen(names: Sequence[str], *, half: bool = True) -> dict[str, Work]:
-    """Return the works of these names, prefixes or groups, in this order; within a prefix or group in the table's
-    order.
+    """Return the works of these names, prefixes or groups, in this order.
+
+    Within a prefix or group they are in the table's order.
 
     half: include works in bfloat16.
     """

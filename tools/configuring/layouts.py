@@ -1,16 +1,17 @@
 """Rank the layouts of a job by the time that each loses, and bound its memory from below. Pure numbers.
 
-A rank computes 1 / ranks of the model's FLOPs, and loses time in three ways. Each is expressed as a share of those FLOPs:
+A rank computes 1 / ranks of the model's FLOPs, and loses time in three ways. Each is expressed as a share of those
+FLOPs:
 
-    idle        (p - 1) / m of a pipeline of p stages and m microbatches (arXiv:2104.04473, section 2.2)
-    repeated    FLOPs of recompute: the whole forward is a third of forward and backward
-    sent        bytes that a rank sends (docs/parallelism.md: "Per layer and microbatch"), each counted as the FLOPs that
-                a device computes in the time of its transfer: `FLOPS_A_BYTE`, inside a machine and between machines
+    idle       (p - 1) / m of a pipeline of p stages and m microbatches (arXiv:2104.04473, section 2.2)
+    repeated   FLOPs of recompute: the whole forward is a third of forward and backward
+    sent       bytes that a rank sends (docs/parallelism.md: "Per layer and microbatch"), each counted as the FLOPs that
+               a device computes in the time of its transfer: `FLOPS_A_BYTE`, inside a machine and between machines
 
-On GPUs the data-parallel transfers overlap with computation: that of one microbatch in ZeRO 1, of all in 2 and 3. To that
-extent they count half. The layout that loses least comes first; of those that lose the same in whole %, the one with most
-data-parallel ranks, and of these the one with the largest micro-batch, since the speed of a kernel at its size is not
-counted.
+On GPUs the data-parallel transfers overlap with computation: that of one microbatch in ZeRO 1, of all in 2 and 3. To
+that extent they count half. The layout that loses least comes first; of those that lose the same in whole %, the one
+with most data-parallel ranks, and of these the one with the largest micro-batch, since the speed of a kernel at its
+size is not counted.
 """
 
 from collections.abc import Iterator

@@ -30,9 +30,9 @@ class Writer:
     ) -> int:
         """Write one text while its ids are generated; return the number of new ids.
 
-        prompt_and_sample: the numbers of the prompt and of the sample, from 0. ids: the prompt's; None: the text does
-        not contain the prompt (T5). new_ids: must be consumed on every rank, since each next one takes a forward of all
-        ranks.
+        prompt_and_sample: the numbers of the prompt and of the sample, from 0. ids: the prompt's; None: the text
+        does not contain the prompt (T5). new_ids: must be consumed on every rank, since each next one takes a
+        forward of all ranks.
         """
         num_new = 0
 

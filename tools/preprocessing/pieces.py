@@ -3,8 +3,8 @@
     PREFIX.pieces/lock                   locked by the active run
     PREFIX.pieces/000012-<hash>.piece    the tokens of piece 12
 
-The hash covers the piece's text and all settings that its tokens depend on, so an existing file is valid. A file gets its name
-when it is complete. Its content:
+The hash covers the piece's text and all settings that its tokens depend on, so an existing file is valid. A file gets
+its name when it is complete. Its content:
 
     a line of JSON          documents, bytes of text, bad lines, and for each key [tokens, sequences, documents]
     for each key            int32 length of each sequence, int64 sequences of each document, tokens

@@ -1,7 +1,8 @@
 """Split text into sentences, for BERT and T5 data: by built-in rules, or with nltk's trained splitter.
 
-The rules cut after . ! ? and similar marks before white space and no lower-case letter, at empty lines, and after Chinese and
-Japanese full stops. They do not cut after an initial, a word with inner stops, or a known English abbreviation.
+The rules cut after . ! ? and similar marks before white space and no lower-case letter, at empty lines, and
+after Chinese and Japanese full stops. They do not cut after an initial, a word with inner stops, or a known
+English abbreviation.
 """
 
 import re

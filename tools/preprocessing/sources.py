@@ -4,8 +4,8 @@
     chunks  |====|====|==|   |====|===|   |====|      whole lines of one file, 256 KB and the rest of a line
     pieces  |0      |1        |2         |3           chunks in a row: 256 KB at first, up to 1 MB in a large input
 
-The ends of pieces depend on the lines alone, not on the workers or the input's size. So a resumed run cuts the same pieces, and
-a corrected line rarely changes any piece but its own.
+The ends of pieces depend on the lines alone, not on the workers or the input's size. So a resumed run cuts the same
+pieces, and a corrected line rarely changes any piece but its own.
 """
 
 import contextlib

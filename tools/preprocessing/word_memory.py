@@ -4,8 +4,8 @@
     words     The| cat|,| the| cat            cut by the tokenizer's pre-tokenization pattern; no token crosses a word
     memory    {"The": ids, " cat": ids, ...}  as bytes, so that the ids of a text are the ids of its words joined
 
-Python's `re` cuts the words. It has no character classes such as \\p{L}, so they are written out with the characters that the
-library itself puts into them: both then use the same version of Unicode.
+Python's `re` cuts the words. It has no character classes such as \\p{L}, so they are written out with the characters
+that the library itself puts into them: both then use the same version of Unicode.
 """
 
 import array
@@ -83,9 +83,11 @@ class WordMemory:
         return b"".join(map(self._ids.__getitem__, words))
 
     def _leave_to_library(self, words: list[str]) -> bool:
-        """Whether to leave a text that begins with `words` to the library, because over a quarter of them are new. In
-        scripts without spaces words rarely repeat. One such text in four is learned, in case it is the first of its
-        language."""
+        """Whether to leave a text that begins with `words` to the library, because over a quarter of them are new.
+
+        In scripts without spaces words rarely repeat. One such text in four is learned, in case it is the first
+        of its language.
+        """
         if len(self._ids) < _LEARNED or 4 * sum(map(self._ids.__contains__, words)) >= 3 * len(words):
             return False
         self._new_texts += 1

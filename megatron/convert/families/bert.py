@@ -1,4 +1,7 @@
-"""Table of BERT as published: norms after the blocks and after the embedding; heads for masked tokens and for sentence order."""
+"""Table of BERT as published: norms after the blocks and after the embedding.
+
+It has heads for masked tokens and for sentence order.
+"""
 
 from megatron.convert.families.config_fields import count, dropout_rate, fixed, fixed_if_present, ignored_keys, number
 from megatron.convert.families.family import (

@@ -1,7 +1,8 @@
-"""Translate keys of another library's config.json to our settings and back, by rows that work in both directions. No torch.
+"""Translate keys of another library's config.json to our settings and back, by rows that work in both directions.
 
-A `Field` names the keys that it understands, reads them into settings of ours (names of `ModelConfig`), and writes them from
-settings. A key that no field of a family names is refused: a guessed setting would silently train another model.
+No torch. A `Field` names the keys that it understands, reads them into settings of ours (names of `ModelConfig`),
+and writes them from settings. A key that no field of a family names is refused: a guessed setting would silently
+train another model.
 """
 
 import math
@@ -31,7 +32,10 @@ class ConfigReader:
         return ConfigError(f"{self.source}: {key} is {self.values.get(key)!r:.80}; {expected}")
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value unchecked; the default for a key that is absent or null, for keys that transformers reads so."""
+        """Return the value unchecked, for keys that transformers reads so.
+
+        It is the default for a key that is absent or null.
+        """
         self.keys_read.add(key)
         value = self.values.get(key)
         return default if value is None else value
@@ -59,7 +63,10 @@ class ConfigReader:
         return value
 
     def _checked_null(self, key: str, default: Any) -> Any:
-        """Return the value or the default. Raises ConfigError for a needed key that is absent, and for an ambiguous null."""
+        """Return the value or the default.
+
+        Raises ConfigError for a needed key that is absent, and for an ambiguous null.
+        """
         if key in self.values and self.values[key] is None and default and default is not _NEEDED:
             # transformers 5 refuses it, and 4 computes with null, which is no default: as false, or not at all.
             raise self.error(key, f"null says nothing; leave the key out for {default!r}, or give a value")
@@ -73,9 +80,9 @@ _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def dtype_in(reader: ConfigReader) -> str | None:
-    """Return the dtype of the weights: `dtype` (transformers 4.56 and later) or `torch_dtype` (before); None without either.
+    """Return the dtype of the weights: `dtype` (transformers 4.56 and later) or `torch_dtype` (before).
 
-    Raises ConfigError for a dtype that cannot be trained in, and where the two differ.
+    None without either. Raises ConfigError for a dtype that cannot be trained in, and where the two differ.
     """
     new, old = (reader.choice(key, None, (None, *_DTYPES)) for key in ("dtype", "torch_dtype"))
     if None not in (new, old) and new != old:
@@ -95,7 +102,10 @@ class Field(NamedTuple):
 
 
 def count(key: str, setting: str, default: Any = _NEEDED, *, value_from: str = "") -> Field:
-    """A positive integer on both sides. value_from: the property of a `ModelConfig` with the effective value, for writing."""
+    """A positive integer on both sides.
+
+    value_from: the property of a `ModelConfig` with the effective value, for writing.
+    """
 
     def read(reader: ConfigReader) -> ModelSettings:
         return {setting: reader.count(key, default)}
@@ -146,7 +156,10 @@ def dropout_rate(key: str, setting: str, default: float = 0.0) -> Field:
 
 
 def ignored_keys(*keys: str) -> Field:
-    """Keys that do not change what the weights compute: dropout of their training, generation, the library's version."""
+    """Keys that do not change what the weights compute.
+
+    They are the dropout of the weights' training, generation, and the library's version.
+    """
     return Field(keys, lambda reader: {}, lambda model: {})
 
 
@@ -155,8 +168,8 @@ def heads(
 ) -> Field:
     """The keys of query heads, key/value heads, and the width of a head, which is hidden size / heads if it is absent.
 
-    default_width, default_groups: the class's own, where a config.json does not name the key. null means: as many as query
-    heads.
+    default_width, default_groups: the class's own, where a config.json does not name the key. null means: as
+    many as query heads.
     """
 
     def read(reader: ConfigReader) -> ModelSettings:

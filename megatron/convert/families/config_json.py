@@ -1,7 +1,7 @@
 """Read a config.json as settings of ours, and write it from them, by the fields of a family's table.
 
-A written file is read back and must describe a model that computes the same: an option that a family cannot express stops the
-export with its name, and is never dropped silently.
+A written file is read back and must describe a model that computes the same: an option that a family cannot express
+stops the export with its name, and is never dropped silently.
 """
 
 from collections.abc import Mapping

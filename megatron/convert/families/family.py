@@ -8,7 +8,9 @@ from megatron.convert.families.config_fields import ConfigReader, Field, ModelSe
 
 
 class ParamMapping(NamedTuple):
-    """One parameter of ours, and the Hugging Face tensors that an operation makes it of (as Megatron Bridge's mappings).
+    """One parameter of ours, and the Hugging Face tensors that an operation makes it of.
+
+    Megatron Bridge has such mappings too.
 
     In names, {i} is a layer, {j} a layer of a decoder behind an encoder.
     """

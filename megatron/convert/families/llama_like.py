@@ -1,4 +1,7 @@
-"""Tables of the families with Llama's names: RMSNorm, rotary positions, a gated MLP, no biases, and how each of them differs."""
+"""Tables of the families with Llama's names, and how each of them differs.
+
+They have RMSNorm, rotary positions, a gated MLP and no biases.
+"""
 
 from math import sqrt
 from typing import Any
@@ -90,8 +93,8 @@ def _fields(
 ) -> tuple[Field, ...]:
     """Return the fields of a family: those that all share, but for the keys that `own`, the family's own fields, have.
 
-    The class's own values, for a config.json without the key: length: max_position_embeddings; tied: tie_word_embeddings;
-    epsilon: rms_norm_eps; width: of a head; groups: key/value heads.
+    The class's own values, for a config.json without the key: length: max_position_embeddings; tied:
+    tie_word_embeddings; epsilon: rms_norm_eps; width: of a head; groups: key/value heads.
     """
     own_keys = {key for field in own for key in field.keys}
     shared = (
@@ -189,7 +192,8 @@ _TANH = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
 def _gemma_activation(key: str, other: str) -> Field:
     """The activation under two keys. key: the one that the class reads; other: the one that it ignores.
 
-    gelu as hidden_act is refused: transformers computed the tanh form for it for a time, and has computed the exact one since.
+    gelu as hidden_act is refused: transformers computed the tanh form for it for a time, and has computed the
+    exact one since.
     """
     field = activation(key, _TANH[0], gated=True)
 

@@ -1,7 +1,7 @@
 """List the supported families of models by the model_type of their config.json.
 
-To add one: write a `Family` in a file of its own, and a line here; a fork adds its line before it calls `pretrain`. A model that
-several families can describe is written as the first of them.
+To add one: write a `Family` in a file of its own, and a line here; a fork adds its line before it calls `pretrain`. A
+model that several families can describe is written as the first of them.
 """
 
 from megatron.convert.families import bert, gpt_like, llama_like, t5

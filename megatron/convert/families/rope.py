@@ -1,10 +1,10 @@
 """Read and write rotary positions in a config.json, in the spellings of transformers 4 and 5. No torch.
 
     4    rope_theta, rope_scaling {type or rope_type, factor, ...} or null, partial_rotary_factor
-    5    rope_parameters {rope_type, rope_theta, partial_rotary_factor, factor, ...}, or one such object for each layer type
+    5    rope_parameters {rope_type, rope_theta, partial_rotary_factor, factor, ...}, or an object for each layer type
 
-Both are written: transformers 4 reads a file of 5 silently, and computes with a base of 10000 and no scaling. An unknown kind of
-scaling, or two spellings that disagree, are refused.
+Both are written: transformers 4 reads a file of 5 silently, and computes with a base of 10000 and no scaling. An
+unknown kind of scaling, or two spellings that disagree, are refused.
 """
 
 import argparse
@@ -34,11 +34,14 @@ class RopeSpelling:
 
     theta          the class's own base; None: it differs between 4 and 5, so that a config.json must name it
     partial        the class's own share of a head that rotates; None: the class rotates full heads
-    theta_key, partial_key, type_key    what transformers 4 calls base, share, and the kind of a scaling
-    local_base     layers with a sliding window have unscaled frequencies of a base of their own: (its key in transformers
-                   4, the class's own base; None: the base of the other layers)
+    theta_key      the name of the base in transformers 4
+    partial_key    the name of the share
+    type_key       the name of the kind of a scaling
+    local_base     layers with a sliding window have unscaled frequencies of a base of their own: (its key in
+                   transformers 4, the class's own base; None: the base of the other layers)
     interleaved    neighbouring features rotate as a pair, instead of those of the two halves
-    only_longrope  the class has no other scaling than longrope, and takes two older names for it: its own original length
+    only_longrope  the class has no other scaling than longrope, and takes two older names for it: its own original
+                   length
     """
 
     theta: float | None = 10000.0
@@ -225,7 +228,10 @@ def _key_of(reader: ConfigReader, parameters: Mapping[str, Any]) -> str:
 def _scaling(
     reader: ConfigReader, parameters: Mapping[str, Any], kind: Any, class_original_length: int | None
 ) -> str | None:
-    """Return the scaling in the spelling of --rope-scaling, completed by other keys of config.json; None if there is none."""
+    """Return the scaling in the spelling of --rope-scaling, completed by other keys of config.json.
+
+    None if there is none.
+    """
     values = {key: value for key, value in parameters.items() if key not in _NOT_OF_THE_SCALING and value is not None}
     if kind == "default":
         if values:

@@ -1,7 +1,7 @@
 """Read and write the sliding windows of a config.json: their width, and which layers have one. No torch.
 
-transformers 5 lists every layer (`layer_types`), transformers 4 has a rule for each family; both are written. The width in a
-config.json counts the query's own key, ours only the keys before it.
+transformers 5 lists every layer (`layer_types`), transformers 4 has a rule for each family; both are written. The width
+in a config.json counts the query's own key, ours only the keys before it.
 """
 
 from collections.abc import Callable

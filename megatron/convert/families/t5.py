@@ -56,11 +56,13 @@ _SCALED = "scale_decoder_outputs"
 
 
 def _output_layer() -> Field:
-    """The tie of output layer and word embeddings, and the division of its input by the root of the width that goes with it.
+    """The tie of output layer and word embeddings.
+
+    With it goes the division of the output layer's input by the root of the width.
 
     Models of version 1.1 have an output layer of their own: transformers 4 writes tie_word_embeddings false for them.
-    transformers 5 ties every model that it initializes, and writes scale_decoder_outputs false for those of 1.1; a model that
-    it has loaded may have an output layer of its own all the same.
+    transformers 5 ties every model that it initializes, and writes scale_decoder_outputs false for those of 1.1; a
+    model that it has loaded may have an output layer of its own all the same.
     """
 
     def read(reader: ConfigReader) -> dict[str, Any]:
@@ -92,7 +94,10 @@ def _decoder_layers() -> Field:
 
 
 def _start_id() -> Field:
-    """The id that a decoder's input begins with. It is no setting of the model: a folder's own is kept (hf_origin.py)."""
+    """The id that a decoder's input begins with.
+
+    It is no setting of the model: a folder's own is kept (hf_origin.py).
+    """
 
     def read(reader: ConfigReader) -> dict[str, Any]:
         start_id = reader.get(START_ID, 0)  # 0: the padding token of the published models
@@ -115,7 +120,10 @@ def _weight(module: str, operation: str, *hf_modules: str, gated: bool | None = 
 
 
 def _layer(ours: str, hf_layer: str, mlp_index: int) -> tuple[ParamMapping, ...]:
-    """Return the mappings of a layer's self attention and MLP. mlp_index: the MLP's position among the layer's sublayers."""
+    """Return the mappings of a layer's self attention and MLP.
+
+    mlp_index: the MLP's position among the layer's sublayers.
+    """
     attention = f"{hf_layer}0.SelfAttention."
     mlp = f"{hf_layer}{mlp_index}.DenseReluDense."
     return (

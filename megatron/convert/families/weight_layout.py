@@ -5,8 +5,8 @@ Every operation is a pure rearrangement. It is described by one list of places, 
     places(heads, hf_views) -> (box of our tensor, view of a Hugging Face tensor with the same elements), ...
     shapes(heads, ours)     -> the shapes of the Hugging Face tensors, for writing
 
-Reading copies each view into its box, writing copies each box into its view, so a round trip is exact to the bit. To add an
-operation, write these two functions and add a line to `OPERATIONS`.
+Reading copies each view into its box, writing copies each box into its view, so a round trip is exact to the bit. To
+add an operation, write these two functions and add a line to `OPERATIONS`.
 """
 
 from collections.abc import Callable, Iterator
@@ -84,7 +84,9 @@ def _transposed(heads: HeadCounts, hf_views: list[View]) -> Places:
 
 
 def _qkv(heads: HeadCounts, hf_views: list[View]) -> Places:
-    """Interleave q, k, v by group: Megatron's linear_qkv has, for each group, its query heads, its key head, its value head.
+    """Interleave q, k, v by group.
+
+    Megatron's linear_qkv has, for each group, its query heads, its key head, its value head.
 
     hf_views: q [queries x width, h], k and v [groups x width, h].
     """
@@ -94,7 +96,9 @@ def _qkv(heads: HeadCounts, hf_views: list[View]) -> Places:
 
 
 def _qkv_pairs(heads: HeadCounts, hf_views: list[View]) -> Places:
-    """Interleave as `_qkv`, from queries and keys whose neighbouring rows rotate as a pair (torchtitan, the original Llama).
+    """Interleave as `_qkv`, from queries and keys whose neighbouring rows rotate as a pair.
+
+    torchtitan and the original Llama have them so.
 
     Ours rotates the first half of a head against the second, so a head here has the even rows, then the odd rows.
     """
@@ -123,7 +127,10 @@ def _qkv_transposed(heads: HeadCounts, hf_views: list[View]) -> Places:
 
 
 def _kv(heads: HeadCounts, hf_views: list[View]) -> Places:
-    """Interleave k and v by head: linear_kv of cross attention has, for each head, its key rows, then its value rows."""
+    """Interleave k and v by head.
+
+    linear_kv of cross attention has, for each head, its key rows, then its value rows.
+    """
     g = heads.groups
     parts = [view.parts((rows // g,) * g) for view, rows in zip(hf_views, heads.rows[1:])]
     return _stacked(heads, [x for head in zip(*parts) for x in head])

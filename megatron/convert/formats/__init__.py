@@ -1,4 +1,6 @@
-"""Read files and folders of other projects: names, settings, and positions of tensors. Runs nothing of a file; needs no torch.
+"""Read files and folders of other projects: names, settings, and positions of tensors.
+
+Runs nothing of a file; needs no torch.
 
     safetensors_header, read_hf_folder        a Hugging Face folder
     pickle_as_data, read_torch_file           files of torch.save

@@ -3,7 +3,7 @@
     latest_checkpointed_iteration.txt              a number, or "release"
     iter_0000100/mp_rank_00/model_optim_rng.pt     classic: a file for each tensor- and pipeline-parallel rank
     iter_0000100/mp_rank_01_003/...                tensor-parallel rank 1, stage 3
-    iter_0000100/.metadata, __0_0.distcp, ...      torch_dist, of all ranks together; common.pt or metadata.json beside them
+    iter_0000100/.metadata, __0_0.distcp, ...      torch_dist, of all ranks; common.pt or metadata.json beside them
 
 Only names that a folder lists are opened, and no link that leads out of it.
 """
@@ -54,7 +54,10 @@ def find_megatron(root: Path, iteration: int | None = None) -> MegatronFolder:
 
 
 def _folder_of(root: Path, iteration: int | None) -> tuple[Path, int]:
-    """Return (folder, number) of an iteration, by default the latest; (root, 0) for a root without a list of iterations."""
+    """Return (folder, number) of an iteration, by default the latest.
+
+    (root, 0) for a root without a list of iterations.
+    """
     if iteration is not None:
         return root / folder_name(iteration), iteration
     if not is_file(root / LATEST):
@@ -83,7 +86,10 @@ def _file_of(folder: Path) -> str | None:
 
 
 def rank_files(path: Path) -> dict[tuple[int, int], str]:
-    """Return (tensor-parallel rank, stage) -> the rank's file, relative to `path`. Raises CheckpointError if one is missing."""
+    """Return (tensor-parallel rank, stage) -> the rank's file, relative to `path`.
+
+    Raises CheckpointError if one is missing.
+    """
     files: dict[tuple[int, int], str] = {}
     for name in backend_of(path).names(path):
         rank = _RANK.fullmatch(name)
@@ -123,9 +129,9 @@ _DEEPSPEED = re.compile(r"(bf16_)?(zero_pp_rank_\d+_)?mp_rank_\d+.*_(optim|model
 
 
 def why_unreadable(root: Path) -> str | None:
-    """Return what is in a folder that no reader here supports, and the command that converts it; None for other folders.
+    """Return what is in a folder that no reader here supports, and the command that converts it.
 
-    The text is the end of a sentence that begins with the folder's name.
+    None for other folders. The text is the end of a sentence that begins with the folder's name.
     """
     # DeepSpeed's `latest` names the folder that has the files.
     folder = root

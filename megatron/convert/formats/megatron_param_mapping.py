@@ -115,13 +115,16 @@ def concat_columns(tensors: Sequence[TensorInFile]) -> TensorParts:
 
 
 def take_first(tensors: Sequence[TensorInFile]) -> TensorParts:
-    """Join copies: every rank has the same tensor."""
+    """Join copies: every rank has the same tensor, [..] -> [..]."""
     x = tensors[0]
     yield TensorPart(whole(x.shape), View.of(0, x.shape), x)
 
 
 def concat_gate_up(tensors: Sequence[TensorInFile]) -> TensorParts:
-    """Join shards of a gated MLP: each rank has rows of the gate, then rows of up; ours has all of the gate first."""
+    """Join shards of a gated MLP: [2 f / tp, ..] -> [2 f, ..].
+
+    Each rank has rows of the gate, then rows of up; ours has all of the gate first.
+    """
     halves = [view.parts((view.shape[0] // 2,) * 2) for view in _views(tensors)]  # by rank: [gate, up]
     gates = [gate for gate, _ in halves]
     ups = [up for _, up in halves]
@@ -129,7 +132,10 @@ def concat_gate_up(tensors: Sequence[TensorInFile]) -> TensorParts:
 
 
 def concat_qkv_version_0(heads: HeadCounts) -> Join:
-    """Return the join of linear_qkv before checkpoint version 1.0: each rank has all its queries, all keys, all values."""
+    """Return the join of linear_qkv before checkpoint version 1.0: [3 n d / tp, ..] -> [3 n d, ..].
+
+    Each rank has all its queries, all its keys, all its values.
+    """
 
     def join(tensors: Sequence[TensorInFile]) -> TensorParts:
         by_head = []
@@ -145,7 +151,10 @@ def concat_qkv_version_0(heads: HeadCounts) -> Join:
 
 
 def concat_qkv_version_1(heads: HeadCounts) -> Join:
-    """Return the join of linear_qkv of checkpoint version 1.0: for each head, for each feature, query, key and value."""
+    """Return the join of linear_qkv of checkpoint version 1.0: [3 n d / tp, ..] -> [3 n d, ..].
+
+    A shard has, for each head and each feature, query, key and value.
+    """
 
     def join(tensors: Sequence[TensorInFile]) -> TensorParts:
         by_head = []

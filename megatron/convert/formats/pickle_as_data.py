@@ -5,8 +5,9 @@
     PickledObject(constructor, arguments, state, items)       what a call would have made; nothing is called
     PersistentId(pid)                                         a value outside the pickle, such as a tensor's storage
 
-A pickle is a program: an unpickler imports what the file names and calls it. Here a name stays a name, and one that no
-checkpoint needs is refused. A file may be hostile: its bytes and opcodes are bounded, and no value is built by recursion.
+A pickle is a program: an unpickler imports what the file names and calls it. Here a name stays a name, and one
+that no checkpoint needs is refused. A file may be hostile: its bytes and opcodes are bounded, and no value is
+built by recursion.
 Opcodes: https://docs.python.org/3/library/pickletools.html
 """
 

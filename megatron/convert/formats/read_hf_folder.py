@@ -35,7 +35,10 @@ class HFFolder:
 
 
 def is_hf_folder(root: Path) -> bool:
-    """Return whether a folder has a config.json, and no checkpoints of ours; False for a name that the system refuses."""
+    """Return whether a folder has a config.json, and no checkpoints of ours.
+
+    False for a name that the system refuses.
+    """
     try:
         return is_file(root / CONFIG) and not exists(root / LATEST)
     except OSError:

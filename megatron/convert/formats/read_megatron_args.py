@@ -1,8 +1,9 @@
 """Translate the `args` of a Megatron-LM checkpoint to settings of ours. No torch.
 
-The namespace holds every flag of the run, and hundreds of them do not concern the model. So the arguments that are read are
-listed; those that would change the model and are not supported are listed too, and refused unless they are off; those that do not
-concern the model are in megatron_ignored_args.py. A note names all others that are on to the reader of the checkpoint.
+The namespace holds every flag of the run, and hundreds of them do not concern the model. So the arguments that are read
+are listed; those that would change the model and are not supported are listed too, and refused unless they are off;
+those that do not concern the model are in megatron_ignored_args.py. A note names all others that are on to the reader
+of the checkpoint.
 """
 
 from collections.abc import Mapping
@@ -34,7 +35,10 @@ _MOST_TEXT = 100_000
 
 
 def plain_args(value: Any) -> dict[str, Any]:
-    """Return a namespace as plain values: numbers, texts and lists of them; any other value becomes the name of its type."""
+    """Return a namespace as plain values: numbers, texts and lists of them.
+
+    Any other value becomes the name of its type.
+    """
     if not isinstance(value, PickledObject) or not value.is_a("argparse.Namespace", "types.SimpleNamespace"):
         return {}
     state = value.state if isinstance(value.state, dict) else {}

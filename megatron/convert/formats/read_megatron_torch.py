@@ -1,7 +1,7 @@
 """Read classic checkpoints of Megatron-LM: join the files of all ranks to one model. Reads no tensors. No torch.
 
-A stage numbers its layers from 0 and may have several chunks of the model (`model0`, `model1`, ...): the layers are in order of
-chunks, and within a chunk in order of stages.
+A stage numbers its layers from 0 and may have several chunks of the model (`model0`, `model1`, ...): the layers are in
+order of chunks, and within a chunk in order of stages.
 """
 
 import re

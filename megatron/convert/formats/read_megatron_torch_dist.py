@@ -120,7 +120,10 @@ def _moved_down(box: Box, rows: int) -> Box:
 def _parts_of_tensor(
     megatron_name: str, chunks: list[BoxInFile]
 ) -> Iterator[tuple[tuple[str, int | None], list[TensorPart]]]:
-    """Yield ((our name, layer), parts) for a tensor of one parameter, or for each layer of a tensor that stacks all layers."""
+    """Yield ((our name, layer), parts) for a tensor of one parameter.
+
+    Of a tensor that stacks all layers, yield a pair for each layer.
+    """
     stacked = _STACKED.fullmatch(megatron_name)
     if stacked is None:
         name, layer = map_param_name(megatron_name)

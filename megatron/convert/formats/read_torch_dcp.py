@@ -1,10 +1,11 @@
 """Read folders of torch.distributed.checkpoint: tensors and their positions, without running a pickle. No torch.
 
-    .metadata                 a pickle: the tensors by name, each with its shape and chunks, and the position of each chunk
-    __0_0.distcp, ...         one after another, as `torch.save` writes a file: a chunk of a tensor, or an object
+    .metadata              a pickle: the tensors by name, each with its shape and chunks, and the position of each chunk
+    __0_0.distcp, ...      one after another, as `torch.save` writes a file: a chunk of a tensor, or an object
 
-Megatron-core's `torch_dist` and torchtitan's checkpoints are such folders. A folder may be hostile (see pickle_as_data.py and
-read_torch_file.py): chunks must cover their tensor exactly once, and no two of them may share bytes.
+Megatron-core's `torch_dist` and torchtitan's checkpoints are such folders. A folder may be hostile (see
+pickle_as_data.py and read_torch_file.py): chunks must cover their tensor exactly once, and no two of them may share
+bytes.
 """
 
 import re
@@ -142,7 +143,10 @@ def _folder_of(path: Path, described: Any, places: Any) -> DcpFolder:
 
 
 def _stored_by_key(places: Mapping[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], SavedAt]:
-    """Return (name, first corner of the chunk; None for an object) -> its position. Refuses bytes that two of them share."""
+    """Return (name, first corner of the chunk; None for an object) -> its position.
+
+    Refuses bytes that two of them share.
+    """
     by_key = {}
     for key, value in places.items():
         index = _fields(key, f"{_CLASSES}.MetadataIndex")

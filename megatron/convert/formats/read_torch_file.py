@@ -213,7 +213,7 @@ class _Entry(NamedTuple):
         return Span(start, start + self.nbytes)
 
     def _ends_after(self, window: _Window, stop: int) -> bool:
-        """Return whether a content that ends at `stop` is followed by its data descriptor, if it has one, and nothing else.
+        """Return whether a content that ends at `stop` is followed by its data descriptor, if any, and nothing else.
 
         Without this check, changed lengths in the header would move the content by as many bytes.
         """
@@ -319,7 +319,10 @@ def _with_64_bits(extra: bytes, values: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _read_before_1_6(window: _Window, name: str) -> TorchFile:
-    """Read a file of torch before 1.6: magic number, protocol, system info, values, keys of storages; then the storages."""
+    """Read a file of torch before 1.6.
+
+    It has the magic number, protocol, system info, values and keys of storages, then the storages.
+    """
     data = window.read(0, min(window.size, MOST_BYTES))
     if not data.startswith(b"\x80\x02\x8a"):  # how the pickle of the magic number begins
         raise PickleError("is no file of torch.save")

@@ -1,11 +1,11 @@
 """Read and write headers of the safetensors format. No torch.
 
     8 bytes          length N of the header, little-endian
-    N bytes          {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ..., "__metadata__": {"format": "pt"}}
+    N bytes          {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ..., "__metadata__": {}}
     the rest         the values, row-major and little-endian; offsets count from here, without gaps or overlaps
 
-A file may be hostile: the size of the header is bounded, and all of it is checked before any tensor is read. There is no code in
-the format. Source: https://huggingface.co/docs/safetensors
+A file may be hostile: the size of the header is bounded, and all of it is checked before any tensor is read. There is
+no code in the format. Source: https://huggingface.co/docs/safetensors
 """
 
 import json
@@ -63,7 +63,10 @@ def read_header(path: Path) -> dict[str, TensorInFile]:
 
 
 def _tensors_of(header: Any, file: str, data: int, size: int) -> Iterator[tuple[str, TensorInFile]]:
-    """Yield the tensors of a parsed header, in the order of their bytes, which start at byte `data` and end at byte `size`."""
+    """Yield the tensors of a parsed header, in the order of their bytes.
+
+    These start at byte `data` and end at byte `size`.
+    """
     if not isinstance(header, dict):
         raise ValueError("it is no JSON object")
     metadata = header.pop("__metadata__", {})

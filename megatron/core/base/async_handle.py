@@ -1,4 +1,7 @@
-"""The handle of an asynchronous operation: a collective, a transfer between stages, a read, a write, a copy. No torch."""
+"""The handle of an asynchronous operation: a collective, a transfer between stages, a read, a write, a copy.
+
+No torch.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
@@ -7,7 +10,9 @@ T = TypeVar("T")
 
 
 class AsyncHandle(Generic[T]):
-    """An operation in flight. `wait()` blocks until it is done and returns its result; later calls return the same result.
+    """An operation in flight.
+
+    `wait()` blocks until it is done and returns its result; later calls return the same result.
 
     finish: called once; waits and returns the result. keep: objects kept alive until then. Tensors of the operation
     must not be read or written before `wait()`.

@@ -79,7 +79,9 @@ def constant_size(size: int) -> BatchSizes:
 
 
 def ramp(start: int, increment: int, samples: int, size: int) -> BatchSizes:
-    """Return Megatron's ramp: from `start` to `size` by `increment`, in stages of equal length that cover `samples` samples.
+    """Return Megatron's ramp of the batch size: from `start` to `size` by `increment`.
+
+    Its stages have equal length and cover `samples` samples.
 
     A step takes the size of the stage in which it begins. Raises ConfigError if the numbers do not fit.
     """

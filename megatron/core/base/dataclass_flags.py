@@ -6,8 +6,8 @@
         num_layers: Count = option(12, "transformer layers in the whole model")
 
 gives `--num-layers 24`, its default, its help, and `ModelConfig(num_layers=24)`. Configs are frozen; derived values are
-properties. An option's type may bound its numbers (`Count`), rules within one config are checked in `FlagConfig.problems`,
-and the caller checks rules across configs.
+properties. An option's type may bound its numbers (`Count`), rules within one config are checked in
+`FlagConfig.problems`, and the caller checks rules across configs.
 """
 
 import argparse
@@ -105,7 +105,10 @@ def default_text(field: dataclasses.Field) -> str:
 
 
 class FlagConfig:
-    """Base class of configs. The constructor checks ranges and `problems`, and raises one ConfigError with all problems."""
+    """Base class of configs.
+
+    The constructor checks ranges and `problems`, and raises one ConfigError with all problems.
+    """
 
     def __post_init__(self) -> None:
         problems = [*out_of_range(self), *self.problems()]
@@ -224,7 +227,10 @@ _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
 def one_of(choices: Collection[Any]) -> Any:
-    """Return a reader of one of `choices`, all of one type. It looks them up when called: a script may have added some."""
+    """Return a reader of one of `choices`, all of one type.
+
+    It looks them up when called: a script may have added some.
+    """
 
     def read(text: str) -> Any:
         if text not in map(str, choices):
@@ -295,7 +301,10 @@ def metavar_of(config_class: type, field: dataclasses.Field) -> str:
 
 
 def _argparse_options(config_class: type, field: dataclasses.Field) -> dict[str, Any]:
-    """Return the arguments of `add_argument` for an option of type bool, int, float, str, Literal[...], list[X] or X | None."""
+    """Return the arguments of `add_argument` for an option.
+
+    Its type is bool, int, float, str, Literal[...], list[X] or X | None.
+    """
     options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
     kind = value_kind(config_class, field)
     if kind is bool:
@@ -377,9 +386,10 @@ class FlagParser(argparse.ArgumentParser):
 
     @contextlib.contextmanager
     def flags_of_script(self) -> Iterator[None]:
-        """Take flags added inside the block as the script's `own`; help shows them, and their groups, after the first group.
+        """Take flags added inside the block as the script's `own`.
 
-        A default that the script sets of a flag that is not its own would count as if the user had given it.
+        Help shows them, and their groups, after the first group. A default that the script sets of a flag that is not
+        its own would count as if the user had given it.
         """
         before = list(self._action_groups)
         num_actions = len(self._actions)
@@ -452,7 +462,10 @@ def repeated_flags(parser: FlagParser, argv: Sequence[str]) -> list[str]:
 
 
 def unknown_problems(words: Sequence[str], parser: FlagParser) -> list[str]:
-    """Return one line for each unknown flag among `words`, or one for all if none is a flag. `-1` is a value, not a flag."""
+    """Return one line for each unknown flag among `words`, or one for all if none is a flag.
+
+    `-1` is a value, not a flag.
+    """
     flags = [word for word in words if re.match(r"--?[A-Za-z_]", word)]
     if flags:
         return [unknown_flag_message(flag, parser.known_flags(), parser.refused) for flag in flags]
@@ -480,7 +493,9 @@ def _longer_flags(name: str, known: list[str]) -> list[str]:
 
 
 def nearest_flag(flag: str, known: list[str], refused: Collection[str] = ()) -> str | None:
-    """Return the known flag nearest to `flag`: other hyphens, with or without --no-, a unique continuation, or a typing error.
+    """Return the known flag nearest to `flag`.
+
+    It differs by hyphens, by --no-, by being a unique continuation, or by a typing error.
 
     None if the nearest is in `refused`: the next nearest would have another meaning.
     """

@@ -49,7 +49,9 @@ def write_error_file(text: str, *, follows: bool = False) -> None:
 
 
 def sequence_parallel_hint(length: int, expected: int) -> str:
-    """Return a hint for hidden states of `length` tokens instead of `expected`, if one is a multiple of the other; else "".
+    """Return a hint for hidden states of `length` tokens instead of `expected`, or "".
+
+    There is one if either number is a multiple of the other.
 
     The usual cause is a model that ignores that sequence parallelism shards the sequence.
     """

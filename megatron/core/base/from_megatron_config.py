@@ -1,4 +1,7 @@
-"""Megatron's config dataclasses are read as configs of ours: fields of equal names, and refusals of what is not built."""
+"""Megatron's config dataclasses are read as configs of ours.
+
+Fields have equal names; what is not built is refused.
+"""
 
 from collections.abc import Mapping
 from dataclasses import fields

@@ -30,7 +30,10 @@ def lazy_names(module: str, names: Mapping[str, str]) -> tuple[Callable[[str], A
 
 
 def all_names(module: str, homes: str) -> Callable[[str], Any]:
-    """Return a module's `__getattr__` for every name of the modules `homes`, separated by blanks; the first that has it."""
+    """Return a module's `__getattr__` for every name of the modules `homes`, separated by blanks.
+
+    A name is taken of the first module that has it.
+    """
 
     def get(name: str) -> Any:
         for home in map(import_module, homes.split()):

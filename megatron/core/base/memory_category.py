@@ -66,6 +66,6 @@ def current_memory_kind() -> str:
 
 
 def set_memory_kind(kind: str, tensors: Iterable[Any]) -> None:
-    """Label the memory of these tensors with this kind from now on."""
+    """Label the memory of these tensors, of any shapes, with this kind from now on."""
     for listener in listeners:
         listener(kind, tensors)

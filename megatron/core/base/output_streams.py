@@ -1,16 +1,16 @@
 """A process keeps running when one of its outputs cannot be written any more, and reports that on the others. Pure.
 
-    keep_running(rank)     from now on a write to standard output or standard error raises nothing
-    until_reader_ends(f)   for a tool, whose standard output is its answer: it ends when nobody reads the answer any more
-    print_stderr(text)     print on standard error, for threads and exits that must continue even if the text is lost
-    lose(output, why)      of any other output: report it once, and record it in `losses`
+    keep_running(rank)    from now on a write to standard output or standard error raises nothing
+    until_reader_ends(f)  for a tool, whose standard output is its answer: it ends when nobody reads the answer any more
+    print_stderr(text)    print on standard error, for threads and exits that must continue even if the text is lost
+    lose(output, why)     of any other output: report it once, and record it in `losses`
 
 The kind of a standard stream decides what follows a failed write:
 
-    a pipe, a terminal, nothing     its reader is gone for good: the descriptor leads to /dev/null from now on, so that
-                                    neither libraries in C nor child processes meet the error again
-    a file                          the disk may have space again: each write is tried, and the first that works says how
-                                    many bytes are missing before it
+    a pipe, a terminal, nothing    its reader is gone for good: the descriptor leads to /dev/null from now on, so that
+                                   neither libraries in C nor child processes meet the error again
+    a file                         the disk may have space again: each write is tried, and the first that works says how
+                                   many bytes are missing before it
 
 A failed write is reported by a bare system call on the other stream: this thread holds the failed stream's lock, and a
 thread that fails on the other stream at the same moment holds that one's.

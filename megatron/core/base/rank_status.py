@@ -1,7 +1,7 @@
 """The status of this process (its phase, its iteration, its last collective on each axis), in a small file in memory.
 
-    write    the main thread, a few words a call; the file is mapped, so that it can be read while this process is stopped
-    read     any process of this machine: `read_status(path)`; no thread of the writer takes part
+    write  the main thread, a few words a call; the file is mapped, so that it can be read while this process is stopped
+    read   any process of this machine: `read_status(path)`; no thread of the writer takes part
 
 Without `write_to` (tests with ranks as threads, tools) every call here returns at once. The words are watched, and
 hangs are diagnosed from them, in `training/fault_tolerance/hang_watch.py`. Pure, without torch.
@@ -135,7 +135,10 @@ def _allocate_blocks(handle: int, path: Path) -> None:
 
 
 class RankStatusWriter:
-    """The writer of one rank's status. The main thread writes; the watcher's thread writes `set_active`, `set_starved`."""
+    """The writer of one rank's status.
+
+    The main thread writes; the watcher's thread writes `set_active`, `set_starved`.
+    """
 
     def __init__(self, path: Path, rank: int, ranks: int, started: int):
         self.path = path

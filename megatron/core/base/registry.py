@@ -13,8 +13,8 @@ FUNCTIONS = "functions"  # key of a checkpoint's state: setting -> what the entr
 class Registry(UserDict[str, Entry]):
     """A registry refuses an entry of another form, with TypeError in the line that adds it.
 
-    name: of the registry, in errors. form: the dataclass of the entries; or they are functions, and form names their
-    arguments.
+    name: of the registry, in errors. form: the dataclass of the entries; or they are functions, and form names
+    their arguments.
     """
 
     def __init__(self, name: str, form: type | tuple[str, ...], entries: Mapping[str, Entry]):
@@ -42,7 +42,10 @@ class Registry(UserDict[str, Entry]):
 
 
 def _fits(entry: Any, form: type | tuple[str, ...]) -> bool:
-    """Return whether an entry has the form: a function of these arguments, or the dataclass with functions and tuples."""
+    """Return whether an entry has the form.
+
+    That is a function of these arguments, or the dataclass with functions and tuples.
+    """
     if isinstance(form, tuple):
         try:
             return bool(inspect.signature(entry).bind(*form))

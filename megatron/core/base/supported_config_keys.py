@@ -37,7 +37,10 @@ class Answer(NamedTuple):
 
 
 class ConfigKeyPolicy:
-    """The answers to all keys of one kind of settings file. In messages, name is that of the file, page its documentation."""
+    """The answers to all keys of one kind of settings file.
+
+    In messages, name is that of the file, page its documentation.
+    """
 
     def __init__(self, working: Mapping[str, WorkingKey], no_effect: Reasons, refused: Reasons, name: str, page: str):
         self.working = working
@@ -69,7 +72,10 @@ class ConfigKeyPolicy:
         return sections
 
     def check(self, settings: Mapping[str, Any]) -> list[str]:
-        """Raise ConfigError with every refused, unknown or wrong key. Return the keys that have no effect, with reasons."""
+        """Raise ConfigError with every refused, unknown or wrong key.
+
+        Return the keys that have no effect, with reasons.
+        """
         problems: list[str] = []
         notes: list[str] = []
         for key, value in self._leaves(settings, ""):

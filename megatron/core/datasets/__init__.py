@@ -1,11 +1,13 @@
 """Token files on disk, the order in which training sees them, and batches.
 
-    mmap_indexed_dataset, indexed_dataset_writer    the token files, PREFIX.bin and PREFIX.idx
-    index_map, sentence_sample_map, blend           which tokens make up sample i: Megatron's algorithms, bit for bit
-    build_datasets, index_cache                     the data sets of a run, and the cache of their index arrays
-    gpt_samples, bert_dataset_builder, t5_dataset_builder    samples; `bert_and_t5_samples` and `mask_selection` hide tokens
-    data_loader                                     which samples a rank reads, and its batches
-    gpt_dataset, blended_megatron_dataset_builder, ...    Megatron's classes over these
+    mmap_indexed_dataset, indexed_dataset_writer     the token files, PREFIX.bin and PREFIX.idx
+    index_map, sentence_sample_map, blend            which tokens make up sample i: Megatron's algorithms, bit for bit
+    build_datasets, index_cache                      the data sets of a run, and the cache of their index arrays
+    gpt_samples                                      samples of a GPT
+    bert_dataset_builder, t5_dataset_builder         samples of a BERT and of a T5
+    bert_and_t5_samples, mask_selection              the tokens that these hide
+    data_loader                                      which samples a rank reads, and its batches
+    gpt_dataset, blended_megatron_dataset_builder    Megatron's classes over these, with others
 
 A GPT sample's way into a batch: `data_loader.batches` asks for item i, `blend.BlendedDataset` finds its file, and
 `gpt_samples.GPTDataset` reads its tokens by the arrays of `index_map`.

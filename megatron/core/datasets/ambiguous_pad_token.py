@@ -1,8 +1,9 @@
 """Decide which positions of a sample are padding.
 
-Those are the positions that a data set fills up, and a pad token in the files if it has no other meaning. Many tokenizers
-are saved with a pad that texts contain too: the token that ends documents (Qwen 2.5, GPT-2 and its relatives), `<unk>`
-(Llama's), the token that begins every text, or an ordinary one. Such a token is text wherever it occurs in a file.
+Those are the positions that a data set fills up, and a pad token in the files if it has no other meaning. Many
+tokenizers are saved with a pad that texts contain too: the token that ends documents (Qwen 2.5, GPT-2 and its
+relatives), `<unk>` (Llama's), the token that begins every text, or an ordinary one. Such a token is text wherever it
+occurs in a file.
 """
 
 from typing import Any
@@ -37,7 +38,10 @@ def pad_is_text(tokenizer: Any) -> bool:
 
 
 def id_of(tokenizer: Any, name: str) -> int | None:
-    """Return an id of a tokenizer; None if it has none. Megatron's raise NotImplementedError for an id that they lack."""
+    """Return an id of a tokenizer; None if it has none.
+
+    Megatron's raise NotImplementedError for an id that they lack.
+    """
     try:
         return getattr(tokenizer, name, None)
     except NotImplementedError:

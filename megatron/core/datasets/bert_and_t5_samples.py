@@ -1,7 +1,7 @@
 """Samples for BERT and T5 from files of sentences: rows of a sample map (`sentence_sample_map`), with hidden words.
 
-Item i hides some words of sample i (`mask_selection`) with a generator seeded by seed + i. BERT puts a mask in the place of
-each hidden word; T5 puts a sentinel in the place of each hidden span, and its decoder must write the spans:
+Item i hides some words of sample i (`mask_selection`) with a generator seeded by seed + i. BERT puts a mask in the
+place of each hidden word; T5 puts a sentinel in the place of each hidden span, and its decoder must write the spans:
 
     text     Thank you for inviting me to your party        hidden: "for inviting" and "party"
     BERT     Thank you [MASK] [MASK] me to your [MASK]
@@ -70,8 +70,8 @@ class BertDataset(_MaskedDataset):
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         """Return item i: int64 arrays, [s] unless noted.
 
-        text; types: 0 or 1, which part; labels: -1 where nothing was hidden; padding_mask: 0 at padding; loss_mask: 1 where a
-        word was hidden. Scalars: is_random, whether the parts are swapped; truncated, whether text was cut off.
+        text; types: 0 or 1, which part; labels: -1 where nothing was hidden; padding_mask: 0 at padding; loss_mask: 1
+        where a word was hidden. Scalars: is_random, whether the parts are swapped; truncated, whether text was cut off.
         """
         text = self._text(i)
         (a, b), swapped = self._two_parts(text)
@@ -111,7 +111,10 @@ class BertDataset(_MaskedDataset):
         }
 
     def _two_parts(self, text: TextSample) -> tuple[list[list[int]], bool]:
-        """Return (the two parts in the order of the sample, whether they are swapped); the second is empty without a head."""
+        """Return (the two parts in the order of the sample, whether they are swapped).
+
+        The second is empty without a head.
+        """
         if not self.binary_head:
             return [concatenate(text.sentences), []], False
         count = len(text.sentences)
@@ -157,8 +160,8 @@ class T5Dataset(_MaskedDataset):
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         """Return item i, int64: text_enc, enc_mask [s]; text_dec, labels, loss_mask, dec_mask [t]; truncated, a scalar.
 
-        s is seq_length, t is decoder_seq_length. labels are -1 at padding. enc_mask and dec_mask are 0 at padding, where the
-        text is token 0; `attention_masks` makes masks of pairs of them.
+        s is seq_length, t is decoder_seq_length. labels are -1 at padding. enc_mask and dec_mask are 0 at padding,
+        where the text is token 0; `attention_masks` makes masks of pairs of them.
         """
         text = self._text(i)
         pieces = self.pieces
@@ -203,9 +206,9 @@ class T5Dataset(_MaskedDataset):
 def attention_masks(enc_mask: np.ndarray, dec_mask: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the masks of the encoder, of the decoder, and of the decoder's cross-attention to the encoder.
 
-    enc_mask [b, s], dec_mask [b, t]: 0 at padding, as T5's items have them. The masks: bool [b, 1, s, s], [b, 1, t, t] and
-    [b, 1, t, s], True where a query may not see a key: where either is padding and, in the decoder, where the key comes after
-    the query.
+    enc_mask [b, s], dec_mask [b, t]: 0 at padding, as T5's items have them. The masks: bool [b, 1, s, s], [b, 1, t, t]
+    and [b, 1, t, s], True where a query may not see a key: where either is padding and, in the decoder, where the key
+    comes after the query.
     """
 
     def visible(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:

@@ -43,6 +43,7 @@ class BertSamples(SentenceSamples):
         )
 
     def dataset(self, file_split: FileSplit, arrays: tuple[np.ndarray, ...]) -> BertDataset:
+        """Return the samples of the sample map in `arrays`, (uint32 or uint64 [samples, 3],)."""
         (sample_map,) = arrays
         return BertDataset(
             file_split.indexed,
@@ -125,8 +126,8 @@ def bert_problems(config: DataConfig, masking: MaskedDataConfig, tokenizer: Any 
 def _word_pieces(tokenizer: Any, *, made_up: bool) -> WordPieces:
     """Return the tokens that the data sets need. Raises ValueError for a tokenizer that was not made for masked words.
 
-    made_up: for --mock-data, where any vocabulary serves as one of whole words; if a special token is missing, the first
-    four ids take the places of all.
+    made_up: for --mock-data, where any vocabulary serves as one of whole words; if a special token is missing, the
+    first four ids take the places of all.
     """
     special_ids = [id_of(tokenizer, name) for name in ("cls", "sep", "mask", "pad")]
     is_missing = None in special_ids
@@ -156,9 +157,9 @@ def _word_pieces(tokenizer: Any, *, made_up: bool) -> WordPieces:
 class MockBertDataset(BertDataset):
     """Made-up samples, which a model can learn: the words of a sample rise slowly, with some noise.
 
-    So a hidden word is close to its neighbours, and the part with the lower words comes first unless the parts were swapped.
-    Sample i depends on (seed, split, i) alone. Few words occur, each several times in a row, spread over the whole
-    vocabulary.
+    So a hidden word is close to its neighbours, and the part with the lower words comes first unless the parts were
+    swapped. Sample i depends on (seed, split, i) alone. Few words occur, each several times in a row, spread over the
+    whole vocabulary.
     """
 
     WORDS = 32  # different ones
@@ -166,7 +167,7 @@ class MockBertDataset(BertDataset):
 
     @cached_property
     def line(self) -> np.ndarray:
-        """The ids of the words, from the lowest to the highest: [words]."""
+        """The ids of the words, from the lowest to the highest: int64 [words]."""
         special = (self.pieces.cls, self.pieces.sep, self.pieces.mask, self.pieces.pad)
         words = np.setdiff1d(np.arange(len(self.pieces.words)), special)
         count = min(len(words), self.WORDS)

@@ -1,7 +1,8 @@
 """Blends decide which data set gives sample i; every choice equals Megatron's (`helpers.cpp` in its core/datasets).
 
-Before each sample every data set has an error: its weight x samples so far - its own samples so far. The data set with the
-largest error is furthest behind its share, and gives the next sample; of equal errors the first counts. As one loop:
+Before each sample every data set has an error: its weight x samples so far - its own samples so far. The data
+set with the largest error is furthest behind its share, and gives the next sample; of equal errors the first
+counts. As one loop:
 
     counts = [0] * len(weights)
     for i in range(size):
@@ -16,8 +17,8 @@ largest error is furthest behind its share, and gives the next sample; of equal 
 
 Sample k of a data set always comes before its sample k + 1, so each data set keeps its own shuffled order.
 
-`weighted_indices` makes these choices with numpy, many samples at a time: a Python loop takes microseconds a sample, which
-is minutes for a long run; Megatron compiles it from C++, and this package has no compiled code.
+`weighted_indices` makes these choices with numpy, many samples at a time: a Python loop takes microseconds a sample,
+which is minutes for a long run; Megatron compiles it from C++, and this package has no compiled code.
 """
 
 import math
@@ -40,7 +41,9 @@ _BLOCK = 64  # rows
 
 @dataclass(frozen=True)
 class Blend:
-    """The prefixes of a data path, and the weight of each. Without weights every data set is read once, whatever its length.
+    """The prefixes of a data path, and the weight of each.
+
+    Without weights every data set is read once, whatever its length.
 
     is_single: one data set without a weight, which needs no blending.
     """
@@ -116,7 +119,7 @@ def samples_of_each(size: int, shares: list[float], surplus: float = 0.0) -> lis
 
 
 class BlendIndices(NamedTuple):
-    """Sample i is sample dataset_sample_index[i] of data set dataset_index[i]."""
+    """Sample i is sample dataset_sample_index[i] of data set dataset_index[i]. Both arrays are [samples]."""
 
     dataset_index: np.ndarray  # [size] int16
     dataset_sample_index: np.ndarray  # [size] int64
@@ -125,17 +128,20 @@ class BlendIndices(NamedTuple):
 def weighted_indices(shares: list[float], size: int) -> BlendIndices:
     """Take each next sample from the data set that is furthest behind its share: the loop of the module's docstring.
 
-    Every choice depends on the choices before it, so the rows (one a sample) cannot simply be computed side by side. But
-    the rule corrects itself: a sample that was taken too early is not taken again, so that after wrong counts the choices
-    soon are the right ones. Therefore many ranges of rows, called lanes, are computed at once, and then checked:
+    Returns dataset_index int16 [size] and dataset_sample_index int64 [size].
+
+    Every choice depends on the choices before it, so the rows (one a sample) cannot simply be computed side by
+    side. But the rule corrects itself: a sample that was taken too early is not taken again, so that after wrong
+    counts the choices soon are the right ones. Therefore many ranges of rows, called lanes, are computed at once,
+    and then checked:
 
         lane 0      0------>           begins with the true counts, all 0
         lane 1          ..------>      begins with guessed counts some rows (..) before its first row
         lane 2                ..----->
 
-    A lane is right if it began with the counts with which a right lane before it ended. The other lanes are computed again
-    from those counts, until all are right. So every choice follows from true counts by the same float64 operations as in the
-    loop, and a wrong guess costs nothing but time.
+    A lane is right if it began with the counts with which a right lane before it ended. The other lanes are computed
+    again from those counts, until all are right. So every choice follows from true counts by the same float64
+    operations as in the loop, and a wrong guess costs nothing but time.
     """
     if len(set(shares)) == 1:  # data sets take turns; below, every row might be a tie of thousands of data sets
         return BlendIndices((np.arange(size) % len(shares)).astype(np.int16), np.arange(size) // len(shares))
@@ -215,10 +221,10 @@ def _choose_block(
 
     counts: [lanes, data sets], advanced in place. dataset_index, sample_index: [rows, lanes], filled in place.
 
-    Of thousands of data sets only a few can be chosen within a block: those with the largest errors. An error grows from
-    row to row until its data set is chosen. So the candidates are the data sets with the largest errors *after* the block,
-    if none were chosen, and they suffice if each choice has a larger error than any other data set will have by then. Lanes
-    where that does not hold are chosen again among all data sets.
+    Of thousands of data sets only a few can be chosen within a block: those with the largest errors. An error grows
+    from row to row until its data set is chosen. So the candidates are the data sets with the largest errors *after*
+    the block, if none were chosen, and they suffice if each choice has a larger error than any other data set will have
+    by then. Lanes where that does not hold are chosen again among all data sets.
     """
     if num_candidates >= len(weights):
         _choose_rows(weights, counts, first_rows, dataset_index, sample_index)
@@ -260,9 +266,9 @@ def _choose_rows(
 ) -> np.ndarray:
     """Choose rows among all data sets given, one row of every lane at a time: the loop of the module's docstring.
 
-    weights: [data sets], or [lanes, data sets] where each lane has its own. counts: [lanes, data sets], advanced in place.
-    dataset_index, sample_index: [rows, lanes], filled in place. Returns the smallest error that was chosen in each lane,
-    [lanes].
+    weights: [data sets], or [lanes, data sets] where each lane has its own. counts: [lanes, data sets], advanced in
+    place. dataset_index, sample_index: [rows, lanes], filled in place. Returns the smallest error that was chosen in
+    each lane, [lanes].
     """
     weights = np.broadcast_to(weights, counts.shape).copy()  # numpy is twice as fast where nothing is broadcast
     num_samples = np.empty(counts.shape)  # max(row, 1) of each lane, repeated for every data set
@@ -290,11 +296,14 @@ def _choose_rows(
 
 
 def exhaustive_indices(sizes: list[int]) -> BlendIndices:
-    """Take every sample of every data set once: shares follow the sizes, and a data set without samples left is skipped.
+    """Take every sample of every data set once: shares follow the sizes.
 
-    As one loop, this is `weighted_indices` with an error of minus infinity for a data set that has run out. None runs out
-    before the last few rows, so all rows before them are those of `weighted_indices`, and only the last ones are walked.
-    Source: `build_exhaustive_blending_indices` of Megatron's helpers.cpp.
+    A data set without samples left is skipped. Returns dataset_index int16 and dataset_sample_index int64,
+    [sum of sizes] each.
+
+    As one loop, this is `weighted_indices` with an error of minus infinity for a data set that has run out. None runs
+    out before the last few rows, so all rows before them are those of `weighted_indices`, and only the last ones are
+    walked. Source: `build_exhaustive_blending_indices` of Megatron's helpers.cpp.
     """
     shares = normalized(sizes)
     limits = np.array(sizes)
@@ -351,6 +360,7 @@ class BlendedDataset:
         return len(self.indices.dataset_index)
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        """Return sample i: an item of the data set that gives it, with its keys and shapes, such as tokens [s]."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
         dataset = self.datasets[self.indices.dataset_index[i]]

@@ -68,8 +68,8 @@ class BlendedMegatronDatasetBuilder:
     """Megatron's builder: `build()` returns [train, valid, test].
 
     sizes: samples of each split; None for one epoch (of made-up data, for none), 0 for none. The arguments are
-    (cls, sizes, config) in core 0.5, and (cls, sizes, is_built_on_rank, config) in later versions. Every rank must call
-    `build`.
+    (cls, sizes, config) in core 0.5, and (cls, sizes, is_built_on_rank, config) in later versions. Every rank
+    must call `build`.
     """
 
     def __init__(self, cls: Any, sizes: list[int | None], *rest: Any, config: Any = None, is_built_on_rank: Any = None):

@@ -6,8 +6,8 @@
 A plan has three levels: a run has splits (train, valid, test), a split has one or several files, and each of those is a
 `FileSplit`: the part of one file that one split reads, with its cache.
 
-A `SampleKind` says how samples are made from one file: GPT, BERT and a fork's own data set are one each. The arrays go into
-the caches of `index_cache`, so that a later run with the same data and settings builds nothing.
+A `SampleKind` says how samples are made from one file: GPT, BERT and a fork's own data set are one each. The arrays go
+into the caches of `index_cache`, so that a later run with the same data and settings builds nothing.
 """
 
 import warnings
@@ -44,9 +44,9 @@ class BuildContext:
     """Coordinate the processes of a run that build their data sets together.
 
     is_builder: this process builds; exactly one process of each file system that holds the cache does. wait() returns
-    when all processes have called it; each calls it once, also after an error. `say` takes warnings; every process gives
-    the same, so print them on one. `progress` takes a line for each split and data set and, on the builder, a line for each
-    step.
+    when all processes have called it; each calls it once, also after an error. `say` takes warnings; every process
+    gives the same, so print them on one. `progress` takes a line for each split and data set and, on the builder, a
+    line for each step.
     """
 
     is_builder: bool = True
@@ -76,11 +76,17 @@ class SampleKind:
         raise NotImplementedError
 
     def build(self, file_split: "FileSplit", say: Say) -> tuple[np.ndarray, ...]:
-        """Build the index arrays of `file_split.request`. Raises ValueError for a file that cannot give them."""
+        """Build the index arrays of `file_split.request`, of shapes that the kind chooses.
+
+        Raises ValueError for a file that cannot give them.
+        """
         raise NotImplementedError
 
     def dataset(self, file_split: "FileSplit", arrays: tuple[np.ndarray, ...]) -> Any:
-        """Return the samples, as `data_loader.batches` reads them. arrays: those that `build` made, memory-mapped."""
+        """Return the samples, as `data_loader.batches` reads them.
+
+        arrays: those that `build` made, in the same shapes, memory-mapped.
+        """
         raise NotImplementedError
 
     def count_samples(self, indexed: IndexedDataset, request: Any) -> int | None:
@@ -101,7 +107,10 @@ class SampleKind:
         return None
 
     def megatron_cache(self, file_split: "FileSplit") -> MegatronCache | None:
-        """Return the cache in which Megatron-LM would have left the arrays of `file_split`; None if it has no such arrays."""
+        """Return the cache in which Megatron-LM would have left the arrays of `file_split`.
+
+        None if it has no such arrays.
+        """
         return None
 
 
@@ -123,7 +132,10 @@ class FileSplit:
         return len(self.cache.load()[-1])
 
     def build(self, position: str, build_context: BuildContext, described: Described) -> None:
-        """Write the index arrays into the cache, unless they are there. position: in which split, and which of its files."""
+        """Write the index arrays into the cache, unless they are there.
+
+        position: in which split, and which of its files.
+        """
         if self.cache.is_complete(build_context.say):
             return
         samples = "" if self.known_samples is None else f"{self.known_samples:,} samples of "
@@ -138,7 +150,10 @@ class FileSplit:
 def _load_megatron_cache(
     megatron_cache: MegatronCache | None, description: str, build_context: BuildContext, described: Described
 ) -> tuple[np.ndarray, ...] | None:
-    """Return the arrays that Megatron-LM left, if they fit; report through `progress` whether they are taken or built."""
+    """Return the arrays that Megatron-LM left, if they fit.
+
+    Report through `progress` whether they are taken or built.
+    """
     match = None if megatron_cache is None else megatron_cache.find(described, build_context.say)
     if match is None:
         build_context.progress(f"building {description}")
@@ -242,7 +257,10 @@ class SplitPlan:
 
 @dataclass(frozen=True)
 class SeveralSets:
-    """The plans of one split whose data sets stay apart: those of --multiple-validation-sets. Used like a `SplitPlan`."""
+    """The plans of one split whose data sets stay apart: those of --multiple-validation-sets.
+
+    Used like a `SplitPlan`.
+    """
 
     plans: list[SplitPlan]
 
@@ -278,9 +296,9 @@ def build_datasets(
     A split without a share, without documents, or of which no samples are requested is None. With
     --multiple-validation-sets and several prefixes, valid is a list of data sets.
 
-    num_samples: of each split, None for one epoch. Every process calls. Raises ValueError on every process for data or
-    settings that cannot work; if the cache cannot be written, with the reason on the builder and a pointer to it on the
-    others.
+    num_samples: of each split, None for one epoch. Every process calls. Raises ValueError on every process for
+    data or settings that cannot work; if the cache cannot be written, with the reason on the builder and a pointer
+    to it on the others.
     """
     try:
         plans = plan_splits(config, kind, num_samples, build_context.say)

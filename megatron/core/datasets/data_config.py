@@ -160,7 +160,7 @@ class DataConfig(FlagConfig):
 
     @property
     def tokens_per_sample(self) -> int | None:
-        """Of the encoder and the decoder together, where a model has both."""
+        """The tokens of a sample: of the encoder and the decoder together, where a model has both."""
         return self.seq_length and self.seq_length + (self.decoder_seq_length or 0)
 
     @property
@@ -243,7 +243,10 @@ def _read_words(path: str) -> list[str]:
 
 
 def _read_split_lists(path: str) -> list[list[str] | None]:
-    """Read the lists of train, valid and test of a JSON file; None for one that is missing or empty. Raises ConfigError."""
+    """Read the lists of train, valid and test of a JSON file; None for one that is missing or empty.
+
+    Raises ConfigError.
+    """
     try:
         lists = json.loads(Path(path).read_text())
         is_valid = isinstance(lists, dict) and set(lists) <= set(SPLIT_NAMES)

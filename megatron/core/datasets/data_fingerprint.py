@@ -14,10 +14,11 @@ _BLOCK_BYTES = 1 << 16
 
 
 def data_sha256(config: DataConfig) -> str | None:
-    """Return the SHA-256 of the data sets of each split, in order, with their weights; None where no token files are named.
+    """Return the SHA-256 of the data sets of each split, in order, with their weights.
 
-    Each of the two files of a data set gives its size and its bytes; a long file gives blocks at its start, its end and
-    between. The hash is part of a checkpoint, so the form of what is hashed cannot change.
+    None where no token files are named. Each of the two files of a data set gives its size and its bytes; a long
+    file gives blocks at its start, its end and between. The hash is part of a checkpoint, so the form of what is
+    hashed cannot change.
     """
     if config.mock_data:
         return None

@@ -5,7 +5,8 @@ Samples are taken in order. A block of micro_batch_size * data_parallel_size sam
     stream, 2 ranks, microbatches of 2:     | 0  1 | 2  3 | 4  5 | 6  7 | ...
                                             | rank0  rank1|rank0  rank1 |
 
-So the samples of an iteration are the next global_batch_size of the stream, in every layout and with any number of threads.
+So the samples of an iteration are the next global_batch_size of the stream, in every layout and with any number of
+threads.
 """
 
 import itertools
@@ -21,7 +22,10 @@ import torch
 
 
 class Samples(Protocol):
-    """The data set that `batches` reads: `GPTDataset`, `MockGPTDataset`, or a fork's own."""
+    """The data set that `batches` reads: `GPTDataset`, `MockGPTDataset`, or a fork's own.
+
+    Item i is key -> array; the arrays of a key have one shape in every item, such as tokens, int64 [s].
+    """
 
     def __len__(self) -> int: ...
 
@@ -33,8 +37,8 @@ def micro_batch_ids(
 ) -> Iterator[range]:
     """Yield the sample numbers of one rank's microbatches: row k of a microbatch is sample ids[k] of the data set.
 
-    They start after `consumed_samples` and end with the last full block; the stream does not start over. Example: total 9,
-    consumed 1, microbatches of 2 on rank 1 of 2: [3, 4], [7, 8].
+    They start after `consumed_samples` and end with the last full block; the stream does not start over. Example: total
+    9, consumed 1, microbatches of 2 on rank 1 of 2: [3, 4], [7, 8].
     """
     if micro_batch_size < 1 or not 0 <= data_parallel_rank < data_parallel_size or consumed_samples < 0:
         raise ValueError(
@@ -64,6 +68,7 @@ class Cyclic:
         return sys.maxsize
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        """Return item i of the stream: an item of the data set, with its keys and shapes."""
         epoch, number = divmod(i, len(self.dataset))
         return self.dataset[int(self._order(epoch)[number])]
 
@@ -80,10 +85,11 @@ def batches(
     *,
     num_workers: int = 0,
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield one rank's microbatches, [b, s] for each key of the data set's items, until the data set ends.
+    """Yield one rank's microbatches until the data set ends: [b, s] for each key of the data set's items [s].
 
-    Validation counts its own consumed_samples. num_workers: threads that prefetch, two microbatches each; 0 reads on demand.
-    No global random state is read or changed.
+    A key whose arrays have another shape [..] gives [b, ..]. Dtypes are those of the arrays. Validation counts its own
+    consumed_samples. num_workers: threads that prefetch, two microbatches each; 0 reads on demand. No global random
+    state is read or changed.
     """
 
     def read(ids: range) -> dict[str, torch.Tensor]:
@@ -115,8 +121,9 @@ def batches(
 def loader(kind: str, dataset: Samples | Iterable, split: str, **reading: int) -> Iterator[dict[str, torch.Tensor]]:
     """Return the batches of a split by `--dataloader-type` KIND.
 
-    single reads a data set once; cyclic repeats the training set; external is the user's own, which the script's provider
-    gave in place of a data set: an iterable of this rank's microbatches. reading: the other arguments of `batches`.
+    single reads a data set once; cyclic repeats the training set; external is the user's own, which the script's
+    provider gave in place of a data set: an iterable of this rank's microbatches. reading: the other arguments of
+    `batches`. A batch is as of `batches`: key -> [b, s].
     """
     if kind == "external":
         return iter(dataset)

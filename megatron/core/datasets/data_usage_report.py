@@ -14,7 +14,10 @@ _MAX_LINES = 20  # data sets of one split that are listed at the start of a run
 
 @dataclass(frozen=True)
 class DataUsage:
-    """How much a run reads of a data set in one split. documents, tokens, bytes: the size of the data set in that split."""
+    """The tokens, samples and bytes that a run reads of a data set in one split.
+
+    documents, tokens, bytes: the size of the data set in that split.
+    """
 
     prefix: str
     documents: int

@@ -10,7 +10,10 @@ _MAX_CHECKED = 8  # documents of a file; one that ends with the token is enough
 
 
 def last_tokens(indexed: IndexedDataset) -> Iterator[int]:
-    """Yield the last token of a few documents, spread from the first to the last of the file; empty ones are left out."""
+    """Yield the last token of a few documents, spread from the first to the last of the file.
+
+    Empty ones are left out.
+    """
     count = indexed.document_count
     for d in np.unique(np.linspace(0, count - 1, min(count, _MAX_CHECKED)).astype(np.int64)):
         first, past = indexed.document_indices[d : d + 2].tolist()  # its sequences

@@ -5,8 +5,8 @@
     SPM        <prefix> <suffix> suffix <middle> prefix middle
 
 The two orders are those of arXiv:2207.14255 (SPM in its variant 2). The rules and the order of the random choices are
-Megatron-LM's. The choices for sample i come from a generator seeded by (seed, i) alone, so that they do not depend on the
-samples read before, on the number of workers, or on the layout.
+Megatron-LM's. The choices for sample i come from a generator seeded by (seed, i) alone, so that they do not depend on
+the samples read before, on the number of workers, or on the layout.
 """
 
 from collections.abc import Iterator
@@ -70,7 +70,9 @@ def token_id(tokenizer: Any, token: str) -> int | None:
 
 
 class FillInTheMiddle:
-    """Rearranges the tokens of samples. Raises ConfigError if the tokenizer lacks a token, or cannot write text as it is.
+    """Rearranges the tokens of samples.
+
+    Raises ConfigError if the tokenizer lacks a token, or cannot write text as it is.
 
     tokenizer: an object with `tokenize`, `detokenize`, `eod` and, if its tokens have names, `vocab`.
     """
@@ -126,14 +128,14 @@ class FillInTheMiddle:
         return self.pad_to(self.rearrange(tokens, number), len(tokens))
 
     def pad_to(self, tokens: np.ndarray, count: int) -> np.ndarray:
-        """Append padding to `tokens` up to `count` tokens: int64 [count]."""
+        """Append padding to `tokens` up to `count` tokens: int64 [count]. tokens: integers [at most count]."""
         return np.append(tokens, np.full(count - len(tokens), self.pad)).astype(np.int64)
 
     def rearrange(self, tokens: np.ndarray, number: int) -> np.ndarray:
         """Rearrange some of the documents of sample `number`, without padding: at most as many tokens as there were.
 
-        Encoding a part anew may give another number of tokens. Text that becomes too long is cut off at the end. Documents
-        without tokens are left out.
+        tokens: int64 [s + 1] -> integers [at most s + 1]. Encoding a part anew may give another number of tokens. Text
+        that becomes too long is cut off at the end. Documents without tokens are left out.
         """
         rng = np.random.RandomState([self.seed % (1 << 32), number % (1 << 32), number >> 32])
         documents = [self._rearrange_document(document, rng) for document in _split_at(tokens, self.eod)]

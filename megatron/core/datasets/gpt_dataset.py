@@ -36,7 +36,8 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 class GPTDataset(MegatronDataset):
     """Samples of a token file: those of `gpt_samples.GPTDataset`, as tensors.
 
-    Its indices are built anew; `BlendedMegatronDatasetBuilder` caches them.
+    Its indices are built anew; `BlendedMegatronDatasetBuilder` caches them. indexed_indices: int [elements], the
+    sequences of the split, without gaps.
     """
 
     def __init__(
@@ -68,6 +69,10 @@ class GPTDataset(MegatronDataset):
         return len(self.samples)
 
     def __getitem__(self, idx: int) -> dict[str, torch.Tensor]:
+        """Return sample idx: the arrays of `gpt_samples.training_item` as tensors, [s] each, and a mask.
+
+        attention_mask: bool [1, s, s], True where attention is masked; absent if the config says so.
+        """
         return self.samples[idx]
 
 

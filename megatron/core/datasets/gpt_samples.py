@@ -1,4 +1,6 @@
-"""GPT training samples come from a token file through cached index arrays (`index_map`), or are made up for --mock-data.
+"""GPT training samples come from a token file through cached index arrays (`index_map`).
+
+For --mock-data they are made up.
 
 A sample is a pure function of (data, request, number): any process can read any of them, and a resumed run needs only
 the number of samples consumed.
@@ -48,9 +50,9 @@ _EOD_SETTINGS = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask") 
 class TokenRules:
     """The tokenizer's ids and the settings that decide loss mask, positions and document borders of a sample.
 
-    pad_id: None without a padding token. pad_is_text: the pad also occurs in texts, as it does where it is `eod_id`; such a
-    token is not masked. tokenizer: its name, for messages. without_row: its tokens that the model's embedding has no row
-    for, by id.
+    pad_id: None without a padding token. pad_is_text: the pad also occurs in texts, as it does where it is `eod_id`;
+    such a token is not masked. tokenizer: its name, for messages. without_row: its tokens that the model's embedding
+    has no row for, by id.
     """
 
     vocab_size: int
@@ -79,11 +81,12 @@ class TokenRules:
 def training_item(text: np.ndarray, rules: TokenRules) -> dict[str, np.ndarray]:
     """Make the arrays of one sample from its s + 1 tokens `text`; labels are the inputs shifted by one.
 
-    tokens, labels, position_ids: int64 [s]. loss_mask: float32 [s], 0 where the label is padding and, with eod_mask_loss,
-    where the input ends a document. Padding is FILLED and `rules.padding`; it becomes token 0, which every vocabulary has.
+    text: int64 [s + 1]. tokens, labels, position_ids: int64 [s]. loss_mask: float32 [s], 0 where the label is padding
+    and, with eod_mask_loss, where the input ends a document. Padding is FILLED and `rules.padding`; it becomes token 0,
+    which every vocabulary has.
 
-    A document ends with its eod token. With reset_position_ids the position after it is 0. With reset_attention_mask there
-    is also document_ids, int64 [s]: which document of the sample each token belongs to. Example, eod E and s = 6:
+    A document ends with its eod token. With reset_position_ids the position after it is 0. With reset_attention_mask
+    there is also document_ids, int64 [s]: which document of the sample each token belongs to. Example, eod E and s = 6:
 
         tokens         a b E c d E
         position_ids   0 1 2 0 1 2
@@ -119,8 +122,8 @@ def training_item(text: np.ndarray, rules: TokenRules) -> dict[str, np.ndarray]:
 class GPTDataset:
     """Samples of `seq_length` tokens that cross document borders, in the order that `indices` gives.
 
-    It has more samples than were requested, up to the end of the last epoch. No attention mask is made, since the attention
-    kernels are causal by themselves.
+    It has more samples than were requested, up to the end of the last epoch. No attention mask is made, since the
+    attention kernels are causal by themselves.
     """
 
     indexed: IndexedDataset
@@ -133,7 +136,10 @@ class GPTDataset:
         return len(self.indices.shuffle_index)
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        """Return item i, as `training_item` makes it."""
+        """Return item i, as `training_item` makes it: arrays [s].
+
+        Raises IndexError for a number outside the data set, ConfigError for a token outside the vocabulary.
+        """
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
         tokens = self._read_tokens(int(self.indices.shuffle_index[i]))  # [s + 1], fewer where the data end
@@ -189,7 +195,7 @@ class MockGPTDataset:
         return self.num_samples
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        """Return item i, as `training_item` makes it."""
+        """Return item i, as `training_item` makes it: arrays [s]."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
         rng = np.random.RandomState([*self.seed, i])
@@ -207,7 +213,10 @@ class MockGPTDataset:
 
 @dataclass(eq=False)
 class GPTSamples(SampleKind):
-    """The kind of samples of `seq_length` tokens, from files whose sequences are documents. rules None: only to plan."""
+    """The kind of samples of `seq_length` tokens, from files whose sequences are documents.
+
+    rules None: only to plan.
+    """
 
     name = "GPTDataset"
     arrays = Indices._fields
@@ -226,6 +235,7 @@ class GPTSamples(SampleKind):
         return split_size(indexed.sequence_lengths, request).samples
 
     def build(self, file_split: FileSplit, say: Say) -> Indices:
+        """Build the three arrays of `Indices`, in their shapes. Raises ValueError as `build_indices` does."""
         request = file_split.request
         lengths = file_split.indexed.sequence_lengths
         tokens = split_tokens(lengths, request)
@@ -238,6 +248,7 @@ class GPTSamples(SampleKind):
         return build_indices(lengths, request)
 
     def dataset(self, file_split: FileSplit, arrays: tuple[np.ndarray, ...]) -> GPTDataset:
+        """Return the samples in the order of `arrays`, the three of `Indices`."""
         indexed = file_split.indexed
         indices = Indices(*arrays)
         problem = shape_problem(indices, indexed.sequence_lengths, file_split.request)
@@ -246,7 +257,10 @@ class GPTSamples(SampleKind):
         return GPTDataset(indexed, indices, self.config.seq_length, self.rules, self.fim)
 
     def check_file(self, indexed: IndexedDataset, say: Say) -> None:
-        """Warn about a dtype too small for the vocabulary: this tokenizer's preprocessing would have chosen a wider one."""
+        """Warn about a dtype too small for the vocabulary.
+
+        This tokenizer's preprocessing would have chosen a wider one.
+        """
         vocab_size = 0 if self.rules is None else self.rules.vocab_size
         if indexed.dtype.kind in "iu" and vocab_size - 1 > np.iinfo(indexed.dtype).max:
             say(
@@ -343,8 +357,8 @@ def build_gpt_datasets(
 ) -> tuple[GPTDataset | BlendedDataset | MockGPTDataset | None, ...]:
     """Build (train, valid, test), as `build_datasets` does; mock data need no builder and no wait.
 
-    tokenizer: any object with `vocab_size`, `eod` and, if it has one, `pad`. fim: fill in the middle, used if its `fim_data`
-    is set. build_context: the fields of `BuildContext`.
+    tokenizer: any object with `vocab_size`, `eod` and, if it has one, `pad`. fim: fill in the middle, used if its
+    `fim_data` is set. build_context: the fields of `BuildContext`.
     """
     problems = [] if config.seq_length else ["no sequence length; set --seq-length"]
     problems += size_problems(num_samples, made_up=config.mock_data)

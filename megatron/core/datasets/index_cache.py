@@ -1,11 +1,11 @@
 """The cache of index arrays is built once, by one process. Files of other data and half-written files are never read.
 
-A file's name is a hash of all that the arrays depend on, including the content of the data: moved data keep their cache, and
-changed data or settings get a new one. A description with a hash of each file is written last, so that an unfinished build
-and a damaged file are both detected.
+A file's name is a hash of all that the arrays depend on, including the content of the data: moved data keep their
+cache, and changed data or settings get a new one. A description with a hash of each file is written last, so that an
+unfinished build and a damaged file are both detected.
 
-The builder reads every file in full and compares its hash before the run uses it. It does so for all processes: the files
-are shared, and a thousand readers would ask the file system a thousand times for the same bytes.
+The builder reads every file in full and compares its hash before the run uses it. It does so for all processes: the
+files are shared, and a thousand readers would ask the file system a thousand times for the same bytes.
 """
 
 import errno
@@ -35,8 +35,8 @@ _HASH_THREADS = 8
 def content_fingerprint(indexed: IndexedDataset) -> dict[str, Any]:
     """Identify a token file by its sizes and a hash of its index. The keys are part of the name of a cache.
 
-    The arrays depend on the lengths alone, so no token is read. An index above 64 MB (3 million documents) is hashed in 64
-    blocks, spread evenly from its first byte to its last.
+    The arrays depend on the lengths alone, so no token is read. An index above 64 MB (3 million documents) is hashed in
+    64 blocks, spread evenly from its first byte to its last.
     """
     digest = hashlib.blake2b(digest_size=16)
     size = hash_spread(indexed.index_path, digest, _FINGERPRINT_BYTES // _FINGERPRINT_BLOCK, _FINGERPRINT_BLOCK)
@@ -46,8 +46,8 @@ def content_fingerprint(indexed: IndexedDataset) -> dict[str, Any]:
 def hash_spread(path: str, digest: Any, num_blocks: int, block_bytes: int) -> int:
     """Feed a file to `digest`, and return its size in bytes.
 
-    A file up to num_blocks * block_bytes is fed in full; of a longer one so many blocks, spread evenly from its first byte
-    to its last.
+    A file up to num_blocks * block_bytes is fed in full; of a longer one so many blocks, spread evenly from its first
+    byte to its last.
     """
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -63,7 +63,8 @@ def hash_spread(path: str, digest: Any, num_blocks: int, block_bytes: int) -> in
 class IndexCache:
     """The files of one set of arrays: FOLDER/{hash}-{kind}-{split}-{array name}.npy, and -description.txt.
 
-    fields: all that the arrays depend on, as JSON values. Names and values are hashed: a renamed field is another cache.
+    fields: all that the arrays depend on, as JSON values. Names and values are hashed: a renamed field is another
+    cache.
     """
 
     def __init__(self, folder: Path, kind: str, split: str, fields: dict[str, Any], array_names: tuple[str, ...]):
@@ -77,7 +78,10 @@ class IndexCache:
         return self.folder / f"{self.stem}-{ending}"
 
     def write(self, arrays: tuple[np.ndarray, ...]) -> None:
-        """Write one file for each array, then the description. Raises ValueError if that fails."""
+        """Write one file for each array, then the description. Arrays may have any shape and dtype.
+
+        Raises ValueError if that fails.
+        """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.path("description.txt").unlink(missing_ok=True)  # until it is written again, nothing is complete
@@ -106,7 +110,10 @@ class IndexCache:
         return is_intact
 
     def load(self) -> tuple[np.ndarray, ...]:
-        """Memory-map the arrays. Raises ValueError for files that cannot be read or are no arrays."""
+        """Memory-map the arrays, each in the shape and dtype in which it was written.
+
+        Raises ValueError for files that cannot be read or are no arrays.
+        """
         return tuple(_open_array(self.path(f"{name}.npy")) for name in self.array_names)
 
     def _description(self) -> dict[str, Any]:
@@ -133,7 +140,8 @@ def _open_array(path: Path) -> np.ndarray:
 def _hash_of_blocks(path: Path) -> str:
     """Return the SHA-256 of the SHA-256 of each 16 MB of a file, in hexadecimal: so blocks can be hashed side by side.
 
-    The file is read, not mapped: a sector that the disk cannot read is an OSError then, where a map would end the process.
+    The file is read, not mapped: a sector that the disk cannot read is an OSError then, where a map would end the
+    process.
     """
     with open(path, "rb") as file:
 

@@ -1,7 +1,7 @@
 """Three index arrays decide which tokens make up sample i: Megatron's algorithms, bit for bit, over numpy arrays.
 
-They are those of `GPTDataset._build_document_sample_shuffle_indices` and of `helpers.cpp: build_sample_idx` in Megatron's
-core/datasets. Everything is drawn in three steps:
+They are those of `GPTDataset._build_document_sample_shuffle_indices` and of `helpers.cpp: build_sample_idx` in
+Megatron's core/datasets. Everything is drawn in three steps:
 
 1. The documents of a split are shuffled and laid end to end, in as many copies (epochs) as the run needs.
 2. This stream of tokens is cut into samples of S tokens.
@@ -16,13 +16,13 @@ One array holds the result of each step:
 
 Example: S = 5, x = 1, and documents 0, 7, 3 and 1 of 6, 3, 7 and 5 tokens:
 
-    token          0    5    10   15   20
-    document       000000777333333311111
-    s0             iiiiil                     5 inputs (i) and the last label (l); labels are inputs shifted by one
-    s1                  iiiiil                the last token of s0 is the first of s1
-    s2                       iiiiil
-    s3                            iiiiil
-    sample_index   (0, 0) (0, 5) (2, 1) (2, 6) (3, 4)      one row a sample; the last row says where the last sample ends
+    token         0    5    10   15   20
+    document      000000777333333311111
+    s0            iiiiil                     5 inputs (i) and the last label (l); labels are inputs shifted by one
+    s1                 iiiiil                the last token of s0 is the first of s1
+    s2                      iiiiil
+    s3                           iiiiil
+    sample_index  (0, 0) (0, 5) (2, 1) (2, 6) (3, 4)      one row a sample; the last row says where the last sample ends
 
 x is `extra_token`: 1, because a sample of S inputs needs one more token as its last label.
 
@@ -53,8 +53,8 @@ class IndexRequest:
     The names of the fields are part of the hash that names a cache file (`index_cache`): they cannot change.
 
     ids_range: first and one past the last sequence of the split. num_samples: None asks for exactly one epoch.
-    drop_last: False keeps a last sample shorter than seq_length (validation only). epoch_stable: each epoch is shuffled by
-    itself, so that the order of the first epochs does not depend on the number of epochs; Megatron's order does.
+    drop_last: False keeps a last sample shorter than seq_length (validation only). epoch_stable: each epoch is shuffled
+    by itself, so that the order of the first epochs does not depend on the number of epochs; Megatron's order does.
     """
 
     ids_range: tuple[int, int]
@@ -83,7 +83,10 @@ class Indices(NamedTuple):
 
 
 def parse_split(text: str) -> list[float]:
-    """Return the shares of train, validation and test, summing to 1. Raises ValueError on text that gives no such shares."""
+    """Return the shares of train, validation and test, summing to 1.
+
+    Raises ValueError on text that gives no such shares.
+    """
     # Quotes around the text are ignored, and spaces may stand for commas: scripts in the wild have both.
     numbers = [word for word in re.split(r"[,\s]+", text.strip("'\" \t")) if word]
     for number in numbers:
@@ -158,8 +161,9 @@ def separate_final_epoch(tokens: int, epochs: int, request: IndexRequest) -> boo
 def samples_in(tokens: int, request: IndexRequest) -> int:
     """Return K, the number of samples in `tokens` tokens laid end to end.
 
-    With drop_last off the count is rounded up in single precision, because Megatron's caches were counted so: above 2**24
-    tokens it can be smaller than the true count. Where it would be larger there is nothing to read, and the true one holds.
+    With drop_last off the count is rounded up in single precision, because Megatron's caches were counted so:
+    above 2**24 tokens it can be smaller than the true count. Where it would be larger there is nothing to read,
+    and the true one holds.
     """
     input_tokens = tokens - request.extra_token  # tokens that some sample has as input
     if request.drop_last:
@@ -170,7 +174,10 @@ def samples_in(tokens: int, request: IndexRequest) -> int:
 
 
 def build_document_index(ids: np.ndarray, epochs: int, separate: bool, rng: np.random.RandomState) -> np.ndarray:
-    """Return `epochs` copies of `ids` shuffled together, the last copy by itself if `separate`: [epochs * len(ids)] int32."""
+    """Return `epochs` copies of `ids` shuffled together: int32 [epochs * len(ids)].
+
+    ids: int32 [documents]. separate: the last copy is shuffled by itself. The generator is advanced.
+    """
     documents = np.empty(epochs * len(ids), np.int64)
     documents.reshape(epochs, len(ids))[:] = ids
     num_shuffled_together = (epochs - 1) * len(ids) if separate else len(documents)
@@ -180,17 +187,21 @@ def build_document_index(ids: np.ndarray, epochs: int, separate: bool, rng: np.r
 def build_sample_index(
     lengths: np.ndarray, document_index: np.ndarray, num_samples: int, seq_length: int, extra_token: int
 ) -> np.ndarray:
-    """Return where each sample starts: [num_samples + 1, 2] of (position in document_index, token offset in that document).
+    """Return where each sample starts: [num_samples + 1, 2], int32, int64 where needed.
 
-    Row k starts at token k * S of the documents laid end to end. Its document is the one in which sample k - 1 ended: the
-    first whose end is at or past token k * S + x. So with x = 0 an offset may equal the length of its document, and an empty
-    document is passed over. Rows past the end of the tokens (drop_last off) are the last document's last token.
+    A row is (position in document_index, token offset in that document).
 
-    Megatron walks over documents and samples one by one, in C++. Here a whole chunk of documents is treated at a time: their
-    ends say how many rows have started by each of them, and so which document each row belongs to.
+    Row k starts at token k * S of the documents laid end to end. Its document is the one in which sample k - 1
+    ended: the first whose end is at or past token k * S + x. So with x = 0 an offset may equal the length of its
+    document, and an empty document is passed over. Rows past the end of the tokens (drop_last off) are the last
+    document's last token.
 
-    lengths: tokens of every sequence of the file, by id. Cost: a few passes over the documents and the rows, no Python loop
-    over either, and no memory beyond the result that grows with them. Source: `build_sample_idx` of helpers.cpp.
+    Megatron walks over documents and samples one by one, in C++. Here a whole chunk of documents is treated at a time:
+    their ends say how many rows have started by each of them, and so which document each row belongs to.
+
+    lengths: [sequences], tokens of every sequence of the file, by id. document_index: int32 [E * documents]. Cost: a
+    few passes over the documents and the rows, no Python loop over either, and no memory beyond the result that grows
+    with them. Source: `build_sample_idx` of helpers.cpp.
     """
     longest = max(len(document_index), int(lengths.max(initial=0)))
     rows = np.zeros((num_samples + 1, 2), dtype=np.int32 if longest <= np.iinfo(np.int32).max else np.int64)
@@ -223,9 +234,9 @@ def build_sample_index(
 
 
 def build_shuffle_index(before: int, total: int, rng: np.random.RandomState) -> np.ndarray:
-    """Return the numbers 0..total-1, those below `before` shuffled first and the others after them: [total].
+    """Return the numbers 0..total-1, those below `before` shuffled first and the others after them.
 
-    before == total shuffles all of them together.
+    uint32 [total], int64 where needed. before == total shuffles all of them together.
     """
     return _shuffle_in_two_parts(np.arange(total), before, rng, _shuffle_dtype(total))
 
@@ -235,10 +246,12 @@ def _shuffle_dtype(total: int) -> type:
 
 
 def _shuffle_in_two_parts(array: np.ndarray, before: int, rng: np.random.RandomState, dtype: type) -> np.ndarray:
-    """Shuffle array[:before] and then array[before:], and return the array as `dtype`, in the memory of `array` (int64).
+    """Shuffle array[:before], then array[before:], and return the array as `dtype`.
 
-    It is shuffled as int64 and narrowed afterwards: numpy swaps numbers of 8 bytes in a quarter less time than numbers of 4,
-    and swaps the same ones.
+    It is in the memory of `array` (int64).
+
+    It is shuffled as int64 and narrowed afterwards: numpy swaps numbers of 8 bytes in a quarter less time than numbers
+    of 4, and swaps the same ones.
     """
     rng.shuffle(array[:before])
     if before < len(array):
@@ -264,14 +277,18 @@ class SplitSize(NamedTuple):
 
 
 def split_tokens(lengths: np.ndarray, request: IndexRequest) -> int:
-    """Return T, the tokens of one epoch of the split. lengths: tokens of every sequence of the file, by id."""
+    """Return T, the tokens of one epoch of the split.
+
+    lengths: [sequences], tokens of every sequence of the file, by id.
+    """
     return int(lengths[slice(*request.ids_range)].sum(dtype=np.int64))
 
 
 def split_size(lengths: np.ndarray, request: IndexRequest) -> SplitSize:
     """Return T, E and K of the indices that `build_indices` gives, without building them.
 
-    Raises ValueError if the split cannot fill one sample, however often it is repeated.
+    lengths: [sequences], tokens of every sequence of the file, by id. Raises ValueError if the split cannot fill one
+    sample, however often it is repeated.
     """
     tokens = split_tokens(lengths, request)
     has_too_few = tokens == 0
@@ -289,7 +306,11 @@ def split_size(lengths: np.ndarray, request: IndexRequest) -> SplitSize:
 
 
 def shape_problem(indices: Indices, lengths: np.ndarray, request: IndexRequest) -> str | None:
-    """Say why these arrays do not have the shapes of `request`; None if they do. Their numbers are not read."""
+    """Say why these arrays do not have the shapes of `request`; None if they do.
+
+    The arrays are as of `Indices`; their numbers are not read. lengths: [sequences], tokens of every sequence of
+    the file, by id.
+    """
     size = split_size(lengths, request)
     documents = size.epochs * (request.ids_range[1] - request.ids_range[0])
     shapes = {"document_index": (documents,), "sample_index": (size.samples + 1, 2), "shuffle_index": (size.samples,)}
@@ -300,7 +321,10 @@ def shape_problem(indices: Indices, lengths: np.ndarray, request: IndexRequest) 
 
 
 def build_indices(lengths: np.ndarray, request: IndexRequest) -> Indices:
-    """Build the three arrays. lengths: tokens of every sequence of the file, by id. Raises ValueError as `split_size` does."""
+    """Build the three arrays of `Indices`.
+
+    lengths: [sequences], tokens of every sequence of the file, by id. Raises ValueError as `split_size` does.
+    """
     size = split_size(lengths, request)
     if request.epoch_stable:
         document_index, shuffle_index = _epoch_stable_order(request, size)
@@ -344,8 +368,8 @@ def _epoch_stable_order(request: IndexRequest, size: SplitSize) -> tuple[np.ndar
 
     The documents of epoch e, and the samples that end in epoch e, are shuffled by (seed, e) alone:
 
-        documents   |--- epoch 0 ---|--- epoch 1 ---|
-        samples     |s0  |s1  |s2  |s3  |s4  |s5  |        s3 begins in epoch 0, ends in epoch 1, and is shuffled with s4, s5
+        documents  |--- epoch 0 ---|--- epoch 1 ---|
+        samples    |s0  |s1  |s2  |s3  |s4  |s5  |    s3 begins in epoch 0, ends in epoch 1, and is shuffled with s4, s5
     """
     document_index = np.tile(np.arange(*request.ids_range, dtype=np.int32), size.epochs)
     shuffle_index = np.arange(size.samples, dtype=_shuffle_dtype(size.samples))

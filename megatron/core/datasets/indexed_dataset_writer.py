@@ -55,7 +55,12 @@ class IndexedDatasetWriter:
                 self._finish()
 
     def add_document(self, tokens: Integers, lengths: list[int] | None = None, modes: list[int] | None = None) -> None:
-        """Add one document. lengths: tokens of each of its sequences; None: it is one sequence. modes: of each sequence."""
+        """Add one document.
+
+        tokens: [tokens], integers. lengths: [sequences], tokens of each of its sequences; None: it is one sequence.
+        modes: [sequences], of a multimodal file alone. Raises ValueError for numbers that do not fit together, or
+        tokens that the dtype cannot hold.
+        """
         if lengths is None:
             lengths = [len(tokens)]
         self.add_documents(tokens, lengths, [len(lengths)], modes)
@@ -63,7 +68,11 @@ class IndexedDatasetWriter:
     def add_documents(
         self, tokens: Integers, lengths: Integers, sequences: Integers, modes: Integers | None = None
     ) -> None:
-        """Add several documents. tokens: all of them end to end; lengths: of each sequence; sequences: in each document."""
+        """Add several documents.
+
+        tokens: [tokens], all of them end to end; lengths: [sequences], tokens of each; sequences: [documents], in each
+        document; modes: [sequences], of a multimodal file alone. Raises ValueError as `add_document` does.
+        """
         tokens = _as_integers(tokens)
         lengths, sequences = _check_lengths(lengths, sequences, len(tokens))
         num_modes = "none" if modes is None else len(modes)

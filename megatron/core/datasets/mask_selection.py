@@ -1,7 +1,7 @@
 """Choose the words of a sample that are hidden: bit for bit Megatron's choices (`create_masked_lm_predictions`).
 
-A word is one token, or with whole-word masking a token and the "##" pieces after it. Words are visited in random order; at
-each one a span of 1 to max_ngram words begins, which is hidden if it fits the budget and overlaps no earlier span:
+A word is one token, or with whole-word masking a token and the "##" pieces after it. Words are visited in random order;
+at each one a span of 1 to max_ngram words begins, which is hidden if it fits the budget and overlaps no earlier span:
 
     tokens    the  un ##like ##ly  cat  sat          words   [0] [1 2 3] [4] [5]
     visited   word 1, n = 1: hides 1 2 3             word 3, n = 1: hides 5          budget used up: stop
@@ -36,8 +36,8 @@ class MaskingRules:
     """The rules by which words are hidden.
 
     probability: of a word; max_ngram: words of the longest span. whole_words: "##" pieces are hidden with their word.
-    geometric: span lengths are drawn as in SpanBERT (arXiv:1907.10529); else length n has weight 1/n, and with longer_ngrams
-    these weights in reverse.
+    geometric: span lengths are drawn as in SpanBERT (arXiv:1907.10529); else length n has weight 1/n, and with
+    longer_ngrams these weights in reverse.
     """
 
     probability: float = 0.15
@@ -61,8 +61,8 @@ def choose_spans(
     """Yield the positions of each hidden span.
 
     words: the positions of each word's tokens; count: tokens of the sample; target: its target length, which bounds the
-    budget too. The generator is shared with the caller, who draws between two spans: this is a generator and not a list so
-    that all draws come in Megatron's order.
+    budget too. The generator is shared with the caller, who draws between two spans: this is a generator and not a list
+    so that all draws come in Megatron's order.
     """
     budget = min(rules.probability * target, max(1, round(count * rules.probability)))
 
@@ -99,8 +99,8 @@ def choose_spans(
 class WordPieces:
     """The tokens that the masked data sets need of a tokenizer.
 
-    words: the text of each token id; tokenizer: its name, for messages. pad_is_text: `pad` also occurs in texts. without_row:
-    its tokens that the model's embedding has no row for, by id.
+    words: the text of each token id; tokenizer: its name, for messages. pad_is_text: `pad` also occurs in texts.
+    without_row: its tokens that the model's embedding has no row for, by id.
     """
 
     words: tuple[str, ...]

@@ -19,8 +19,8 @@ class MegatronDataset(torch.utils.data.Dataset):
 
     A subclass builds what it needs in `_finalize`, and has `__len__` and `__getitem__`.
 
-    indices: the elements of the file, as `numel_low_level_dataset` counts them, that the split has. num_samples: at least so
-    many; None: one epoch.
+    indices: integers [elements], those of the file, as `numel_low_level_dataset` counts them, that the split has.
+    num_samples: at least so many; None: one epoch.
     """
 
     dataset: LowLevelDataset
@@ -59,6 +59,7 @@ class WithMask:
         return len(self.samples)
 
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        """Return sample i as tensors [s], with attention_mask bool [1, s, s] if the config asks for it."""
         item = dict(self.samples[i])
         documents = item.pop("document_ids", None)
         if self.config.create_attention_mask:

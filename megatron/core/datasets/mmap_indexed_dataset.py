@@ -11,7 +11,7 @@ PREFIX.idx, little-endian, N sequences, D = documents + 1:
     34      4 N    int32 tokens of each sequence
             8 N    int64 byte at which each sequence begins in PREFIX.bin
             8 D    int64 sequences before each document, and N at the end; an empty document repeats its number
-            N      int8 mode of each sequence (its modality), in multimodal files only; the header does not tell them apart
+            N      int8 mode of each sequence (its modality), in multimodal files only; the header is the same
 
 Plain text has one sequence a document; text split into sentences has many.
 """
@@ -84,6 +84,10 @@ class IndexedDataset:
         return len(self.sequence_lengths)
 
     def __getitem__(self, key: int | slice) -> np.ndarray | list[np.ndarray]:
+        """Return the tokens of sequence `key`, [length], or of each sequence of a slice, in the file's dtype.
+
+        Raises IndexError for a number outside the file, ValueError for a slice whose step is not 1.
+        """
         if not isinstance(key, slice):
             return self.get(key)
         numbers = range(*key.indices(len(self)))
@@ -92,7 +96,10 @@ class IndexedDataset:
         return [self.get(i) for i in numbers]
 
     def get(self, i: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Return tokens [offset, offset + length) of sequence i: [length]. length None reads to its end."""
+        """Return tokens [offset, offset + length) of sequence i, in the file's dtype: [length].
+
+        length None reads to the end of the sequence. Raises IndexError for tokens outside it.
+        """
         number = operator.index(i)
         if not -len(self) <= number < len(self):
             raise IndexError(f"sequence {number} of {self.index_path}, which has {len(self)}")
@@ -107,7 +114,7 @@ class IndexedDataset:
         return self.tokens(first, first + length)
 
     def tokens(self, first: int, past: int) -> np.ndarray:
-        """Return tokens [first, past) of the file, counted over all sequences: [past - first]."""
+        """Return tokens [first, past) of the file, counted over all sequences: [past - first], in the file's dtype."""
         if self._tokens is not None:
             return self._tokens[first:past]
         return np.fromfile(self.data_path, self.dtype, past - first, offset=first * self.dtype.itemsize)

@@ -5,9 +5,9 @@
     FOLDER/{md5}-BlendedDataset-{split}-{dataset,dataset_sample}_index.npy
     PREFIX_{split}_indexmap_{n}ns_{s}sl_{seed}s_{doc,sample,shuffle}_idx.npy     versions before 2023: no description
 
-Neither names nor descriptions depend on the content of the data, and no hash protects the arrays. Therefore every number is
-checked; only that the shuffled orders were drawn from the seed is taken on trust. A cache that passes is copied into an
-`IndexCache`, which later runs read.
+Neither names nor descriptions depend on the content of the data, and no hash protects the arrays. Therefore every
+number is checked; only that the shuffled orders were drawn from the seed is taken on trust. A cache that passes is
+copied into an `IndexCache`, which later runs read.
 """
 
 import hashlib
@@ -35,8 +35,8 @@ Described = Callable[[Path, str], list[tuple[Path, dict[str, Any]]]]
 def descriptions(folder: Path, name: str) -> list[tuple[Path, dict[str, Any]]]:
     """Return (path without its ending, description) of each cache of Megatron's in `folder`.
 
-    name: of the class and split. A path to the data in a description is cut to its last part, since data move. A file is
-    ignored if its name lacks the md5 of its text.
+    name: of the class and split. A path to the data in a description is cut to its last part, since data move. A file
+    is ignored if its name lacks the md5 of its text.
     """
     result = []
     for path in sorted(folder.glob(f"*-{name}-description.txt")):
@@ -56,8 +56,8 @@ def descriptions(folder: Path, name: str) -> list[tuple[Path, dict[str, Any]]]:
 class MegatronCache:
     """A cache that Megatron-LM may have left.
 
-    name: of the class and split; fields: entries of its description; arrays: their names. problem(arrays) says why arrays
-    do not fit, None if they do. older: path of files from before 2023, without {doc,sample,shuffle}_idx.npy.
+    name: of the class and split; fields: entries of its description; arrays: their names. problem(arrays) says why
+    arrays do not fit, None if they do. older: path of files from before 2023, without {doc,sample,shuffle}_idx.npy.
     """
 
     folder: Path
@@ -68,7 +68,10 @@ class MegatronCache:
     older: str = ""
 
     def find(self, described: Described, say: Callable[[str], None]) -> tuple[str, tuple[np.ndarray, ...]] | None:
-        """Return the path of the first cache that fits, and its arrays. `say` takes the reasons why others do not fit."""
+        """Return the path of the first cache that fits, and its arrays, memory-mapped, in the order of `arrays`.
+
+        Their shapes are those of `Indices` or `BlendIndices`. `say` takes the reasons why others do not fit.
+        """
         # caches whose description has all our fields, with our values
         caches = []
         for stem, fields in described(self.folder, self.name):
@@ -93,7 +96,10 @@ class MegatronCache:
 
 
 def index_problem(arrays: Sequence[np.ndarray], lengths: np.ndarray, request: IndexRequest) -> str | None:
-    """Say why these arrays cannot be those of `request`, for sequences of these lengths; None if they can."""
+    """Say why these arrays cannot be those of `request`, for sequences of these lengths; None if they can.
+
+    arrays: the three of `Indices`. lengths: [sequences], tokens of each.
+    """
     indices = Indices(*arrays)
     problem = shape_problem(indices, lengths, request)
     if problem is not None:
@@ -131,7 +137,10 @@ def _holds_each(array: np.ndarray, first: int, past: int) -> bool:
 
 
 def order_problem(arrays: list[np.ndarray], expected: tuple[np.ndarray, ...]) -> str | None:
-    """Say why `arrays` are not the order of a blend, which follows from its weights alone; None if they are `expected`."""
+    """Say why `arrays` are not the order of a blend, which follows from its weights alone.
+
+    Both are the two arrays of `BlendIndices`, [samples] each. None if they are equal to `expected`.
+    """
     for array, expected_array in zip(arrays, expected, strict=True):
         if array.dtype != expected_array.dtype or not np.array_equal(array, expected_array):
             return "its order is that of another blend"

@@ -21,6 +21,7 @@ class SentenceSamples(SampleKind):
         return indexed.document_count
 
     def build(self, file_split: FileSplit, say: Say) -> tuple[np.ndarray]:
+        """Build the sample map: (uint32 or uint64 [samples, 3],), as of `build_sample_map`."""
         indexed = file_split.indexed
         try:
             sample_map = build_sample_map(indexed.sequence_lengths, indexed.document_indices, file_split.request)

@@ -24,8 +24,8 @@ _UINT32 = 1 << 32
 class SampleRequest:
     """The samples of a split. The names of the fields are part of the hash that names a cache: they cannot change.
 
-    ids_range: the documents [first, past) of the split. num_samples: None takes each document once. max_length: tokens of a
-    sample's sentences together, without special tokens. short_probability: of a target length below max_length.
+    ids_range: the documents [first, past) of the split. num_samples: None takes each document once. max_length: tokens
+    of a sample's sentences together, without special tokens. short_probability: of a target length below max_length.
     """
 
     ids_range: tuple[int, int]
@@ -45,8 +45,8 @@ class SampleRequest:
 def build_sample_map(lengths: np.ndarray, document_array: np.ndarray, request: SampleRequest) -> np.ndarray:
     """Return rows (first sentence, one past the last, target length), shuffled: [rows, 3] uint32, uint64 where needed.
 
-    Epochs over the documents are added until there are `num_samples` rows; the last one is complete. Raises ValueError if no
-    document gives a sample. A row takes about 2 microseconds, its sentences a few nanoseconds each.
+    Epochs over the documents are added until there are `num_samples` rows; the last one is complete. Raises ValueError
+    if no document gives a sample. A row takes about 2 microseconds, its sentences a few nanoseconds each.
 
     lengths: [sentences], tokens of each. document_array: [documents + 1], sentences before each document.
     """
@@ -103,9 +103,9 @@ def _rows_of_epoch(
 
     tokens_before: [sentences + 1], the tokens before each sentence, and of all.
 
-    Sentences are added to a sample until its target is reached; a single remaining sentence is added too. A next target is
-    drawn after each row, and one at the begin of each document. Megatron walks from sentence to sentence; since the sums of
-    tokens never fall, the sentence that reaches the target is found here by bisection.
+    Sentences are added to a sample until its target is reached; a single remaining sentence is added too. A next target
+    is drawn after each row, and one at the begin of each document. Megatron walks from sentence to sentence; since the
+    sums of tokens never fall, the sentence that reaches the target is found here by bisection.
     """
     rows = array("q")
     sums = memoryview(tokens_before)  # its items are plain numbers, which cost half as much as numpy's
@@ -140,8 +140,8 @@ def _target_lengths(request: SampleRequest) -> Iterator[int]:
 def _one_in(probability: float) -> int:
     """Return n such that one draw in n gives a short target: 1 / probability rounded as in C, halves up.
 
-    Python's `round` would take 2.5 to 2. A result that does not fit C's int32 becomes 2**32, above every draw, so that only
-    the draw 0 gives a short target.
+    Python's `round` would take 2.5 to 2. A result that does not fit C's int32 becomes 2**32, above every draw, so that
+    only the draw 0 gives a short target.
     """
     inverse = 1 / probability + 0.5
     return int(inverse) if inverse < 1 << 31 else _UINT32
@@ -160,7 +160,10 @@ def _fisher_yates(count: int, seed: int) -> np.ndarray:
 
 
 def mersenne_twister_64(seed: int) -> Iterator[int]:
-    """Yield the draws of MT19937-64 (Nishimura, ACM TOMACS 10, 2000), computed in blocks of 312. C++: std::mt19937_64."""
+    """Yield the draws of MT19937-64 (Nishimura, ACM TOMACS 10, 2000), computed in blocks of 312.
+
+    C++: std::mt19937_64.
+    """
     n, m = 312, 156  # words of the state; distance of the words that are mixed
     upper, lower = np.uint64(0xFFFFFFFF80000000), np.uint64(0x7FFFFFFF)
     twist = np.uint64(0xB5026F5AA96619E9)

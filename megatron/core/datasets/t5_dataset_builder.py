@@ -45,6 +45,7 @@ class T5Samples(SentenceSamples):
         )
 
     def dataset(self, file_split: FileSplit, arrays: tuple[np.ndarray, ...]) -> T5Dataset:
+        """Return the samples of the sample map in `arrays`, (uint32 or uint64 [samples, 3],)."""
         (sample_map,) = arrays
         return T5Dataset(
             file_split.indexed,
@@ -71,7 +72,8 @@ def build_t5_datasets(
 ) -> tuple[T5Dataset | BlendedDataset | None, ...]:
     """Build (train, valid, test), as `build_datasets` does; mock data need no builder and no wait.
 
-    tokenizer: one with sentinels (--vocab-extra-ids), or with mock data any. build_context: the fields of `BuildContext`.
+    tokenizer: one with sentinels (--vocab-extra-ids), or with mock data any. build_context: the fields of
+    `BuildContext`.
     """
     problems = t5_problems(config, masking, tokenizer)
     problems += size_problems(num_samples, made_up=config.mock_data)
@@ -136,7 +138,8 @@ def most_hidden(seq_length: int, masking: MaskedDataConfig) -> int:
 def _word_pieces(tokenizer: Any, config: DataConfig, masking: MaskedDataConfig) -> WordPieces:
     """Return the tokens that the data sets need. Raises ValueError for a tokenizer without the tokens that a T5 needs.
 
-    With --mock-data any vocabulary serves as one of whole words: its first ids are special tokens, its last ones sentinels.
+    With --mock-data any vocabulary serves as one of whole words: its first ids are special tokens, its last ones
+    sentinels.
     """
     size = tokenizer.vocab_size
     spans = most_hidden(config.seq_length, masking)
@@ -183,10 +186,12 @@ def _word_pieces(tokenizer: Any, config: DataConfig, masking: MaskedDataConfig) 
 
 
 class MockT5Dataset(T5Dataset):
-    """Made-up samples, which a model can learn: the words of a sample rise slowly, so a hidden span is close to its neighbours.
+    """Made-up samples, which a model can learn.
 
-    Sample i depends on (seed, split, i) alone. Few words occur, each several times in a row, spread over the whole
-    vocabulary.
+    The words of a sample rise slowly, so a hidden span is close to its neighbours.
+
+    Sample i depends on (seed, split, i) alone. Few words occur, each several times in a row, spread over the
+    whole vocabulary.
     """
 
     WORDS = 32  # different ones

@@ -1,8 +1,8 @@
 """Check token ids against the vocabulary: an embedding has no row for an id outside it.
 
-A published tokenizer may have more ids than the model's embedding has rows: that of Gemma 3 270M and 1B has 262,145, since
-it is shared with the larger models, which see images, and the embeddings have 262,144. A text seldom has such an id; one that
-has is refused.
+A published tokenizer may have more ids than the model's embedding has rows: that of Gemma 3 270M and 1B has 262,145,
+since it is shared with the larger models, which see images, and the embeddings have 262,144. A text seldom has such an
+id; one that has is refused.
 """
 
 from collections.abc import Mapping
@@ -55,8 +55,8 @@ _IN_SAMPLES = ("eod", "cls", "sep", "mask", "bos", "eos")  # tokens that data se
 def embedding_problem(tokenizer: Any, rows: int) -> str | None:
     """Say why a model with so many embedding rows cannot be trained with this tokenizer; None if it can.
 
-    Ids without a row may only be added tokens, which a text seldom has, and none that every sample has: a model that lacks
-    ordinary tokens belongs to another tokenizer.
+    Ids without a row may only be added tokens, which a text seldom has, and none that every sample has: a model that
+    lacks ordinary tokens belongs to another tokenizer.
     """
     num_ids = tokenizer.vocab_size
     if num_ids <= rows:
@@ -97,7 +97,7 @@ def embedding_note(tokenizer: Any, rows: int) -> str | None:
 def first_unknown(tokens: np.ndarray, vocab_size: float) -> int | None:
     """Return the position of the first id that is negative or not below `vocab_size`; None if there is none.
 
-    tokens: [n]. It takes 10 microseconds for 2,048 tokens.
+    tokens: integers [n]. It takes 10 microseconds for 2,048 tokens.
     """
     smallest = 0 if tokens.dtype.kind == "u" else tokens.min(initial=0)
     if smallest >= 0 and tokens.max(initial=0) < vocab_size:
@@ -115,8 +115,8 @@ def concatenate_checked(
 ) -> np.ndarray:
     """Concatenate `parts` to one array of tokens [n]; part k begins at places[k], (sequence, offset) of the file.
 
-    without_row: the tokenizer's tokens that the model's embedding has no row for, by id. Raises ConfigError for an id that is
-    negative or past the vocabulary, with its place.
+    A part is an integer array [tokens]. without_row: the tokenizer's tokens that the model's embedding has no row for,
+    by id. Raises ConfigError for an id that is negative or past the vocabulary, with its place.
     """
     tokens = np.concatenate(parts)
     position = first_unknown(tokens, vocab_size)

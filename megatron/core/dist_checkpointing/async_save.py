@@ -1,11 +1,14 @@
-"""Asynchronous saves: training waits for a copy of its state in host memory; a process of each rank writes and publishes it.
+"""Asynchronous saves: training waits for a copy of its state in host memory.
+
+A process of each rank writes and publishes it.
 
     saver = AsyncSaver(world, device)             starts a process for each rank
     saver.start(root, 100, tensors, state)        copies and returns; `finish` must have ended the save before
-    saver.poll()                                  at every step: the save that has ended since, or the error of one that failed
+    saver.poll()                                  at every step: the save that has ended, or the error of a failed one
     saver.finish()                                waits for the save in flight
 
-The copy is in memory shared with the process, allocated once, and page-locked for fast copies if the state is on an accelerator.
+The copy is in memory shared with the process, allocated once, and page-locked for fast copies if the state is
+on an accelerator.
 """
 
 import contextlib
@@ -54,10 +57,16 @@ class AsyncSaveResult(NamedTuple):
 
 
 class SharedMemory:
-    """Host memory that another process may map. The system frees it when no process holds it any more, killed or not."""
+    """Host memory that another process may map.
+
+    The system frees it when no process holds it any more, killed or not.
+    """
 
     def __init__(self, nbytes: int, device: torch.device | str = "cpu"):
-        """Allocate `nbytes` now. device: of the tensors that are copied there. Raises OSError if there is not enough."""
+        """Allocate `nbytes` now. device: of the tensors that are copied there.
+
+        Raises OSError if there is not enough.
+        """
         self.nbytes = max(nbytes, 1)
         self.handle = _new_handle()
         try:
@@ -85,14 +94,18 @@ def _new_handle() -> int:
 
 
 def snapshot_bytes(tensors: dict[str, LocalTensor]) -> int:
-    """Return the bytes of memory that `snapshot` needs for what this rank writes."""
+    """Return the bytes of memory that `snapshot` needs for what this rank writes.
+
+    tensors: name -> this rank's part, as `LocalTensor` has it.
+    """
     return sum(_aligned(nbytes) for local in tensors.values() for _, nbytes in _pieces_to_write(local))
 
 
 def snapshot(tensors: dict[str, LocalTensor], memory: Tensor) -> list[list[Any]]:
     """Copy what this rank writes to `memory` [nbytes, uint8]; return a JSON list of what is where, for the writer.
 
-    Copies of an accelerator's tensors are complete only after its next synchronization.
+    tensors: name -> this rank's part, as `LocalTensor` has it. Copies of an accelerator's tensors are complete only
+    after its next synchronization.
     """
     listed = []
     offset = 0
@@ -183,7 +196,10 @@ class AsyncSaver:
         self._writer = MessageSocket(own_end)
 
     def reserve(self, tensors: dict[str, LocalTensor]) -> None:
-        """Allocate memory for a copy of what this rank writes of `tensors`, unless there is enough already."""
+        """Allocate memory for a copy of what this rank writes of `tensors`, unless there is enough already.
+
+        tensors: name -> this rank's part, as `LocalTensor` has it. Raises OSError if there is not enough memory.
+        """
         nbytes = snapshot_bytes(balance_writes(tensors))
         if self._memory is not None and self._memory.nbytes >= nbytes:
             return
@@ -200,7 +216,8 @@ class AsyncSaver:
     def start(self, root: Path | str, iteration: int, tensors: dict[str, LocalTensor], state: dict[str, Any]) -> float:
         """Copy `tensors` and start the save; return the seconds that training waited. Every rank must call.
 
-        `finish` must have ended the save before. `state` is plain JSON; the first rank's is saved.
+        `finish` must have ended the save before. `state` is plain JSON; the first rank's is saved. tensors: name ->
+        this rank's part, as `LocalTensor` has it. All ranks together have every element of each tensor.
         """
         assert self._in_flight is None, "one save at a time"
         started = time.monotonic()
@@ -229,7 +246,10 @@ class AsyncSaver:
         return None if self._in_flight is None else self._in_flight.iteration
 
     def poll(self) -> AsyncSaveResult | None:
-        """Return the save that has ended since the last call. Raises its error if it failed. Any rank may call alone."""
+        """Return the save that has ended since the last call. Raises its error if it failed.
+
+        Any rank may call alone.
+        """
         if self._in_flight is None or not self._has_message(0):
             return None
         return self.finish_own_part()

@@ -73,7 +73,10 @@ def newest_iteration(root: Path) -> int | None:
 
 
 def latest_iteration(root: Path) -> int | None:
-    """Return the iteration in the pointer file; None without the file. Raises CheckpointError if the file is damaged."""
+    """Return the iteration in the pointer file; None without the file.
+
+    Raises CheckpointError if the file is damaged.
+    """
     path = root / format.LATEST
     if not file_layer.is_file(path):
         return None
@@ -175,7 +178,10 @@ def replaced_folder(final: Path) -> Path:
 
 
 def damaged_folder(final: Path) -> Path:
-    """Return the name for an iteration that was found damaged: iter_N.damaged, or iter_N.1.damaged, ... if that exists."""
+    """Return the name for an iteration that was found damaged: iter_N.damaged.
+
+    If that exists, the name is the first free one of iter_N.1.damaged, iter_N.2.damaged, ...
+    """
     numbers = itertools.chain([""], (f".{number}" for number in itertools.count(1)))
     candidates = (final.with_name(f"{final.name}{number}{format.SPOILED}") for number in numbers)
     return next(path for path in candidates if not file_layer.exists(path))

@@ -36,7 +36,10 @@ def begin(partial: Path) -> None:
 
 
 def pieces_file(partial: Path, rank: int) -> Path:
-    """Return the path to which a rank writes its pieces. Raises OSError if the rank does not see what `begin` has made."""
+    """Return the path to which a rank writes its pieces.
+
+    Raises OSError if the rank does not see what `begin` has made.
+    """
     if file_layer.is_object(partial):
         return object_store_commit.object_path(partial, rank)
     if not file_layer.is_folder(partial):
@@ -50,7 +53,10 @@ def pieces_folder(partial: Path) -> Path:
 
 
 def is_ours(final: Path) -> bool:
-    """Return whether an iteration's folder holds a checkpoint, or objects of unfinished saves: a save may replace it."""
+    """Return whether an iteration's folder holds a checkpoint, or objects of unfinished saves.
+
+    A save may replace it then.
+    """
     if file_layer.is_file(final / format.MANIFEST):
         return True
     return file_layer.is_object(final) and object_store_commit.holds_saved_objects(final)
@@ -117,7 +123,10 @@ def delete(folder: Path) -> None:
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint, so that it is never read and its iteration can be saved again; return its new path."""
+    """Rename a damaged checkpoint, so that it is never read and its iteration can be saved again.
+
+    Return its new path.
+    """
     if file_layer.is_object(folder):
         return object_store_commit.set_aside_objects(folder)
     free = damaged_folder(folder)
@@ -126,9 +135,9 @@ def set_aside(folder: Path) -> Path:
 
 
 def clear_leftovers(root: Path) -> list[str]:
-    """Remove the leftovers of killed saves; return problems for a warning. The only complete folder of an iteration stays.
+    """Remove the leftovers of killed saves; return problems for a warning.
 
-    Only one process may save below `root`.
+    The only complete folder of an iteration stays. Only one process may save below `root`.
     """
     if file_layer.is_object(root):
         return object_store_commit.clear_objects(root)

@@ -4,10 +4,10 @@
     <root>/iter_0000100/manifest.json             every piece with its file, offset and hash, and the state of the run
     <root>/iter_0000100/rank_00000.bin            pieces end to end, each starting at a multiple of 64 bytes
 
-A piece is one box of one tensor: its elements in row-major order, hashed with SHA-256. Every byte of a file belongs to a
-piece, or is a zero that aligns the next piece. The layout of the run is not recorded: a reader intersects its own boxes with
-the saved ones. The manifest ends in its own hash, which also protects the state. Nothing is unpickled. A manifest may be
-hostile: checking it takes time linear in its length, except for one sort.
+A piece is one box of one tensor: its elements in row-major order, hashed with SHA-256. Every byte of a file belongs to
+a piece, or is a zero that aligns the next piece. The layout of the run is not recorded: a reader intersects its own
+boxes with the saved ones. The manifest ends in its own hash, which also protects the state. Nothing is unpickled. A
+manifest may be hostile: checking it takes time linear in its length, except for one sort.
 """
 
 import errno
@@ -188,7 +188,10 @@ def _check_header(raw: Any, file: Path | str, *, is_sealed: bool) -> None:
 
 
 def advice_after(error: Exception) -> str:
-    """Return the advice after a failed read: EIO means that the disk has lost the bytes, any other OSError is no damage."""
+    """Return the advice after a failed read.
+
+    EIO means that the disk has lost the bytes; any other OSError is no damage.
+    """
     is_lost = not isinstance(error, OSError) or error.errno == errno.EIO
     return DAMAGED if is_lost else NOT_SEEN
 
@@ -286,7 +289,10 @@ def _piece_problems(manifest: Manifest) -> list[str]:
 
 
 def check_complete(manifest: Manifest, file: Path | str, advice: str = DAMAGED) -> None:
-    """Raise CheckpointError unless the pieces of each tensor are disjoint and cover it, and those of each file fill it."""
+    """Raise CheckpointError unless the pieces of each tensor are disjoint and cover it.
+
+    The pieces of each file must fill it, too.
+    """
     broken = [(name, record) for name, record in manifest.tensors.items() if not is_filled(record)]
     problems = [_cover_problem(name, record) for name, record in broken[:_MAX_SHOWN]]
     problems += [name for name, _ in broken[_MAX_SHOWN:]]  # these are counted, not shown
@@ -299,8 +305,8 @@ def check_complete(manifest: Manifest, file: Path | str, advice: str = DAMAGED) 
 def is_filled(record: TensorRecord) -> bool:
     """Return whether the boxes of a tensor are disjoint and cover it, in time linear in their number.
 
-    The indicator function of a box is the cumulative sum, along each dimension, of +1 and -1 at its 2^d corners. So boxes
-    cover each element once if and only if their signed corners sum to those of the whole tensor.
+    The indicator function of a box is the cumulative sum, along each dimension, of +1 and -1 at its 2^d corners. So
+    boxes cover each element once if and only if their signed corners sum to those of the whole tensor.
     """
     if 0 in record.shape:
         return not record.pieces

@@ -4,7 +4,8 @@
     checkpoint.state, checkpoint.names
     checkpoint.read_into(tensors, world)                  fills this rank's tensors
 
-A rank reads only pieces that overlap its tensors, each once and completely, and checks the hash before it uses the values.
+A rank reads only pieces that overlap its tensors, each once and completely, and checks the hash before it uses the
+values.
 """
 
 import hashlib
@@ -65,11 +66,11 @@ class Checkpoint:
     ) -> None:
         """Read the pieces and copies of `tensors`; padding keeps its values, and `is_writer` is ignored.
 
-        Every rank of `world` (default: this rank alone) must call. If one fails, all raise CheckpointError or PeerError, and
-        tensors may be partly filled. convert: allow conversion between floating dtypes. Saved tensors that are not in
-        `tensors` are ignored; compare `names`. The largest piece is buffered in host memory. in_place: read a piece without
-        this buffer where the tensor has it in the same order as the file; damaged values are then in the tensor when this
-        raises.
+        tensors: name -> this rank's part; its `shape` must be that of the saved tensor. Every rank of `world` (default:
+        this rank alone) must call. If one fails, all raise CheckpointError or PeerError, and tensors may be partly
+        filled. convert: allow conversion between floating dtypes. Saved tensors that are not in `tensors` are ignored;
+        compare `names`. The largest piece is buffered in host memory. in_place: read a piece without this buffer where
+        the tensor has it in the same order as the file; damaged values are then in the tensor when this raises.
         """
         with collectives.raise_together(world, device):
             self._check(tensors, convert)
@@ -82,10 +83,11 @@ class Checkpoint:
         return all(contiguous_flat_range(piece.box, record.shape) is not None for piece in record.pieces)
 
     def runs(self, name: str, buffers: Iterator[Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """Yield the elements of a tensor in flat parts, piece by piece: (index of the first in row-major order, values).
+        """Yield the elements of a tensor in flat parts, piece by piece: (index of the first, values [elements]).
 
-        buffers: uint8 tensors, each for one part, of a multiple of 8 bytes. A part is read before the hash of its piece has
-        been checked: its values must be thrown away when this raises.
+        Indices count in row-major order; values have the saved dtype, in the memory of their buffer. buffers: uint8
+        tensors [bytes], each for one part, of a multiple of 8 bytes. A part is read before the hash of its piece has
+        been checked: its values must be thrown away when this raises CheckpointError. Any rank may call alone.
         """
         record = self.manifest.tensors[name]
         dtype = getattr(torch, record.dtype)
@@ -221,7 +223,10 @@ def _copy_overlaps(saved: Tensor, overlaps: list[_Overlap]) -> None:
 
 
 def _direct_target(piece: Piece, dtype: str, source: Box, region: Stored, target: Box) -> Tensor | None:
-    """Return the memory of this rank's tensor, in bytes, if it has the piece just as the file; None if it must be copied."""
+    """Return the memory of this rank's tensor, in bytes, if it has the piece just as the file.
+
+    None if it must be copied.
+    """
     if isinstance(region, StoredTensor) or source != whole(size_of(piece.box)):
         return None
     memory = region[slices(target)]  # [shape of the piece's box]
@@ -242,8 +247,8 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open the checkpoint of `iteration` below `root`, by default the latest; check its manifest, read no tensors.
 
-    Every rank of `world` must call. The first rank reads the manifest for all, so that they agree on the iteration. Raises
-    CheckpointError.
+    Every rank of `world` must call. The first rank reads the manifest for all, so that they agree on the iteration.
+    Raises CheckpointError.
     """
     # the first rank chooses the iteration and reads its manifest
     message = None

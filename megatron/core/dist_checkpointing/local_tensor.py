@@ -25,6 +25,8 @@ class LocalTensor:
     that the shard of a ZeRO optimizer needs no reshaping:
 
         global (3, 4), shard 2:9 of its 12 elements   [0:1, 2:4] <- [0:2],  [1:2, 0:4] <- [2:6],  [2:3, 0:1] <- [6:7]
+
+    `tensor` is [local shape], or flat, [elements].
     """
 
     tensor: Stored  # on any device; boxes of one in a file must be of full rows
@@ -64,13 +66,19 @@ def part_of_global(
 
 
 def tensor_at(tensor: Tensor, offset: tuple[int, ...], shape: tuple[int, ...], *, is_writer: bool) -> LocalTensor:
-    """Return this rank's box of a tensor of `shape`, which begins at `offset`. One rank of a box must be its writer."""
+    """Return this rank's box of a tensor of `shape`: tensor [size of the box] begins at `offset`.
+
+    One rank of a box must be its writer.
+    """
     box = tuple((start, start + size) for start, size in zip(offset, tensor.shape, strict=True))
     return LocalTensor(tensor, tuple(shape), [(box, whole(tensor.shape))], is_writer)
 
 
 def placed_tensor(tensor: Stored, placement: Placement, mesh: Mesh) -> LocalTensor:
-    """Return this rank's part of a parameter of this placement, or of an optimizer state in a parameter's shape."""
+    """Return this rank's part of a parameter of this placement, or of an optimizer state in a parameter's shape.
+
+    tensor: [parameter's shape on this rank], with padding; the result says which of its elements count.
+    """
     shape = tuple(tensor.shape)
     owned = owned_pieces(placement, shape, mesh)
     copies = tuple(pair for pair in pieces(placement, shape, mesh) if pair not in owned)
@@ -80,7 +88,7 @@ def placed_tensor(tensor: Stored, placement: Placement, mesh: Mesh) -> LocalTens
 
 
 def problems_of_tensors(tensors: dict[str, LocalTensor]) -> list[str]:
-    """Return the problems that prevent saving or loading: dtypes, layouts, boxes."""
+    """Return the problems that prevent saving or loading: dtypes, layouts, boxes. tensors: by name, of any shapes."""
     return [problem for name, local in tensors.items() for problem in _problems_of(name, local)]
 
 

@@ -1,4 +1,7 @@
-"""Megatron's `ShardedTensor` and `ShardedObject`, and the functions that make them (Megatron: dist_checkpointing/mapping.py)."""
+"""Megatron's `ShardedTensor` and `ShardedObject`, and the functions that make them.
+
+Megatron: core/dist_checkpointing/mapping.py.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +20,8 @@ from megatron.core.parallel.global_state import get_global_state
 class ShardedTensor(KeyedTensor):
     """A rank's part of a tensor, given by its offset: for modules whose parameters have no placement.
 
-    replica_id: the rank whose id is 0, or all zeros, writes. Loading refuses a padded part whose padding differs.
+    data: [local_shape]. replica_id: the rank whose id is 0, or all zeros, writes. Loading refuses a padded part whose
+    padding differs.
     """
 
     key: str
@@ -34,6 +38,10 @@ class ShardedTensor(KeyedTensor):
 
     @property
     def local(self) -> LocalTensor:
+        """This rank's part, [1, .., 1, *local_shape] with as many leading ones as `prepend_axis_num`.
+
+        Raises NotImplementedError for a part without data, or of a flattened range.
+        """
         if self.data is None or self.flattened_range is not None:
             raise NotImplementedError(f"{self.key}: a part without data, or of a flattened range, is not built")
         data = self.data.detach()[(None,) * self.prepend_axis_num]  # [1, ..., 1, *local_shape]
@@ -52,8 +60,9 @@ class ShardedTensor(KeyedTensor):
     ) -> "ShardedTensor":
         """Return the part of a tensor that is divided evenly along some axes.
 
-        rank_offsets: (axis, number of this part along it, parts along it) of each divided axis. prepend_axis_num: leading
-        axes that the global tensor has and `data` has not, such as one of layers.
+        data: [local shape]; along a divided axis the global shape is as many times as large as there are parts.
+        rank_offsets: (axis, number of this part along it, parts along it) of each divided axis. prepend_axis_num:
+        leading axes that the global tensor has and `data` has not, such as one of layers.
         """
         shape = (1,) * prepend_axis_num + tuple(data.shape)
         divided = {axis: part for axis, *part in rank_offsets}
@@ -97,7 +106,8 @@ def make_tp_sharded_tensor_for_checkpoint(
 ) -> ShardedTensor:
     """Return a part of a tensor whose axis `tp_axis` is divided over the tensor-parallel ranks.
 
-    prepend_offsets: `rank_offsets` of leading axes that the global tensor has and `tensor` has not.
+    tensor: [.., size / t, ..] at `tp_axis`. Nothing is communicated. prepend_offsets: `rank_offsets` of leading axes
+    that the global tensor has and `tensor` has not.
     """
     mesh = get_global_state().mesh
     tp = mesh["tp"]
@@ -112,7 +122,10 @@ def make_sharded_tensor_for_checkpoint(
     replica_id: tuple[int, ...] | None = None,
     **kwargs: Any,
 ) -> ShardedTensor:
-    """Return a tensor of which all tensor- and data-parallel ranks hold equal copies."""
+    """Return a tensor, of any shape, of which all tensor- and data-parallel ranks hold equal copies.
+
+    prepend_offsets: as of `make_tp_sharded_tensor_for_checkpoint`. Nothing is communicated.
+    """
     mesh = get_global_state().mesh
     return _part(tensor, key, prepend_offsets, [], replica_id or (0, mesh["tp"].rank, mesh.tokens.rank), **kwargs)
 
@@ -136,8 +149,9 @@ def make_sharded_tensors_for_checkpoint(
 ) -> dict[str, Any]:
     """Return the sharded state dict of a module's state dict.
 
-    The map gives the axis along which a tensor is divided over the tensor-parallel ranks; all other tensors are equal on
-    these ranks.
+    The map gives the axis along which a tensor is divided over the tensor-parallel ranks; all other tensors are equal
+    on these ranks. Tensors have their shapes on this rank; a value of another kind, the extra state, becomes a
+    `ShardedObject`.
     """
     tp_axes = tensor_parallel_layers_axis_map or {}
     sharded_state_dict = {}

@@ -1,13 +1,13 @@
 """Commit in an object store, where nothing can be renamed: writing the manifest turns objects into a checkpoint.
 
-    iter_N.partial/save.json         written first, removed last: this save's mark, and the objects to remove when it ends
-    iter_N.partial/rank_R.json       the ranks' manifests, and manifest.json made of them
-    iter_N/rank_R.MARK.bin           the objects of a save; MARK is drawn for each save, so no object is written twice
-    iter_N/manifest.json             written last, in one request: iteration N is complete now, or is the new one
-    iter_N.damaged/manifest.json     the manifest of a damaged checkpoint, whose objects stay in iter_N/
+    iter_N.partial/save.json       written first, removed last: this save's mark, and the objects to remove when it ends
+    iter_N.partial/rank_R.json     the ranks' manifests, and manifest.json made of them
+    iter_N/rank_R.MARK.bin         the objects of a save; MARK is drawn for each save, so no object is written twice
+    iter_N/manifest.json           written last, in one request: iteration N is complete now, or is the new one
+    iter_N.damaged/manifest.json   the manifest of a damaged checkpoint, whose objects stay in iter_N/
 
-Then the pointer is replaced, in one request. Leftovers of a killed save or removal are known by its save.json: objects that
-it marks or names and that no manifest lists. No other object is ever removed. Paths only, no torch.
+Then the pointer is replaced, in one request. Leftovers of a killed save or removal are known by its save.json: objects
+that it marks or names and that no manifest lists. No other object is ever removed. Paths only, no torch.
 """
 
 import json
@@ -35,7 +35,10 @@ def begin_objects(partial: Path) -> None:
 
 
 def object_path(partial: Path, rank: int) -> Path:
-    """Return the path to which a rank writes its pieces. Raises OSError if it does not see what `begin_objects` wrote."""
+    """Return the path to which a rank writes its pieces.
+
+    Raises OSError if it does not see what `begin_objects` wrote.
+    """
     mark = _read_record(partial)["mark"]
     return partial.with_suffix("") / format.file_name(rank, f".{mark}.bin")
 

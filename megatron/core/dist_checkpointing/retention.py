@@ -3,8 +3,8 @@
     saved by the run   100  200  300  400  500     keep 2, retain every multiple of 200
     deleted            100       300               400 and 500 are the newest two, and 200 is never deleted
 
-A folder is renamed to `iter_N.1.partial` before it is removed; in an object store its manifest is removed first. So a kill in
-between leaves nothing that looks complete, and the next start or save removes the rest.
+A folder is renamed to `iter_N.1.partial` before it is removed; in an object store its manifest is removed first. So a
+kill in between leaves nothing that looks complete, and the next start or save removes the rest.
 """
 
 from collections.abc import Collection

@@ -1,4 +1,7 @@
-"""A save by all training ranks: the pieces of each pass through one bounded buffer, in the steps of `write_and_publish`."""
+"""A save by all training ranks, in the steps of `write_and_publish`.
+
+The pieces of each rank pass through one bounded buffer.
+"""
 
 import contextlib
 import warnings
@@ -54,10 +57,11 @@ def save_checkpoint(
 ) -> Path:
     """Save `tensors` and `state` as iteration `iteration` below `root`; return the checkpoint's folder.
 
-    Every rank of `world` must call, with the tensors that it holds itself; `state` is plain JSON, and the first rank's is
-    saved. device: where the ranks' collectives communicate. When this returns on any rank, the checkpoint is on disk and
-    is the latest. If any rank fails, all raise, and `latest` names what it named before. A checkpoint of the same
-    iteration is replaced. `warn` is called, on the first rank, with what could not be removed.
+    tensors: name -> this rank's part, as `LocalTensor` has it. Every rank of `world` must call, with the tensors that
+    it holds itself; `state` is plain JSON, and the first rank's is saved. device: where the ranks' collectives
+    communicate. When this returns on any rank, the checkpoint is on disk and is the latest. If any rank fails, all
+    raise, and `latest` names what it named before. A checkpoint of the same iteration is replaced. `warn` is called, on
+    the first rank, with what could not be removed.
     """
     ranks = _AxisSaveGroup(world, device)
     request = SaveRequest(path_of(root), iteration, state, warn)
@@ -69,7 +73,10 @@ def save_checkpoint(
 
 
 def check_savable(request: SaveRequest, tensors: dict[str, LocalTensor], *, is_first: bool) -> None:
-    """Raise CheckpointError for what cannot be saved, before anything is written. is_first: on the rank whose state counts."""
+    """Raise CheckpointError for what cannot be saved, before anything is written.
+
+    tensors: name -> this rank's part, as `LocalTensor` has it. is_first: on the rank whose state counts.
+    """
     problems = problems_of_tensors(tensors)
     problems += [f"a tensor is named {name!r}; names are text" for name in tensors if not isinstance(name, str)]
     if is_first:
@@ -83,7 +90,10 @@ def check_savable(request: SaveRequest, tensors: dict[str, LocalTensor], *, is_f
 
 
 def write_item_of(local: LocalTensor) -> WriteItem:
-    """Return a tensor for `write_and_publish`, which copies it to the host one bounded buffer at a time."""
+    """Return a tensor of any shape for `write_and_publish`.
+
+    That copies it to the host one bounded buffer at a time.
+    """
     pieces = []
     if local.is_writer:
         for piece in local.pieces:

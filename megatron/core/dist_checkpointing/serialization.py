@@ -37,7 +37,11 @@ def save(
     preprocess_common_before_consistancy_check: Callable | None = None,
     content_metadata: dict | None = None,
 ) -> None:
-    """Save tensors, and plain JSON values beside them, below `checkpoint_dir`. Every rank must call."""
+    """Save tensors, and plain JSON values beside them, below `checkpoint_dir`. Every rank must call.
+
+    Tensors have their shapes on this rank; a `ShardedTensor` says its part of the global one. Raises CheckpointError,
+    and NotImplementedError with `async_sharded_save`.
+    """
     del sharded_strategy, common_strategy, validate_access_integrity, preprocess_common_before_consistancy_check
     if async_sharded_save:
         raise NotImplementedError("async_sharded_save: a save returns when all is written; leave it out")
@@ -55,9 +59,10 @@ def load(
     validate_access_integrity: bool = True,
     strict: Any = None,
 ) -> dict[str, Any]:
-    """Load the tensors of `sharded_state_dict` from any layout; return them with the JSON values that were saved beside them.
+    """Load the tensors of `sharded_state_dict` from any layout.
 
-    Every rank must call. Tensors are filled in place. One that the checkpoint lacks is an error, whatever `strict`.
+    Return them with the JSON values that were saved beside them. Every rank must call. Tensors are filled in place, in
+    their shapes on this rank. Raises CheckpointError, also for one that the checkpoint lacks, whatever `strict`.
     """
     del sharded_strategy, common_strategy, validate_access_integrity, strict
     return load_state_dict(
@@ -79,7 +84,7 @@ def load_content_metadata(
 
 
 def load_plain_tensors(checkpoint_dir: str) -> dict[str, Tensor]:
-    """Return all tensors, unsharded, on the CPU. Any rank may call alone."""
+    """Return all tensors, unsharded, [global shape], on the CPU. Any rank may call alone."""
     return load_whole_tensors(checkpoint_dir)
 
 

@@ -3,8 +3,9 @@
     save_state_dict(folder, {"model": dict(model.named_parameters()), "step": 3}, mesh)
     state = load_state_dict(folder, {"model": dict(model.named_parameters())}, mesh)       in any layout
 
-A tensor's `placement` says which part of the global tensor this rank holds; a `LocalTensor` or a `KeyedTensor` says it itself.
-A tensor without a placement is unsharded and equal on every rank. Everything else must be plain JSON, equal on every rank.
+A tensor's `placement` says which part of the global tensor this rank holds; a `LocalTensor` or a `KeyedTensor` says
+it itself. A tensor without a placement is unsharded and equal on every rank. Everything else must be plain JSON,
+equal on every rank.
 """
 
 from pathlib import Path
@@ -31,7 +32,7 @@ class KeyedTensor:
 
     @property
     def local(self) -> LocalTensor:
-        """This rank's part of it."""
+        """This rank's part of it: a `LocalTensor` of `data`, in the shape on this rank."""
         raise NotImplementedError
 
 
@@ -43,16 +44,17 @@ def save_state_dict(
 ) -> Path:
     """Write `state` as a checkpoint below `folder`; return the checkpoint's own folder. Every rank must call.
 
-    Raises CheckpointError for a value that is neither tensor nor plain JSON, and RuntimeError for parameters that ZeRO
-    stage 3 has freed.
+    A tensor has its shape on this rank, which its placement relates to the global one. Raises CheckpointError for a
+    value that is neither tensor nor plain JSON, and RuntimeError for parameters that ZeRO stage 3 has freed.
     """
     return save_checkpoint(folder, iteration, _local_tensors(state, mesh), _json_values(state), mesh["world"], device)
 
 
 def load_state_dict(folder: Path | str, state: State, mesh: Mesh, device: torch.device | str = "cpu") -> State:
-    """Fill `state`'s tensors from the latest checkpoint below `folder`; return them with all values saved beside tensors.
+    """Fill `state`'s tensors from the latest checkpoint below `folder`.
 
-    Every rank must call.
+    Return them with all values saved beside tensors. Every rank must call. Tensors are filled in place, in their shapes
+    on this rank. Raises CheckpointError.
     """
     saved = open_checkpoint(folder, None, mesh["world"], device)
     saved.read_into(_local_tensors(state, mesh), mesh["world"], device=device)
@@ -60,7 +62,10 @@ def load_state_dict(folder: Path | str, state: State, mesh: Mesh, device: torch.
 
 
 def load_whole_tensors(folder: Path | str) -> dict[str, Tensor]:
-    """Return all tensors of the latest checkpoint below `folder`, unsharded, on the CPU, by name. Any rank may call alone."""
+    """Return all tensors of the latest checkpoint below `folder`, by name: [global shape], on the CPU.
+
+    Any rank may call alone. Raises CheckpointError.
+    """
     saved = open_checkpoint(folder)
     tensors = {}
     for name, record in saved.manifest.tensors.items():

@@ -1,4 +1,6 @@
-"""The steps of a save: every rank writes its pieces into one raw file, rank 0 writes and publishes the manifest. No torch.
+"""The steps of a save: every rank writes its pieces into one raw file, rank 0 writes and publishes the manifest.
+
+No torch.
 
     all ranks   check tensors
     rank 0      remove leftovers of killed saves, make iter_N.partial/
@@ -9,9 +11,10 @@
 
 An object store cannot rename. There pieces and manifest have other places and the same order: `object_store_commit.py`.
 
-Each line is one step of a `SaveGroup`: if a rank fails, all ranks stop with its message, and `latest` still names the
-previous checkpoint. All ranks write below one folder, so it must be on a file system that they share; a rank that does not
-see it, or whose files rank 0 does not see, is reported. One job at a time may save below a root; the caller ensures that.
+Each line is one step of a `SaveGroup`: if a rank fails, all ranks stop with its message, and `latest` still names
+the previous checkpoint. All ranks write below one folder, so it must be on a file system that they share; a rank
+that does not see it, or whose files rank 0 does not see, is reported. One job at a time may save below a root; the
+caller ensures that.
 
 The training ranks run these steps themselves (`save_sharded.py`), or a process beside each of them does
 (`writer_process.py`).

@@ -18,6 +18,7 @@ def balance_writes(tensors: dict[str, LocalTensor]) -> dict[str, LocalTensor]:
     """Return `tensors` with only the pieces that this rank writes, wherever several `replicas` could write them.
 
     The result depends on the tensors alone. Ranks that hold copies must list their common tensors in the same order.
+    tensors: name -> this rank's part, as `LocalTensor` has it. Their elements stay where they are.
     """
     # bytes that each group of replicas holds
     total_bytes: Counter[tuple[int, ...]] = Counter()

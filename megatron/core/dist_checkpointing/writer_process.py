@@ -7,8 +7,9 @@
     a rank                     {"root": ..., "iteration": ..., "state": ..., "parts": ...}, and the handle of the memory
     every writer               {"done": 100, "warnings": [...]}, or {"failed": [file, wrong, advice], "elsewhere": ...}
 
-The process is a new interpreter, not a fork: it has none of the rank's threads, locks and devices. It ignores the signals that
-end a job, as a rank that ends in order waits for the save in flight. It ends when its rank does, in order or not.
+The process is a new interpreter, not a fork: it has none of the rank's threads, locks and devices. It ignores
+the signals that end a job, as a rank that ends in order waits for the save in flight. It ends when its rank
+does, in order or not.
 """
 
 import contextlib

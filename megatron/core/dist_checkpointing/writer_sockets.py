@@ -1,11 +1,14 @@
-"""Messages between the processes that write checkpoints: with their rank, and with each other by way of rank 0's. No torch.
+"""Messages between the processes that write checkpoints: with their rank, and with each other by way of rank 0's.
+
+No torch.
 
             writer 1
-               |                 every writer sends its value to writer 0, which combines them and sends all the result:
-    writer 2 - writer 0 - ...    one such exchange for each step of a save (`WriterGroup`, a `SaveGroup` of write_and_publish.py)
+               |                 every writer sends its value to writer 0, which combines them and sends all the result;
+    writer 2 - writer 0 - ...    there is one such exchange for each step of a save
 
-These are sockets and no process group, so training's collectives can run at the same time. A writer that ends closes its
-sockets, and all others fail at their next exchange.
+A `WriterGroup` makes the exchanges, as a `SaveGroup` of write_and_publish.py. These are sockets and no process group,
+so training's collectives can run at the same time. A writer that ends closes its sockets, and all others fail at
+their next exchange.
 """
 
 import contextlib
@@ -107,7 +110,8 @@ class WriterGroup:
     def together(self) -> Iterator[None]:
         """Run a block that may fail on some ranks only: if it fails anywhere, every rank raises.
 
-        A rank whose own block fails raises its own error, the others OtherRankError with the lowest failing rank's message.
+        A rank whose own block fails raises its own error, the others OtherRankError with the lowest failing rank's
+        message.
         """
         error: Exception | None = None
         try:
@@ -186,7 +190,10 @@ class WriterServer:
 
 
 def connect_to_server(address: dict[str, Any], rank: int) -> WriterGroup:
-    """Connect to the first writer at this address; return the group, for `rank`. Raises OSError if it is unreachable."""
+    """Connect to the first writer at this address; return the group, for `rank`.
+
+    Raises OSError if it is unreachable.
+    """
     hosts = address["hosts"]
     if address["machine"] == _machine_id():
         hosts = ["127.0.0.1", "::1", *hosts]

@@ -18,6 +18,10 @@ class TELayerNormColumnParallelLinear(ColumnParallelLinear):
         self.norm = FusedLayerNorm(config, input_size, config.layernorm_epsilon)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the linear layer of norm(x): x [s, b, h] -> (y [s, b, out/t], bias or None).
+
+        Every tensor-parallel rank must call.
+        """
         return super().forward(self.norm(x))
 
 

@@ -1,7 +1,7 @@
 """Generation token by token over the ranks of one replica, with a key/value cache.
 
-    prefill     one forward of all prompts, of any lengths; each stage caches its keys and values. Ranks that share samples
-                each compute a part of the prompts, and then exchange keys and values
+    prefill     one forward of all prompts, of any lengths; each stage caches its keys and values. Ranks that share
+                samples each compute a part of the prompts, and then exchange keys and values
     each step   the last stage samples a token for each text and broadcasts them; one forward takes only these tokens
 
 Beyond `max_length` a text is a window of its last `max_length` tokens, with positions from 0 again. Every step then
@@ -59,16 +59,15 @@ def generate_batch(
     """Yield the next id of each prompt, for at most `max_new_tokens` steps or until every text has reached `stop_id`.
 
     model: this rank's stage of a `GPTModel` without sequence parallelism; its training mode is kept.
-    max_length: tokens of a text that the model sees; at most its positions, with rotary positions the sequence length of
-        training.
+    max_length: tokens of a text that the model sees; at most its positions, with rotary positions the sequence length
+        of training.
     stop_id: an id or several; a text that has reached one yields None from that step on. None: no text ends.
     choose: choose[i] samples for prompt i.
     mesh: default: a whole model in this process; otherwise all ranks of one replica must call with equal arguments and
         iterate together.
     use_cache: False: each token costs a forward over the whole text.
 
-    Raises ValueError before the first step. If a rank fails later, it raises its own error and the others
-    `PeerError`.
+    Raises ValueError before the first step. If a rank fails later, it raises its own error and the others `PeerError`.
     """
     limits = {"max_new_tokens": max_new_tokens, "max_length": max_length}
     problems = [f"{name} is {value}; it must be at least 1" for name, value in limits.items() if value < 1]
@@ -128,13 +127,16 @@ def generate_tokens(
 
 
 def next_logits(model: nn.Module, ids: Sequence[int]) -> Tensor:
-    """Return the logits [v] of the token after `ids`, without vocabulary padding, from a whole model in evaluation mode."""
+    """Return the logits [v] of the token after `ids`, without vocabulary padding.
+
+    model: whole, in evaluation mode.
+    """
     stage = Stage(model, single_rank_mesh())
     return stage.logits(torch.tensor([ids], device=stage.device), stage.cache([0], len(ids)))[0]
 
 
 class Stage:
-    """This rank's stage of the model, its transfers to the neighbouring stages, and the sampling functions of the texts."""
+    """This rank's stage of the model, its transfers to the neighbouring stages, and the texts' sampling functions."""
 
     receives_tuple = False  # whether the model's set_input_tensor takes a tuple of tensors
 
@@ -182,9 +184,11 @@ class Stage:
     def run_stage(
         self, boundary: tuple[TensorSpec, ...], forward: Callable[[], Tensor | tuple[Tensor, ...]]
     ) -> Tensor | None:
-        """Receive from the previous stage, run `forward`, send to the next stage; the last stage returns as `logits`.
+        """Receive from the previous stage, run `forward`, send to the next stage.
 
-        boundary: shape and dtype of the tensors between stages.
+        boundary: shape and dtype of the tensors between stages, such as hidden states [new, b, h]; `forward` returns
+        them, or on the last stage logits [b, new, v/t]. Returns as `logits`: [b, v] on the last stage, of the last
+        column, else None. Every rank of the replica must call.
         """
         stages = self.mesh.stages
         transport = Transport(self.mesh, boundary, self.device, copies_over=self.mesh["tp"])
@@ -204,8 +208,8 @@ class Stage:
     def choose_next(self, tokens: Tensor, cache: KeyValueCache, active: Sequence[bool]) -> list[int]:
         """Return the next id of each text, on every rank; 0 for a finished text.
 
-        All ranks of the last stage draw the same ids. If sampling fails on one of them, it raises its error and all others
-        PeerError. Every rank of the replica must call.
+        All ranks of the last stage draw the same ids. If sampling fails on one of them, it raises its error and all
+        others PeerError. Every rank of the replica must call. tokens: int64 [b, new], as of `logits`.
         """
         model_ranks = self.mesh["mp"]
         error = None

@@ -1,12 +1,14 @@
-"""Generation with a T5, token by token over the ranks of one replica: the encoder reads the prompts, the decoder writes.
+"""Generation with a T5, token by token over the ranks of one replica.
 
-first step    the encoder reads the prompts and the decoder its first token; each decoder layer caches its keys and values of
-              the encoder's output, and those of its own text
+The encoder reads the prompts, the decoder writes.
+
+first step    the encoder reads the prompts and the decoder its first token; each decoder layer caches its keys and
+              values of the encoder's output, and those of its own text
 each step     one forward of the decoder takes the tokens chosen last; stages send only their hidden states
 
-prompts       a b c d        all begin in column 0; shorter ones are padded on the right, and no token attends to padding
+prompts       a b c d       all begin in column 0; shorter ones are padded on the right, and no token attends to padding
               e f . .
-decoder       < k l m        all begin with the same token, so a column's number is its position
+decoder       < k l m       all begin with the same token, so a column's number is its position
               < n o p
 """
 
@@ -36,8 +38,8 @@ def answer_batch(
 ) -> Iterator[list[int | None]]:
     """Yield the next id that the decoder writes for each prompt; other arguments as of `generate_batch`.
 
-    model: this rank's stage of a `T5Model`, without sequence parallelism. start_id: the decoder's first token, which is not
-    yielded. Raises ValueError before the first step.
+    model: this rank's stage of a `T5Model`, without sequence parallelism. start_id: the decoder's first token, which is
+    not yielded. Raises ValueError before the first step.
     """
     vocab_size = model.vocab_size
     longest = max(map(len, prompts), default=0)

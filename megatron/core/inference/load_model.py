@@ -46,10 +46,12 @@ def load_model(
     decoder_seq_length: int | None = None,
     **context_options: Any,
 ) -> LanguageModelStage:
-    """Return this rank's stage of a model with the checkpoint's weights, in evaluation mode, without sequence parallelism.
+    """Return this rank's stage of a model with the checkpoint's weights.
 
-    Reads only the weights. kind: one of MODELS. positions: rows of a learned position embedding. mesh: every rank must call;
-    default: the whole model in this process, without torch.distributed. context_options: further arguments of
+    It is in evaluation mode, without sequence parallelism.
+
+    Reads only the weights. kind: one of MODELS. positions: rows of a learned position embedding. mesh: every rank must
+    call; default: the whole model in this process, without torch.distributed. context_options: further arguments of
     `LayerContext.from_mesh`. Raises ConfigError, CheckpointError, or PeerError if another rank fails.
     """
     # refuse a checkpoint of another model, or of other attention
@@ -138,7 +140,10 @@ def single_rank_mesh() -> Mesh:
 
 
 def _check_same_parameters(checkpoint: Checkpoint, whole: LanguageModelStage) -> None:
-    """Raise ConfigError unless the model and the checkpoint have the same parameters. whole: the model on the meta device."""
+    """Raise ConfigError unless the model and the checkpoint have the same parameters.
+
+    whole: the model on the meta device.
+    """
     of_model = {_PARAMETERS + name for name, _ in whole.named_parameters()}
     of_checkpoint = {name for name in checkpoint.names if name.startswith(_PARAMETERS)}
     differing = sorted(of_checkpoint ^ of_model)

@@ -7,8 +7,8 @@ Four steps in this order, each optional but the last:
     top-p         keep the fewest of them with a total probability of at least p (arXiv:1904.09751)
     softmax       normalize, and draw
 
-Logits are a vector [v] without vocabulary padding. The arithmetic is float64 on the CPU, so that a seed gives the same draw on
-every device; its cost is small beside the forward.
+Logits are a vector [v] without vocabulary padding. The arithmetic is float64 on the CPU, so that a seed gives the same
+draw on every device; its cost is small beside the forward.
 """
 
 import math
@@ -74,7 +74,9 @@ def keep_top_k(logits: Tensor, k: int) -> Tensor:
 
 
 def keep_top_p(logits: Tensor, p: float) -> Tensor:
-    """Keep the fewest logits [v] with a total probability of at least `p`, at least one; the others become -inf, in a copy.
+    """Keep the fewest logits [v] with a total probability of at least `p`, at least one.
+
+    The others become -inf, in a copy.
 
     probabilities  0.5  0.3  0.15  0.05
     sum before     0    0.5  0.8   0.95       p = 0.6 keeps ids whose sum before is below 0.6: the first two

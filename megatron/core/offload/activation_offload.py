@@ -1,12 +1,12 @@
 """Saved activations of a stage's layers, offloaded to an `OffloadStore` or kept in slots of one device buffer.
 
-    forward    layer 0 | layer 1          | layer 2             a layer's activations are copied out while the next computes
+    forward    layer 0 | layer 1          | layer 2            a layer's activations are copied while the next computes
                          layer 0 offloads   layer 1 offloads
-    backward   layer 2          | layer 1          | layer 0    and are loaded while the layer above computes its backward
+    backward   layer 2          | layer 1          | layer 0   and loaded while the layer above computes its backward
                  layer 1 loads     layer 0 loads
 
-A recomputed layer offloads its input. Any other layer offloads each large storage that autograd saves, as one, so that all
-saved views of it keep their strides. A slot in the store is reused by storages of the same size.
+A recomputed layer offloads its input. Any other layer offloads each large storage that autograd saves, as one, so that
+all saved views of it keep their strides. A slot in the store is reused by storages of the same size.
 
     StageActivations   a stage: which layers offload, and the hooks on their forward
     _LayerStorages     the offloaded storages of one layer, and the layer before it
@@ -38,8 +38,9 @@ InputSaver = Callable[[Tensor], Callable[[], Tensor]]
 class StageActivations:
     """The saved activations of one stage.
 
-    offloaded: number of leading layers whose activations are offloaded. contiguous: keep the inputs of further recomputed
-    layers in slots on the device. smallest: elements of the smallest storage to offload. offload_store: default host memory.
+    offloaded: number of leading layers whose activations are offloaded. contiguous: keep the inputs of further
+    recomputed layers in slots on the device. smallest: elements of the smallest storage to offload. offload_store:
+    default host memory.
     """
 
     def __init__(
@@ -73,7 +74,8 @@ class StageActivations:
     def input_saver(self, layer: int) -> InputSaver | None:
         """Return what saves the input of the recomputed group that begins with this layer; None if autograd should.
 
-        layer: number within the stage. Call once for each group, in order.
+        layer: number within the stage. Call once for each group, in order. The result is called with the input,
+        [s, b, h] or any other shape, and returns a function that returns it, in its shape and strides.
         """
         if layer < self.offloaded:
             return partial(_offload_input, self._next_layer(first=layer == 0), self.offload_slots)
@@ -85,7 +87,8 @@ class StageActivations:
     def saving(self, layer: int, x: Tensor, resident: Iterable[Tensor | None]) -> Iterator[None]:
         """Offload the tensors that autograd saves inside the block, which is this layer's forward.
 
-        layer: number within the stage. x: its input. resident: tensors that stay on the device anyway, such as parameters.
+        layer: number within the stage. x: its input, [s, b, h] or any other shape. resident: tensors of any shapes that
+        stay on the device anyway, such as parameters.
         """
         # A freed parameter of ZeRO stage 3 must not be gathered for this question, so its __torch_function__ is left out.
         with torch._C.DisableTorchFunctionSubclass():
@@ -97,7 +100,10 @@ class StageActivations:
             yield
 
     def finish_forward(self, x: Tensor) -> None:
-        """Start the last layer's loads when the backward reaches `x`, the output of the layers. Call after them."""
+        """Start the last layer's loads when the backward reaches `x`, the output of the layers.
+
+        x: [s, b, h] or any other shape. Call after the layers.
+        """
         last = self._last()
         if last is not None and x.requires_grad:
             x.register_hook(lambda _: last.start_loading())
@@ -119,7 +125,10 @@ class StageActivations:
 
 
 class HoldsActivations(nn.Module):
-    """A module whose layers save their inputs in a `StageActivations`; a schedule tells it the microbatches in flight."""
+    """A module whose layers save their inputs in a `StageActivations`.
+
+    A schedule tells it the microbatches in flight.
+    """
 
     activations: StageActivations
 
@@ -131,7 +140,10 @@ class HoldsActivations(nn.Module):
 def _offload_input(
     layer: "_LayerStorages", slots_on: Callable[[torch.device], "OffloadSlots"], x: Tensor
 ) -> Callable[[], Tensor]:
-    """Start to offload a recomputed layer's input; the returned function gives it back, in the same shape and strides."""
+    """Start to offload a recomputed layer's input.
+
+    The returned function gives it back, in the same shape and strides.
+    """
     flat = as_flat(x)  # [elements of x]
     storage = layer.offload(slots_on(x.device), flat, x)
     return _OffloadedView(storage, x.dtype, 0, x.shape, strides_like(x)).get
@@ -145,7 +157,7 @@ class _LayerStorages:
         self._storages: list[weakref.ref[OffloadedStorage]] = []
 
     def offload(self, slots: "OffloadSlots", flat: Tensor, x: Tensor) -> "OffloadedStorage":
-        """Start to offload `flat` [elements], the storage of x."""
+        """Start to offload `flat` [elements], the storage of x, which has any shape."""
         storage = OffloadedStorage(slots, flat, x, self)
         self._storages.append(weakref.ref(storage))
         return storage
@@ -190,7 +202,10 @@ class OffloadedStorage:
             self._fetch()
 
     def get(self) -> Tensor:
-        """Return the values on the device [elements], and start to load the rest of the layer and the previous layer."""
+        """Return the values on the device [elements].
+
+        Also start to load the rest of the layer and the previous layer.
+        """
         values = self._values_in_use()
         if values is None:
             if self._loading is None:
@@ -204,7 +219,10 @@ class OffloadedStorage:
         return values
 
     def _values_in_use(self) -> Tensor | None:
-        """Return the loaded values while any tensor views them, so that query, key and value of one storage load it once."""
+        """Return the loaded values while any tensor views them.
+
+        So query, key and value of one storage load it once.
+        """
         if self._loaded is None:
             return None
         reference, offset = self._loaded
@@ -215,7 +233,10 @@ class OffloadedStorage:
         return values.set_(storage, offset, (self._slot.numel(),), (1,))  # [elements]
 
     def finish_offload(self) -> None:
-        """Wait until it is offloaded, and free the source. RuntimeError if the source was changed in place meanwhile."""
+        """Wait until it is offloaded, and free the source.
+
+        RuntimeError if the source was changed in place meanwhile.
+        """
         if self._leaving is None:
             return
         transfer = self._leaving
@@ -243,8 +264,8 @@ class OffloadedStorage:
 class OffloadSlots:
     """A stage's slots in a store, and the transfers to and from them.
 
-    Transfers run in one order, so a freed slot may be reused while a transfer from it is in flight. An accelerator copies
-    to host memory on a side stream.
+    Transfers run in one order, so a freed slot may be reused while a transfer from it is in flight. An accelerator
+    copies to host memory on a side stream.
     """
 
     def __init__(self, store: OffloadStore, device: torch.device):
@@ -257,7 +278,10 @@ class OffloadSlots:
         self._free: dict[tuple[int, torch.dtype], list[Stored]] = defaultdict(list)
 
     def take(self, numel: int, dtype: torch.dtype) -> Stored:
-        """Return a slot [numel]: a free one, or a new one."""
+        """Return a slot [numel] of this dtype: a free one, or a new one.
+
+        Raises OffloadError if the store has no room.
+        """
         free = self._free[numel, dtype]
         if free:
             slot = free.pop()
@@ -269,13 +293,13 @@ class OffloadSlots:
         return slot
 
     def give_back(self, slot: Stored) -> None:
-        """Make a slot free."""
+        """Make a slot [elements] free."""
         self.in_use -= 1
         self.bytes_in_use -= slot.nbytes
         self._free[slot.numel(), slot.dtype].append(slot)
 
     def send(self, slot: Stored, flat: Tensor) -> AsyncHandle[Any]:
-        """Start to copy `flat` [elements] into the slot; `flat` must not change before `wait`."""
+        """Start to copy `flat` [elements] into the slot [elements]; `flat` must not change before `wait`."""
         if self.side is None:
             return start_writing(slot, flat)
         return self.side.start_copy(slot, flat)
@@ -298,10 +322,10 @@ class OffloadSlots:
 
 
 class _Packer:
-    """A hook that offloads the tensors that autograd saves for one layer: each large storage once, unless it is resident.
+    """A hook that offloads the tensors that autograd saves for one layer.
 
-    resident: addresses of the storages that stay on the device anyway. device: of the storages, which may differ from
-    what the tensors say.
+    Each large storage is offloaded once, unless it is resident. resident: addresses of the storages that stay on the
+    device anyway. device: of the storages, which may differ from what the tensors say.
     """
 
     def __init__(
@@ -317,7 +341,7 @@ class _Packer:
 
     @torch.no_grad()
     def pack(self, x: Tensor) -> Any:
-        """Return what autograd saves instead of `x`: `x` itself if it stays on the device."""
+        """Return what autograd saves instead of `x`, of any shape: `x` itself if it stays on the device."""
         if x.layout is not torch.strided:
             return x
         storage = x.untyped_storage()

@@ -3,8 +3,8 @@
     | block 0 | block 1 | block 2 |     a range that covers part of a block reads the whole block to check it;
          |-- range --|                  writing part of a block reads and writes the whole block
 
-The checksums (CRC-32: it detects any wrong byte and any burst of up to 32 bits) stay in memory, 4 bytes per block: no other
-process uses the file, and a checksum beside the data would not detect a lost write.
+The checksums (CRC-32: it detects any wrong byte and any burst of up to 32 bits) stay in memory, 4 bytes per block: no
+other process uses the file, and a checksum beside the data would not detect a lost write.
 """
 
 import os

@@ -2,8 +2,8 @@
 
     | slot 0: microbatch 0, group 0 | slot 1: microbatch 0, group 1 | slot 2: free | slot 3: microbatch 1, group 0 |
 
-The buffer is allocated once, so that long-lived recompute inputs do not fragment memory (M_D of ZeRO-R, arXiv:1910.02054,
-section 6.3).
+The buffer is allocated once, so that long-lived recompute inputs do not fragment memory (M_D of ZeRO-R,
+arXiv:1910.02054, section 6.3).
 """
 
 import weakref
@@ -17,7 +17,10 @@ _ALIGN = 512  # bytes, as in torch's allocators: kernels see the same alignment 
 
 
 class SlotBuffer:
-    """As many slots as `reserve` sets, of the first tensor's size; without `reserve` it grows on demand."""
+    """Slots of equal size in one buffer: as many as `reserve` sets, of the first tensor's size.
+
+    Without `reserve` the buffer grows on demand.
+    """
 
     def __init__(self) -> None:
         self._count: int | None = None  # set by `reserve`
@@ -38,7 +41,7 @@ class SlotBuffer:
             self._free = []
 
     def keep(self, x: Tensor) -> Callable[[], Tensor]:
-        """Copy `x` into a free slot; the returned function gives a view of it, in x's shape and strides.
+        """Copy `x`, of any shape, into a free slot; the returned function gives a view of it, in x's shape and strides.
 
         Raises RuntimeError if no slot is free, or if `x` is larger than a slot.
         """
@@ -95,7 +98,7 @@ def _part(memory: torch.UntypedStorage, start: int, stop: int) -> torch.UntypedS
 
 
 def as_flat(x: Tensor) -> Tensor:
-    """Return the elements of `x` in memory order [elements of x]; a view if they have no gaps."""
+    """Return the elements of `x`, of any shape, in memory order: [elements], a view if they have no gaps."""
     x = x.detach()
     if x.stride() == strides_like(x):
         return x.as_strided((x.numel(),), (1,))
@@ -103,7 +106,10 @@ def as_flat(x: Tensor) -> Tensor:
 
 
 def strides_like(x: Tensor) -> tuple[int, ...]:
-    """Return the strides of `x` if its elements have no gaps in memory, else those of a contiguous tensor."""
+    """Return the strides of `x` if its elements have no gaps in memory, else those of a contiguous tensor.
+
+    x: of any shape; its dimensions may be in any order in memory.
+    """
     shape = x.shape
     strides = x.stride()
     # from the innermost dimension outwards, each stride must be the number of elements inside it

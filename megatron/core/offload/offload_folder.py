@@ -3,8 +3,8 @@
     DIR/rank_00003/lock      locked while the owning process lives; the system releases it
     DIR/rank_00003/state     of no use after the run: checkpoints hold all lasting state
 
-A folder whose lock is free was left by a killed process: the rank of that number takes it over, or the run removes it if it
-has no such rank. A locked folder is refused, and so is a folder with any other file.
+A folder whose lock is free was left by a killed process: the rank of that number takes it over, or the run removes it
+if it has no such rank. A locked folder is refused, and so is a folder with any other file.
 """
 
 import contextlib

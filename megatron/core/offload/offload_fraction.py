@@ -17,8 +17,8 @@ Runs = list[tuple[int, int]]  # start and stop of each run of elements
 def cut_by_fraction(owned: Sequence[tuple[int, int]], starts: Sequence[int], fraction: float) -> tuple[Runs, Runs]:
     """Divide the runs of elements that a rank owns into (offloaded runs, runs on the device).
 
-    At least `fraction` of the elements is offloaded, cut at one of `starts`, where parameters begin. Parameters start at
-    aligned offsets: a cut elsewhere would change the vectorized update's remainder, and so its last bits.
+    At least `fraction` of the elements is offloaded, cut at one of `starts`, where parameters begin. Parameters start
+    at aligned offsets: a cut elsewhere would change the vectorized update's remainder, and so its last bits.
     """
     minimum = fraction * sum(stop - start for start, stop in owned)
     end = max((stop for _, stop in owned), default=0)

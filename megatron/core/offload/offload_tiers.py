@@ -34,10 +34,12 @@ class FileTensor(StoredTensor):
         self._start = start
 
     def view(self, shape: tuple[int, ...]) -> "FileTensor":
+        """Return the same elements in another shape, of as many elements."""
         assert prod(shape) == self.numel(), f"{self.shape} as {shape}"
         return FileTensor(self._store, self._start, shape, self.dtype)
 
     def __getitem__(self, rows: slice) -> "FileTensor":
+        """Return consecutive rows of the first dimension, as a view: [rows, ..]."""
         assert rows.step in (None, 1), f"every {rows.step}th row"
         start, stop = rows.indices(self.shape[0])[:2]
         row_bytes = prod(self.shape[1:]) * self.dtype.itemsize
@@ -45,12 +47,14 @@ class FileTensor(StoredTensor):
         return FileTensor(self._store, self._start + start * row_bytes, shape, self.dtype)
 
     def start_reading(self) -> AsyncHandle[Tensor]:
+        """Start to read the values; `wait` returns them in new host memory [shape], or raises OffloadError."""
         if not self.numel():
             return done(torch.empty(self.shape, dtype=self.dtype))
         reading = self._store.start_read(self._start, self.nbytes)
         return AsyncHandle(lambda: reading.result().view(self.dtype).view(self.shape))
 
     def start_writing(self, values: Tensor) -> AsyncHandle[Any]:
+        """Start to write `values` [shape], on any device and in any dtype; `wait` raises OffloadError if that fails."""
         if not self.numel():
             return done()
         host_copy = start_to_host(values.detach().to(self.dtype).contiguous())
@@ -60,8 +64,8 @@ class FileTensor(StoredTensor):
 class SideStream:
     """Copies between host and device on a side stream of an accelerator, beside its computation.
 
-    Memory is allocated and freed on the compute stream, which waits for the copy first. If the allocator had to track its use on
-    the side stream, it would be freed only when the host next polls.
+    Memory is allocated and freed on the compute stream, which waits for the copy first. If the allocator had to track
+    its use on the side stream, it would be freed only when the host next polls.
     """
 
     def __init__(self, device: torch.device):
@@ -70,7 +74,10 @@ class SideStream:
         self._stream = self._module.Stream(device)
 
     def start_copy(self, target: Tensor, source: Tensor) -> AsyncHandle[Tensor]:
-        """Start to copy `source` into `target`, which `wait` returns. `wait` blocks the compute stream, not the host."""
+        """Start to copy `source` into `target`, of the same shape; `wait` returns `target`.
+
+        `wait` blocks the compute stream, not the host.
+        """
         # The side stream may read `source` and write `target` only after the kernels that are using them.
         self._stream.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(self._stream):
@@ -93,7 +100,10 @@ class OffloadStore(Protocol):
         """Return a new tensor of zeros [numel]. Raises OffloadError if there is no room for it."""
 
     def side_stream(self, device: torch.device) -> SideStream | None:
-        """Return what copies between the device and the store's memory; None if `start_reading` and `start_writing` do."""
+        """Return what copies between the device and the store's memory.
+
+        None if `start_reading` and `start_writing` do.
+        """
 
     def close(self) -> None:
         """Give everything back."""
@@ -108,6 +118,7 @@ class HostOffloadStore:
         self._pinned = device.type != "cpu"
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return a new tensor of zeros [numel] in host memory. Raises OffloadError if there is no room for it."""
         try:
             return torch.zeros(numel, dtype=dtype, pin_memory=self._pinned)
         except RuntimeError as error:
@@ -139,6 +150,7 @@ class FileOffloadStore:
         self._finalizer = weakref.finalize(self, _close, self._worker, self._file, self.folder)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> FileTensor:
+        """Return a new tensor of zeros [numel] in the file. Raises OffloadError if the disk has no room for it."""
         return FileTensor(self, self._file.extend(numel * dtype.itemsize), (numel,), dtype)
 
     def side_stream(self, device: torch.device) -> None:
@@ -149,7 +161,7 @@ class FileOffloadStore:
 
     @memory_kind("slices")
     def start_read(self, start: int, nbytes: int) -> "Future[Tensor]":
-        """Start to read bytes; the result is a uint8 tensor [nbytes]."""
+        """Start to read bytes; the result is a uint8 tensor [nbytes], or an OffloadError is raised."""
         # whole blocks, from `first` to `last`, as their checksums need them
         block = self._file.block
         first = start // block * block
@@ -158,7 +170,10 @@ class FileOffloadStore:
         return self._worker.submit(self._read, first, data, slice(start - first, start - first + nbytes))
 
     def start_write(self, start: int, values: AsyncHandle[Tensor]) -> "Future[None]":
-        """Start to write. values: a copy to host memory in flight, which must not change before the write is done."""
+        """Start to write from byte `start` on; the result raises OffloadError if that fails.
+
+        values: a copy to host memory in flight, of any shape and dtype, which must not change before the write is done.
+        """
         return self._worker.submit(self._write, start, values)
 
     def _read(self, first: int, data: Tensor, wanted: slice) -> Tensor:

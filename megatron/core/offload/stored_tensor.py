@@ -26,11 +26,11 @@ class StoredTensor:
     dtype: torch.dtype
 
     def view(self, shape: tuple[int, ...]) -> "StoredTensor":
-        """Return the same elements in another shape."""
+        """Return the same elements in another shape, of as many elements."""
         raise NotImplementedError
 
     def __getitem__(self, rows: slice) -> "StoredTensor":
-        """Return consecutive rows of the first dimension, as a view."""
+        """Return consecutive rows of the first dimension, as a view: [rows, ..]."""
         raise NotImplementedError
 
     def start_reading(self) -> AsyncHandle[Tensor]:
@@ -58,14 +58,17 @@ class StoredTensor:
         return flat[start:stop].view(size_of(box))
 
     def parts(self, nbytes: int = _CHUNK) -> Iterator["StoredTensor"]:
-        """Yield the elements in order, in flat runs of at most `nbytes` bytes."""
+        """Yield the elements in order, in flat runs [elements] of at most `nbytes` bytes."""
         flat = self.view((self.numel(),))  # [elements]
         length = max(nbytes // self.dtype.itemsize, 1)
         for start in range(0, self.numel(), length):
             yield flat[start : start + length]
 
     def put(self, box: Box, values: Tensor) -> None:
-        """Write `values` [shape of the box] to any box. Takes memory for all rows of the box: partial rows are read first."""
+        """Write `values` [shape of the box] to any box.
+
+        Takes memory for all rows of the box: partial rows are read first.
+        """
         if not box:  # a tensor without dimensions
             self.start_writing(values).wait()
             return
@@ -82,14 +85,17 @@ Stored = Tensor | StoredTensor
 
 
 def start_reading(stored: Stored) -> AsyncHandle[Tensor]:
-    """Start to read the values. `wait` returns a tensor in memory itself, one in a file as a copy."""
+    """Start to read the values; `wait` returns them [shape of stored].
+
+    Of a tensor in memory it returns the tensor itself, of one in a file a copy.
+    """
     if isinstance(stored, Tensor):
         return done(stored)
     return stored.start_reading()
 
 
 def start_writing(stored: Stored, values: Tensor) -> AsyncHandle[Any]:
-    """Start to write `values` in the dtype of `stored`; they must not change before `wait`."""
+    """Start to write `values` [shape of stored] in the dtype of `stored`; they must not change before `wait`."""
     if not isinstance(stored, Tensor):
         return stored.start_writing(values)
     if values.device.type == "cpu" and stored.device.type != "cpu":
@@ -102,7 +108,10 @@ def start_writing(stored: Stored, values: Tensor) -> AsyncHandle[Any]:
 
 
 def read_parts(stored: Stored) -> Iterator[Tensor]:
-    """Yield the elements in order: a tensor as it is, a file in flat parts, one at a time in memory."""
+    """Yield the elements in order: a tensor as it is, [shape], a file in flat parts, [elements].
+
+    One part of a file at a time is in memory.
+    """
     if isinstance(stored, Tensor):
         yield stored
         return
@@ -111,7 +120,10 @@ def read_parts(stored: Stored) -> Iterator[Tensor]:
 
 
 def copy_stored(target: Stored, source: Stored) -> None:
-    """Copy one flat run of elements to another, in small chunks if either is in a file."""
+    """Copy `source` to `target`, of one shape, in memory or in files.
+
+    If either is in a file, both must be flat, [elements]; they are copied in small chunks.
+    """
     if isinstance(target, Tensor) and isinstance(source, Tensor):
         target.copy_(source)
         return

@@ -1,10 +1,16 @@
 """Tensor operations that know of no layer: matrix products, dropout, attention kernels, fused elementwise functions.
 
-cpu_half_precision_matmul, cblas_gemm_bf16bf16f32    matrix products in half precision on a CPU
-main_grad_interface, deferred_wgrad    where weight gradients are accumulated
-dropout, dropout_masks                                     masks by a counter, the same in any layout
-fused_layer_ops, region_formula_helpers, activations, rotary_formulas    elementwise work between two products of a layer
-rematerialize                                              tensors that a backward recomputes instead of saving them
-shard_sequence, tensor_hash, cross_entropy_kernels
-attention/, compile/                                       attention kernels and masks; torch.compile
+cpu_half_precision_matmul       matrix products in half precision on a CPU
+cblas_gemm_bf16bf16f32          a product of bfloat16 matrices added to a float32 sum on a CPU
+main_grad_interface             the memory in which weight gradients are accumulated
+deferred_wgrad                  weight gradients that a schedule computes later
+dropout, dropout_masks          masks by a counter, the same in any layout
+fused_layer_ops, activations    elementwise work between two products of a layer
+region_formula_helpers          helpers of its formulas
+rotary_formulas                 the rotation of queries and keys
+rematerialize                   tensors that a backward recomputes instead of saving them
+shard_sequence                  a rank's part of a sequence
+tensor_hash                     hashes of a tensor's bits
+cross_entropy_kernels           the work of a cross entropy on the logits of each token
+attention/, compile/            attention kernels and masks; torch.compile
 """

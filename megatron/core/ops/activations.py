@@ -17,7 +17,7 @@ from megatron.core.ops.region_formula_helpers import add_bias, sum_over_rows, wi
 
 
 class Activation(NamedTuple):
-    """An elementwise function."""
+    """An elementwise function: all three take x [..] and return [..]."""
 
     eager: Callable[[Tensor], Tensor]
     value: Callable[[Tensor], Tensor]  # the same as a formula in float32 or wider

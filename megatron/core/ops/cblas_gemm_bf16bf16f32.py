@@ -1,5 +1,7 @@
-"""A product of bfloat16 matrices added to a float32 sum on a CPU, by the BLAS inside torch's library: no function of
-torch offers it."""
+"""A product of bfloat16 matrices added to a float32 sum on a CPU, by the BLAS inside torch's library.
+
+No function of torch offers it.
+"""
 
 import ctypes
 from collections.abc import Callable
@@ -11,10 +13,12 @@ from torch import Tensor
 
 
 def addmm_bf16_to_fp32(total: Tensor, grad: Tensor, x: Tensor, beta: int) -> None:
-    """Set total to beta total + grad^T x, exact products summed in float32. total: [out, in] float32, contiguous;
-    grad: [tokens, out], x: [tokens, in], bfloat16.
+    """Set total to beta total + grad^T x, exact products summed in float32.
 
-    RuntimeError where the library has no such product, or the CPU no AMX: without, it may be slower than float32 factors.
+    total: [out, in] float32, contiguous; grad: [tokens, out], x: [tokens, in], bfloat16.
+
+    Raises RuntimeError where the library has no such product, or the CPU no AMX: without, it may be slower than
+    float32 factors.
     """
     multiply = _gemm_of_bfloat16()
     if multiply is None:

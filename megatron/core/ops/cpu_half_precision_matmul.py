@@ -1,8 +1,8 @@
 """Matrix products of linear layers, and how a CPU computes them in half precision.
 
-Half-precision products are native, or widened: factors are cast to float32 and the result is rounded once. Many CPUs have
-no bfloat16 instructions, and few have float16 instructions. torch then converts inside its kernels or multiplies element
-by element. Milliseconds on one core, 1024 tokens, 512 -> 2048 features (torch 2.13, Zen 5):
+Half-precision products are native, or widened: factors are cast to float32 and the result is rounded once. Many CPUs
+have no bfloat16 instructions, and few have float16 instructions. torch then converts inside its kernels or multiplies
+element by element. Milliseconds on one core, 1024 tokens, 512 -> 2048 features (torch 2.13, Zen 5):
 
                                         forward      dgrad               attention of 2 x 512 tokens, both directions
     bfloat16, its own instructions      4.7          4.7                 40
@@ -11,8 +11,8 @@ by element. Milliseconds on one core, 1024 tokens, 512 -> 2048 features (torch 2
     float16                             94           1630                338
     float32, which has no such gap      10 to 22     10 to 22            44
 
-`select_matmul_modes` measures both modes once and takes one decision for all ranks, by the times of the slowest. The modes
-differ in the last bits, so the choice belongs to a run like its precision: checkpoints keep it.
+`select_matmul_modes` measures both modes once and takes one decision for all ranks, by the times of the slowest. The
+modes differ in the last bits, so the choice belongs to a run like its precision: checkpoints keep it.
 """
 
 import time
@@ -57,7 +57,7 @@ _KINDS = tuple(kind.name for kind in fields(MatmulModes))
 
 
 def linear_forward(x: Tensor, weight: Tensor, mode: MatmulMode) -> Tensor:
-    """Return Y = X W^T. x: [.., in], weight: [out, in] -> [.., out]"""
+    """Return Y = X W^T. x: [.., in], weight: [out, in] -> [.., out], in the dtype of x."""
     rows = x.numel() // max(1, x.shape[-1])
     if mode == "native" or rows <= _FEW_ROWS:
         return x @ weight.t()
@@ -206,7 +206,10 @@ def _best_of(run: Callable[[MatmulMode], None]) -> dict[MatmulMode, float]:
 
 
 def choose(seconds: Mapping[str, Mapping[MatmulMode, float]]) -> MatmulModes:
-    """Widen the kinds for which that is clearly faster. If both take about as long, noise must not make runs differ: native."""
+    """Widen the kinds for which that is clearly faster.
+
+    If both take about as long, noise must not make runs differ: native.
+    """
     modes = {}
     for kind, seconds_of in seconds.items():
         is_clearly_faster = seconds_of["native"] > _CLEARLY * seconds_of["widened"]

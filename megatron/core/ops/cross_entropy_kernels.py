@@ -1,7 +1,9 @@
-"""The work of a cross entropy on the logits of each token: eager, block by block in the cache, and as compiled formulas.
+"""The work of a cross entropy on the logits of each token.
 
-Logits are [tokens, v/t]; the first `vocab` columns are this rank's part of the vocabulary, the others padding. Sums are in
-float32 or wider.
+It is done eagerly, block by block in the cache, or by compiled formulas.
+
+Logits are [tokens, v/t]; the first `vocab` columns are this rank's part of the vocabulary, the others padding. Sums are
+in float32 or wider.
 """
 
 from collections.abc import Iterator
@@ -33,7 +35,10 @@ class RowSums(NamedTuple):
 
 
 def sums_of_rows(logits: Tensor, vocab: int, *, smoothing: bool, compiled: bool) -> RowSums:
-    """Return the sums of logits [tokens, v/t]. smoothing: also those of the logits themselves."""
+    """Return the sums of logits [tokens, v/t], [tokens] each. smoothing: also those of the logits themselves.
+
+    vocab: columns of this rank that are no padding. Nothing is communicated.
+    """
     if compiled and vocab:
         return RowSums(*_SUMS(logits, vocab, smoothing))
     wide = torch.promote_types(logits.dtype, torch.float32)
@@ -59,10 +64,10 @@ def logits_grad(
     compiled: bool,
     overwrite: bool,
 ) -> Tensor:
-    """Return the gradient of the logits [tokens, v/t] by its `factors`; 0 for padding.
+    """Return the gradient of the logits [tokens, v/t] by its `factors`: [tokens, v/t], in their dtype; 0 for padding.
 
-    log_sum: [tokens]. target: local columns, [tokens]; `at_target` is 0 where the target is on another rank. overwrite:
-    write the gradient into the memory of the logits.
+    log_sum: [tokens]. target: local columns, int64 [tokens]; `at_target` is 0 where the target is on another rank.
+    overwrite: write the gradient into the memory of the logits.
     """
     if compiled:
         inputs = logits, log_sum, target, *factors, vocab

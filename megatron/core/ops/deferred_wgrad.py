@@ -1,8 +1,8 @@
 """Deferred weight gradients: a schedule fills its bubble with them.
 
-A linear layer's backward computes dgrad, which the previous stage waits for, and wgrad, which is not needed until the end
-of the step (zero bubble, arXiv:2401.10241, section 2). Layers get the store at their construction: a backward may run on
-another thread, where a thread-local global is not found.
+A linear layer's backward computes dgrad, which the previous stage waits for, and wgrad, which is not needed until the
+end of the step (zero bubble, arXiv:2401.10241, section 2). Layers get the store at their construction: a backward may
+run on another thread, where a thread-local global is not found.
 """
 
 import contextlib

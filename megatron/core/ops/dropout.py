@@ -1,7 +1,7 @@
 """Dropout with masks that are seeded by names and positions, never by ranks: the same in every layout.
 
-A mask is a function of (seed, site, layer, sample, head, row, column), so recompute and the backward draw it again, and no
-generator state is saved.
+A mask is a function of (seed, site, layer, sample, head, row, column), so recompute and the backward draw it again, and
+no generator state is saved.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ from megatron.core.sharding.initial_values import seed_of
 class DropoutKeys:
     """The dropout keys of one model chunk: its seed, and the samples of the running microbatch.
 
-    `samples`: the number within the run of each sample of the microbatch. The pipeline sets them before each action. ():
-    nobody has set them, as in a forward that no pipeline runs; then they are 0, 1, ...
+    `samples`: the number within the run of each sample of the microbatch. The pipeline sets them before each action.
+    (): nobody has set them, as in a forward that no pipeline runs; then they are 0, 1, ...
     """
 
     def __init__(self, seed: int):
@@ -47,8 +47,10 @@ class DropoutKeys:
             self.samples = before
 
     def words_on(self, device: torch.device, rows: int) -> Tensor:
-        """Return the words of the first `rows` samples of the microbatch, for `keys_at`: [rows, 2]. Made once a
-        microbatch."""
+        """Return the words of the first `rows` samples of the microbatch, for `keys_at`: int32 [rows, 2].
+
+        They are made once a microbatch.
+        """
         samples = self.samples or range(rows)
         assert rows <= len(samples), f"no row {rows - 1} in a microbatch of {len(samples)} samples"
         if (device, len(samples)) not in self._words:
@@ -58,14 +60,19 @@ class DropoutKeys:
 
 
 def keys_of(module: nn.Module) -> DropoutKeys | None:
-    """Return the dropout keys of a module, ours or a script's; None: it has none. (A ModuleDict's `keys` are its names.)"""
+    """Return the dropout keys of a module, ours or a script's; None: it has none.
+
+    (A ModuleDict's `keys` are its names.)
+    """
     keys = getattr(module, "keys", None)
     return keys if isinstance(keys, DropoutKeys) else None
 
 
 class KeyedDropout(nn.Module):
-    """Dropout with masks by (seed, site, layer, sample, row and column within the sample), whatever the rank, device
-    or dtype."""
+    """Dropout with masks by (seed, site, layer, sample, row and column within the sample).
+
+    The masks are the same on any rank and device, and in any dtype.
+    """
 
     def __init__(self, probability: float, keys: DropoutKeys, site: str, layer: int):
         super().__init__()
@@ -80,13 +87,13 @@ class KeyedDropout(nn.Module):
         return self.training and self.probability > 0
 
     def place_on(self, device: torch.device) -> Tensor:
-        """Return the words of site and layer, for `keys_at`: [2]."""
+        """Return the words of site and layer, for `keys_at`: int32 [2]."""
         if device not in self._place:
             self._place[device] = pairs_of_words([seed_of(self.site, self.layer)])[0].to(device)
         return self._place[device]
 
     def keys_of_rows(self, rows: int, device: torch.device) -> Tensor:
-        """Return the keys of the masks of the first `rows` samples of the microbatch: [rows, 2]."""
+        """Return the keys of the masks of the first `rows` samples of the microbatch: int32 [rows, 2]."""
         return keys_at(self.keys.words_on(device, rows), self.place_on(device))
 
 
@@ -101,10 +108,14 @@ class HiddenDropout(KeyedDropout):
         self.rows = rows
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return x with dropped elements 0 and the others divided by 1 - p: [s, b, h] -> [s, b, h].
+
+        x itself if dropout is not active.
+        """
         return dropped(x, self.words_for(x), self.probability) if self.is_active else x
 
     def words_for(self, x: Tensor) -> MaskWords:
-        """Return the words of the mask of x [s, b, h]."""
+        """Return the words of the mask of x [s, b, h]: lines [s, b, 2], columns [h]."""
         keys = self.keys_of_rows(x.shape[1], x.device)  # [b, 2]
         parts = [numbered_keys(keys, start, stop - start) for start, stop in self.rows.ranges(x.shape[0])]
         lines = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)  # [b, s, 2]
@@ -113,7 +124,7 @@ class HiddenDropout(KeyedDropout):
 
 
 class AttentionDropout(KeyedDropout):
-    """Dropout of attention probabilities [b, heads, s, s], with one mask per sample and head: the same for every tp size.
+    """Dropout of attention probabilities [b, heads, s, s]: one mask per sample and head, the same for every tp size.
 
     first_head: the number of this rank's first head in the model.
     """
@@ -123,19 +134,25 @@ class AttentionDropout(KeyedDropout):
         self.first_head = first_head
 
     def forward(self, probabilities: Tensor) -> Tensor:
+        """Return the probabilities after dropout: [b, heads, s, keys] -> [b, heads, s, keys]; unchanged if inactive."""
         if not self.is_active:
             return probabilities
         return dropped(probabilities, self.words_for(probabilities.shape, probabilities.device), self.probability)
 
     def words_for(self, shape: tuple[int, ...], device: torch.device) -> MaskWords:
-        """Return the words of the masks of scores of `shape` [b, heads, s, s]."""
+        """Return the words of the masks of scores of `shape` [b, heads, s, keys].
+
+        lines: [b, heads, s, 2], columns: [keys].
+        """
         return self.words_of_part(shape[:2], (0, shape[2]), (0, shape[3]), device)
 
     def words_of_part(
         self, shape: tuple[int, ...], rows: tuple[int, int], keys: tuple[int, int], device: torch.device
     ) -> MaskWords:
-        """Return the words of a part of the masks. shape: [b, heads]. rows, keys: the first one's position in the sample,
-        and their number."""
+        """Return the words of a part of the masks: lines [b, heads, rows, 2], columns [keys].
+
+        shape: [b, heads]. rows, keys: the first one's position in the sample, and their number.
+        """
         head_keys = numbered_keys(self.keys_of_rows(shape[0], device), self.first_head, shape[1])  # [b, heads, 2]
         lines = numbered_keys(head_keys, *rows)  # [b, heads, rows, 2]
         first_key, key_count = keys

@@ -1,5 +1,6 @@
-"""Dropout masks by a counter-based random function, as Philox: each element follows from 64 key bits of its line and a word
-of its column.
+"""Dropout masks by a counter-based random function, as Philox.
+
+Each element follows from 64 key bits of its line and a word of its column.
 
     sample  -> 64 bits, a cryptographic hash of (seed, sample)          once a microbatch, in Python
     place   -> 64 bits, a cryptographic hash of (site, layer)           once
@@ -9,11 +10,11 @@ of its column.
     column  =  mixed(number of the column, by the place's bits)         32 bits a column
     element =  mixed(column, by line) >= the threshold of p             dropped with probability round(p 2^32) / 2^32
 
-`mixed` is two rounds of xor-shift and multiplication, those of lowbias32 with the constants of least known bias (C. Wellons,
-"Prospecting for hash functions", 2018), between words of a key, as in an iterated Even-Mansour cipher. A key is never added
-to a counter, which would shift one sequence of masks. All operations are of 32-bit integers that wrap, equal on every
-device, in eager and in compiled code. Any part of a mask is drawn by itself: a rank draws its part, and the backward draws
-it again.
+`mixed` is two rounds of xor-shift and multiplication, those of lowbias32 with the constants of least known bias (C.
+Wellons, "Prospecting for hash functions", 2018), between words of a key, as in an iterated Even-Mansour cipher. A key
+is never added to a counter, which would shift one sequence of masks. All operations are of 32-bit integers that wrap,
+equal on every device, in eager and in compiled code. Any part of a mask is drawn by itself: a rank draws its part, and
+the backward draws it again.
 """
 
 from collections.abc import Iterable
@@ -45,8 +46,10 @@ def pairs_of_words(keys: Iterable[int]) -> Tensor:
 
 
 def mixed(counter: Tensor, keys: Tensor) -> Tensor:
-    """Return a word for each counter [..], by keys [.., 2]: a bijection of the counter for each key, and of each key
-    word."""
+    """Return a word for each counter [..], by keys [.., 2]: int32 of their broadcast shape [..].
+
+    It is a bijection of the counter for each key, and of each key word.
+    """
     return _shifted(_draws(counter, keys[..., 0], keys[..., 1]), 16)
 
 
@@ -64,8 +67,10 @@ def _draws(counter: Tensor, first: Tensor, second: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, by: int) -> Tensor:
-    """Set x to x ^ (x >> by) of unsigned words, in place. The shift of signed words brings in copies of the sign, which
-    are cut off."""
+    """Set x to x ^ (x >> by) of unsigned words, in place.
+
+    The shift of signed words brings in copies of the sign, which are cut off.
+    """
     high = x >> by
     high &= (1 << (32 - by)) - 1
     x ^= high
@@ -83,24 +88,31 @@ def keys_at(samples: Tensor, place: Tensor) -> Tensor:
 
 
 def numbered_keys(keys: Tensor, first: int, count: int) -> Tensor:
-    """Return keys [.., count, 2], numbered from `first` under each of the keys [.., 2]: of heads under samples, of rows
-    under heads."""
+    """Return keys [.., count, 2], numbered from `first` under each of the keys [.., 2].
+
+    They are those of heads under samples, of rows under heads. All words are int32.
+    """
     return mixed(_numbered(first, count, keys.device), keys[..., None, None, :])
 
 
 def column_words(width: int, place: Tensor, first: int = 0) -> Tensor:
-    """Return the words of the columns numbered from `first`: [width]."""
+    """Return the words of the columns numbered from `first`: int32 [width]. place: [2], of `KeyedDropout.place_on`."""
     return mixed(torch.arange(first, first + width, dtype=torch.int32, device=place.device), place)
 
 
 def threshold_of(probability: float) -> int:
-    """Return the least signed word that is kept: words are uniform, so the others are dropped with round(p 2^32) / 2^32."""
+    """Return the least signed word that is kept.
+
+    Words are uniform, so the others are dropped with probability round(p 2^32) / 2^32.
+    """
     return min(round(probability * 2**32), 2**32 - 1) - 2**31
 
 
 def keep_mask(words: MaskWords, probability: float) -> Tensor:
-    """Return the mask, bool [*lines, width], True where an element is kept. Takes several words of memory an element unless
-    it is compiled."""
+    """Return the mask, bool [*lines, width], True where an element is kept.
+
+    Takes several words of memory an element unless it is compiled.
+    """
     return _draws(words.columns, words.lines[..., :1], words.lines[..., 1:]) >= threshold_of(probability)
 
 
@@ -110,14 +122,19 @@ def ones_where_kept(words: MaskWords, probability: float) -> Tensor:
 
 
 def clear_dropped(x: Tensor, ones: Tensor) -> None:
-    """Set dropped numbers to 0, in place, by a product of their bits as integers: a bool mask takes longer than its draw on
-    a CPU."""
+    """Set dropped numbers of x to 0, in place. x: [*lines, width], contiguous; ones: int32 [*lines, width].
+
+    By a product of their bits as integers: a bool mask takes longer than its draw on a CPU.
+    """
     bits = x.view(_INTEGERS[x.element_size()])
     bits *= ones.to(bits.dtype)
 
 
 def dropped(x: Tensor, words: MaskWords, probability: float) -> Tensor:
-    """Return x [*lines, width] / (1 - p) where the mask keeps it, 0 elsewhere. The backward draws the mask again."""
+    """Return x [*lines, width] / (1 - p) where the mask keeps it, 0 elsewhere: [*lines, width], in the dtype of x.
+
+    words: lines [*lines, 2], columns [width]. The backward draws the mask again.
+    """
     if torch.compiler.is_compiling():  # one expression, to be fused with its neighbours
         # Contiguous as x is: else the mask decides, and a product with the result would be one a sample.
         return torch.where(keep_mask(words, probability), x * (1 / (1 - probability)), 0).contiguous()
@@ -127,13 +144,18 @@ def dropped(x: Tensor, words: MaskWords, probability: float) -> Tensor:
 class _Dropped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, lines: Tensor, columns: Tensor, probability: float) -> Tensor:
+        """x: [*lines, width], lines: int32 [*lines, 2], columns: int32 [width] -> [*lines, width]."""
         ctx.save_for_backward(lines, columns)
         ctx.probability = probability
         return _dropped_by_blocks(x, lines, columns, probability)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """grad: as x. Saved: the words of lines and columns, from which the mask is drawn again."""
+        """grad: [*lines, width] -> the gradient of x [*lines, width].
+
+        Saved: the words of lines and columns, from which the mask is drawn again: fewer bytes than a mask. The gradient
+        does not depend on x.
+        """
         lines, columns = ctx.saved_tensors
         return _dropped_by_blocks(grad, lines, columns, ctx.probability), None, None, None
 

@@ -1,7 +1,7 @@
 """The regions of a layer: its elementwise work between matrix products, eager and as formulas for `--compile regions`.
 
-Formulas compute in float32 or wider and round once, at their end. Gradients of weights and biases are summed over all other
-dimensions.
+Formulas compute in float32 or wider and round once, at their end. Gradients of weights and biases are summed over all
+other dimensions.
 """
 
 import math
@@ -57,7 +57,10 @@ def _layer_norm(plus: int) -> CompiledRegion:
         mean: Tensor,
         inverse_std: Tensor,
     ) -> tuple[Tensor | None, ...]:
-        """Saved beside x, weight and bias: mean and 1 / standard deviation, [s, b, 1], of which x hat is computed again."""
+        """Saved beside x, weight and bias: mean and 1 / standard deviation, [s, b, 1].
+
+        x hat is computed again of them.
+        """
         x_hat = (widen(x) - mean) * inverse_std
         grad = widen(grad)
         grad_x_hat = grad * _scale_by(weight, plus)
@@ -110,7 +113,10 @@ NORMS = {"LayerNorm": _layer_norm(0), "RMSNorm": _rms_norm(0), "LayerNorm1p": _l
 
 
 def gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return GELU of x + bias in its tanh form, as GPT-2's and Megatron's fused kernel."""
+    """Return GELU of x + bias in its tanh form, as GPT-2's and Megatron's fused kernel.
+
+    x: [.., f], bias: [f] -> [.., f]
+    """
     return functional.gelu(x if bias is None else x + bias, approximate="tanh")
 
 
@@ -133,7 +139,7 @@ def _gelu_backward(grad: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor
 
 
 def gated_silu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return silu(gate) * up of x + bias. x: [.., gate | up] -> [.., f]"""
+    """Return silu(gate) * up of x + bias. x: [.., gate | up], bias: [gate | up] -> [.., f]"""
     gate, up = (x if bias is None else x + bias).chunk(2, dim=-1)
     return functional.silu(gate) * up
 
@@ -231,9 +237,9 @@ def _split_heads_by(rotate: Rotation) -> CompiledRegion:
 def _as_kernels_read(x: Tensor) -> Tensor:
     """Lay out keys or values [s, b, n, d] for the attention kernel of the device; the shape is unchanged.
 
-    On a CPU the rows of each head are side by side: its kernel reads them for each block of queries, both ways of 4 x 12
-    heads of 512 float32 rows in 68 instead of 81 ms. Queries are not laid out so, since the kernel's result has their
-    layout.
+    On a CPU the rows of each head are side by side: its kernel reads them for each block of queries, both ways of 4
+    x 12 heads of 512 float32 rows in 68 instead of 81 ms. Queries are not laid out so, since the kernel's result
+    has their layout.
     """
     if is_accelerator(x.device):
         return x.contiguous()
@@ -254,8 +260,10 @@ REGIONS = {
 
 
 def activation_of(name: str, bound: float | None = None, offset: float = 0.0) -> CompiledRegion:
-    """Return the region of an MLP's activation. bound, offset: of a gated one (`gated_region`), whose name begins with
-    gated_."""
+    """Return the region of an MLP's activation: x [.., f], or [.., 2 f] of a gated one, bias or None -> [.., f].
+
+    bound, offset: of a gated one (`gated_region`), whose name begins with gated_. Raises KeyError for an unknown name.
+    """
     if bound is None and offset == 0:
         return REGIONS[name]
     return gated_region(name.removeprefix("gated_"), bound, offset)

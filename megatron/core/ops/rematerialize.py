@@ -5,8 +5,8 @@
 
 That saves memory only where something else saves the inputs of y anyway, so only the producer of y may mark it.
 
-The producer's backward reads the inputs of y anyway. A consumer whose weight gradient can wait for that backward requests y
-from it (`request_from_producer`): recomputing y then costs no pass of its own.
+The producer's backward reads the inputs of y anyway. A consumer whose weight gradient can wait for that backward
+requests y from it (`request_from_producer`): recomputing y then costs no pass of its own.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,10 @@ class _RecomputeRecipe(NamedTuple):
 def mark_recomputable(
     output: Tensor, formula: Callable[..., tuple[Tensor | None, ...]], inputs: tuple[Any, ...]
 ) -> None:
-    """Say that formula(*inputs)[0] has the values of `output`, now and in the backward."""
+    """Say that formula(*inputs)[0] has the values of `output`, now and in the backward.
+
+    output: of any shape, which is also that of the formula's first result. inputs: tensors of any shapes, and numbers.
+    """
     output.recompute_recipe = _RecomputeRecipe(output._version, formula, inputs)
 
 
@@ -44,16 +47,22 @@ def _valid_recipe_of(x: Tensor) -> _RecomputeRecipe | None:
 
 
 def unmark_recomputable(output: Tensor) -> Tensor:
-    """Return the same tensor without its mark: its consumers save it. For outputs of consumers whose backward runs where ZeRO
-    stage 3 may have released a parameter that the formula needs."""
+    """Return the same tensor, of any shape, without its mark: its consumers save it.
+
+    For outputs of consumers whose backward runs where ZeRO stage 3 may have released a parameter that the formula
+    needs.
+    """
     if _mark_of(output) is not None:
         del output.recompute_recipe
     return output
 
 
 def save_or_recompute(x: Tensor) -> tuple[Restore, tuple[Tensor | None, ...]]:
-    """Return (restore, saved): restore(*saved) has the values of x. saved: what to save for a backward, x itself if it
-    is not marked."""
+    """Return (restore, saved): restore(*saved) has the values of x, in its shape.
+
+    x: of any shape. saved: what to save for a backward: x itself if it is not marked, else the tensors among the inputs
+    of its formula, and None in the places of numbers.
+    """
     recipe = _valid_recipe_of(x)
     if recipe is None:
         return _as_saved, (x,)
@@ -64,14 +73,20 @@ def save_or_recompute(x: Tensor) -> tuple[Restore, tuple[Tensor | None, ...]]:
 
 
 def producer_of(x: Tensor) -> "ProducerNode | None":
-    """Return the node from which to request x in the backward; None: x is not marked, or its node takes no requests."""
+    """Return the node from which to request x in the backward.
+
+    x: of any shape. None: x is not marked, or its node takes no requests.
+    """
     if _valid_recipe_of(x) is None or not hasattr(x.grad_fn, "requests"):
         return None
     return x.grad_fn
 
 
 def request_from_producer(producer: "ProducerNode | None", use: Callable[[Tensor], Any]) -> bool:
-    """Ask the producer's backward to call use(x). False if the running backward will not reach it: then nobody calls."""
+    """Ask the producer's backward to call use(x), with x in its own shape.
+
+    Returns False if the running backward will not reach the producer: then nobody calls.
+    """
     if producer is None or not torch._C._will_engine_execute_node(producer):
         return False
     producer.requests.append(use)

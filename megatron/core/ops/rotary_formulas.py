@@ -1,4 +1,7 @@
-"""The rotation of queries and keys by cosines and sines (RoPE, arXiv:2104.09864): of halves of a head, or of neighbours."""
+"""The rotation of queries and keys by cosines and sines (RoPE, arXiv:2104.09864).
+
+Features of the two halves of a head rotate as pairs, or neighbours.
+"""
 
 from collections.abc import Callable
 
@@ -19,7 +22,10 @@ def apply_rotary(x: Tensor, angles: Tensor, amplitude: float = 1.0, rotation: "R
 
 
 def cosines_and_sines(angles: Tensor, amplitude: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the cosines and sines of angles [s, b or 1, width / 2], times the amplitude, rounded to dtype."""
+    """Return the cosines and sines of angles, times the amplitude, rounded to dtype.
+
+    angles: [s, b or 1, width / 2]; both results have this shape.
+    """
     cos = angles.cos()
     sin = angles.sin()
     if amplitude != 1:
@@ -29,7 +35,10 @@ def cosines_and_sines(angles: Tensor, amplitude: float, dtype: torch.dtype) -> t
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs of features i and i + width / 2. x: [s, b, n, d], cos, sin: [s, b or 1, width / 2] -> [s, b, n, d]"""
+    """Rotate pairs of features i and i + width / 2.
+
+    x: [s, b, n, d], cos, sin: [s, b or 1, width / 2] -> [s, b, n, d]
+    """
     half = cos.shape[-1]
     cos = cos.unsqueeze(2)  # [s, b or 1, 1, width / 2]
     sin = sin.unsqueeze(2)

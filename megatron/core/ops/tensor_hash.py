@@ -1,11 +1,11 @@
 """Hashes of a tensor's bits: sums of 32-bit words, each times an odd 64-bit weight of its position, modulo 2^64.
 
-    word      w0 w1 w2 ...                   block of 16,384 words (64 KiB)
-    weight    a0 a1 a2 ...   odd, fixed      hash of block r = sum(w[i] * a[i])      hash of a tensor = sum(b[r] * block r)
+    word      w0 w1 w2 ...                block of 16,384 words (64 KiB)
+    weight    a0 a1 a2 ...   odd, fixed   hash of block r = sum(w[i] * a[i])      hash of a tensor = sum(b[r] * block r)
 
 A block's hash always changes with any one word, since odd weights are invertible, and with any two flipped bits: no two
-weights of the table give +-2^j a +-2^k b = 0. Another change is missed with a chance of 2^-32 at most. A hash is a sum over
-positions, so the hashes of a tensor's shards add up to that of the full tensor.
+weights of the table give +-2^j a +-2^k b = 0. Another change is missed with a chance of 2^-32 at most. A hash is a sum
+over positions, so the hashes of a tensor's shards add up to that of the full tensor.
 """
 
 from functools import cache
@@ -21,14 +21,19 @@ _ROWS_ON_DEVICE = 512
 
 @torch.no_grad()
 def block_hashes(x: Tensor) -> Tensor:
-    """Return the hash of each 64 KiB of `x`, in row-major order: int64 [blocks], on x's device. The host does not wait."""
+    """Return the hash of each 64 KiB of `x`, in row-major order: int64 [blocks], on x's device.
+
+    x: of any shape and dtype. The host does not wait.
+    """
     return _sums(_words(x), 0)
 
 
 @torch.no_grad()
 def tensor_hash(x: Tensor, first: int = 0) -> Tensor:
-    """Return the hash of `x`, an int64 scalar on x's device. first: where the shard x begins in the full tensor, in
-    elements; must be at a word."""
+    """Return the hash of `x`, of any shape and dtype: an int64 scalar [] on x's device.
+
+    first: where the shard x begins in the full tensor, in elements; must be at a word of 32 bits.
+    """
     skipped_bytes = first * x.element_size()
     assert skipped_bytes % 4 == 0, f"element {first} of {x.dtype} begins inside a word"
     first_word = skipped_bytes // 4

@@ -14,11 +14,17 @@ overridable = wrap_torch_function(lambda *_, **__: (None,))  # by modes alone: n
 
 @overridable
 def blocks_to_compute(blocks: Iterable[T], size: Callable[[T], int]) -> Iterable[T]:
-    """Return the blocks that a loop computes one after the other; none leaves memory behind. size: elements of a block."""
+    """Return the blocks that a loop computes one after the other; none leaves memory behind.
+
+    size: elements of a block.
+    """
     return blocks
 
 
 @overridable
 def determinism_check() -> str:
-    """Return the `determinism_check` of torch.utils.checkpoint.checkpoint: what torch compares of recomputed tensors."""
+    """Return the `determinism_check` of torch.utils.checkpoint.checkpoint.
+
+    It says what torch compares of recomputed tensors.
+    """
     return "default"

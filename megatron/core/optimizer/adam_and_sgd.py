@@ -30,7 +30,11 @@ Update = Callable[..., None]
 
 
 def make_update(config: OptimizerConfig, name: str | None) -> Update:
-    """Return the update of the optimizer `name`; None: --optimizer."""
+    """Return the update of the optimizer `name`; None: --optimizer. Raises ConfigError for an unknown name.
+
+    It is called with (parameters, gradients, states by name, step): lists of tensors, gradient i and state i of the
+    shape of parameter i, which is flat unless the update needs full matrices.
+    """
     rule = config.rule(name)
     update = rule.update(config)
     if rule.scales:
@@ -50,7 +54,9 @@ def adam_update(
 ) -> None:
     """Take torch.optim.AdamW's step, in one pass over each tensor if the device has a fused kernel.
 
-    The fused kernel multiplies the gradients too: a separate pass for that takes a quarter of the update's time (CPU).
+    states: exp_avg, exp_avg_sq. Gradient i and state i have the shape of parameter i, [elements] of a flat buffer; all
+    are changed in place. The fused kernel multiplies the gradients too: a separate pass for that takes a quarter of the
+    update's time (CPU).
     """
     beta1, beta2 = step.betas or (beta1, beta2)
     device = parameters[0].device
@@ -79,16 +85,21 @@ def adam_update(
 
 
 def adam_l2_update(parameters: Tensors, gradients: Tensors, states: States, step: UpdateStep, **rates: float) -> None:
-    """Take torch.optim.Adam's step: the decay is added to the gradient (L2), not to the weights. The gradients are
-    already multiplied by the step's factor."""
+    """Take torch.optim.Adam's step: the decay is added to the gradient (L2), not to the weights.
+
+    The gradients are already multiplied by the step's factor. Shapes as in `adam_update`.
+    """
     if step.weight_decay:
         torch._foreach_add_(gradients, parameters, alpha=step.weight_decay)
     adam_update(parameters, gradients, states, step._replace(weight_decay=0.0, factor=1.0), **rates)
 
 
 def sgd_update(parameters: Tensors, gradients: Tensors, states: States, step: UpdateStep, *, momentum: float) -> None:
-    """Take torch.optim.SGD's step: v = momentum v + (g + decay w); w -= lr v. Unlike in AdamW, the decay enters the
-    momentum."""
+    """Take torch.optim.SGD's step: v = momentum v + (g + decay w); w -= lr v.
+
+    Unlike in AdamW, the decay enters the momentum. states: momentum_buffer, unless the momentum is 0. Gradient i and
+    state i have the shape of parameter i, [elements] of a flat buffer; all are changed in place.
+    """
     momenta = states.get("momentum_buffer", [None] * len(parameters))
     sgd(
         parameters,
@@ -104,8 +115,10 @@ def sgd_update(parameters: Tensors, gradients: Tensors, states: States, step: Up
 
 
 def _as_divisor(factor: float, gradients: list[Tensor]) -> Tensor | None:
-    """Return the divisor of gradients for the fused kernel, a float32 scalar; None where that is less exact than the
-    gradients' dtype."""
+    """Return the divisor of gradients for the fused kernel, a float32 scalar.
+
+    None where that is less exact than the gradients' dtype.
+    """
     if factor == 1 or gradients[0].dtype != torch.float32 or not 1e-30 < abs(factor) < 1e30:
         return None
     return torch.full((), 1 / factor, device=gradients[0].device)

@@ -17,8 +17,11 @@ from megatron.core.sharding.boxes import pieces_in_flat_range
 
 
 def sharded_model_state(chunks: Sequence[DistributedDataParallel], mesh: Mesh) -> dict[str, LocalTensor]:
-    """Return this rank's part of every parameter (its shard in ZeRO stage 3), by checkpoint name. Parameters without
-    elements are left out."""
+    """Return this rank's part of every parameter, by checkpoint name.
+
+    Each is [parameter's shape on this rank]; its shard in ZeRO stage 3 is flat, [elements]. Parameters without elements
+    are left out. Nothing is communicated.
+    """
     state = {}
     for chunk in chunks:
         shards = chunk.param_shards()  # {} before stage 3
@@ -36,7 +39,10 @@ def sharded_model_state(chunks: Sequence[DistributedDataParallel], mesh: Mesh) -
 
 
 def sharded_optimizer_state(optimizer: FlatOptimizer, mesh: Mesh) -> dict[str, LocalTensor]:
-    """Return this rank's part of the optimizer state, by checkpoint name."""
+    """Return this rank's part of the optimizer state, by checkpoint name.
+
+    Each is [parameter's shape on this rank]; that of a sharded parameter is flat, [elements]. Nothing is communicated.
+    """
     parameters: dict[str, nn.Parameter] = {}
     replicas: dict[str, Axis] = {}
     for buffer in optimizer.buffers:
@@ -62,8 +68,10 @@ def sharded_optimizer_state(optimizer: FlatOptimizer, mesh: Mesh) -> dict[str, L
 def _flat_part(
     parameter: nn.Parameter, flat_range: tuple[int, int], values: Tensor, mesh: Mesh, replicas: Axis
 ) -> LocalTensor:
-    """Return `placed_tensor` for a sharded parameter: `values`, flat, are its elements `flat_range` (start, stop),
-    equal on all ranks of `replicas`."""
+    """Return `placed_tensor` for a sharded parameter.
+
+    `values` [elements] are its elements `flat_range` (start, stop), equal on all ranks of `replicas`.
+    """
     full = placed_tensor(parameter, parameter.placement, mesh)
     owned = tuple(pieces_in_flat_range(full.pieces, flat_range, parameter.shape))
     copies = tuple(pieces_in_flat_range(full.copies, flat_range, parameter.shape))

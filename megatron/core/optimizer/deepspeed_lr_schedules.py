@@ -1,5 +1,6 @@
-"""Learning rates by steps for any optimizer with torch's `param_groups`, under the names and by the formulas of
-DeepSpeed.
+"""Learning rates by steps for any optimizer with torch's `param_groups`.
+
+They have the names and formulas of DeepSpeed.
 
     schedule = WarmupDecayLR(optimizer, total_num_steps=10_000)         writes the rate of the first update
     schedule.step()                                                     after each update
@@ -53,8 +54,10 @@ def OneCycle(
     decay_mom_rate: float = 0.0,
     last_batch_iteration: int = -1,
 ) -> GroupSchedule:
-    """Rise and fall once, and Adam's first beta falls and rises; then both decay. Stairs: of each half; releases of
-    DeepSpeed before 0.19 accept them without effect."""
+    """Rise and fall once, and Adam's first beta falls and rises; then both decay.
+
+    Stairs: of each half; releases of DeepSpeed before 0.19 accept them without effect.
+    """
     sizes = (cycle_first_step_size, cycle_second_step_size or cycle_first_step_size)
     second_stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
     stairs = (cycle_first_stair_count, second_stairs)
@@ -125,8 +128,10 @@ def WarmupCosineLR(
     warmup_type: str = "log",
     last_batch_iteration: int = -1,
 ) -> GroupSchedule:
-    """Rise from the share `warmup_min_ratio` to the groups' own rates, then fall along a cosine to the share
-    `cos_min_ratio`."""
+    """Rise from the share `warmup_min_ratio` to the groups' own rates, then fall along a cosine.
+
+    The rates end at the share `cos_min_ratio`.
+    """
     highest = [float(group["lr"]) for group in optimizer.param_groups]
     first = [rate * warmup_min_ratio for rate in highest]
     last = [rate * cos_min_ratio for rate in highest]
@@ -137,8 +142,10 @@ def WarmupCosineLR(
 def _schedule(
     optimizer: Any, ends: tuple[Rates, ...], warmup: tuple[int, str], total: int, style: Any, last_step: int
 ) -> GroupSchedule:
-    """Return a warm-up and a decay in `style`. ends: the rates at the end, at the height, at the start. warmup: (steps,
-    log or linear)."""
+    """Return a warm-up and a decay in `style`. ends: the rates at the end, at the height, at the start.
+
+    warmup: (steps, log or linear).
+    """
     steps, kind = warmup
     if kind not in ("log", "linear") or steps < 1:
         raise ConfigError(f"a schedule warms up in {steps} steps by {kind!r}; give 1 or more, log or linear")
@@ -159,8 +166,10 @@ def _per_group(optimizer: Any, *rates_of: Rates) -> list[list[float]]:
 
 
 def _rate(schedule: LearningRateSchedule, step: int) -> float:
-    """Return the rate of an update. DeepSpeed's cosine is a step ahead after the warm-up; its first update has rate
-    0."""
+    """Return the rate of an update.
+
+    DeepSpeed's cosine is a step ahead after the warm-up; its first update has rate 0.
+    """
     if schedule.style != "cosine":
         return schedule.at(max(step, 0))
     if step < 0:

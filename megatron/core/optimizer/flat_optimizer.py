@@ -44,8 +44,8 @@ class FlatOptimizer:
 
     group_of: each parameter's group, and its optimizer if not --optimizer. scaler: the loss scale of the gradients.
     fixed_order: compute the norm to the same bits in every pipeline layout. device: of the norm on a rank without
-    parameters. offload_store: storage of `offload_fraction` of masters and moments, which are updated slice by slice; None: the
-    buffers' device.
+    parameters. offload_store: storage of `offload_fraction` of masters and moments, which are updated slice by slice;
+    None: the buffers' device.
     """
 
     @memory_kind("other")
@@ -108,8 +108,11 @@ class FlatOptimizer:
         return kind in self._states[self._group_of[name]]
 
     def _full_matrix_params(self, *, offloads: bool) -> dict[str, nn.Parameter]:
-        """Return the parameters whose update needs the full matrix. Raises ConfigError if this rank has only a part of
-        one, or if one is no matrix and its update is of matrices alone."""
+        """Return the parameters whose update needs the full matrix.
+
+        Raises ConfigError if this rank has only a part of one, or if one is no matrix and its update is of matrices
+        alone.
+        """
         matrices = {
             name: parameter
             for buffer in self.buffers
@@ -156,8 +159,10 @@ class FlatOptimizer:
         self._sliced = SlicedUpdater(in_slices, self._updates.__getitem__)
 
     def _segments(self) -> Iterator[Segment]:
-        """Yield all segments that this rank owns and trains: runs of equal group and storage. A parameter whose update
-        needs the full matrix is a segment of its own."""
+        """Yield all segments that this rank owns and trains: runs of equal group and storage.
+
+        A parameter whose update needs the full matrix is a segment of its own.
+        """
         for i, (buffer, storage) in enumerate(zip(self.buffers, self._storages)):
             # neighbours with one label share a segment; None: frozen
             labels: dict[str, tuple[ParamGroup, str | None] | None] = {}
@@ -202,7 +207,10 @@ class FlatOptimizer:
         )
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return the scaled loss, for Megatron's `grad_scale_func`; `clip_grad_norm(loss scale)` removes the scale."""
+        """Return the scaled loss, a scalar [] as the given one, for Megatron's `grad_scale_func`.
+
+        `clip_grad_norm(loss scale)` removes the scale.
+        """
         return loss if self.scaler is None else loss * self.scaler.scale
 
     @memory_kind("other")
@@ -238,8 +246,9 @@ class FlatOptimizer:
         return collectives.all_reduce(total, model)
 
     def _squares_of_all_parameters(self) -> list[float]:
-        """Return the sums of squares of each piece of a parameter, from all ranks of mp, padded with zeros, in no
-        certain order.
+        """Return the sums of squares of each piece of a parameter, from all ranks of mp.
+
+        They are padded with zeros, in no certain order.
 
         Add them exactly (fsum). Each is summed as a tensor of its own, since the bits of a sum depend on where it
         begins.
@@ -266,8 +275,10 @@ class FlatOptimizer:
         return norm, clip / divisor
 
     def clip_grad_norm(self, divisor: float = 1.0) -> float:
-        """Divide and clip the gradients now, and return the norm. One more pass over the gradients than
-        `step(factor=...)`. Every rank must call."""
+        """Divide and clip the gradients now, and return the norm. Every rank must call.
+
+        That takes one more pass over the gradients than `step(factor=...)`.
+        """
         norm, factor = self.clip_factor(divisor)
         if factor != 1:
             for buffer in self.buffers:
@@ -278,10 +289,11 @@ class FlatOptimizer:
     def step(
         self, lr: float, decoupled_lr: float | None = None, *, weight_decay: float | None = None, factor: float = 1.0
     ) -> None:
-        """Update masters and parameters with `factor` x the gradients in the buffers; gradients are multiplied in
-        place.
+        """Update masters and parameters with `factor` x the gradients in the buffers.
 
-        lr: learning rate. decoupled_lr: that of decoupled groups; None: `lr`. weight_decay: None: the setting's.
+        Gradients are multiplied in place. lr: learning rate. decoupled_lr: that of decoupled groups; None: `lr`.
+        weight_decay: None: the setting's. With optimizers of full matrices the ranks of tp, and those with the same
+        parts, must call together.
         """
         if weight_decay is None:
             weight_decay = self.config.weight_decay
@@ -327,8 +339,10 @@ class FlatOptimizer:
 
     @memory_kind("other")
     def publish_masters(self) -> None:
-        """Round the masters into the parameters that this rank owns. `DistributedDataParallel.gather_params`
-        distributes them."""
+        """Round the masters into the parameters that this rank owns.
+
+        `DistributedDataParallel.gather_params` distributes them.
+        """
         self._round_masters([storage.resident_runs + storage.offloaded_runs for storage in self._storages])
 
     def _round_masters(self, runs_of: list[list[tuple[int, int]]]) -> None:
@@ -341,8 +355,8 @@ class FlatOptimizer:
     def tensors(self) -> dict[str, dict[str, Stored]]:
         """Return the state for a checkpoint: kind -> parameter name -> tensor, in memory or in a file.
 
-        A tensor has the parameter's shape; that of a sharded parameter is flat and holds the elements of
-        `owned_ranges`.
+        A tensor has the parameter's shape on this rank; that of a sharded parameter is flat, [elements], and holds the
+        elements of `owned_ranges`.
         """
         kinds = dict(self.moments)
         if any(buffer.is_half_precision for buffer in self.buffers):
@@ -358,8 +372,10 @@ class FlatOptimizer:
         return result
 
     def owned_ranges(self) -> dict[str, tuple[int, int]]:
-        """Return, for sharded parameters, name -> (start, stop), in row-major order, of the elements whose state this
-        rank has."""
+        """Return, for sharded parameters, name -> (start, stop) of the elements whose state this rank has.
+
+        Elements are counted in row-major order.
+        """
         return {
             param_range.name: buffer.owned_range(param_range)
             for buffer in self.buffers
@@ -394,7 +410,7 @@ class _StateStorage:
         )
 
     def make_zeros(self, dtype: torch.dtype | None = None, names: Collection[str] | None = None) -> Shard:
-        """Return zeros in the layout of the owned parameters of these names, by default of all.
+        """Return zeros in the layout of the owned parameters of these names, by default of all: flat runs [elements].
 
         dtype: None: that of the masters.
         """
@@ -413,8 +429,10 @@ class _StateStorage:
         return Shard(offloaded + resident, tensors, dtype)
 
     def make_masters(self) -> Shard:
-        """Return the owned parameters in fp32: the parameters themselves if they are that precise, otherwise copies or
-        `SplitMaster`s."""
+        """Return the owned parameters in fp32, in flat runs [elements].
+
+        They are the parameters themselves if they are that precise, otherwise copies or `SplitMaster`s.
+        """
         owned = self.buffer.owned_params
         if not self.buffer.is_half_precision:
             return owned

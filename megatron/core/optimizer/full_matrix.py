@@ -45,8 +45,10 @@ class MatrixOwners:
         empty: Callable[[int], Tensor],
         use: Callable[[int, Tensor], None],
     ) -> None:
-        """Call use(i, result) for every matrix i. Its owner alone calls compute(i); the others receive the result into
-        empty(i), of the same shape and dtype, contiguous. Every rank of the axis must call, with equal work.
+        """Call use(i, result) for every matrix i, of which one rank computes the result.
+
+        Its owner alone calls compute(i); the others receive the result into empty(i), of the same shape and dtype,
+        contiguous. Every rank of the axis must call, with equal work.
 
         One broadcast per matrix, in flight while the next results are computed. work: of each matrix, to divide it
         evenly.
@@ -97,10 +99,9 @@ class FullMatrix:
         self._pieces = pieces
 
     def gather(self, part: Tensor) -> Tensor:
-        """Return the full matrix of a tensor laid out like the parameter, without padding; `part` itself if it is full
-        already. Every rank of the axis must call.
+        """Return the full matrix of a tensor laid out like the parameter: part [local shape] -> [global shape].
 
-        part: [local shape]. Returns [global shape].
+        The result has no padding; it is `part` itself if that is full already. Every rank of the axis must call.
         """
         if self._axis.size == 1:
             return part
@@ -121,8 +122,11 @@ class FullMatrix:
         return part
 
     def matrices(self, full: Tensor, *, split_groups: bool = True) -> tuple[Tensor, ...]:
-        """Return views of the matrices that are fused in `full`: [rows, in] each, such as gate and up, or
-        [groups, rows, in] of those whose groups are interleaved, such as query, key and value."""
+        """Return views of the matrices that are fused in `full` [global shape], which is [all rows, in].
+
+        They are [rows, in] each, such as gate and up, or [groups, rows, in] of those whose groups are interleaved, such
+        as query, key and value.
+        """
         blocks = self._placement.blocks
         group = self._placement.interleaved
         if group and split_groups:
@@ -149,8 +153,9 @@ def full_matrices(
 ) -> dict[str, FullMatrix]:
     """Return the FullMatrix of each parameter, of which each rank of tp must have a part.
 
-    The ranks exchange their pieces when the first matrix is gathered. copies: the axis of ranks that have the same part
-    of a parameter and its state. Raises ConfigError for a parameter that is sharded over another axis than tp.
+    parameters: name -> [local shape]. The ranks exchange their pieces when the first matrix is gathered. copies: the
+    axis of ranks that have the same part of a parameter and its state. Raises ConfigError for a parameter that is
+    sharded over another axis than tp.
     """
     tp = mesh["tp"]
     own_pieces: dict[str, Pieces] = {}  # of the sharded parameters

@@ -75,8 +75,10 @@ class DynamicGradScaler:
 
     @property
     def can_fall(self) -> bool:
-        """Whether the next overflow may be due to the scale. False after an overflow at the lowest scale without
-        patience left."""
+        """Whether the next overflow may be due to the scale.
+
+        False after an overflow at the lowest scale without patience left.
+        """
         return self.scale > self.minimum or self.patience > 0 or self.good_steps > 0
 
     def update(self, overflow: bool) -> None:

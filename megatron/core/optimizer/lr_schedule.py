@@ -112,8 +112,10 @@ class RunLength:
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
-    """A learning rate schedule: `at(samples)` is the rate of the iteration that begins after `samples` samples. All
-    lengths are in samples."""
+    """A learning rate schedule: `at(samples)` is the rate of the iteration that begins after `samples` samples.
+
+    All lengths are in samples.
+    """
 
     lr: float
     min_lr: float
@@ -158,8 +160,10 @@ class LearningRateSchedule:
         return lowest + height_of(share) * (highest - lowest)
 
     def _risen(self, rise: float, samples: int) -> float:
-        """Return the part of the warm-up's rise after `samples` samples. By the logarithm it is complete an iteration
-        before the end."""
+        """Return the part of the warm-up's rise after `samples` samples.
+
+        By the logarithm it is complete an iteration before the end.
+        """
         if self.warmup_style == "linear":
             return rise * samples / self.warmup
         warmup_iterations = max(2.0, self.warmup / self.warmup_unit)
@@ -250,7 +254,9 @@ def learning_rate_schedule(config: LearningRateConfig, length: RunLength) -> Lea
 @dataclass(frozen=True)
 class WeightDecaySchedule:
     """A weight decay schedule: `at(samples)` is the weight decay of the iteration that begins after `samples` samples.
-    It grows over the first `samples`."""
+
+    It grows over the first `samples`.
+    """
 
     start: float
     end: float
@@ -300,8 +306,9 @@ def read_schedule(kind: type[AnySchedule], saved: Mapping[str, Any], *, what: st
 def schedule_in_force(
     own: AnySchedule, saved: Mapping[str, Any] | None, config: LearningRateConfig, *, what: str, samples: int
 ) -> AnySchedule:
-    """Return the schedule of a resumed run: its own, or the one `saved` in the checkpoint (None: the checkpoint has
-    none).
+    """Return the schedule of a resumed run: its own, or the one `saved` in the checkpoint.
+
+    saved None: the checkpoint has none.
 
     Raises ConfigError if they differ and no flag decides. `what` names the schedule in the message, which gives both
     values of the next step, the one after `samples` samples.
@@ -336,8 +343,10 @@ def differences(before: AnySchedule, now: AnySchedule) -> dict[str, str]:
 
 
 def _distinct_texts(a: Any, b: Any) -> tuple[str, str]:
-    """Return two different values as text; floats with as few digits as tell them apart: 22.4 for 22.400000000000002
-    (0.01 * 2240)."""
+    """Return two different values as text.
+
+    Floats with as few digits as tell them apart: 22.4 for 22.400000000000002 (0.01 * 2240).
+    """
     for digits in (6, 12, 17):
         texts = [f"{value:.{digits}g}" if isinstance(value, float) else str(value) for value in (a, b)]
         if texts[0] != texts[1]:

@@ -1,4 +1,5 @@
 """The assignment of matrices to ranks, where several ranks have the same ones and each computes the results of some.
+
 Pure integers.
 
 work 6 5 4 3 2, two ranks      turn 0       turn 1       turn 2

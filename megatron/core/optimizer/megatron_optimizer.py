@@ -93,19 +93,23 @@ class MegatronOptimizer(GroupedOptimizer):
                 chunk.zero_grad_buffer()
 
     def get_parameters(self) -> list[Tensor]:
+        """Return the parameters of all groups, each in its shape on this rank."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def scale_loss(self, loss: Tensor) -> Tensor:
+        """Return the scaled loss, a scalar [] as the given one."""
         return self.flat.scale_loss(loss)
 
     def get_loss_scale(self) -> Tensor:
+        """Return the loss scale: float32 [1], on the device of the gradients."""
         return torch.tensor([self.loss_scale], device=self.flat.device)
 
     def step(self) -> tuple[bool, float | None, int | None]:
-        """Update once. Returns (whether parameters were updated, norm of the gradient, zeros in it with
-        `log_num_zeros_in_grad`). Every rank must call.
+        """Update once. Every rank must call.
 
-        Returns (False, None, None) if a gradient overflowed under a loss scale that can fall: nothing was updated.
+        Returns (whether parameters were updated, norm of the gradient, zeros in it with `log_num_zeros_in_grad`);
+        (False, None, None) if a gradient overflowed under a loss scale that can fall: then nothing was updated. Raises
+        FloatingPointError for another norm that is not finite.
         """
         zeros = None
         if self.config.log_num_zeros_in_grad:
@@ -119,8 +123,10 @@ class MegatronOptimizer(GroupedOptimizer):
     def sharded_state_dict(
         self, model_sharded_state_dict: dict[str, Any], is_loading: bool = False, **_: Any
     ) -> dict[str, Any]:
-        """Return `state_dict` for `dist_checkpointing`, which loads it in any layout: each tensor says which part of
-        the global tensor it is."""
+        """Return `state_dict` for `dist_checkpointing`, which loads it in any layout.
+
+        Each tensor says which part of the global tensor it is.
+        """
         del model_sharded_state_dict, is_loading  # parameters have placements
         state: dict[str, dict[str, LocalTensor]] = {}  # kind -> parameter name -> tensor
         for key, tensor in sharded_optimizer_state(self.flat, self.flat.mesh).items():
@@ -154,7 +160,7 @@ def get_megatron_optimizer(
     """Return the optimizer of chunks that DistributedDataParallel wraps. Every rank must call.
 
     no_weight_decay_cond(name, parameter): whether the parameter does not decay; default: vectors do not.
-    scale_lr_cond(name, parameter): whether its rate is multiplied by `lr_mult`.
+    scale_lr_cond(name, parameter): whether its rate is multiplied by `lr_mult`. A parameter has its shape on this rank.
     """
     del use_gloo_process_groups, pg_collection  # the mesh knows the groups
     if config_overrides:

@@ -1,5 +1,6 @@
-"""Muon: the update of a matrix is its momentum, orthogonalized (K. Jordan and others,
-kellerjordan.github.io/posts/muon).
+"""Muon: the update of a matrix is its momentum, orthogonalized.
+
+Source: K. Jordan and others, kellerjordan.github.io/posts/muon
 
     m = mu m + (1 - mu) g                  momentum_buffer
     d = m, or mu m + (1 - mu) g            the latter with Nesterov's momentum
@@ -35,7 +36,8 @@ def muon_update(
 ) -> None:
     """Take Muon's step for matrices [out, in] of which this rank has parts, in place.
 
-    The ranks of tp, and those that have the same parts, must call together, with the parts of the same matrices.
+    parameters, gradients, states['momentum_buffer']: the parts, [local shape] of `matrices[i]` each. The ranks of tp,
+    and those that have the same parts, must call together, with the parts of the same matrices.
     """
     momenta = states["momentum_buffer"]
     for gradient, momentum in zip(gradients, momenta):
@@ -116,8 +118,10 @@ def _row_scales(matrix: FullMatrix, like: Tensor, config: MuonConfig) -> float |
 
 
 def _work(rows: int, columns: int) -> int:
-    """Return a number in proportion to the operations of a Newton-Schulz step: 2 r^2 (2 c + r) for r rows and c >= r
-    columns."""
+    """Return a number in proportion to the operations of a Newton-Schulz step.
+
+    It is 2 r^2 (2 c + r) for r rows and c >= r columns.
+    """
     r, c = sorted((rows, columns))
     return r * r * (2 * c + r)
 
@@ -137,7 +141,7 @@ def scale_factor(shape: tuple[int, ...], mode: str) -> float:
 
 
 def orthogonalized(matrix: Tensor, config: MuonConfig) -> Tensor:
-    """Return about U V^T of the matrix U S V^T, [rows, columns], in new memory.
+    """Return about U V^T of the matrix U S V^T: [rows, columns] -> [rows, columns], in its dtype, in new memory.
 
     Newton-Schulz steps X <- a X + (b A + c A^2) X, A = X X^T, begin with matrix / max(|matrix|, 1e-7) and drive its
     singular values towards 1.

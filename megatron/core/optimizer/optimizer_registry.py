@@ -17,8 +17,9 @@ from megatron.core.sharding.placement import Placement
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """An optimizer: an entry of OPTIMIZERS. It reads its settings from OptimizerConfig, or from the script that adds
-    it.
+    """An optimizer: an entry of OPTIMIZERS.
+
+    It reads its settings from OptimizerConfig, or from the script that adds it.
 
     update: config -> `update_rules.Update`, which changes parameters in place.
     states: config -> names of the states per element, zeros at first; checkpoints use these names.
@@ -136,8 +137,10 @@ class OptimizerConfig(MuonConfig):
         )
 
     def rule(self, name: str | None = None) -> UpdateRule:
-        """Return the rule of the optimizer `name`; None: --optimizer. Raises ConfigError for a name missing from
-        OPTIMIZERS, or states without names."""
+        """Return the rule of the optimizer `name`; None: --optimizer.
+
+        Raises ConfigError for a name missing from OPTIMIZERS, or states without names.
+        """
         name = name or self.optimizer
         if name not in OPTIMIZERS:
             raise ConfigError(f"the optimizer {name} is not one of OPTIMIZERS: {', '.join(OPTIMIZERS)}")

@@ -1,5 +1,7 @@
-"""Learning rate schedules that write into the groups of an optimizer, for a script's own loop: by number of updates, or
-by samples."""
+"""Learning rate schedules that write into the groups of an optimizer, for a script's own loop.
+
+They go by the number of updates, or by samples.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,8 +18,9 @@ from megatron.core.optimizer.lr_schedule import (
 
 
 class GroupSchedule:
-    """Writes `lr` into every group of an optimizer: once when it is created, which the first update reads, and after
-    every update.
+    """Writes `lr` into every group of an optimizer.
+
+    It does so once when it is created, which the first update reads, and after every update.
 
     rates: a function of the update's number, from -1, for each group. betas: such a function of Adam's betas, for all
     groups.
@@ -60,10 +63,10 @@ class GroupSchedule:
 
 
 class SampleSchedule:
-    """Writes `lr` and `weight_decay` into the groups of an optimizer. The caller chooses the unit of a step: samples,
-    in a run.
+    """Writes `lr` and `weight_decay` into the groups of an optimizer.
 
-    A group may have its own `max_lr` and `min_lr`, and factors `lr_mult` and `wd_mult`.
+    The caller chooses the unit of a step: samples, in a run. A group may have its own `max_lr` and `min_lr`, and
+    factors `lr_mult` and `wd_mult`.
     """
 
     def __init__(self, optimizer: Any, rate: LearningRateSchedule, decay: WeightDecaySchedule):
@@ -96,8 +99,10 @@ class SampleSchedule:
         return {"num_steps": self.num_steps, "rate": asdict(self.rate), "decay": asdict(self.decay)}
 
     def resume(self, state: Mapping[str, Any], config: LearningRateConfig) -> None:
-        """Continue where the saved schedule was. Raises ConfigError if it was another schedule and no option of
-        `config` chooses one of them."""
+        """Continue where the saved schedule was.
+
+        Raises ConfigError if it was another schedule and no option of `config` chooses one of them.
+        """
         steps = state["num_steps"]
         self.rate = schedule_in_force(self.rate, state["rate"], config, what="learning rate", samples=steps)
         self.decay = schedule_in_force(self.decay, state["decay"], config, what="weight decay", samples=steps)
@@ -106,8 +111,10 @@ class SampleSchedule:
 
 
 def range_test(lowest: float, size: int, rate: float, *, by_steps: bool = False) -> Callable[[int], float]:
-    """Return the function of the update's number that gives `lowest` x (1 + rate x updates / size), the quotient
-    rounded down if `by_steps`."""
+    """Return the function of the update's number that gives `lowest` x (1 + rate x updates / size).
+
+    by_steps: the quotient is rounded down.
+    """
     if size < 1:
         raise ConfigError(f"a range test of {size} updates a step; give 1 or more")
 
@@ -123,8 +130,10 @@ def range_test(lowest: float, size: int, rate: float, *, by_steps: bool = False)
 def one_cycle(
     sizes: tuple[float, float], stairs: tuple[int, int], start: float, top: float, *, rests: Callable[[float], float]
 ) -> Callable[[int], float]:
-    """Return the function of the update's number that rises from `start` to `top` in `sizes[0]` updates and falls back
-    in `sizes[1]`; afterwards it is `rests`(updates since). stairs: of each half; 0: without."""
+    """Return the function of the update's number that rises from `start` to `top` and falls back.
+
+    It rises in `sizes[0]` updates and falls in `sizes[1]`; afterwards it is `rests`(updates since).
+    """
     first, second = sizes
     if min(first, second) < 1:
         raise ConfigError(f"a cycle of {first} updates up and {second} down; give 1 or more of each")

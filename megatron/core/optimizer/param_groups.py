@@ -24,8 +24,10 @@ GroupRule = Callable[[str, Placement], ParamGroup]
 
 
 def default_group(name: str, placement: Placement) -> ParamGroup:
-    """Return the group by Megatron's rule: vectors (biases, norm weights) do not decay; embedding and output layer
-    follow --decoupled-lr."""
+    """Return the group by Megatron's rule: vectors (biases, norm weights) do not decay.
+
+    Embedding and output layer follow --decoupled-lr.
+    """
     return ParamGroup(
         weight_decay_multiplier=1.0 if len(placement.shape) > 1 else 0.0,
         decoupled=name.endswith(("word_embeddings.weight", "output_layer.weight")),
@@ -45,8 +47,10 @@ def without_embedding_decay(group_of: GroupRule) -> GroupRule:
 
 
 def non_matrices_to(optimizer: str, group_of: GroupRule) -> GroupRule:
-    """Return `group_of` with `optimizer` for every parameter that is no layer's matrix: embeddings, the output layer,
-    norms, biases. An optimizer that `group_of` itself gives stays."""
+    """Return `group_of` with `optimizer` for every parameter that is no layer's matrix.
+
+    These are the embeddings, the output layer, norms and biases.
+    """
 
     def rule(name: str, placement: Placement) -> ParamGroup:
         group = group_of(name, placement)

@@ -1,5 +1,6 @@
-"""An fp32 master stored as the bf16 weight that the model reads and a signed 16-bit residual; saves 2 bytes a
-parameter.
+"""An fp32 master stored as the bf16 weight that the model reads and a signed 16-bit residual.
+
+It saves 2 bytes a parameter.
 
     bits of the master, an int32    =    65536 x bits of the weight, an int16    +    residual, -32768 .. 32767
 
@@ -29,7 +30,7 @@ _NAN = 0x7FC00000  # its lower half is zero; NVIDIA's NaN, 0x7FFFFFFF, would rou
 
 
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (weight in bfloat16, residual in int16) of a float32 master, both in its shape."""
+    """Return (weight in bfloat16, residual in int16) of a float32 master, of any shape; both have its shape."""
     bits = master.view(torch.int32).masked_fill(master.isnan(), _NAN)
     bits.sub_(bits.bitwise_and(0x1FFFF).eq_(0x8000))  # ties that round towards zero
     residual = bits.to(torch.int16)  # the lower half, as a signed number
@@ -38,7 +39,10 @@ def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join_master(weight: Tensor, residual: Tensor) -> Tensor:
-    """Return the float32 master of a weight and its residual, in their shape, on the weight's device, in new memory."""
+    """Return the float32 master of a weight and its residual, bfloat16 and int16 of one shape, which it has too.
+
+    It is on the weight's device, in new memory.
+    """
     bits = weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
     return bits.add_(residual.to(bits.device)).view(torch.float32)
 
@@ -54,18 +58,23 @@ class SplitMaster(StoredTensor):
         self.shape = tuple(weight.shape)
 
     def view(self, shape: tuple[int, ...]) -> "SplitMaster":
+        """Return the same elements in another shape, of as many elements."""
         return SplitMaster(self.weight.view(shape), self.residual.view(shape))
 
     def __getitem__(self, rows: slice) -> "SplitMaster":
+        """Return consecutive rows of the first dimension, as a view: [rows, ..]."""
         return SplitMaster(self.weight[rows], self.residual[rows])
 
     def start_reading(self, start: Callable[[Stored], AsyncHandle[Tensor]] = start_reading) -> AsyncHandle[Tensor]:
-        """Start to read the master. start: the function that starts to read each half."""
+        """Start to read the master; `wait` returns it, float32 [shape].
+
+        start: the function that starts to read each half.
+        """
         weight = start(self.weight)
         residual = start(self.residual)
         return AsyncHandle(lambda: join_master(weight.wait(), residual.wait()))
 
     def start_writing(self, values: Tensor) -> AsyncHandle[Any]:
-        """Start to write both halves of these masters."""
+        """Start to write both halves of these masters [shape], of any floating dtype."""
         weight, residual = split_master(values.detach().float().contiguous())
         return all_of([start_writing(self.weight, weight), start_writing(self.residual, residual)])

@@ -209,7 +209,10 @@ class GroupedOptimizer:
         return [float(group["lr"]) for group in self.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's part of the state, for the same layout: moments and masters, and the groups' numbers."""
+        """Return this rank's part of the state, for the same layout: moments and masters, and the groups' numbers.
+
+        "state" is as of `FlatOptimizer.tensors`.
+        """
         groups = []
         for group in self.param_groups:
             groups.append({name: value for name, value in group.items() if name != "params"})
@@ -221,7 +224,7 @@ class GroupedOptimizer:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state of the same layout."""
+        """Load a state of the same layout: its tensors have the shapes of `state_dict`'s."""
         for kind, tensors in self.flat.tensors().items():
             for name, tensor in tensors.items():
                 copy_stored(tensor, state_dict["state"][kind][name])

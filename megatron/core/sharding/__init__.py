@@ -1,5 +1,4 @@
-"""The sharding of tensors: boxes of index ranges, the placement of a parameter over axes, and initial values by name
-and position.
+"""The sharding of tensors: boxes, the placement of a parameter over axes, and initial values.
 
 boxes             index ranges of a tensor, one a dimension; intersecting them reshards (no torch)
 placement         how a parameter is sharded and replicated (no torch)

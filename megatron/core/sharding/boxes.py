@@ -1,7 +1,6 @@
-"""Boxes: index ranges of a tensor, one per dimension. Intersecting boxes reshards a tensor between layouts. Pure
-integers.
+"""Boxes: index ranges of a tensor, one per dimension. Intersecting boxes reshards a tensor between layouts.
 
-A flat range (start, stop) counts elements in row-major order.
+Pure integers. A flat range (start, stop) counts elements in row-major order.
 """
 
 from collections.abc import Iterable, Iterator

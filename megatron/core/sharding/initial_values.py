@@ -24,7 +24,8 @@ def seed_of(*key: int | str) -> int:
 def initialize_parameters(model: nn.Module, seed: int, mesh: Mapping[str, Axis]) -> None:
     """Fill each parameter of a model chunk with its shard of the global initial value. Padding becomes zero.
 
-    Parameter names seed the draws, so they must be global: layers numbered over the whole model.
+    Parameter names seed the draws, so they must be global: layers numbered over the whole model. A parameter is
+    [shape on this rank]. Nothing is communicated.
     """
     for name, parameter in model.named_parameters():
         initialize_parameter(parameter, seed, name, mesh)
@@ -32,7 +33,7 @@ def initialize_parameters(model: nn.Module, seed: int, mesh: Mapping[str, Axis])
 
 @torch.no_grad()
 def initialize_parameter(parameter: nn.Parameter, seed: int, name: str, mesh: Mapping[str, Axis]) -> None:
-    """Fill one parameter as `initialize_parameters` does. mesh: the axes that shard it."""
+    """Fill one parameter, [shape on this rank], as `initialize_parameters` does. mesh: the axes that shard it."""
     placement = parameter.placement
     init = placement.init
     if init is None or parameter.is_meta:  # a model made on the meta device has no values
@@ -84,20 +85,28 @@ def _call_init(init: Callable[[Tensor], Any], shape: tuple[int, ...], seed: int,
 
 
 def normal_box(shape: tuple[int, ...], box: Box, std: float, seed: int, name: str) -> Tensor:
-    """Return the box of the global tensor `name`, of `shape`, drawn from N(0, std^2): float32, on the CPU, in the shape
-    of the box."""
+    """Return the box of the global tensor `name`, drawn from N(0, std^2): float32, on the CPU, [shape of the box].
+
+    shape: of the global tensor.
+    """
     return _drawn_box(torch.randn, shape, box, seed, name).mul_(std)
 
 
 def xavier_box(shape: tuple[int, ...], box: Box, seed: int, name: str) -> Tensor:
-    """Return the box drawn by Xavier's rule for the whole matrix, else as `normal_box` does."""
+    """Return the box drawn by Xavier's rule for the whole matrix, float32, on the CPU: [shape of the box].
+
+    Arguments as of `normal_box`.
+    """
     bound = (6 / sum(shape)) ** 0.5
     return _drawn_box(torch.rand, shape, box, seed, name).mul_(2 * bound).sub_(bound)
 
 
 def _drawn_box(draw: Callable[..., Tensor], shape: tuple[int, ...], box: Box, seed: int, name: str) -> Tensor:
-    """Draw the box tile by tile. Each tile of the global tensor has a seed of its own, so any layout draws the same
-    values and only the tiles that its box overlaps."""
+    """Draw the box tile by tile.
+
+    Each tile of the global tensor has a seed of its own, so any layout draws the same values and only the tiles that
+    its box overlaps.
+    """
     out = torch.empty(size_of(box), dtype=torch.float32)
     generator = torch.Generator()
     for tile in _tiles_overlapping(shape, box):

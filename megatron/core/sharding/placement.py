@@ -1,7 +1,7 @@
-"""The placement of a parameter: how it is sharded and replicated. Initial values, gradient sums, norms and checkpoints
-follow from it.
+"""The placement of a parameter: how it is sharded and replicated.
 
-A layer sets `parameter.placement = Placement(...)` when it creates the parameter. Nothing else says how it is sharded.
+Initial values, gradient sums, norms and checkpoints follow from it. A layer sets `parameter.placement = Placement(...)`
+when it creates the parameter. Nothing else says how it is sharded.
 
 | question                    | answer                                                                            |
 |-----------------------------|-----------------------------------------------------------------------------------|
@@ -98,9 +98,9 @@ def is_counted(placement: Placement, mesh: Mapping[str, Axis]) -> bool:
 
 def pieces(placement: Placement, local_shape: tuple[int, ...], mesh: Mapping[str, Axis]) -> list[tuple[Box, Box]]:
     """Return this rank's elements as pairs (box in the global tensor, box in the local tensor), one per fused block.
-    The examples at the top of the file draw them.
 
-    Padding beyond `placement.shape` is in no box: a rank that has only padding gets an empty list.
+    The examples at the top of the file draw them. Padding beyond `placement.shape` is in no box: a rank that has only
+    padding gets an empty list.
     """
     # begin with the local tensor as if it were global, or with the rows that are listed
     local = whole(local_shape)
@@ -166,8 +166,10 @@ def _row_boxes(placement: Placement, local_shape: tuple[int, ...]) -> list[tuple
 
 
 def _part_of(axes: list[Axis]) -> tuple[int, int]:
-    """Return (index, number) of this rank's part of a dimension. The first axis divides the whole, the next divides
-    each part."""
+    """Return (index, number) of this rank's part of a dimension.
+
+    The first axis divides the whole, the next divides each part.
+    """
     part = 0
     num_parts = 1
     for axis in axes:
@@ -179,8 +181,9 @@ def _part_of(axes: list[Axis]) -> tuple[int, int]:
 def _take_part(
     pair: tuple[Box, Box], dim: int, part: int, num_parts: int, blocks: tuple[int, ...]
 ) -> list[tuple[Box, Box]]:
-    """Return the pieces of part `part` of `num_parts` of a tensor along `dim`, block by block. The local box of `pair`
-    is that part.
+    """Return the pieces of part `part` of `num_parts` of a tensor along `dim`, block by block.
+
+    The local box of `pair` is that part.
 
     Two blocks, two parts:  global [ g0 g1 | u0 u1 ]     part 0 is [ g0 u0 ], part 1 is [ g1 u1 ]
     """

@@ -1,4 +1,6 @@
-"""Files that appear complete or not at all, the locks of their writers, and object stores behind the same calls. No torch.
+"""Files that appear complete or not at all, the locks of their writers, and object stores behind the same calls.
+
+No torch.
 
 file_layer       every file call of a save and of a load; `paths` tells a local path from the URL of an object store
 object_store     an object store by way of fsspec; `read_ahead` keeps several of its requests in flight

@@ -17,7 +17,10 @@ _DAY_SECONDS = 24 * 3600
 
 
 def is_special(path: str | Path) -> bool:
-    """Return whether the path is a device, a pipe or a socket: renaming a file to it would take it from all programs."""
+    """Return whether the path is a device, a pipe or a socket.
+
+    Renaming a file to it would take it from all programs.
+    """
     return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
@@ -76,7 +79,8 @@ def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
 def remove_abandoned(folder: str | Path, pattern: str = "*") -> None:
     """Remove temporary files of `folder` that match `pattern` and whose writer was killed: no process holds their lock.
 
-    Not every file system shares locks between hosts, so a file of another host must also be a day old. Errors are ignored.
+    Not every file system shares locks between hosts, so a file of another host must also be a day old. Errors are
+    ignored.
     """
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         temporary = [entry.name for entry in entries if entry.name.endswith(".tmp")]

@@ -1,4 +1,6 @@
-"""The file layer: every file call of a save and of a load goes through an object with the methods of `LocalFiles`. No torch.
+"""The file layer: every file call of a save and of a load goes through an object with the methods of `LocalFiles`.
+
+No torch.
 
     backend_of(path)               the object for the file system, or the object store, that holds `path`
     write_synced, read_start, remove_tree, make_folders, ...        functions made of its calls
@@ -180,8 +182,8 @@ def open_at(path: Path, start: int) -> BinaryIO:
 def reading_ahead(spans: Sequence[FileSpan]) -> Iterator[Callable[[Path, int], BinaryIO]]:
     """Yield a function like `open_at` for `spans`, which must be read in this order.
 
-    A span that is not read to its end must be the last one. Spans of an object store are fetched several at a time, in up to
-    72 MiB of memory.
+    A span that is not read to its end must be the last one. Spans of an object store are fetched several at a time, in
+    up to 72 MiB of memory.
     """
     if not spans or not is_object(spans[0].path):
         yield open_at
@@ -205,7 +207,10 @@ def sizes_of(folder: Path, names: Iterable[str]) -> dict[str, int | None]:
 
 
 def size_of_file(path: Path) -> int | None:
-    """Return the size in bytes; None if there is no readable file. Raises OSError if an object store does not answer."""
+    """Return the size in bytes; None if there is no readable file.
+
+    Raises OSError if an object store does not answer.
+    """
     try:
         status = backend_of(path).stat(path)
     except OSError:

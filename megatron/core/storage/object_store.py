@@ -6,8 +6,8 @@ An object store differs from a file system; code that writes checkpoints must al
     nothing can be renamed or locked, and a folder is only a common prefix of names
     a network error says nothing about the bytes that are stored
 
-An object of up to `PART` bytes is one request. A longer one is sent in parts as it is written, so a writer holds one or two
-parts in memory. Nothing is cached, as another process may have changed the store since.
+An object of up to `PART` bytes is one request. A longer one is sent in parts as it is written, so a writer holds one or
+two parts in memory. Nothing is cached, as another process may have changed the store since.
 """
 
 import contextlib
@@ -51,7 +51,10 @@ class ObjectFiles:
 
     @property
     def _store(self) -> Any:
-        """This process's fsspec file system. Settings and credentials are the environment's and those of fsspec's own files."""
+        """This process's fsspec file system.
+
+        Settings and credentials are the environment's and those of fsspec's own files.
+        """
         with self._lock:
             if os.getpid() not in self._stores:
                 import fsspec
@@ -125,7 +128,10 @@ class ObjectFiles:
         return listing
 
     def remove_all(self, paths: Iterable[ObjectPath]) -> None:
-        """Remove objects of one folder, in as few requests as the store allows. Raises OSError if any is still there."""
+        """Remove objects of one folder, in as few requests as the store allows.
+
+        Raises OSError if any is still there.
+        """
         paths = list(paths)
         if not paths:
             return
@@ -224,7 +230,10 @@ class _Writer:
                 self._abort()
 
     def _abort(self) -> None:
-        """Give up the parts that were sent, and mark the upload closed: the garbage collector would complete the object."""
+        """Give up the parts that were sent, and mark the upload closed.
+
+        The garbage collector would complete the object otherwise.
+        """
         with contextlib.suppress(Exception):
             self._upload.discard()
         with contextlib.suppress(AttributeError):

@@ -1,8 +1,8 @@
 """Reading an object store ahead: several requests are in flight while the bytes read before are hashed. No torch.
 
-A request waits tens of milliseconds for its first byte, and one connection carries only a part of the network's bandwidth. So
-adjacent spans of an object are requested together, long ones in parts, and the next requests are made before the first has
-been answered.
+A request waits tens of milliseconds for its first byte, and one connection carries only a part of the network's
+bandwidth. So adjacent spans of an object are requested together, long ones in parts, and the next requests are made
+before the first has been answered.
 """
 
 from collections import deque
@@ -43,10 +43,12 @@ def _parts_of(span: FileSpan | None) -> Iterator[FileSpan]:
 
 
 class ReadAhead:
-    """The bytes of `spans`, which must be taken in this order. Its context cancels the requests that are not needed any more.
+    """The bytes of `spans`, which must be taken in this order.
 
-    open: takes a path, returns an object whose `fetch(start, stop)` returns bytes, fewer if the object ends before. Any thread
-    may call it.
+    Its context cancels the requests that are not needed any more.
+
+    open: takes a path, returns an object whose `fetch(start, stop)` returns bytes, fewer if the object ends before. Any
+    thread may call it.
     """
 
     def __init__(self, spans: Iterable[FileSpan], open: Callable[[Path], Any]):

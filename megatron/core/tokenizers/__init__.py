@@ -1,7 +1,7 @@
 """Text to token ids and back: `build_tokenizer(TokenizerConfig(...))`.
 
-May import: `config`. Names load on first use; a third-party package is imported when a tokenizer that needs it is built.
-To add a type, add an entry to `TOKENIZERS` (docs/adding_a_model.md).
+May import: `config`. Names load on first use; a third-party package is imported when a tokenizer that needs it is
+built. To add a type, add an entry to `TOKENIZERS` (docs/adding_a_model.md).
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
 """Tokenizers over the package `tokenizers`: BERT's word pieces, GPT-2's BPE, tokenizer.json, TikToken vocabularies.
 
-Ids are those of Hugging Face transformers for the same files. No text gives the special tokens of BERT, GPT-2 and TikToken
-files: "[SEP]" or "<|endoftext|>" in a document is read as the characters it is made of.
+Ids are those of Hugging Face transformers for the same files. No text gives the special tokens of BERT, GPT-2 and
+TikToken files: "[SEP]" or "<|endoftext|>" in a document is read as the characters it is made of.
 """
 
 import base64
@@ -35,10 +35,11 @@ TIK_PATTERNS = {
 class LibraryTokenizer:
     """A tokenizer of the `tokenizers` library. path: the file that it was read from.
 
-    special: token -> id of special tokens that the library does not know, so that no text gives them. word_pattern: a regular
-    expression that cuts text into words which no token crosses; None without one. added_tokens: strings that tokens may cross
-    all the same. pad_is_text: `pad` also occurs in texts. additional_special_tokens_ids: a T5's sentinels, from <extra_id_0>
-    on. hashed_changes: changes of ids or rules by files beside `path`, which the tokenizer's hash includes.
+    special: token -> id of special tokens that the library does not know, so that no text gives them. word_pattern: a
+    regular expression that cuts text into words which no token crosses; None without one. added_tokens: strings that
+    tokens may cross all the same. pad_is_text: `pad` also occurs in texts. additional_special_tokens_ids: a T5's
+    sentinels, from <extra_id_0> on. hashed_changes: changes of ids or rules by files beside `path`, which the
+    tokenizer's hash includes.
     """
 
     name: str
@@ -97,7 +98,10 @@ class LibraryTokenizer:
             return [encoding.ids for encoding in self.library.encode_batch_fast(texts)]
 
     def tokenize_sentences(self, texts: list[str]) -> list[list[int]]:
-        """Return the ids of each text without the template's: data sets put special tokens around their samples themselves."""
+        """Return the ids of each text without the template's.
+
+        Data sets put special tokens around their samples themselves.
+        """
         with self.panics_as_errors():
             return [encoding.ids for encoding in self.library.encode_batch_fast(texts, add_special_tokens=False)]
 
@@ -109,7 +113,10 @@ class LibraryTokenizer:
 
     @contextlib.contextmanager
     def panics_as_errors(self) -> Iterator[None]:
-        """Turn a panic of the library into a ValueError. Its class cannot be imported and is no subclass of Exception."""
+        """Turn a panic of the library into a ValueError.
+
+        Its class cannot be imported and is no subclass of Exception.
+        """
         try:
             yield
         except BaseException as error:
@@ -123,8 +130,8 @@ class LibraryTokenizer:
 class WordPieceTokenizer(LibraryTokenizer):
     """BERT's word pieces, with [BOS], [EOS] and the <extra_id_...> sentinels after the ids of the file, as in Megatron.
 
-    rows: of the model's embedding, None if it has as many as the tokenizer. A published BERT has a row for each line of its
-    file and no more; its tokenizer then has the ids of the file alone, and no token that ends a document.
+    rows: of the model's embedding, None if it has as many as the tokenizer. A published BERT has a row for each line of
+    its file and no more; its tokenizer then has the ids of the file alone, and no token that ends a document.
     """
 
     def __init__(self, name: str, tokenizer: Any, extra_ids: int, path: str, rows: int | None = None):
@@ -197,7 +204,10 @@ def bert_word_piece_tokenizer(config: Any) -> WordPieceTokenizer:
 
 
 def gpt2_bpe_tokenizer(config: Any) -> LibraryTokenizer:
-    """Build GPT-2's byte-level BPE. `<|endoftext|>` within a text is read as the characters it is made of, as in Megatron."""
+    """Build GPT-2's byte-level BPE.
+
+    `<|endoftext|>` within a text is read as the characters it is made of, as in Megatron.
+    """
     library = optional_package("tokenizers", config.tokenizer_type)
     check_exists(config.vocab_file, "--vocab-file")
     check_exists(config.merge_file, "--merge-file")
@@ -287,7 +297,8 @@ def _ranked_tokens(path: str, max_count: int) -> list[bytes]:
 def byte_letters() -> list[str]:
     """Return the letter that byte-level BPE writes for each byte: [256].
 
-    A printable byte is itself; the others get the letters from U+0100 on. Source: `bytes_to_unicode` of GPT-2's encoder.py.
+    A printable byte is itself; the others get the letters from U+0100 on. Source: `bytes_to_unicode` of GPT-2's
+    encoder.py.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     substitutes = iter(range(0x100, 0x200))
@@ -297,8 +308,8 @@ def byte_letters() -> list[str]:
 def _merges(ranks: dict[str, int]) -> list[tuple[str, str]]:
     """Return every pair of tokens that joins to a third one, in the order of the joined tokens' ranks.
 
-    TikToken joins the two neighbours whose union has the lowest rank, whichever pair it is. The library's BPE follows a list
-    of pairs; so all pairs are listed.
+    TikToken joins the two neighbours whose union has the lowest rank, whichever pair it is. The library's BPE follows a
+    list of pairs; so all pairs are listed.
     """
     merges = []
     for token in ranks:

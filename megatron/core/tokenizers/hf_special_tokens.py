@@ -7,23 +7,23 @@ A tokenizer.json may lack tokens that only the files beside it name:
     special_tokens_map.json   the same names, and
     added_tokens.json         token -> id; both are read only where tokenizer_config.json has no added_tokens_decoder
 
-A token that tokenizer.json does not have gets the next free id, in this order: the tokens of added_tokens_decoder by their
-ids (which matter for the order alone), the named ones, the others. transformers 4.57 and 5.23 read the files in slightly
-different ways:
+A token that tokenizer.json does not have gets the next free id, in this order: the tokens of added_tokens_decoder by
+their ids (which matter for the order alone), the named ones, the others. transformers 4.57 and 5.23 read the files in
+slightly different ways:
 
-                                                   4.57                         5.23
-    add_bos_token, add_eos_token                   for classes in               ignored; tokenizer.json's template counts
-                                                   `_TEMPLATE_OF_4`
-    extra_special_tokens, a list                   cannot be read               further special tokens
-    image_token and the like, outside of           ignored                      special tokens
+                                                  4.57                         5.23
+    add_bos_token, add_eos_token                  for classes in               ignored; tokenizer.json's template counts
+                                                  `_TEMPLATE_OF_4`
+    extra_special_tokens, a list                  cannot be read               further special tokens
+    image_token and the like, outside of          ignored                      special tokens
       extra_special_tokens
-    order of the others                            additional_special_tokens,   then the lists
-                                                   then those with a name
+    order of the others                           additional_special_tokens,   then the lists
+                                                  then those with a name
 
-`SpecialTokens` is the result of one version. How text is cut is decided by tokenizer.json, which 4.57 follows, and by a few
-keys of tokenizer_config.json (do_lower_case, split_special_tokens, add_prefix_space and the like). 5.23 has rules of its own
-for a LlamaTokenizer (no space is put before a text that begins with one) and a GPT2Tokenizer, which are applied where that
-version was chosen (`huggingface_tokenizer`).
+`SpecialTokens` is the result of one version. How text is cut is decided by tokenizer.json, which 4.57 follows, and by a
+few keys of tokenizer_config.json (do_lower_case, split_special_tokens, add_prefix_space and the like). 5.23 has rules
+of its own for a LlamaTokenizer (no space is put before a text that begins with one) and a GPT2Tokenizer, which are
+applied where that version was chosen (`huggingface_tokenizer`).
 """
 
 import json
@@ -108,7 +108,10 @@ class Token:
 
 @dataclass
 class TokenizerFiles:
-    """The content of the files beside a tokenizer.json. kind: tokenizer_class without "Fast"; None where no file has it."""
+    """The content of the files beside a tokenizer.json.
+
+    kind: tokenizer_class without "Fast"; None where no file has it.
+    """
 
     folder: str
     config: dict[str, Any]
@@ -118,7 +121,10 @@ class TokenizerFiles:
 
     @classmethod
     def read_beside(cls, path: str) -> "TokenizerFiles":
-        """Read the files beside the tokenizer.json `path`, if there are any. Raises ValueError for one that is damaged."""
+        """Read the files beside the tokenizer.json `path`, if there are any.
+
+        Raises ValueError for one that is damaged.
+        """
         folder = os.path.dirname(path)
         config = read_json_object(folder, "tokenizer_config.json")
         kind = config.get("tokenizer_class")
@@ -235,9 +241,9 @@ class TokenizerFiles:
 class SpecialTokens:
     """The special tokens of a folder as one version of transformers reads them.
 
-    named: eos_token and the like -> content, None where the files say there is none. added: tokens that tokenizer.json has
-    not, or has with other flags, in the order of their new ids. template: whether bos and eos are put around a text, (begin,
-    end); None: the template of tokenizer.json is used.
+    named: eos_token and the like -> content, None where the files say there is none. added: tokens that tokenizer.json
+    has not, or has with other flags, in the order of their new ids. template: whether bos and eos are put around a
+    text, (begin, end); None: the template of tokenizer.json is used.
     """
 
     version: str
@@ -389,8 +395,8 @@ def _template(files: TokenizerFiles, kind: str | None, is_4: bool) -> tuple[bool
 def select_version(candidates: list[SpecialTokens], library: Any, folder: str, version: str | None) -> SpecialTokens:
     """Return the candidate of the chosen version.
 
-    candidates: those of `special_tokens_by_version`. version: --tokenizer-transformers-version. Raises ValueError where the
-    candidates give different ids and no version is chosen.
+    candidates: those of `special_tokens_by_version`. version: --tokenizer-transformers-version. Raises ValueError where
+    the candidates give different ids and no version is chosen.
     """
     if version is None:
         difference = _difference(candidates[0], candidates[-1], library)
@@ -462,8 +468,8 @@ def read_json_object(folder: str, name: str) -> dict[str, Any]:
 def chat_templates_in(folder: str) -> list[str]:
     """Return the text of every chat template of a folder.
 
-    They are in files of their own, and in tokenizer_config.json and chat_template.json, where several are a list of names
-    and templates.
+    They are in files of their own, and in tokenizer_config.json and chat_template.json, where several are a list of
+    names and templates.
     """
     templates: list[Any] = []
     for name in ("tokenizer_config.json", "chat_template.json"):

@@ -1,4 +1,7 @@
-"""Build the tokenizer of a Hugging Face folder: its tokenizer.json, with the tokens that only the files beside it name."""
+"""Build the tokenizer of a Hugging Face folder.
+
+It is that of the tokenizer.json, with the tokens that only the files beside it name.
+"""
 
 import json
 import os
@@ -38,8 +41,8 @@ _SENTINEL = re.compile(r"<extra_id_(\d+)>")
 def huggingface_tokenizer(config: Any) -> LibraryTokenizer:
     """Build a tokenizer with the ids that transformers' AutoTokenizer gives for the folder (see `hf_special_tokens`).
 
-    Its end-of-document token is the eos_token, or where no file names one, the first of EOD_NAMES among the special tokens;
-    None without either, as for a BERT. Padding, [CLS], [SEP] and [MASK] are found in the same way.
+    Its end-of-document token is the eos_token, or where no file names one, the first of EOD_NAMES among the special
+    tokens; None without either, as for a BERT. Padding, [CLS], [SEP] and [MASK] are found in the same way.
     """
     library = optional_package("tokenizers", config.tokenizer_type)
     path = config.tokenizer_model
@@ -173,8 +176,8 @@ def _is_in_texts(
 def _is_made_by_merges(token: str, model: dict[str, Any]) -> bool:
     """Return whether BPE makes a token of its vocabulary from text.
 
-    transformers adds every named token to a tokenizer.json that it saves, so that a pad "!" (CLIP's in OpenCLIP) is an added
-    token there, and yet text; <pad> of Llama's vocabulary is made by no merge.
+    transformers adds every named token to a tokenizer.json that it saves, so that a pad "!" (CLIP's in OpenCLIP) is an
+    added token there, and yet text; <pad> of Llama's vocabulary is made by no merge.
     """
     if model["type"] != "BPE":
         return False
@@ -209,9 +212,9 @@ def _apply_rules_of_5(files: TokenizerFiles, tokenizer: Any, library: Any) -> No
 def _apply_tokenizer_config(files: TokenizerFiles, tokenizer: Any, library: Any, version: str) -> list[Any]:
     """Cut text as tokenizer_config.json says; returns the changes, which the tokenizer's hash includes.
 
-    do_lower_case, strip_accents and tokenize_chinese_chars apply to a BERT, split_special_tokens to all. add_prefix_space
-    applies to all in 4.57, and in 5.x to `PREFIX_SPACE_CLASSES` alone: ValueError where the two then differ and no version
-    is chosen.
+    do_lower_case, strip_accents and tokenize_chinese_chars apply to a BERT, split_special_tokens to all.
+    add_prefix_space applies to all in 4.57, and in 5.x to `PREFIX_SPACE_CLASSES` alone: ValueError where the two then
+    differ and no version is chosen.
     """
     changes: list[Any] = []
     rules = _as_json(tokenizer)

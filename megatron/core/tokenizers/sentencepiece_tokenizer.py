@@ -1,8 +1,8 @@
 """Tokenizers over the package `sentencepiece`, from a tokenizer.model: plain, GPT-style and Llama-style.
 
-Plain: special tokens are added after the model's own pieces, as Megatron numbers them, and text may contain them by name.
-GPT-style: the model's pieces alone. Llama-style: those, and every text begins with `<s>`. For the file of a published T5
-(the files beside it tell) the sentinels of transformers are added in place of Megatron's tokens.
+Plain: special tokens are added after the model's own pieces, as Megatron numbers them, and text may contain them by
+name. GPT-style: the model's pieces alone. Llama-style: those, and every text begins with `<s>`. For the file of a
+published T5 (the files beside it tell) the sentinels of transformers are added in place of Megatron's tokens.
 """
 
 import functools
@@ -170,7 +170,10 @@ def _load(config: Any) -> Any:
 
 
 def sentence_piece_tokenizer(config: Any) -> SpecialPieceTokenizer:
-    """Build Megatron's tokenizer, with special tokens after the pieces; in a published T5's folder that of transformers."""
+    """Build Megatron's tokenizer, with special tokens after the pieces.
+
+    In a published T5's folder it is that of transformers.
+    """
     model = _load(config)
     path = config.tokenizer_model
     sentinels = _t5_sentinels(path)

@@ -1,7 +1,7 @@
 """Hash the tokenizer's settings and files.
 
-A checkpoint keeps the hash, since another vocabulary of the same size gives other ids to the same text. The keys of what is
-hashed are therefore data: they cannot be renamed.
+A checkpoint keeps the hash, since another vocabulary of the same size gives other ids to the same text. The keys of
+what is hashed are therefore data: they cannot be renamed.
 """
 
 import hashlib
@@ -21,8 +21,8 @@ _NOT_HASHED = ("truncation", "padding")  # keys of a tokenizer.json: settings of
 def tokenizer_sha256(config: TokenizerConfig, tokenizer: Any) -> str:
     """Return the SHA-256 of `config`, the content of its files, and the ids that end and pad a document.
 
-    Only the content of a file counts: it may move, and a JSON file may be formatted anew. Settings that only other types of
-    tokenizer read, such as --merge-file without a BPE, do not count. tokenizer: built from `config`.
+    Only the content of a file counts: it may move, and a JSON file may be formatted anew. Settings that only other
+    types of tokenizer read, such as --merge-file without a BPE, do not count. tokenizer: built from `config`.
     """
     # settings that only other types read
     others = set()

@@ -16,9 +16,10 @@ from megatron.core.tokenizers import bpe_wordpiece_tiktoken, huggingface_tokeniz
 class Tokenizer(Protocol):
     """The attributes and methods that the rest of the code uses.
 
-    A tokenizer may also have `tokenize_batch`, many texts in one call, and `pad_is_text`: whether its pad also occurs in
-    texts. One for masked words also has cls, sep, mask (ids) and vocab, inv_vocab (token to id and back). If its `tokenize`
-    adds tokens, it also has `tokenize_sentences`, which does not: masked data sets put their own tokens around a sample.
+    A tokenizer may also have `tokenize_batch`, many texts in one call, and `pad_is_text`: whether its pad also occurs
+    in texts. One for masked words also has cls, sep, mask (ids) and vocab, inv_vocab (token to id and back). If its
+    `tokenize` adds tokens, it also has `tokenize_sentences`, which does not: masked data sets put their own tokens
+    around a sample.
     """
 
     name: str
@@ -36,8 +37,8 @@ class TokenizerType:
     """One value of --tokenizer-type.
 
     build: makes the tokenizer from a `TokenizerConfig`; it raises ValueError (or OSError) with the flag to change, and
-    ImportError if a library is missing. needs: fields of the config that must be given; reads: other fields that it reads.
-    computes: a text that is equal for types that give equal ids from equal files; a resume compares it.
+    ImportError if a library is missing. needs: fields of the config that must be given; reads: other fields that it
+    reads. computes: a text that is equal for types that give equal ids from equal files; a resume compares it.
     """
 
     build: Callable[[Any], Tokenizer]
@@ -47,7 +48,10 @@ class TokenizerType:
 
 
 class NullTokenizer:
-    """A tokenizer of texts that are ids: "5 17 3" is [5, 17, 3]. Ids are 0 to vocab_size - 1, and one for end-of-document."""
+    """A tokenizer of texts that are ids: "5 17 3" is [5, 17, 3].
+
+    Ids are 0 to vocab_size - 1, and one for end-of-document.
+    """
 
     name = "NullTokenizer"
     pad = None

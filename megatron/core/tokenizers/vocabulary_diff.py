@@ -43,8 +43,8 @@ def checked(vocab: Any, *, empty: bool = False) -> dict[str, int]:
 def token_difference(saved: Vocabulary, current: Vocabulary) -> str:
     """Say which ids are other tokens in `current` than in `saved`; "" if none are.
 
-    Further tokens of `current`, on ids that `saved` does not use, are no difference: no row of the embedding gets another
-    meaning.
+    Further tokens of `current`, on ids that `saved` does not use, are no difference: no row of the embedding gets
+    another meaning.
     """
     # ids that both use, for another token
     saved_tokens = {i: token for token, i in saved.items()}
@@ -91,7 +91,10 @@ def _quoted(token: str) -> str:
 
 
 class RowRun(NamedTuple):
-    """Consecutive rows of an embedding: rows new to new + count of the new one are rows old to old + count of the old one."""
+    """Consecutive rows of an embedding.
+
+    Rows new to new + count of the new one are rows old to old + count of the old one.
+    """
 
     new: int
     old: int

@@ -50,6 +50,7 @@ class Text:
         return len(self.samples)
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        """Return sample i: {"text": int64 [s + 1]}."""
         item = self.samples[i]
         return {"text": np.append(item["tokens"], item["labels"][-1:])}  # [s + 1]
 

@@ -12,9 +12,9 @@ from megatron.legacy.model.language_model import parts_of_stage, settings_of
 class BertModel(bert_stage.BertModel):
     """One pipeline stage of a BERT. config: as for GPTModel.
 
-    forward(bert_model_input, attention_mask, tokentype_ids=None, lm_labels=None), with input, token types and labels [b, s],
-    returns (loss of each token [b, s], or without labels the logits; logits of the binary head [b, 2] or None), and before
-    the last stage hidden states.
+    forward(bert_model_input, attention_mask, tokentype_ids=None, lm_labels=None), with input, token types and labels
+    [b, s], returns (loss of each token [b, s], or without labels the logits; logits of the binary head [b, 2] or None),
+    and before the last stage hidden states.
     """
 
     def __init__(
@@ -39,6 +39,10 @@ class BertModel(bert_stage.BertModel):
         tokentype_ids: Tensor | None = None,
         lm_labels: Tensor | None = None,
     ) -> Any:
+        """See the class for shapes. Ids are None on other stages than the first.
+
+        Every tensor-parallel rank must call.
+        """
         return super().forward(bert_model_input, attention_mask, tokentype_ids, lm_labels)
 
 

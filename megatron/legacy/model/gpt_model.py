@@ -12,9 +12,9 @@ from megatron.legacy.model.language_model import check_token_types, parts_of_sta
 class GPTModel(gpt_stage.GPTModel):
     """One pipeline stage of a GPT. config: of `core_transformer_config_from_args(args)`; None: the run's settings.
 
-    forward(input_ids, position_ids, attention_mask, labels=None), with ids and labels [b, s], returns the loss of each token
-    [b, s]; without labels the logits, [b, s, v/t] if `parallel_output`, else [b, s, v]; before the last stage the hidden
-    states [s, b, h].
+    forward(input_ids, position_ids, attention_mask, labels=None), with ids and labels [b, s], returns the loss of each
+    token [b, s]; without labels the logits, [b, s, v/t] if `parallel_output`, else [b, s, v]; before the last stage the
+    hidden states [s, b, h].
     """
 
     def __init__(
@@ -39,6 +39,10 @@ class GPTModel(gpt_stage.GPTModel):
         labels: Tensor | None = None,
         tokentype_ids: None = None,
     ) -> Tensor:
+        """See the class for shapes. Ids are None on other stages than the first.
+
+        Every tensor-parallel rank must call.
+        """
         return super().forward(input_ids, position_ids, attention_mask, labels)
 
 

@@ -11,7 +11,10 @@ from megatron.training.global_vars import get_runtime
 
 
 def parts_of_stage(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> dict[str, Any]:
-    """Return the arguments of a model's stage that follow from the run. vp_stage: default: the chunk that is being built."""
+    """Return the arguments of a model's stage that follow from the run.
+
+    vp_stage: default: the chunk that is being built.
+    """
     join_alone()
     if vp_stage is None:
         vp_stage = parallel_state.get_virtual_pipeline_model_parallel_rank()

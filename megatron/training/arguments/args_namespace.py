@@ -12,8 +12,8 @@ from megatron.training.arguments.ignored_and_refused_flags import OTHERS, OtherF
 class Arguments(argparse.Namespace):
     """The result of `get_args()`. A script may add to it and assign.
 
-    A run reads its settings from `Config`, which is frozen. So assigning another value to a setting changes what the script
-    and `core_transformer_config_from_args(args)` read, and the first rank warns that it changes nothing else.
+    A run reads its settings from `Config`, which is frozen. So assigning another value to a setting changes what the
+    script and `core_transformer_config_from_args(args)` read, and the first rank warns that it changes nothing else.
     """
 
     __slots__ = ("_fixed",)  # outside the dictionary, so that `vars(args)` has flags only
@@ -48,7 +48,9 @@ class Arguments(argparse.Namespace):
 
 
 def flags_without_a_setting(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of Megatron's flags that are no settings here, by Megatron's names: given, or Megatron's defaults.
+    """Return the values of Megatron's flags that are no settings here, by Megatron's names.
+
+    They are given, or Megatron's defaults.
 
     given: flag -> value, of such flags.
     """
@@ -116,8 +118,10 @@ def _switched_off(flag: str) -> str | None:
 
 
 def _typed(flag: OtherFlag, given: Any) -> Any:
-    """Return a flag's value with the type that Megatron's parser gives it, by its metavar: N an integer, X a float, else
-    text."""
+    """Return a flag's value with the type that Megatron's parser gives it.
+
+    The metavar tells it: N is an integer, X a float, any other a text.
+    """
     if isinstance(given, list):
         return [_typed(flag, value) for value in given]
     try:

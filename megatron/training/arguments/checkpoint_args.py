@@ -4,7 +4,7 @@
     not taken       settings that change no number (memory, kernels), data, schedules, optimizer; the layout, unless
                     --use-mp-args-from-checkpoint-args is given
 
-    command line  >  --yaml-cfg FILE  >  checkpoint, folder or --hf-config  >  the script's args_defaults  >  our defaults
+    command line > --yaml-cfg FILE > checkpoint, folder or --hf-config > the script's args_defaults > our defaults
 
 A note names each given setting that differs from the checkpoint's.
 """
@@ -183,7 +183,9 @@ def _wanted(
 def of_model_and_tokenizer(
     config: CheckpointConfig, given: Mapping[str, Any], saved: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[tuple[str, Any]]:
-    """Yield (setting, the saved value) of the model, of its precision unless another is given, and likewise of the tokenizer.
+    """Yield (setting, the saved value) of the model and of the tokenizer.
+
+    The precision is left out if another is given.
 
     A setting of the model that is not saved has our default, and not the script's, as in the comparison with the
     checkpoint.

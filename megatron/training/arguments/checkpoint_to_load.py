@@ -71,7 +71,10 @@ def _choose(config: CheckpointConfig) -> Start | None:
 
 
 def _check_not_saved_into(flag: str, root: str, save: str | None) -> None:
-    """Raise ConfigError if a folder of another project is --save too: once it has our checkpoints it is read as ours."""
+    """Raise ConfigError if a folder of another project is --save too.
+
+    Once it has our checkpoints it is read as ours.
+    """
     if save is not None and same_folder(root, save):
         raise ConfigError(
             f"{flag} and --save are both {root}, a model of another project; give it as --pretrained-checkpoint, and another "
@@ -80,8 +83,10 @@ def _check_not_saved_into(flag: str, root: str, save: str | None) -> None:
 
 
 def _iterations(config: CheckpointConfig) -> tuple[list[int], str, tuple[int, ...]]:
-    """Return the iteration of --load to start from and older ones to fall back to if it is damaged; a warning; and the
-    spoiled iterations."""
+    """Return (iterations, warning, spoiled iterations): the one of --load to start from, then older ones.
+
+    An older one is loaded if those before it are damaged.
+    """
     root = path_of(config.load)
     step = config.ckpt_step
     saved = saved_iterations(root)[::-1]  # newest first
@@ -115,8 +120,10 @@ def _iterations(config: CheckpointConfig) -> tuple[list[int], str, tuple[int, ..
 
 
 def _beside_the_pointer(root: Path, saved: list[int]) -> tuple[list[int], tuple[int, ...]]:
-    """Return the iterations to choose from if the pointer file is damaged or names no complete checkpoint, and the spoiled
-    iteration."""
+    """Return (the iterations to choose from, the spoiled iteration).
+
+    The pointer file is damaged, or names no complete checkpoint.
+    """
     try:
         named = latest_iteration(root)
     except CheckpointError:

@@ -1,7 +1,7 @@
 """The command line is parsed into a `Config`.
 
-Its flags are those of the components' dataclasses, Megatron's other flags (tables), and the script's own (a function). A
-setting's value comes from the first of these sources that has it:
+Its flags are those of the components' dataclasses, Megatron's other flags (tables), and the script's own (a function).
+A setting's value comes from the first of these sources that has it:
 
     command line  >  --yaml-cfg FILE  >  checkpoint or --hf-config  >  the script's args_defaults  >  our defaults
 """
@@ -238,7 +238,10 @@ def _field_of(name: str) -> Any:
 
 
 def _given_in_file(parser: FlagParser, words: Sequence[str]) -> list[GivenFlags]:
-    """Return the flags of the --yaml-cfg file, or []. The file's values of the script's own flags become their defaults."""
+    """Return the flags of the --yaml-cfg file, or [].
+
+    The file's values of the script's own flags become their defaults.
+    """
     path = vars(parser.read(words).values).get(YAML_FLAG)
     if path is None:
         return []
@@ -256,11 +259,12 @@ def _given_in_file(parser: FlagParser, words: Sequence[str]) -> list[GivenFlags]
 
 
 def _given_by_script(parser: FlagParser, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> GivenFlags:
-    """Return the script's defaults, read as if they were flags: by any name that a flag has, and refused or warned of like
-    the flag.
+    """Return the script's defaults, read as if they were flags.
 
-    given: settings of the command line and its file; a default of the same setting does not count. Defaults that belong to no
-    flag are attributes of the script's own.
+    They may have any name that a flag has, and are refused or warned of like the flag.
+
+    given: settings of the command line and its file; a default of the same setting does not count. Defaults that belong
+    to no flag are attributes of the script's own.
     """
     flags = parser.actions_by_flag()
     setting_names = _names_of_settings()
@@ -345,7 +349,10 @@ def _hides_positions(sources: Sequence[GivenFlags]) -> bool:
 
 
 def _expand_shorthand(given: Mapping[str, Any], settings: dict[str, Any]) -> list[str]:
-    """Add the settings that shorthand flags stand for to `settings`. Returns contradictions with settings given already."""
+    """Add the settings that shorthand flags stand for to `settings`.
+
+    Returns contradictions with settings given already.
+    """
     problems = []
     given_by = {name: f"--{name.replace('_', '-')} {value}" for name, value in settings.items()}
     for flag, meaning in SHORTHAND.items():
@@ -407,8 +414,10 @@ def _over(settings: Mapping[str, Any], lower: Mapping[str, Any]) -> dict[str, An
 
 
 def _usable(defaults: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the script's defaults, without a default tokenizer that has none of its files: errors would blame a choice
-    that nobody made."""
+    """Return the script's defaults, without a default tokenizer that has none of its files.
+
+    Errors would blame a choice that nobody made.
+    """
     kind = TOKENIZERS.get(defaults.get("tokenizer_type"))
     lacks_files = kind is not None and bool(kind.needs) and all(settings.get(name) is None for name in kind.needs)
     usable = dict(defaults)
@@ -426,8 +435,10 @@ def _is_set(name: str, settings: Mapping[str, Any]) -> bool:
 
 
 def _build_all(settings: Mapping[str, Any], unreadable: set[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return the config of each valid component, and the problems of the others. A component with an unreadable setting is
-    skipped."""
+    """Return the config of each valid component, and the problems of the others.
+
+    A component with an unreadable setting is skipped.
+    """
     parts = {}
     problems = []
     for name, component in COMPONENTS.items():

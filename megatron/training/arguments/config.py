@@ -314,8 +314,10 @@ class Config:
         return self.batch_sizes(world_size).steps(0, self.training.train_samples)
 
     def run_length(self, world_size: int) -> RunLength:
-        """Return the length of the run, in the unit of its schedules. An iteration counts as many samples as the settings
-        ask for, even if the batch is rounded down."""
+        """Return the length of the run, in the unit of its schedules.
+
+        An iteration counts as many samples as the settings ask for, even if the batch is rounded down.
+        """
         training = self.training
         if training.train_samples is not None:
             return RunLength(training.train_samples, "samples")
@@ -369,7 +371,10 @@ class Config:
 
     @property
     def stages(self) -> StageMap:
-        """The pipeline rank of each stage. Raises ValueError for an unknown schedule, or sizes that it does not support."""
+        """The pipeline rank of each stage.
+
+        Raises ValueError for an unknown schedule, or sizes that it does not support.
+        """
         return stage_map(self.schedule_name, self.parallel.pipeline_model_parallel_size, self.chunks_per_rank)
 
     @property
@@ -424,8 +429,10 @@ class Config:
         return self.component_values() | self.own.as_json()
 
     def changed_lines(self) -> list[str]:
-        """Return lines for the start of the log: settings that are not at their default, by component, and all flags of the
-        script."""
+        """Return lines for the start of the log.
+
+        They have settings that are not at their default, by component, and all flags of the script.
+        """
         # title -> setting -> (default, value)
         groups: dict[str, dict[str, tuple[Any, Any]]] = {}
         for name, component in COMPONENTS.items():

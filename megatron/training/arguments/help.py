@@ -1,5 +1,7 @@
-"""--help shows first the flags that every run needs, then all that have an effect, by component. --help-all adds the other
-flags of Megatron."""
+"""--help shows first the flags that every run needs, then all that have an effect, by component.
+
+--help-all adds the other flags of Megatron.
+"""
 
 import argparse
 from collections.abc import Iterator, Mapping

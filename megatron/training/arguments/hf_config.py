@@ -22,8 +22,8 @@ _TOKENIZER_FLAGS = ("vocab_size", "vocab_file", "merge_file", "tokenizer_model")
 def taken_from_hf_config(given: Mapping[str, Any], parser: FlagParser, defaults: Mapping[str, Any]) -> Taken:
     """Return the settings of the file; empty without --hf-config.
 
-    given: the settings of the command line, by name. defaults: the script's args_defaults. Raises ConfigError for a file
-    that cannot be read or is not understood, and if another source of the model's flags is given too.
+    given: the settings of the command line, by name. defaults: the script's args_defaults. Raises ConfigError for a
+    file that cannot be read or is not understood, and if another source of the model's flags is given too.
     """
     path = given.get("hf_config")
     if path is None:

@@ -16,8 +16,10 @@ from megatron.training.arguments import command_line
 def parse_args(
     extra_args_provider: Callable[[Any], Any] | None = None, *, defaults: dict[str, Any] | None = None
 ) -> Any:
-    """Return the namespace of this process's command line, before a run checks it. Raises ConfigError with all problems at
-    once."""
+    """Return the namespace of this process's command line, before a run checks it.
+
+    Raises ConfigError with all problems at once.
+    """
     return command_line.parse_args(None, extra_args_provider, defaults).args
 
 

@@ -39,8 +39,10 @@ def check(config: Config, world_size: int) -> None:
 
 
 def _checkpoint_problems(config: Config, _: int) -> Iterator[str]:
-    """Yield flags about checkpoints that need another flag: a run that starts anew by mistake costs more than a refused
-    run."""
+    """Yield flags about checkpoints that need another flag.
+
+    A run that starts anew by mistake costs more than a refused run.
+    """
     checkpoint = config.checkpoint
     stage = config.data_parallel.stage
 
@@ -100,7 +102,10 @@ def _checkpoint_problems(config: Config, _: int) -> Iterator[str]:
 
 
 def _url_problems(config: Config, _: int) -> Iterator[str]:
-    """Yield URLs of object stores that this installation cannot read, and URLs where a folder of this machine is needed."""
+    """Yield URLs of object stores that this installation cannot read.
+
+    Yield also URLs where a folder of this machine is needed.
+    """
     save = config.checkpoint.save
     for component in fields(config):
         part = getattr(config, component.name)
@@ -168,13 +173,18 @@ def flags_in(problems: Iterable[str]) -> set[str]:
 
 
 def filled_in(parts: Mapping[str, Any]) -> Config:
-    """Return a config of these components and defaults for the others, to check rules although a component is invalid."""
+    """Return a config of these components and defaults for the others.
+
+    With it rules are checked although a component is invalid.
+    """
     defaults = {name: component() for name, component in COMPONENTS.items() if name not in parts}
     return Config(**parts, **defaults)
 
 
 def apart_from(known: Sequence[str], parts: Mapping[str, Any], found: Sequence[str]) -> list[str]:
-    """Return the problems in `found` that are real although `filled_in` used defaults for components missing in `parts`.
+    """Return the problems in `found` that are real.
+
+    Others come of the defaults that `filled_in` used for components missing in `parts`.
 
     A problem is dropped if it names a flag of a missing component, or of the problems `known`.
     """
@@ -288,7 +298,10 @@ _MOST_ACTIONS = 1_000_000  # of a schedule; every rank holds all of it, about 30
 
 
 def _layer_problems(config: Config) -> Iterator[str]:
-    """Yield problems of layers that cannot be divided between stages, or into the requested recompute and offload groups."""
+    """Yield problems of layers that cannot be divided as requested.
+
+    That is between stages, or into the groups of recompute and offload.
+    """
     try:
         largest = max(map(len, config.layer_split))
     except ValueError as error:
@@ -313,8 +326,10 @@ def _layer_problems(config: Config) -> Iterator[str]:
 
 
 def _batch_problems(config: Config, world_size: int) -> list[str]:
-    """Return the sizes of ranks, chunks and batch that do not divide; only the first problem, since the others would follow
-    from it."""
+    """Return the sizes of ranks, chunks and batch that do not divide.
+
+    It is the first problem alone, since the others would follow from it.
+    """
     parallel = config.parallel
     training = config.training
     stages = parallel.pipeline_model_parallel_size

@@ -6,8 +6,8 @@
       add_bias_linear: false          # a switch: true or false, also where only the other one has a flag
       data_path: [0.3, books, 0.7, web]
 
-Values are read as written: 1e-4 is a number, although YAML 1.1 reads it as text. A key without a value (null) has no effect.
-Megatron-LM's own files name fields of its config classes; fields without a flag are listed below.
+Values are read as written: 1e-4 is a number, although YAML 1.1 reads it as text. A key without a value (null) has no
+effect. Megatron-LM's own files name fields of its config classes; fields without a flag are listed below.
 """
 
 import argparse
@@ -142,8 +142,10 @@ class _Reader:
         return None
 
     def _opposite_flag(self, key: str) -> str | None:
-        """Return the switch that turns the field `key` off, such as --disable-bias-linear for add_bias_linear; None if there
-        is none."""
+        """Return the switch that turns the field `key` off, such as --disable-bias-linear for add_bias_linear.
+
+        None if there is none.
+        """
         field = key.lstrip("-").replace("-", "_")
         opposite = f"--no-{field.removeprefix('apply_').replace('_', '-')}"
         if opposite in self.actions and self.actions[opposite].nargs == 0:
@@ -211,8 +213,11 @@ class _Reader:
             self.settings[action.dest] = not action.const
 
     def share_heads(self) -> None:
-        """Add --group-query-attention to a number of groups: num_query_groups of a file is the field of Megatron's
-        TransformerConfig, where the number alone says that heads share keys and values."""
+        """Add --group-query-attention to a number of groups.
+
+        num_query_groups of a file is the field of Megatron's TransformerConfig, where the number alone says that heads
+        share keys and values.
+        """
         groups = "1"
         for word in self.words:
             if word.startswith("--num-query-groups="):

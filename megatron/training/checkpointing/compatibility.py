@@ -1,4 +1,7 @@
-"""Checks before a run resumes from a checkpoint: same model, same optimizer. Other settings that have changed are printed."""
+"""Checks before a run resumes from a checkpoint: same model, same optimizer.
+
+Other settings that have changed are printed.
+"""
 
 import contextlib
 import json
@@ -56,7 +59,10 @@ _MAX_SHOWN = 3  # parameters in a message
 def check_same_parameters(
     model: dict[str, LocalTensor], checkpoint: Checkpoint, world: Axis, device: torch.device
 ) -> None:
-    """Refuse a checkpoint with parameters that this run's model lacks on all ranks. One all-reduce; every rank must call."""
+    """Refuse a checkpoint with parameters that this run's model lacks on all ranks.
+
+    model: name -> this rank's part. Raises ConfigError. One all-reduce; every rank must call.
+    """
     names = sorted(name for name in checkpoint.names if name.startswith(_MODEL))
     holders = torch.tensor([name in model for name in names], dtype=torch.int32, device=device)  # [names]
     collectives.all_reduce(holders, world)
@@ -84,9 +90,9 @@ def absent_parameters(
 ) -> set[str]:
     """Return the parameters that a checkpoint lacks and that keep their initial values, by their names in a checkpoint.
 
-    Every rank must call. Parameters of heads that the checkpoint's architecture does not have are named in one line. Any
-    other is refused with CheckpointError, unless --allow-missing-tensors is given and no optimizer state is loaded: its state
-    of such a parameter would be missing too. Then a WARNING names each.
+    model: name -> this rank's part. Every rank must call. Parameters of heads that the checkpoint's architecture does
+    not have are named in one line. Any other is refused with CheckpointError, unless --allow-missing-tensors is given
+    and no optimizer state is loaded: its state of such a parameter would be missing too. Then a WARNING names each.
     """
     state = checkpoint.state
     saved_names = {*checkpoint.names}
@@ -118,7 +124,10 @@ def absent_parameters(
 def check_same_positions(
     config: Config, model: dict[str, LocalTensor], checkpoint: Checkpoint, world: Axis, device: torch.device
 ) -> None:
-    """Refuse a learned position table with another number of rows. One all-reduce; every rank must call."""
+    """Refuse a learned position table [positions, h] with another number of rows. Raises ConfigError.
+
+    model: name -> this rank's part. One all-reduce; every rank must call.
+    """
     with collectives.raise_together(world, device):
         for name, tensor in model.items():
             if not name.endswith(_POSITIONS) or name not in checkpoint.names:
@@ -200,7 +209,10 @@ def check_state(state: dict[str, Any], iteration: int, source: str) -> None:
 
 
 def _type_problems(state: Any, path: str, kinds: tuple[type, ...]) -> Iterator[str]:
-    """Yield the problems of the entries at `path`: missing, or of another type. A faulty parent is reported on its own path."""
+    """Yield the problems of the entries at `path`: missing, or of another type.
+
+    A faulty parent is reported on its own path.
+    """
     *parents, last = path.split("/")
 
     # the objects that hold these entries: more than one if a parent is `*`
@@ -261,8 +273,8 @@ def check_same_model(
 ) -> None:
     """Refuse a checkpoint of another model or tokenizer, and if `resumes` of another precision; names all differences.
 
-    model: `model_name` of this run. source: the checkpoint's flag and folder. resizes: the vocabulary is resized, so its size
-    and the tokenizer may differ. Raises ConfigError.
+    model: `model_name` of this run. source: the checkpoint's flag and folder. resizes: the vocabulary is resized, so
+    its size and the tokenizer may differ. Raises ConfigError.
     """
     config = runtime.config
     changes = _changes(runtime, saved)
@@ -321,7 +333,10 @@ def _vocabulary_problem(runtime: Runtime, saved: dict[str, Any], source: str, *,
 
 
 def _changes(runtime: Runtime, saved: dict[str, Any]) -> Changes:
-    """Return all settings that differ. Tokenizer and data are compared by content if the checkpoint holds their hashes."""
+    """Return all settings that differ.
+
+    Tokenizer and data are compared by content if the checkpoint holds their hashes.
+    """
     compared_by_content = set()
     if saved.get("tokenizer_sha256") and runtime.tokenizer_sha256:
         compared_by_content.update(BY_TOKENIZER)
@@ -350,7 +365,10 @@ def _difference(change: Change) -> str:
 
 
 def _flags_then_and_now(runtime: Runtime, saved: dict[str, Any], part: str, names: Sequence[str]) -> str:
-    """Return the flags of tokenizer or data that differ, before and now, in words; if none does, the files have changed."""
+    """Return the flags of tokenizer or data that differ, before and now, in words.
+
+    If none does, the files have changed.
+    """
     before = saved["config"].get(part, {})
     now = runtime.config.as_json()[part]
     differing = [name for name in names if before.get(name) != now[name]]

@@ -4,8 +4,8 @@
     SAVE_HF/iter_0000100.partial/     being written; the next run removes it
     SAVE_HF/iter_0000100.replaced/    complete: the previous folder of iteration 100, while the new one gets its name
 
-A run whose model cannot be exported (an option that the family's config.json lacks, a folder with other files) is refused at
-its start, not after hours.
+A run whose model cannot be exported (an option that the family's config.json lacks, a folder with other files) is
+refused at its start, not after hours.
 """
 
 import re
@@ -72,7 +72,9 @@ class HFExports:
         return self._config.is_due(self._state.iteration, last=last)
 
     def is_missing(self, *, last: bool) -> bool:
-        """Return whether the present iteration should have a folder but has none: a run was killed before it was complete.
+        """Return whether the present iteration should have a folder but has none.
+
+        A run was killed then, before the folder was complete.
 
         Every rank must call.
         """
@@ -153,7 +155,10 @@ def check_contents(root: Path) -> None:
 
 
 def clear_partial(root: Path) -> None:
-    """Remove the leftovers of a killed run, and give the folder that it was replacing its name back. Call on one rank."""
+    """Remove the leftovers of a killed run, and give the folder that it was replacing its name back.
+
+    Call on one rank.
+    """
     backend = file_layer.backend_of(root)
     for name in backend.names(root):
         final = root / name.removesuffix(PARTIAL).removesuffix(REPLACED)

@@ -28,10 +28,12 @@ _TOKEN_FILES = (
 def provenance_of_run(
     runtime: Runtime, checkpoint: Checkpoint | RankCheckpoint, source: str, *, is_other_tokenizer: bool = False
 ) -> Provenance | None:
-    """Return the provenance of a run that starts from a checkpoint or from another project's folder; None if it has none.
+    """Return the provenance of a run that starts from a checkpoint or from another project's folder.
 
-    source: the flag and folder, for errors. is_other_tokenizer: the run's tokenizer is known not to be the model's. Every
-    rank must call: the first reads the folder's files for all. Raises ConfigError.
+    None if it has none.
+
+    source: the flag and folder, for errors. is_other_tokenizer: the run's tokenizer is known not to be the model's.
+    Every rank must call: the first reads the folder's files for all. Raises ConfigError.
     """
 
     def read() -> Provenance | None:
@@ -88,7 +90,10 @@ def _updated(
 
 
 def _is_other_file(runtime: Runtime, provenance: Provenance) -> bool:
-    """Return whether --tokenizer-model is a tokenizer.json with other content than the folder's, or other token files."""
+    """Return whether --tokenizer-model is another file than the folder has.
+
+    That is a tokenizer.json of other content, or other token files.
+    """
     config = runtime.config.tokenizer
     if config.tokenizer_type != "HuggingFaceTokenizer" or config.tokenizer_model is None:
         return False

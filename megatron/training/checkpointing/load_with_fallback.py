@@ -29,9 +29,9 @@ def load_undamaged(
 ) -> _T:
     """Return `load(checkpoint)` of the first of `start.iterations` in which no rank finds damage. Every rank must call.
 
-    Hashes are checked as the tensors are read, so damage may show after some tensors are filled: `load` must fill the same
-    tensors from any of the checkpoints. owns_root: this run saves there; then damaged folders are renamed, so that nothing
-    takes them for checkpoints. Raises CheckpointError, with every damage, if no older checkpoint is left.
+    Hashes are checked as the tensors are read, so damage may show after some tensors are filled: `load` must fill the
+    same tensors from any of the checkpoints. owns_root: this run saves there; then damaged folders are renamed, so that
+    nothing takes them for checkpoints. Raises CheckpointError, with every damage, if no older checkpoint is left.
     """
     root = path_of(start.root)
     candidates = [*start.iterations] or [None]

@@ -1,4 +1,7 @@
-"""The name of a model in checkpoints and messages, which tells apart models whose parameters have equal names and sizes."""
+"""The name of a model in checkpoints and messages.
+
+It tells apart models whose parameters have equal names and sizes.
+"""
 
 import json
 from collections.abc import Iterable
@@ -48,7 +51,10 @@ def _names_of_parts(chunk: nn.Module) -> set[str]:
 
 
 def _class_name(model: type) -> str:
-    """Return the name of a model's class, marked as the script's if it is the script's but has the name of one of ours."""
+    """Return the name of a model's class.
+
+    A class of the script's that has the name of one of ours is marked as the script's.
+    """
     if model.__name__ in dir(models) and not _is_known(model):
         return f"script's {model.__name__}"
     return model.__name__

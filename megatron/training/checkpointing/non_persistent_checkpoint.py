@@ -1,13 +1,14 @@
 """Local checkpoints: copies of a run's state for restarts, beside its checkpoints (--non-persistent-save-interval).
 
-    SAVE/non_persistent.json                    the pointer to the copy: {"iteration": 7, "slot": "slot_1", "token": "a3..."}
+    SAVE/non_persistent.json                                     the pointer to the copy: {"iteration": 7,
+                                                                 "slot": "slot_1", "token": "a3..."}
     local     LOCAL/NAME-HASH/rank_00003/slot_1/iter_0000007/    on each machine's disk: all pieces that one rank holds
-    global    SAVE/non_persistent/slot_1/iter_0000007/           a checkpoint of all ranks, on a file system that they share
+    global    SAVE/non_persistent/slot_1/iter_0000007/           a checkpoint of all ranks, on a shared file system
 
-A copy is written into the slot that the pointer does not name. Once every rank has written its part the pointer names this
-slot, and then the other slot is removed: a run that is killed at any point has the previous copy or the new one. A rank finds
-its part by the pointer and checks that the part has the pointer's token, so parts of different saves are never mixed. Without
-the --save folder a copy belongs to no run.
+A copy is written into the slot that the pointer does not name. Once every rank has written its part the pointer names
+this slot, and then the other slot is removed: a run that is killed at any point has the previous copy or the new one. A
+rank finds its part by the pointer and checks that the part has the pointer's token, so parts of different saves are
+never mixed. Without the --save folder a copy belongs to no run.
 
 A rank's folder is a checkpoint like any other (hashes, atomic), whose tensors are the pieces that the rank holds.
 """
@@ -111,7 +112,8 @@ def save_local_checkpoint(
 ) -> None:
     """Write the copy of this step, point to it, and remove the previous one. Every rank must call.
 
-    If any rank fails, all raise, and the pointer still names the previous copy.
+    If any rank fails, all raise, and the pointer still names the previous copy. tensors: name -> this rank's part, as
+    `LocalTensor` has it.
     """
     # the first rank chooses the slot, and a token for this save
     with collectives.raise_together(world, device):
@@ -151,7 +153,10 @@ def _other_slot(slot: str) -> str:
 
 
 def pieces_as_tensors(tensors: dict[str, LocalTensor]) -> dict[str, LocalTensor]:
-    """Return each piece that this rank holds as a tensor of its own, named by the tensor and the piece's box."""
+    """Return each piece that this rank holds as a tensor of its own, [shape of the piece's box in the global tensor].
+
+    Its name is that of the tensor, then the box. The tensors are views.
+    """
     result = {}
     for name, local in tensors.items():
         for piece in dict.fromkeys((*local.pieces, *local.copies)):  # each piece once
@@ -196,7 +201,10 @@ class RankCheckpoint:
     def read_into(
         self, tensors: dict[str, LocalTensor], world: Axis, *, convert: bool, device: torch.device | str
     ) -> None:
-        """Read the pieces of `tensors`, as `Checkpoint.read_into`. Dtypes must be equal. Every rank of `world` must call."""
+        """Read the pieces of `tensors`, as `Checkpoint.read_into`. Dtypes must be equal.
+
+        tensors: name -> this rank's part, as `LocalTensor` has it. Every rank of `world` must call.
+        """
         del convert
         with collectives.raise_together(world, device):
             self.inner.read_into(pieces_as_tensors(tensors))
@@ -205,7 +213,10 @@ class RankCheckpoint:
 def newest_local_checkpoint(
     config: CheckpointConfig, newest: int | None, world: Axis, device: torch.device
 ) -> LocalCheckpointPointer | None:
-    """Return the copy to resume from, if there is one after the checkpoint of iteration `newest`. Every rank must call."""
+    """Return the copy to resume from, if there is one after the checkpoint of iteration `newest`.
+
+    Every rank must call.
+    """
     text = json.dumps(None)
     with collectives.raise_together(world, device):
         if world.is_first:

@@ -1,9 +1,9 @@
 """The functions behind the registry entries that a run uses, which are compared when it resumes.
 
-A script may add entries to KERNELS, OPTIMIZERS and TOKENIZERS, or replace one. The name of an entry says which flag chooses it
-and how it is computed. The result that it computes is its `computes`, which a checkpoint keeps under "functions": a kernel may
-be exchanged for another one of the same function, but not for another function of the same name. Entries of SCHEDULES and
-METHODS all promise the numbers of one process.
+A script may add entries to KERNELS, OPTIMIZERS and TOKENIZERS, or replace one. The name of an entry says which flag
+chooses it and how it is computed. The result that it computes is its `computes`, which a checkpoint keeps under
+"functions": a kernel may be exchanged for another one of the same function, but not for another function of the same
+name. Entries of SCHEDULES and METHODS all promise the numbers of one process.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,8 @@ def _attention_function(backend: str) -> str:
 def function_before(state: Mapping[str, Any], setting: str) -> str | None:
     """Return the function that the checkpoint's run computed for this setting; None if the checkpoint does not say.
 
-    Older checkpoints have only the name of their attention kernel: it is taken for the kernel of that name in this script.
+    Older checkpoints have only the name of their attention kernel: it is taken for the kernel of that name in this
+    script.
     """
     function = state.get(FUNCTIONS, {}).get(setting)
     if function is not None or setting != "attention_backend":
@@ -78,7 +79,10 @@ def began_to_restart(config: Config, state: Mapping[str, Any]) -> bool:
 
 
 def optimizer_problem(config: Config, state: Mapping[str, Any]) -> str | None:
-    """Return the optimizer state of the checkpoint, in words, if this run's optimizer of that name computes another update."""
+    """Return the optimizer state of the checkpoint, in words, if it is that of another update.
+
+    That is so if this run's optimizer of that name computes another one.
+    """
     for setting, now in config.optimizer.functions.items():
         before = function_before(state, setting)
         if before not in (None, now):

@@ -87,7 +87,10 @@ def save(
 
 
 def tensors_to_save(runtime: Runtime, chunks: Chunks, optimizer: FlatOptimizer) -> dict[str, LocalTensor]:
-    """Return this rank's part of each tensor of a checkpoint."""
+    """Return this rank's part of each tensor of a checkpoint, by name.
+
+    Each is [shape on this rank], or flat, [elements], where it is sharded. Nothing is communicated.
+    """
     optimizer_state = {}
     if runtime.config.checkpoint.save_optim:
         optimizer_state = sharded_optimizer_state(optimizer, runtime.mesh)
@@ -97,7 +100,10 @@ def tensors_to_save(runtime: Runtime, chunks: Chunks, optimizer: FlatOptimizer) 
 def checkpoint_contents(
     runtime: Runtime, chunks: Chunks, optimizer: FlatOptimizer, state: TrainState, log_state: dict[str, Any]
 ) -> tuple[dict[str, LocalTensor], dict[str, Any]]:
-    """Return (tensors, JSON state) of a checkpoint of this step. Every rank must call."""
+    """Return (tensors, JSON state) of a checkpoint of this step. Every rank must call.
+
+    Tensors are as of `tensors_to_save`.
+    """
     mesh = runtime.mesh
     world = mesh["world"]
     device = runtime.device.torch_device
@@ -196,8 +202,9 @@ def _newest_iteration(start: Start | None) -> int | None:
 def load(runtime: Runtime, chunks: Chunks, optimizer: FlatOptimizer) -> Loaded:
     """Fill parameters and optimizer from --load; return (train state, log state). Every rank must call.
 
-    The checkpoint may come from any layout. The first of these is loaded: a copy for restarts that is newer than the
-    checkpoint in --load; that checkpoint; --pretrained-checkpoint. Otherwise the run starts from initial weights, with a note.
+    The checkpoint may come from any layout. The first of these is loaded: a copy for restarts that is newer than
+    the checkpoint in --load; that checkpoint; --pretrained-checkpoint. Otherwise the run starts from initial
+    weights, with a note.
     """
     config = runtime.config.checkpoint
     world = runtime.mesh["world"]
@@ -350,7 +357,8 @@ def read_tensors(
 ) -> None:
     """Fill the parameters and, if `load_optimizer`, the optimizer state. Every rank must call.
 
-    Masters that the checkpoint lacks are filled from the saved weights.
+    model, optimizer_state: name -> this rank's part, which is filled in place. Raises CheckpointError. Masters that the
+    checkpoint lacks are filled from the saved weights.
     """
     masters = {name: tensor for name, tensor in optimizer_state.items() if name.startswith(_MASTER)}
 

@@ -69,7 +69,10 @@ def _prepare(folder: str, root: Path, held: contextlib.ExitStack) -> None:
 
 
 def _make_and_lock(suffix: str, folder: str, root: Path, held: contextlib.ExitStack) -> bool:
-    """Make the folder, check that it can be written, and lock it until `held` is closed; False if it cannot be locked."""
+    """Make the folder, check that it can be written, and lock it until `held` is closed.
+
+    False if it cannot be locked.
+    """
     if not file_layer.exists(root):
         file_layer.make_folders(root)
         held.callback(_remove_if_empty, root)

@@ -23,8 +23,8 @@ _NOTABLE_WAIT = 0.001  # seconds
 class CheckpointManager:
     """A manager saves one run. Every rank has one and makes the same calls, except `poll` and `close`.
 
-    As a context around the training steps it first writes a Hugging Face folder that a killed run has not written, and at
-    the end waits for the save in flight.
+    As a context around the training steps it first writes a Hugging Face folder that a killed run has not written, and
+    at the end waits for the save in flight.
 
     state: of the run, at the step that is saved. note: called with each save that is on disk.
     """
@@ -84,7 +84,10 @@ class CheckpointManager:
                 self._exports.write()
 
     def save(self, log_state: dict) -> None:
-        """Save the state after this step. Raises CheckpointError if this save or, with --async-save, the previous one fails."""
+        """Save the state after this step.
+
+        Raises CheckpointError if this save or, with --async-save, the previous one fails.
+        """
         root = self._runtime.config.checkpoint.save
         iteration = self._state.iteration
 
@@ -152,7 +155,10 @@ class CheckpointManager:
             self._report(self._async_saver.finish())
 
     def close(self) -> None:
-        """Wait for the save in flight, at the end of a run that may have failed: an error of the save is only printed."""
+        """Wait for the save in flight, at the end of a run that may have failed.
+
+        An error of the save is only printed.
+        """
         if self._async_saver is None:
             return
         try:

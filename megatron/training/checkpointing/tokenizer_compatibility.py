@@ -1,9 +1,11 @@
-"""The tokenizer of the weights that a run starts from, compared with the run's own; and embedding rows for another vocabulary.
+"""The tokenizer of the weights that a run starts from, compared with the run's own.
 
-compared    a folder's tokenizer.json, vocab.json, vocab.txt or sentencepiece model, token by token: another tokenizer is
-            refused unless --allow-tokenizer-change is given. (Our checkpoints hold a hash instead: compatibility.py.)
-resized     --resize-token-embeddings tokens: rows of equal tokens are reused; ids: rows of equal ids, as transformers'
-            resize_token_embeddings does. All other rows keep their initial values, the same in every layout.
+Also embedding rows for another vocabulary.
+
+compared   a folder's tokenizer.json, vocab.json, vocab.txt or sentencepiece model, token by token: another tokenizer is
+           refused unless --allow-tokenizer-change is given. (Our checkpoints hold a hash instead: compatibility.py.)
+resized    --resize-token-embeddings tokens: rows of equal tokens are reused; ids: rows of equal ids, as transformers'
+           resize_token_embeddings does. All other rows keep their initial values, the same in every layout.
 """
 
 import json
@@ -45,8 +47,8 @@ _BY_TOKEN = (WORD_EMBEDDINGS, f"{OUTPUT_LAYER}.weight", f"{OUTPUT_LAYER}.bias", 
 def check_same_tokens(runtime: Runtime, state: Mapping[str, Any], source: str) -> bool:
     """Refuse a folder's weights under another tokenizer than the folder's; return True if it is another but allowed.
 
-    Every rank must call: the first reads the folder's files for all. A run whose tokenizer has no tokens by name, such as
-    NullTokenizer, cannot be compared. Raises ConfigError.
+    Every rank must call: the first reads the folder's files for all. A run whose tokenizer has no tokens by name, such
+    as NullTokenizer, cannot be compared. Raises ConfigError.
     """
     own_vocabulary = None if runtime.tokenizer is None else vocabulary_of(runtime.tokenizer)
     if own_vocabulary is None or state.get("origin") is None or state.get("tokenizer_sha256") is not None:
@@ -68,7 +70,10 @@ def check_same_tokens(runtime: Runtime, state: Mapping[str, Any], source: str) -
 
 
 def _on_first(runtime: Runtime, work: Any) -> Any:
-    """Return what `work` returns on the first rank, as JSON has it. Every rank must call; its errors are raised on all."""
+    """Return what `work` returns on the first rank, as JSON has it.
+
+    Every rank must call; its errors are raised on all.
+    """
     world = runtime.mesh["world"]
     device = runtime.device.torch_device
     text = None
@@ -79,7 +84,7 @@ def _on_first(runtime: Runtime, work: Any) -> Any:
 
 
 def _compare(runtime: Runtime, state: Mapping[str, Any], source: str, own_vocabulary: Vocabulary) -> tuple[str, str]:
-    """Return, in words, (how this run's ids or its cutting of text differ; why the folder's tokenizer cannot be read)."""
+    """Return, in words, (how this run's ids or cutting differ; why the folder's tokenizer cannot be read)."""
     try:
         folder_vocabulary = _vocabulary_of_folder(state, source)
         if folder_vocabulary is None:
@@ -93,9 +98,9 @@ def _compare(runtime: Runtime, state: Mapping[str, Any], source: str, own_vocabu
 
 
 def _cutting_difference(runtime: Runtime, state: Mapping[str, Any], source: str) -> str:
-    """Return how this run's tokenizer.json, with the folder's tokens, cuts text into tokens otherwise; "" if it does not.
+    """Return how this run's tokenizer.json, with the folder's tokens, cuts text into tokens otherwise.
 
-    Other types of tokenizers are not compared.
+    "" if it does not. Other types of tokenizers are not compared.
     """
     config = runtime.config.tokenizer
     provenance = Provenance.in_state(state, source)
@@ -178,8 +183,9 @@ def with_rows(
 ) -> dict[str, LocalTensor]:
     """Return the tensors as they are to be read: of those with a row for each token, only the reused rows.
 
-    Their boxes are those of the checkpoint's tensors. Names: `prefix` and the parameter's. Rows that are not read keep their
-    values.
+    tensors: name -> this rank's part; those with rows are [rows, ..], of the word embeddings and the output layer.
+    Their boxes are those of the checkpoint's tensors. Names: `prefix` and the parameter's. Rows that are not read
+    keep their values.
     """
     result = dict(tensors)
     for name, local in tensors.items():

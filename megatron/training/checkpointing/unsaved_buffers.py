@@ -1,13 +1,13 @@
 """Buffers and extra states of modules: checkpoints of the training loop do not hold them, and a run says so.
 
-    at the start     a WARNING names the persistent buffers, and the modules with an extra state (torch's `get_extra_state`)
-    at a save        the manifest's "lost_buffers" names those that have changed since the model was built, and so does a
-                     WARNING; its "buffers_at_start" has a digest of each buffer's first value
-    at a resume      a checkpoint that names some is refused without --allow-lost-buffers; a WARNING names those whose first
-                     values are not those of the checkpoint's run
+    at the start    a WARNING names the persistent buffers, and the modules with an extra state (`get_extra_state`)
+    at a save       the manifest's "lost_buffers" names those that have changed since the model was built, and so does
+                    a WARNING; its "buffers_at_start" has a digest of each buffer's first value
+    at a resume     a checkpoint that names some is refused without --allow-lost-buffers; a WARNING names those whose
+                    first values are not those of the checkpoint's run
 
-A buffer that never changes is not lost if the model's constructor makes the same one again. One that is drawn at random is
-another one under another --seed.
+A buffer that never changes is not lost if the model's constructor makes the same one again. One that is drawn at random
+is another one under another --seed.
 """
 
 import hashlib
@@ -33,7 +33,10 @@ Digests = dict[str, str]
 
 
 def note_buffers(chunks: Collection[DistributedDataParallel], world: Axis, device: torch.device | str) -> None:
-    """Remember the first values of the model's buffers; warn of those that a checkpoint will lack. Every rank must call."""
+    """Remember the first values of the model's buffers; warn of those that a checkpoint will lack.
+
+    Every rank must call.
+    """
     with collectives.raise_together(world, device):
         for chunk in chunks:
             chunk.buffers_at_start = digests_of(chunk.module)
@@ -67,7 +70,10 @@ def changed_buffers(chunks: Collection[DistributedDataParallel], world: Axis, de
 
 
 def first_buffers(chunks: Collection[DistributedDataParallel], world: Axis, device: torch.device | str) -> Digests:
-    """Return the digest of each buffer's first value, if it is equal on all ranks that have the buffer. Every rank must call."""
+    """Return the digest of each buffer's first value, if it is equal on all ranks that have the buffer.
+
+    Every rank must call.
+    """
     own_digests = []
     for chunk in chunks:
         for name, digest_text in (chunk.buffers_at_start or {}).items():
@@ -81,9 +87,10 @@ def first_buffers(chunks: Collection[DistributedDataParallel], world: Axis, devi
 
 
 def note_other_buffers(before: Digests, now: Digests, source: str) -> None:
-    """Warn of buffers whose first values are not those of the checkpoint's run. source: the checkpoint's flag and folder.
+    """Warn of buffers whose first values are not those of the checkpoint's run.
 
-    Buffers of another shape or dtype, as a layout or a precision may make them, are not compared.
+    source: the checkpoint's flag and folder. Buffers of another shape or dtype, as a layout or a precision may make
+    them, are not compared.
     """
     names = []
     for name, digest_text in before.items():
@@ -103,9 +110,9 @@ def _dtype_and_shape(digest_text: str) -> str:
 
 
 def check_lost_buffers(lost: Sequence[str], source: str, *, allowed: bool) -> None:
-    """Refuse a checkpoint that lacks the buffers `lost`; if `allowed`, only warn. source: the checkpoint's flag and folder.
+    """Refuse a checkpoint that lacks the buffers `lost`; if `allowed`, only warn.
 
-    Raises ConfigError.
+    source: the checkpoint's flag and folder. Raises ConfigError.
     """
     if not lost:
         return
@@ -121,7 +128,10 @@ def check_lost_buffers(lost: Sequence[str], source: str, *, allowed: bool) -> No
 
 
 def digests_of(module: nn.Module) -> Digests:
-    """Return a digest of each persistent buffer and extra state, by its name in `state_dict`. Empty ones are left out."""
+    """Return a digest of each persistent buffer and extra state, by its name in `state_dict`.
+
+    Empty ones are left out.
+    """
     saved = module.state_dict(keep_vars=True)
     values = {name: buffer for name, buffer in module.named_buffers(remove_duplicate=False) if name in saved}
     values |= {name: value for name, value in saved.items() if name.endswith(_EXTRA_STATE)}
@@ -135,7 +145,8 @@ def _is_empty(value: Any) -> bool:
 def digest(value: Any) -> str:
     """Return a text that is equal for values that are equal bit by bit.
 
-    value: a tensor, whose digest begins with its dtype and shape, or a module's extra state with any tensors inside.
+    value: a tensor of any shape, whose digest begins with its dtype and shape, or a module's extra state with
+    any tensors inside.
     """
     if isinstance(value, Tensor):
         return _digest_of_leaf(value)

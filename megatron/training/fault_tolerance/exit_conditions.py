@@ -83,7 +83,10 @@ class ExitConditions:
         return None
 
     def _agree(self, minutes: float | None) -> str | None:
-        """Return the reason that any rank has to stop. minutes: since the start; None if the duration does not count."""
+        """Return the reason that any rank has to stop.
+
+        minutes: since the start; None if the duration does not count.
+        """
         limit = self.config.exit_duration_in_mins
         is_late = minutes is not None and limit is not None and minutes > limit
         local = torch.tensor([self.signalled, is_late], dtype=torch.int64, device=self.device)  # [2]
@@ -141,8 +144,8 @@ def listen_for_requests(config: TrainingConfig) -> None:
 def _receives_sighup(environment: Mapping[str, str]) -> bool:
     """Whether SIGHUP is for this process to handle.
 
-    Under `nohup` it is not, unless torchrun sends it: torchrun handles the signal even there, passes it on to its ranks,
-    which are in sessions of their own, and kills those that ignore it after 30 seconds.
+    Under `nohup` it is not, unless torchrun sends it: torchrun handles the signal even there, passes it on to its
+    ranks, which are in sessions of their own, and kills those that ignore it after 30 seconds.
     """
     before = signal.getsignal(signal.SIGHUP)
     return before is signal.SIG_DFL or (before is signal.SIG_IGN and "TORCHELASTIC_RUN_ID" in environment)

@@ -1,16 +1,16 @@
 """A failed run ends in order on every rank: one rank prints the error, the others name that rank.
 
-    failing rank    claims the report in the job's store, prints its error, leaves its groups
-    other ranks     their collectives fail, since a peer is gone; they read its rank from the store, print one line, leave
+    failing rank  claims the report in the job's store, prints its error, leaves its groups
+    other ranks   their collectives fail, since a peer is gone; they read its rank from the store, print one line, leave
 
 A killed process leaves nothing in the store: the others know its rank, host and process from their connection to it
-(`core/parallel/tcp_liveness.py`). Ctrl-C is a failure too; it usually reaches several ranks, and one of them reports it.
-Messages also go to torchrun's error file. torchrun shows the file of the rank that ended first, so the other ranks repeat
-the first error there.
+(`core/parallel/tcp_liveness.py`). Ctrl-C is a failure too; it usually reaches several ranks, and one of them reports
+it. Messages also go to torchrun's error file. torchrun shows the file of the rank that ended first, so the other ranks
+repeat the first error there.
 
-Under NCCL a collective does not fail when a peer is gone: its kernel waits until the timeout. There each rank has a thread
-that watches the store (`Listener`), and the process exits without closing its groups, which would wait for collectives in
-flight.
+Under NCCL a collective does not fail when a peer is gone: its kernel waits until the timeout. There each rank has a
+thread that watches the store (`Listener`), and the process exits without closing its groups, which would wait for
+collectives in flight.
 """
 
 import contextlib
@@ -59,8 +59,8 @@ def explains_itself(error: BaseException) -> bool:
 def report(error: BaseException, farewell: str | None = None) -> int:
     """Print this rank's part of the report of `error`, and return the exit code.
 
-    Each failing rank of a multi-process job calls it, then `leave`. farewell: of an interrupted rank, printed instead of
-    the error if the rank is the first.
+    Each failing rank of a multi-process job calls it, then `leave`. farewell: of an interrupted rank, printed instead
+    of the error if the rank is the first.
     """
     rank = parallel_state.launched_rank()
     store = parallel_state.job_store()
@@ -231,7 +231,10 @@ def _store_is_reachable() -> bool:
 
 
 def _print_and_record(text: str, *, follows: bool = False, more: Callable[[], str] = str) -> None:
-    """Print `text`, then write it to torchrun's error file, with `more()` at its end. follows: another rank failed first."""
+    """Print `text`, then write it to torchrun's error file, with `more()` at its end.
+
+    follows: another rank failed first.
+    """
     output_streams.print_stderr(text.rstrip())
     write_error_file(text + more(), follows=follows)
 

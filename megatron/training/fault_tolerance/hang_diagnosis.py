@@ -1,13 +1,13 @@
 """The rank that hangs is concluded from where all ranks are. Pure.
 
-W waits for R      W is in call n of a group, and R, of the same group, has issued fewer; in a transfer, R is the peer.
-hangs              A rank that is stopped or has ended. If there is none: a rank that is waited for and waits for nobody;
-                   else ranks of other machines that are waited for. During the start-up, before any call: the ranks in
-                   the earliest phase, but no rank that joins the others, because it waits for ranks that are not there.
-slow               A rank that seems to hang is only slow in two cases. It is in a phase of unknown length (start-up,
-                   first steps, a save), and computes, reads or writes now and then. Or the machine is crowded: it answers,
-                   and without the time that ranks waited for a core it has stood still for less than the allowed time.
-                   In both cases only until the back end gives up.
+W waits for R   W is in call n of a group, and R, of the same group, has issued fewer; in a transfer, R is the peer.
+hangs           A rank that is stopped or has ended. If there is none: a rank that is waited for and waits for nobody;
+                else ranks of other machines that are waited for. During the start-up, before any call: the ranks in
+                the earliest phase, but no rank that joins the others, because it waits for ranks that are not there.
+slow            A rank that seems to hang is only slow in two cases. It is in a phase of unknown length (start-up,
+                first steps, a save), and computes, reads or writes now and then. Or the machine is crowded: it answers,
+                and without the time that ranks waited for a core it has stood still for less than the allowed time.
+                In both cases only until the back end gives up.
 """
 
 import re

@@ -1,14 +1,16 @@
-"""A rank that hangs is found and named, with who waits for it in which call, and the job is ended. Each rank has a watcher.
+"""A rank that hangs is found and named, with who waits for it in which call, and the job is ended.
+
+Each rank has a watcher.
 
     main thread      writes its status: phase, iteration, last call on each axis (`core/base/rank_status.py`)
     watcher thread   sees that its main thread makes no progress for --hang-timeout times the median step. The first one
                      to see it looks at all ranks of the machine from outside: statuses, processes, and then stacks
-    diagnosis        `hang_diagnosis.py` says who hangs, or that no rank does (a slow save, a rank that made progress since)
+    diagnosis        `hang_diagnosis.py` says who hangs, or that no rank does (a slow save, a rank that went on since)
     end              every rank that answers prints its line and exits with `HUNG`; ranks that hang are killed
 
-Nothing that is looked at needs the watched rank to answer: statuses are files in memory, a process's state comes from the
-kernel, and a stack is written by a signal handler that needs no interpreter lock (`faulthandler`). So it works whichever
-rank is stopped, the first rank too.
+Nothing that is looked at needs the watched rank to answer: statuses are files in memory, a process's state comes from
+the kernel, and a stack is written by a signal handler that needs no interpreter lock (`faulthandler`). So it works
+whichever rank is stopped, the first rank too.
 """
 
 import contextlib
@@ -106,7 +108,10 @@ class HangWatch:
             self._stacks.close()
 
     def wait_for_diagnosis(self) -> None:
-        """Wait, in a main thread whose call failed during an alarm: the watcher knows the cause, and ends the process."""
+        """Wait, in a main thread whose call failed during an alarm.
+
+        The watcher knows the cause, and ends the process.
+        """
         deadline = time.monotonic() + 15.0
         while self._is_alarmed() and time.monotonic() < deadline:
             time.sleep(0.02)

@@ -8,8 +8,8 @@
     slow                its time is when a slow rank was last reported
     go                  all ranks have read the diagnosis, or there is no more time: end
 
-The folder is named after the job as the launcher describes it, so all ranks find it without communication. A run that was
-killed as a whole leaves it; the next run of this user on the machine removes it. Pure.
+The folder is named after the job as the launcher describes it, so all ranks find it without communication. A run that
+was killed as a whole leaves it; the next run of this user on the machine removes it. Pure.
 """
 
 import contextlib

@@ -23,8 +23,8 @@ _PATIENCE = 5.0  # seconds that the run has to react to the first signal
 class Interrupt:
     """Handle SIGINT within a `with` block; an uncaught KeyboardInterrupt becomes exit code 130 at the end of the block.
 
-    Active only in the main thread, and only if Python's default handler is installed: background jobs ignore the signal,
-    and a script may have its own handler. rank: named in messages.
+    Active only in the main thread, and only if Python's default handler is installed: background jobs ignore the
+    signal, and a script may have its own handler. rank: named in messages.
     """
 
     def __init__(self, rank: int):

@@ -1,9 +1,9 @@
 """A rank ends when its launcher has ended: nobody would stop it or restart it, and the next job may save to its folder.
 
 torchrun starts each rank in a session of its own, so the system tells a rank nothing when the agent is killed. A thread
-waits for the end of the agent's process, on a descriptor of it (Linux 5.3 or later; elsewhere there is no such thread). It
-costs nothing until then. Slurm, MPI and DeepSpeed's launcher end their ranks themselves, or are ended with them. A rank
-whose agent is killed before this module is imported finds that the launcher's store is gone
+waits for the end of the agent's process, on a descriptor of it (Linux 5.3 or later; elsewhere there is no such thread).
+It costs nothing until then. Slurm, MPI and DeepSpeed's launcher end their ranks themselves, or are ended with them. A
+rank whose agent is killed before this module is imported finds that the launcher's store is gone
 (`core/parallel/initialize_distributed.py`).
 """
 
@@ -21,7 +21,10 @@ _RANK_VARIABLES = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "RANK")  # the same in 
 
 
 def agent_of(environment: Mapping[str, str]) -> int | None:
-    """Return the process of torchrun's agent: the nearest parent that is not part of this rank. None without torchrun."""
+    """Return the process of torchrun's agent: the nearest parent that is not part of this rank.
+
+    None without torchrun.
+    """
     if not environment.get("TORCHELASTIC_RUN_ID"):
         return None
     rank_variables = {f"{name}={environment.get(name, '')}".encode() for name in _RANK_VARIABLES}

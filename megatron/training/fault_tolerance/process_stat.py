@@ -99,7 +99,10 @@ def seconds_without_core(pid: int) -> dict[int, float]:
 
 
 def kill(pid: int, started: int) -> bool:
-    """Send SIGKILL to a process, if it is surely the process that began at `started`, of this user. Return whether sent."""
+    """Send SIGKILL to a process, if it is surely the process that began at `started`, of this user.
+
+    Return whether it was sent.
+    """
     if not started or pid == os.getpid() or process_state(pid, started).has_ended:
         return False
     with contextlib.suppress(OSError):

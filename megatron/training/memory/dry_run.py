@@ -160,7 +160,7 @@ def parts_of(runtime: Runtime, job: Job) -> RankParts:
 
 
 class AnyBatch(GeneratedBatch):
-    """A microbatch that has every key a script asks for: [b, s] integers, or the shape that `broadcast_batch` asks for."""
+    """A microbatch that has every key a script asks for: [b, s] integers, or the shape that is asked for."""
 
     def __init__(self, runtime: Runtime):
         super().__init__()
@@ -168,6 +168,7 @@ class AnyBatch(GeneratedBatch):
         self.vocab_size = runtime.vocab_size_if_any or 1
 
     def __missing__(self, key: str) -> Tensor:
+        """Return the tensor of a key: int64 [b, s]."""
         return self.generate([key], self.shape, torch.int64, "cpu")[0]
 
     @memory_kind("away")
@@ -176,7 +177,8 @@ class AnyBatch(GeneratedBatch):
     ) -> tuple[Tensor, ...]:
         """Return a tensor of `shape` for each key: distinct token ids for tokens, else zeros.
 
-        The ids differ because the gradient of a sparse embedding takes memory for each row that occurs.
+        shape None: [b, s], or [b, s + 1] for the single key "text". The ids differ because the gradient of a sparse
+        embedding takes memory for each row that occurs.
         """
         if shape is None:
             b, s = self.shape
@@ -225,6 +227,7 @@ class ShapesTier:
         return Done(blocks[start - first :][:nbytes])  # [nbytes]
 
     def start_write(self, start: int, values: AsyncHandle[Tensor]) -> Done:
+        """Wait for the copy, values [elements], and write nothing."""
         values.wait()
         return Done()
 
@@ -239,6 +242,7 @@ class NoCopies:
     """The side stream of an offload store without values."""
 
     def start_copy(self, target: Tensor, source: Tensor) -> AsyncHandle[Tensor]:
+        """Return `target`, of the shape of `source`, with no copy made."""
         return AsyncHandle(lambda: target, source)
 
 

@@ -137,7 +137,10 @@ def _true_size(parameter: nn.Parameter, mesh: Mesh) -> int:
 
 
 def warn_if_over_capacity(runtime: Runtime, forecast: Forecast) -> None:
-    """Warn, on the first rank, if the prediction exceeds its device, or its share of the machine. Every rank must call."""
+    """Warn, on the first rank, if the prediction exceeds its device, or its share of the machine.
+
+    Every rank must call.
+    """
     if not forecast.ranks:
         return
     if runtime.device.torch_device.type == "cpu":
@@ -153,7 +156,10 @@ def warn_if_over_capacity(runtime: Runtime, forecast: Forecast) -> None:
 
 
 def disk_space_left(runtime: Runtime) -> list[str]:
-    """Return a line with the free bytes of the offload disk, once this rank's state is on it; none without such a disk."""
+    """Return a line with the free bytes of the offload disk, once this rank's state is on it.
+
+    There is none without such a disk.
+    """
     if not isinstance(runtime.offload_store, FileOffloadStore):
         return []
     free = amount(runtime.offload_store.folder.free_bytes)

@@ -90,7 +90,10 @@ class MemoryTracker(TorchDispatchMode):
         return result
 
     def assign(self, kind: str, tensors: Iterable[Stored]) -> None:
-        """Count these tensors, created before or inside the block, as this kind. Those in a file take no memory."""
+        """Count these tensors, of any shapes, created before or inside the block, as this kind.
+
+        Those in a file take no memory.
+        """
         for x in tensors:
             if isinstance(x, StoredTensor):
                 self.in_file[kind] += x.nbytes
@@ -124,7 +127,7 @@ class MemoryTracker(TorchDispatchMode):
                 self.assign("optimizer", shard.tensors)
 
     def kind_of(self, x: Tensor) -> str:
-        """Return the kind of a tensor's memory; "other" if it is not counted."""
+        """Return the kind of a tensor's memory, whatever its shape; "other" if it is not counted."""
         memory = self._storages.get(id(x.untyped_storage()))
         return memory.kind if memory else "other"
 

@@ -85,7 +85,7 @@ def _free(runtime: Runtime) -> str:
 
 
 def _advice(runtime: Runtime, predicted: Sequence[RankMemory] | None) -> list[str]:
-    """Return lines with the prediction, if there is one, and with the flags that reduce each kind, the largest first."""
+    """Return lines with the prediction, if any, and with the flags that reduce each kind, the largest first."""
     on_cpu = runtime.device.torch_device.type == "cpu"
     lines = []
     kinds = [STATE] if predicted is None else [ACTIVATIONS, STATE]

@@ -136,6 +136,7 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """q [b, n, s, d]; k, v [b, groups, keys, d]; mask: of numbers that are added, or None -> [b, n, s, d]."""
         # The output's memory is [b, s, n, d], as that of torch's kernel: the heads of a token side by side.
         out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)  # [b, n, s, d]
         logsumexp = torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))  # [b, n, s]
@@ -144,6 +145,10 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """grad: [b, n, s, d] -> the gradients of q, k and v, in their shapes.
+
+        Saved: what the fused kernel saves; here only for its memory, and for the shapes of the gradients.
+        """
         # Saved: what the fused kernel saves; here only for its memory, and for the shapes of the gradients.
         q, k, v = ctx.saved_tensors[:3]
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
@@ -167,12 +172,17 @@ class _FusedRmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, rows: torch.Size) -> Tensor:
+        """x: [.., h], weight: [h] or None; rows: the shape of x without the normalized dimensions -> [.., h]."""
         rms = torch.empty(rows, dtype=torch.promote_types(x.dtype, torch.float32))  # x.shape without normalized dims
         ctx.save_for_backward(x, weight, rms)
         return torch.empty_like(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """grad: [.., h] -> the gradients of x [.., h] and of the weight [h].
+
+        Saved: the input, the weight and one number per row, as in the fused kernel; here only for their memory.
+        """
         # Saved: the input, the weight and one number per row, as in the fused kernel; here only for their memory.
         x, weight = ctx.saved_tensors[:2]
         grad_x = torch.empty_like(x)
@@ -233,34 +243,42 @@ class FakeGroup:
         self.rank = rank
 
     def all_reduce(self, x: Tensor, op: str) -> Done:
+        """Leave x [..] as it is: the others seem to have zeros."""
         return Done()
 
     def all_gather(self, out: Tensor, x: Tensor) -> Done:
+        """Fill out [ranks x elements of x], in any shape, with copies of x [..]."""
         if not out.is_meta:
             for shard in out.view(self.size, -1):
                 shard.copy_(x.view(-1))
         return Done()
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Done:
+        """Fill out [..] with the first part of x [ranks x elements of out], in any shape."""
         out.view(-1).copy_(x.view(self.size, -1)[0])
         return Done()
 
     def all_to_all(self, out: Tensor, x: Tensor) -> Done:
+        """Copy x [..] to out [..]."""
         out.copy_(x)
         return Done()
 
     def broadcast(self, x: Tensor, source: int) -> Done:
+        """Leave x [..] as it is on the source, else set it to zeros."""
         if source == self.rank:
             return Done()
         return self.recv(x, source)
 
     def shift(self, out: Tensor, x: Tensor, to: int, source: int) -> Done:
+        """Copy x [..] to out [..]."""
         out.copy_(x)
         return Done()
 
     def send(self, x: Tensor, to: int) -> Done:
+        """Send nothing of x [..]."""
         return Done()
 
     def recv(self, x: Tensor, source: int) -> Done:
+        """Set x [..] to zeros."""
         x.zero_()
         return Done()

@@ -84,7 +84,10 @@ class CpuContention:
 
 
 def _advice(spins: bool) -> str:
-    """Return the settings that would help and are not set yet, in words. spins: whether threads wait for one another."""
+    """Return the settings that would help and are not set yet, in words.
+
+    spins: whether threads wait for one another.
+    """
     settings = []
     if os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
         settings.append("OMP_WAIT_POLICY=PASSIVE")

@@ -1,8 +1,8 @@
 """Two small files tell those who supervise a run how it is: a heartbeat in JSON, and numbers for Prometheus. Pure.
 
 Both are replaced whole, at most once a second and at every save, by the rank that logs; Prometheus' textfile collector
-reads the second. A run does not end because they cannot be written; it says so once, and tries again. They also say which
-other outputs of that rank are lost.
+reads the second. A run does not end because they cannot be written; it says so once, and tries again. They also say
+which other outputs of that rank are lost.
 """
 
 import contextlib

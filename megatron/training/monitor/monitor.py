@@ -54,7 +54,10 @@ Measured = dict[TensorKey, Statistics]  # of --inspect; empty when not due
 
 
 class Monitor:
-    """The observers of one run. Every rank has a `Monitor` and makes the same calls; only the rank that logs has writers."""
+    """The observers of one run.
+
+    Every rank has a `Monitor` and makes the same calls; only the rank that logs has writers.
+    """
 
     def __init__(
         self, runtime: Runtime, pipeline: Pipeline, chunks: Sequence[DistributedDataParallel], state: TrainState
@@ -126,7 +129,10 @@ class Monitor:
             self._stragglers.end_step(time.monotonic() - began)
 
     def measure(self) -> tuple[dict[str, float], Measured]:
-        """Return (num_zeros and params_norm, statistics of --inspect) of the last step, when due. Every rank must call."""
+        """Return (num_zeros and params_norm, statistics of --inspect) of the last step, when due.
+
+        Every rank must call.
+        """
         numbers: dict[str, float] = {}
         tensors: Measured = {}
         log = self.config.log

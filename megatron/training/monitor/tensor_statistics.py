@@ -1,7 +1,8 @@
 """Statistics of whole tensors for --inspect: every element counts once, in any layout.
 
-Parameters and gradients are those of `core/distributed/params_norm_and_zeros.py`. Activations are divided over data-parallel
-ranks and microbatches; tensor-parallel ranks have copies of a layer's output, or parts with sequence parallelism.
+Parameters and gradients are those of `core/distributed/params_norm_and_zeros.py`. Activations are divided over
+data-parallel ranks and microbatches; tensor-parallel ranks have copies of a layer's output, or parts with
+sequence parallelism.
 """
 
 import json

@@ -1,4 +1,7 @@
-"""Some steps are profiled into a Chrome trace, with named pipeline actions and collectives; device memory is recorded."""
+"""Some steps are profiled into a Chrome trace, with named pipeline actions and collectives.
+
+Device memory is recorded.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -35,7 +38,10 @@ class StepProfiler:
 
     @contextlib.contextmanager
     def step(self, iteration: int) -> Iterator[None]:
-        """Profile the block, which is training step `iteration` (counted from 1), if it is one of the steps to profile."""
+        """Profile the block, if its step is to be profiled.
+
+        iteration: of the training step, counted from 1.
+        """
         if not self.wanted or not self.config.profile_step_start < iteration <= self.config.profile_step_end:
             yield
             return

@@ -66,7 +66,9 @@ _COUNTS = ("steps", "nan_steps", "skipped_steps")  # of an interval, also their 
 
 
 class TrainingLog:
-    """Average losses, times and speeds over a log interval. Checkpoints have its `state`, so an interval survives a restart.
+    """Average losses, times and speeds over a log interval.
+
+    Checkpoints have its `state`, so an interval survives a restart.
 
     device_flops_per_sample: FLOPs per sample divided by the number of devices; None: no throughput is logged.
     progress_in_tokens: tokens per sample, for progress lines between log lines; None: no progress lines.
@@ -116,7 +118,10 @@ class TrainingLog:
         self.counts: dict[str, int] = not_skipped | state.get("counts", {})
 
     def add(self, losses: Mapping[str, float], is_nan: bool = False, *, skipped: bool = False) -> None:
-        """Count one step. Averages leave out skipped steps, as in Megatron, and losses of steps that counted no token."""
+        """Count one step.
+
+        Averages leave out skipped steps, as in Megatron, and losses of steps that counted no token.
+        """
         if not skipped:
             for name, value in losses.items():
                 self.sums[name] = self.sums.get(name, 0.0) + value
@@ -286,7 +291,10 @@ def validation_warning(where: str, losses: Mapping[str, float | None]) -> str | 
 
 
 def has_perplexity(name: str) -> bool:
-    """Whether the validation number `name` is a cross entropy. Accuracies and training objectives have no perplexity."""
+    """Whether the validation number `name` is a cross entropy.
+
+    Accuracies and training objectives have no perplexity.
+    """
     return not name.endswith(("accuracy", "objective"))
 
 

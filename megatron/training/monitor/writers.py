@@ -1,6 +1,7 @@
 """Writers send a run's numbers to TensorBoard, wandb and a JSONL file, beside the log. A new writer is one more class.
 
-The loop creates `Record`s; each writer writes the kinds it needs. Only the last rank, where losses are known, has writers.
+The loop creates `Record`s; each writer writes the kinds it needs. Only the last rank, where losses are known, has
+writers.
 
     step         a training step, every --tensorboard-log-interval: curves
     interval     the numbers of a log line, every --log-interval
@@ -8,8 +9,8 @@ The loop creates `Record`s; each writer writes the kinds it needs. Only the last
     inspect      statistics of one tensor, every --inspect steps
     lost output  an output of the run cannot be written any more
 
-A writer that fails does not end the run: it raises `WriterError` once. TensorBoard and wandb are not called again, since it
-is unknown what they have written; the JSONL file is tried again at each record.
+A writer that fails does not end the run: it raises `WriterError` once. TensorBoard and wandb are not called again,
+since it is unknown what they have written; the JSONL file is tried again at each record.
 """
 
 import contextlib
@@ -166,8 +167,8 @@ class MetricsFile:
     On a full disk records are missing: a line of the kind "lost output", with their number, is written in their place
     once there is space. A NaN or infinite number is null, and `not_finite` has its text.
 
-    A run resumed at `iteration` first removes the later records, since it will write them again. Raises ValueError for a
-    file with other content, and for a path that cannot be written.
+    A run resumed at `iteration` first removes the later records, since it will write them again. Raises ValueError for
+    a file with other content, and for a path that cannot be written.
     """
 
     def __init__(self, path: str, iteration: int):

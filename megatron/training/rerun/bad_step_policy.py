@@ -4,9 +4,9 @@
     a loss or a gradient far larger than before                     report, or skip or stop with --spike-action
         (--check-for-spiky-loss, --check-for-large-grads)
 
-With --rerun-mode validate_results such a step is computed again, as by Megatron's rerun state machine. Other numbers mean
-that a device computed wrongly. The same numbers mean that data, weights or program are the reason; then the first tensor
-that is not finite is named.
+With --rerun-mode validate_results such a step is computed again, as by Megatron's rerun state machine. Other numbers
+mean that a device computed wrongly. The same numbers mean that data, weights or program are the reason; then the first
+tensor that is not finite is named.
 """
 
 import math
@@ -140,7 +140,10 @@ class BadStepPolicy:
         return f"microbatch {microbatch} of data-parallel rank {rank} (samples {start} to {stop - 1})"
 
     def record_losses_of(self, forward_step: ForwardStep) -> ForwardStep:
-        """Return the forward step, which also records the loss of each microbatch of training for the spike detector."""
+        """Return the forward step, which also records losses for the spike detector.
+
+        They are those of each microbatch of training.
+        """
         if self.loss_spikes is None:
             return forward_step
 

@@ -2,8 +2,8 @@
 
     update | hash ... validation, save (checked first), forwards and backwards ... check | update
 
-A hash takes one pass over this rank's state, two in an interval. Only one number is communicated, so that all ranks stop
-together.
+A hash takes one pass over this rank's state, two in an interval. Only one number is communicated, so that all
+ranks stop together.
 """
 
 import socket
@@ -70,7 +70,10 @@ class StateTensor(NamedTuple):
 
 
 def resident_state(chunks: Sequence[DistributedDataParallel], optimizer: FlatOptimizer) -> Iterator[StateTensor]:
-    """Yield all that this rank keeps of weights, masters and moments, in memory or in files, each bit once."""
+    """Yield all that this rank keeps of weights, masters and moments, in memory or in files, each bit once.
+
+    Each is flat, [elements], but for a frozen parameter, which has its own shape. Nothing is communicated.
+    """
     # weights: in whole buffers, or with ZeRO 3 in shards; frozen ones are in no buffer
     for chunk in chunks:
         for buffer in chunk.buffers:
@@ -100,7 +103,7 @@ def _tensors_of_shard(kind: str, shard: Shard, buffer: ParamAndGradBuffer) -> It
 
 
 def hashes_of(state: Iterator[StateTensor]) -> list[Tensor]:
-    """Return the hashes of each tensor's blocks, on its device: [blocks] each."""
+    """Return the hashes of each tensor's blocks, on its device: int64 [blocks] each."""
     return [_hash_blocks(tensor.values) for tensor in state]
 
 
@@ -113,7 +116,10 @@ def _hash_blocks(values: Stored) -> Tensor:
 
 
 def changes_since(before: list[Tensor], state: Iterator[StateTensor]) -> str:
-    """Return the places whose hashes differ from those of `before`, one a line; "" if there are none."""
+    """Return the places whose hashes differ from those of `before`, one a line; "" if there are none.
+
+    before: as of `hashes_of`, int64 [blocks] each, of the same tensors in the same order.
+    """
     lines = []
     for tensor, hashes_before in zip(state, before, strict=True):
         hashes = _hash_blocks(tensor.values)

@@ -1,4 +1,6 @@
-"""The first tensor of a step that is NaN or infinite is found by computing the step again, with a check after each module.
+"""The first tensor of a step that is NaN or infinite is found by computing the step again.
+
+A check follows each module.
 
 Order: the weights before the step; then by microbatch, numbered over all ranks, its forward before its backward, in the
 order of computation; then the summed gradients. Names are the model's, so they are the same in every layout.
@@ -73,7 +75,7 @@ class _NanLocator:
             self.first = (order, name())
 
     def check_elements(self, order: Order, name: str, elements: Iterator[tuple[str, Tensor]]) -> None:
-        """Check parts of parameters or gradients. name: with {} for the parameter's name."""
+        """Check parts of parameters or gradients, of any shapes. name: with {} for the parameter's name."""
         for parameter_name, values in elements:
             self._check(order, partial(name.format, parameter_name), values)
 

@@ -65,8 +65,9 @@ def show_differences(differences: list[Difference]) -> str:
 def differences_of_copies(chunks: list[DistributedDataParallel], mesh: Mesh) -> list[Difference]:
     """Return the parameters whose copies differ over an axis of this rank.
 
-    Every rank must call, with all parameters gathered. Communication: over each axis with copies, an all-reduce of two
-    numbers a parameter; with ZeRO 3 another over the shards. The ranks of an axis with a difference also gather its hashes.
+    Every rank must call, with all parameters gathered. Communication: over each axis with copies, an all-reduce of
+    two numbers a parameter; with ZeRO 3 another over the shards. The ranks of an axis with a difference also
+    gather its hashes.
     """
     # ranks with the same part of a parameter: data-parallel replicas
     copies = []

@@ -6,8 +6,8 @@ what it sends in a collective or a transfer, what it receives, and at the end it
     received the same so far, and sends something else      this rank computed wrongly in one of the runs
     first received something else                           another rank did
 
-After a difference a third run follows. If it equals one of the first two, the error comes and goes. If all three differ,
-the device is broken, or its kernels add in varying order.
+After a difference a third run follows. If it equals one of the first two, the error comes and goes. If all three
+differ, the device is broken, or its kernels add in varying order.
 """
 
 import json
@@ -51,7 +51,7 @@ class TensorTrace:
         self._hashes.append(tensor_hash(x))
 
     def on_call(self, call: Call, x: Tensor, *, is_result: bool) -> None:
-        """Record the input or output of a communication, as the ledger's listener."""
+        """Record the input or output of a communication, x of any shape, as the ledger's listener."""
         operations = _RECEIVING if is_result else _SENDING
         if call.op not in operations:
             return

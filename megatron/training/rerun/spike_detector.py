@@ -1,6 +1,7 @@
 """Values far larger than any before are detected: spikes of the loss, and large gradients. Pure.
 
-Megatron-LM's rule (`is_unexpectedly_large`): a value is unexpected if it is at least 10 times the largest of the first 100.
+Megatron-LM's rule (`is_unexpectedly_large`): a value is unexpected if it is at least 10 times the largest of the first
+100.
 """
 
 import math
@@ -32,7 +33,10 @@ class SpikeDetector:
         return f"at least {FACTOR:g} times the largest of the first {SAMPLES} ({self.largest:.6g})"
 
     def is_too_large(self, value: float, samples: int = 1) -> bool:
-        """Whether a value, the largest of `samples` values, is unexpected. The first ones are not, nor NaN or infinity."""
+        """Whether a value, the largest of `samples` values, is unexpected.
+
+        The first ones are not, nor NaN or infinity.
+        """
         value = abs(value)
         if not math.isfinite(value):
             return False

@@ -1,6 +1,6 @@
 """A bad step is written to disk with all that is needed to compute it again, as a checkpoint that any layout reads.
 
-    DIR/iter_0000041/       the 42nd step: the weights before it, and its batches, "batch/<key>" [samples of the step, ...]
+    DIR/iter_0000041/       the 42nd step: the weights before it, and its batches, "batch/<key>" [samples, ...]
     manifest.json, state    the run's settings and position; "bad_step": what was wrong, and the numbers to compare with
 
 `tools/replay_step.py DIR` computes the step again.
@@ -61,9 +61,9 @@ def exact_numbers(figures: StepFigures) -> dict[str, str]:
 
 
 def batch_tensors(work: StepWork) -> dict[str, LocalTensor]:
-    """Return this rank's rows of the step's batches, by name.
+    """Return this rank's rows of the step's batches, by name: [samples on this rank, ..] of [samples of the step, ..].
 
-    Empty on ranks that read no batches, and if batches are not dictionaries of tensors.
+    Empty on ranks that read no batches, and if batches are not dictionaries of tensors. Nothing is communicated.
     """
     pipeline: Pipeline = work.pipeline
     micro_batch_size = pipeline.batch.micro_batch_size

@@ -1,4 +1,4 @@
-"""Where the files of GPT-2's tokenizer are published."""
+"""The addresses at which the files of GPT-2's tokenizer are published."""
 
 from megatron.core.base.lazy_imports import names_of_megatron
 

@@ -9,7 +9,10 @@ from megatron.core.tokenizers.tokenizer_registry import NullTokenizer, Tokenizer
 
 
 class _NullTokenizer(NullTokenizer):
-    """Text that is numbers already: "5 17 3" is [5, 17, 3]; `vocab_size` numbers, and one more for the end of a document."""
+    """Text that is numbers already: "5 17 3" is [5, 17, 3].
+
+    It has `vocab_size` numbers, and one more for the end of a document.
+    """
 
     cls = sep = -1
     mask, additional_special_tokens_ids = -1, None
@@ -19,8 +22,11 @@ class _NullTokenizer(NullTokenizer):
 
 
 def build_tokenizer(args: Any, **kwargs: Any) -> Tokenizer:
-    """The tokenizer that `args` names. Sets `args.padded_vocab_size` if it is not set: a multiple of
-    make_vocab_size_divisible_by x tensor_model_parallel_size. kwargs: further settings, by the names of flags."""
+    """The tokenizer that `args` names.
+
+    Sets `args.padded_vocab_size` if it is not set: a multiple of make_vocab_size_divisible_by x
+    tensor_model_parallel_size. kwargs: further settings, by the names of flags.
+    """
     values = {**vars(args), **kwargs}
     names = [one.name for one in fields(TokenizerConfig) if values.get(one.name) is not None]
     tokenizer = build(TokenizerConfig(**{name: values[name] for name in names}))

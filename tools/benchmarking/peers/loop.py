@@ -24,8 +24,9 @@ Scores = Tensor | tuple[Tensor, Tensor]
 def loss_of(scores: Scores, batch: dict[str, Tensor], words: int | None = None, *, with_order: bool = True) -> Tensor:
     """Return the mean loss of a batch, [].
 
-    scores: logits [b, s, v], or a BERT's pair of them and the logits of the sentence order [b, 2]. words: size of the
-    vocabulary without padding, for a loss that can be compared. with_order: add the loss of the sentence order.
+    scores: logits [b, s, v], or a BERT's pair of them and the logits of the sentence order [b, 2]. batch: labels
+    [b, s], of a BERT also loss_mask [b, s] and is_random [b]. words: size of the vocabulary without padding, for a loss
+    that can be compared. with_order: add the loss of the sentence order.
     """
     if isinstance(scores, Tensor):
         return _cross_entropy(scores, batch["labels"], words)
@@ -47,7 +48,11 @@ def _cross_entropy(scores: Tensor, labels: Tensor, words: int | None) -> Tensor:
 
 
 def clip(parameters: list[nn.Parameter]) -> None:
-    """Clip by the norm of all gradients. torch's functions take sharded or unsharded parameters, not both at once."""
+    """Clip by the norm of all gradients, in place.
+
+    parameters: of any shapes. torch's functions take sharded or unsharded parameters, not both at once. With sharded
+    parameters every rank must call.
+    """
     sharded = [p for p in parameters if isinstance(p, DTensor)]
     unsharded = [p for p in parameters if not isinstance(p, DTensor)]
     groups = [group for group in (sharded, unsharded) if group]
@@ -63,7 +68,8 @@ def clip(parameters: list[nn.Parameter]) -> None:
 def make_adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     """Return AdamW with weight decay of matrices, and none of vectors.
 
-    A group has either sharded or unsharded parameters, since torch's fused kernel does not take both.
+    parameters: of any shapes; those of two or more dimensions are matrices. A group has either sharded or unsharded
+    parameters, since torch's fused kernel does not take both.
     """
     params_of: dict[tuple[bool, bool], list[nn.Parameter]] = {}  # (is a matrix, is sharded) -> parameters
     for p in parameters:
@@ -117,7 +123,10 @@ class Plain:
         return wrapped
 
     def scores(self, model: nn.Module, batch: dict[str, Tensor]) -> Scores:
-        """Return the logits of a batch, as `loss_of` takes them."""
+        """Return the logits of a batch, as `loss_of` takes them.
+
+        batch: tokens, or text, types and padding_mask, [b, s] each.
+        """
         if "tokens" in batch:
             return model(batch["tokens"])
         return model(batch["text"], batch["types"], batch["padding_mask"].bool()[:, None, None, :])

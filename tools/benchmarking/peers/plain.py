@@ -1,7 +1,8 @@
 """The same models in plain PyTorch, as one writes them without a framework: the peer of every work.
 
-GPT-2 with norms before the blocks and a tied embedding; Llama with RMSNorm, rotary positions, SwiGLU and shared key/value heads;
-BERT with norms before the blocks, as Megatron trains it. Activations are [b, s, h], attention is torch's fused kernel.
+GPT-2 with norms before the blocks and a tied embedding; Llama with RMSNorm, rotary positions, SwiGLU and shared
+key/value heads; BERT with norms before the blocks, as Megatron trains it. Activations are [b, s, h], attention is
+torch's fused kernel.
 """
 
 from collections.abc import Iterable
@@ -28,7 +29,10 @@ def rotation(work: Work) -> Tensor:
 
 
 def rotated(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """Rotate x [b, n, s, d] by position, in pairs of features i and i + d / 2 (arXiv:2104.09864)."""
+    """Rotate x [b, n, s, d] by position, in pairs of features i and i + d / 2 (arXiv:2104.09864).
+
+    cos_sin: [2, s, d], of `rotation` -> [b, n, s, d]
+    """
     cos, sin = cos_sin.to(x.dtype)
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
@@ -52,6 +56,10 @@ class Attention(nn.Module):
         self.heads_per_group = work.num_attention_heads // work.kv_heads
 
     def forward(self, x: Tensor, mask: Tensor | None, cos_sin: Tensor | None) -> Tensor:
+        """x: [b, s, h] -> [b, s, h].
+
+        mask: bool [b, 1, 1, s], True where a key is seen, or None; cos_sin: [2, s, d] or None.
+        """
         b, s = x.shape[:2]
         if len(self.qkv) == 1:
             q, k, v = self.qkv[0](x).split(self.sizes, dim=-1)
@@ -87,6 +95,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(f, h, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        """x: [b, s, h] -> [b, s, h]"""
         if not self.gated:
             return self.down(functional.gelu(self.up[0](x), approximate="tanh"))
         if len(self.up) == 1:
@@ -108,6 +117,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(work.hidden_dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, cos_sin: Tensor | None = None) -> Tensor:
+        """x: [b, s, h]; mask, cos_sin: as of `Attention.forward` -> [b, s, h]"""
         x = x + self.dropout(self.attention(self.attention_norm(x), mask, cos_sin))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
@@ -128,6 +138,7 @@ class BertHeads(nn.Module):
         self.order = nn.Linear(h, 2)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x: [b, s, h] -> (input of the output layer [b, s, h], sentence-order logits [b, 2])"""
         transformed = self.norm(functional.gelu(self.transform(x), approximate="tanh"))  # [b, s, h]
         first_token = x[:, 0]  # [b, h]
         return transformed, self.order(torch.tanh(self.pooler(first_token)))
@@ -167,6 +178,7 @@ class PlainModel(nn.Module):
             self.scores.weight = self.words.weight
 
     def forward(self, x: Tensor, types: Tensor | None = None, mask: Tensor | None = None) -> Tensor | tuple:
+        """See the class. types: [b, s]; mask: bool [b, 1, 1, s], True where a key is seen."""
         if self.is_first:
             x = self.words(x)  # [b, s] -> [b, s, h]
             if self.positions is not None:

@@ -1,6 +1,7 @@
 """transformers' GPT-2, Llama and BERT at the sizes of a work, with torch's fused attention. Needs transformers.
 
-GPT-2 and Llama start from our weights. Its BERT has norms after the blocks instead of before, so its losses differ from ours.
+GPT-2 and Llama start from our weights. Its BERT has norms after the blocks instead of before, so its losses
+differ from ours.
 """
 
 from typing import Any
@@ -88,7 +89,11 @@ _LLAMA = {
 
 @torch.no_grad()
 def load(model: nn.Module, weights: dict[str, Tensor], work: Work) -> None:
-    """Copy `as_plain` weights into transformers' GPT-2 or Llama. GPT-2 stores its matrices transposed."""
+    """Copy `as_plain` weights, by name, into transformers' GPT-2 or Llama.
+
+    Each is [out, in] or [out]; GPT-2 stores its matrices transposed. Raises AssertionError if a parameter gets no
+    value.
+    """
     names, layers = {"gpt": (_GPT2, "transformer.h"), "llama": (_LLAMA, "model.layers")}[work.family]
     parameters = dict(model.named_parameters())
     for name, value in weights.items():
@@ -115,6 +120,7 @@ class Transformers(Plain):
         return model
 
     def scores(self, model: nn.Module, batch: dict[str, Tensor]) -> Scores:
+        """Return the logits of a batch, as `Plain.scores`."""
         if "tokens" in batch:
             return model(input_ids=batch["tokens"]).logits
         out = model(batch["text"], attention_mask=batch["padding_mask"], token_type_ids=batch["types"])

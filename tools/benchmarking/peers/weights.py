@@ -1,6 +1,7 @@
 """Our initial weights for the peers: all contenders start from the same weights, so that losses can be compared.
 
-A peer builds our model on the CPU, where each parameter is drawn by its name, and copies the parameters to its own names.
+A peer builds our model on the CPU, where each parameter is drawn by its name, and copies the parameters to its own
+names.
 """
 
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ NamedTensors = Iterator[tuple[str, Tensor]]
 
 
 def our_weights(work: Work) -> dict[str, Tensor]:
-    """Return every parameter of our model by name, in float32 and unsharded. Every rank must call."""
+    """Return every parameter of our model by name, in its full shape, float32. Every rank must call."""
     settings = dict(FAMILIES[work.family])
     settings["add_bias_linear"] = not settings.pop("disable_bias_linear", False)
     config = ModelConfig(
@@ -49,7 +50,8 @@ def our_weights(work: Work) -> dict[str, Tensor]:
 def queries_keys_values(fused: Tensor, work: Work) -> tuple[Tensor, ...]:
     """Split our fused weight or bias into those of all queries, all keys and all values.
 
-    The rows of `fused` are in groups: the queries of a group, its key and its value.
+    fused: [(n + 2 groups) d, ..] -> [n d, ..], [groups d, ..] twice. The rows of `fused` are in groups: the queries of
+    a group, its key and its value.
     """
     heads_per_group = work.num_attention_heads // work.kv_heads
     width = work.hidden_size // work.num_attention_heads
@@ -78,7 +80,10 @@ _OUTSIDE_LAYERS = {
 
 
 def as_plain(ours: dict[str, Tensor], work: Work) -> dict[str, Tensor]:
-    """Return our weights under the names of `PlainModel`, both of its fused and of its separate matrices."""
+    """Return our weights under the names of `PlainModel`, both of its fused and of its separate matrices.
+
+    ours: of `our_weights`. A matrix is [out, in], a bias [out].
+    """
     result = {}
     for name, value in ours.items():
         result.update(_plain_names(name, value, work))
@@ -117,7 +122,10 @@ def _plain_names_in_layer(block: str, module: str, kind: str, value: Tensor, wor
 
 
 def load_plain(model: torch.nn.Module, weights: dict[str, Tensor]) -> None:
-    """Copy `as_plain` weights into a `PlainModel`, or a stage of it, before it is wrapped."""
+    """Copy `as_plain` weights into a `PlainModel`, or a stage of it, before it is wrapped.
+
+    Of several candidates a parameter gets the one of its shape.
+    """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # qkv.0 is the matrix of the queries, or a fused one; the shape tells which

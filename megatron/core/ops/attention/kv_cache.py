@@ -37,20 +37,25 @@ class KeyValueCache:
     shares = False  # whether the next forward has such a shard of the columns
 
     def take(self, tokens: Tensor) -> Tensor:
-        """Return the columns of the next tokens [b, new] that this rank computes: here all of them."""
+        """Return the columns of the next tokens, int64 [b, new], that this rank computes: here all of them."""
         return tokens
 
     def broadcast_last_column(self, x: Tensor) -> Tensor:
-        """Return x of the rank that had the prompts' last column, on every rank."""
+        """Return x of the rank that had the prompts' last column, on every rank: here x itself.
+
+        x: [b, v], the logits of the next tokens. Where several ranks share the columns, all of them must call.
+        """
         return x
 
     def positions(self, new: int) -> Tensor:
-        """Return the positions of the next `new` columns within their texts, 0 for padding: [b, new]."""
+        """Return the positions of the next `new` columns within their texts, 0 for padding: int64 [b, new]."""
         return (self._columns(new) - self._starts[:, None]).clamp(min=0)
 
     def mask(self, new: int) -> Tensor | None:
-        """Return the mask of the next `new` columns, [b, 1, new, length + new], True where attention is masked; None for
-        causal."""
+        """Return the mask of the next `new` columns: bool [b, 1, new, length + new], True where attention is masked.
+
+        None for causal attention.
+        """
         if not self._is_padded and (new == 1 or self.length == 0):
             return None  # the kernels' causal case, which is faster than a mask
         keys = torch.arange(self.length + new, device=self._starts.device)  # columns
@@ -59,10 +64,10 @@ class KeyValueCache:
         return ((keys > queries) | (is_padding & (keys != queries)))[:, None]
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values [new, b, groups/t, d] of a layer; return all of the layer's so far, [length + new, b,
-        groups/t, d].
+        """Append keys and values [new, b, groups/t, d] of a layer.
 
-        `length` grows with `advance`, when every layer has appended.
+        Returns all of the layer's so far, [length + new, b, groups/t, d] each, as views of the cache. `length` grows
+        with `advance`, when every layer has appended.
         """
         stop = self.length + k.shape[0]
         assert stop <= self.capacity, f"{stop} columns in a cache of {self.capacity}"
@@ -84,11 +89,10 @@ class KeyValueCache:
 
 
 class DecoderCache(KeyValueCache):
-    """The cache of a decoder with cross attention: also the keys and values of the encoder's output, computed once for a
-    batch.
+    """The cache of a decoder with cross attention: also keys and values of the encoder's output, made once a batch.
 
-    All texts begin in the first column. memory: layer -> keys and values of the encoder's output. tables: biases of
-    relative positions.
+    All texts begin in the first column. memory: layer -> keys and values of the encoder's output, [s, b, n/t, d] each.
+    tables: the weights [buckets, n] of the relative positions' biases.
     """
 
     def __init__(self, texts: int, capacity: int, device: torch.device | str = "cpu"):

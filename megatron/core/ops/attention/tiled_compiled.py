@@ -1,7 +1,7 @@
 """Causal attention in tiles of queries, compiled, with dropout or without: no s x s tensor.
 
-As in FlashAttention-2 (arXiv:2307.08691, algorithms 1 and 2) the forward saves q, k, v, its result and log(sum exp) of each
-row, and the backward computes the scores again. Without dropout a CPU runs torch's forward, which saves the same.
+As in FlashAttention-2 (arXiv:2307.08691, algorithms 1 and 2) the forward saves q, k, v, its result and log(sum exp) of
+each row, and the backward computes the scores again. Without dropout a CPU runs torch's forward, which saves the same.
 """
 
 import math
@@ -19,7 +19,10 @@ from megatron.core.parallel.accelerator import is_accelerator
 
 
 def tiled_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: AttentionDropout) -> Tensor:
-    """`plain_attention` of q [b, n, s, d] and k, v [b, groups, s, d] under a causal mask -> [b, n, s, d]"""
+    """`plain_attention` of q [b, n, s, d] and k, v [b, groups, s, d] under a causal mask -> [b, n, s, d].
+
+    Asserts that there is no other mask and that there are as many queries as keys.
+    """
     assert mask is None and q.shape[2] == k.shape[2], "only causal"
     queries_per_group = q.shape[1] // k.shape[1]
     if queries_per_group > 1:
@@ -47,8 +50,10 @@ class _Tiled(torch.autograd.Function):
         columns: Tensor | None,
         probability: float,
     ) -> Tensor:
-        """q, k, v: [b, n, s, d] -> [b, n, s, d]. scale: of scores. lines [b, n, s, 2], columns [s]: the words of
-        dropout's masks, or None and None."""
+        """q, k, v: [b, n, s, d] -> [b, n, s, d]. scale: of scores.
+
+        lines [b, n, s, 2], columns [s]: the words of dropout's masks, or None and None.
+        """
         shape = q.shape
         q = by_head(q)  # [b n, s, d]
         k = by_head(k)
@@ -72,10 +77,11 @@ class _Tiled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """grad: [b, n, s, d].
+        """grad: [b, n, s, d] -> the gradients of q, k and v, [b, n, s, d] each.
 
-        Saved: q, k, v; the result and log(sum exp) of each row, with which a tile's probabilities and its softmax's
-        gradient need no other tile; the words of dropout's masks, which are drawn again.
+        Saved: q, k, v [b n, s, d], of which the scores of a tile are computed again; the result [b n, s, d] and log(sum
+        exp) of each row [b n, s], with which a tile's probabilities and its softmax's gradient need no other tile; the
+        words of dropout's masks, which are drawn again.
         """
         # Read once: under recomputation, reading saved_tensors recomputes them.
         q, k, v, out, log_sums, lines, columns = ctx.saved_tensors

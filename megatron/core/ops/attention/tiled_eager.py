@@ -1,7 +1,8 @@
 """Attention in tiles by torch operations, for any mask, with dropout or without: no scores are saved for the backward.
 
-The forward saves q, k, v and the words of dropout's masks. The backward computes a tile's softmax again, by the operations
-of the forward, and its gradient by those of autograd: the numbers are those of `plain_attention` but for the order of sums.
+The forward saves q, k, v and the words of dropout's masks. The backward computes a tile's softmax again, by the
+operations of the forward, and its gradient by those of autograd: the numbers are those of `plain_attention` but for
+the order of sums.
 """
 
 import math
@@ -22,7 +23,10 @@ from megatron.core.ops.dropout_masks import MaskWords, clear_dropped, ones_where
 def eager_tiled_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: AttentionDropout, options: SoftmaxOptions | None = None
 ) -> Tensor:
-    """`plain_attention` of q [b, n, s, d] and k, v [b, groups, s, d] -> [b, n, s, d]"""
+    """`plain_attention` of q [b, n, s, d] and k, v [b, groups, s, d] -> [b, n, s, d].
+
+    As many queries as keys: a cache is not supported (AssertionError).
+    """
     assert q.shape[2] == k.shape[2], "queries without a cache"
     queries_per_group = q.shape[1] // k.shape[1]
     scores_shape = (*q.shape[:3], k.shape[2])
@@ -54,8 +58,10 @@ class _EagerTiled(torch.autograd.Function):
         sinks: Tensor | None,
         *words: Tensor | None,
     ) -> Tensor:
-        """q (scaled), k, v: [b, n, s, d] -> [b, n, s, d]. sinks: [b n] or None. words: of dropout's masks, lines
-        [b, n, s, 2] and columns [s], or None and None."""
+        """q (scaled), k, v: [b, n, s, d] -> [b, n, s, d].
+
+        sinks: [b n] or None. words: of dropout's masks, lines [b, n, s, 2] and columns [s], or None and None.
+        """
         shape = q.shape
         q = by_head(q)  # [b n, s, d]
         k = by_head(k)
@@ -73,10 +79,10 @@ class _EagerTiled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """grad: [b, n, s, d].
+        """grad: [b, n, s, d] -> the gradients of q, k, v [b, n, s, d] each, and of the sinks [b n].
 
-        Saved: q, k and v, of which each tile computes its probabilities again; the words of dropout's masks, which are
-        drawn again.
+        Saved: q, k, v and the sinks, of which each tile computes its probabilities again: all scores would take s x s
+        numbers for each head. The words of dropout's masks, which are drawn again.
         """
         # Read once: under recomputation, reading saved_tensors recomputes them.
         q, k, v, sinks, *words = ctx.saved_tensors
@@ -131,14 +137,18 @@ class _TileSoftmax(NamedTuple):
     options: SoftmaxOptions | None = None  # without sinks, which need a gradient and are an argument
 
     def tiles(self, q: Tensor) -> Iterable[Tile]:
+        """Return the tiles of the scores of q [b n, s, d]."""
         elements = _ELEMENTS_PER_THREAD * torch.get_num_threads() if q.device.type == "cpu" else _ELEMENTS_ELSEWHERE
         is_causal = not isinstance(self.mask, Tensor)
         window_left = self.mask.left if isinstance(self.mask, Window) else None
         return tiles_of(q, _QUERIES, elements, is_causal=is_causal, window_left=window_left)
 
     def softmax(self, scores: Tensor, tile: Tile, sinks: Tensor | None) -> Tensor:
-        """Return the probabilities of the tile's scores [heads, queries, keys], in float32 or wider, with sinks
-        [b n] as a last key. May overwrite the scores."""
+        """Return the probabilities of the tile's scores, in float32 or wider; may overwrite the scores.
+
+        scores: [heads, queries, keys] -> [heads, queries, keys]; with sinks [b n] -> [heads, queries, keys + 1], the
+        sink as the last key.
+        """
         wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
         if self.options is not None:
             wide = self.options.softcap(wide)
@@ -152,16 +162,26 @@ class _TileSoftmax(NamedTuple):
         return wide.softmax(dim=-1)
 
     def of_keys(self, with_sink: Tensor, tile: Tile) -> Tensor:
-        """Return the columns of the keys, without that of the sinks."""
+        """Return the columns of the keys, without that of the sinks.
+
+        with_sink: [heads, queries, keys or keys + 1] -> [heads, queries, keys]
+        """
         return with_sink[..., : tile.columns[1].stop - tile.columns[1].start]
 
     def dropout_ones(self, lines: Tensor | None, columns: Tensor | None, tile: Tile) -> Tensor | None:
-        """Return 1 where a number of the tile is kept, 0 elsewhere; None: all are kept."""
+        """Return 1 where a number of the tile is kept, 0 elsewhere: int32 [heads, queries, keys]; None: all are kept.
+
+        lines: [b, n, s, 2], columns: [s], or None and None without dropout.
+        """
         if lines is None:
             return None
         return ones_where_kept(MaskWords(by_head(lines)[tile.rows], columns[tile.columns[1]]), self.probability)
 
     def drop(self, ones: Tensor | None, x: Tensor) -> None:
+        """Set dropped numbers of x [heads, queries, keys] to 0 and multiply the others by 1 / (1 - p), in place.
+
+        ones: of `dropout_ones`, int32 [heads, queries, keys]; None: x stays as it is.
+        """
         if ones is not None:
             clear_dropped(x, ones)
             x *= 1 / (1 - self.probability)

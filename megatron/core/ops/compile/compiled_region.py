@@ -1,10 +1,11 @@
 """Functions of tensors that torch.compile compiles (`--compile`): regions, requirements, and the cost of compiling.
 
-    half = Compiled(lambda x: (x / 2,))      a formula: no side effects, a tuple of tensors
-    y, = half(x)                             compiled at the first call of each dtype; a second length makes lengths symbols
+    half = Compiled(lambda x: (x / 2,))  a formula: no side effects, a tuple of tensors
+    y, = half(x)                         compiled at the first call of each dtype; a second length makes lengths symbols
 
-A `CompiledRegion` is a differentiable function of two formulas, forward and backward, with a declaration of what it saves.
-torch.compile could derive the backward; but it would choose what to save while it compiles, unknown before the first step.
+A `CompiledRegion` is a differentiable function of two formulas, forward and backward, with a declaration of what
+it saves. torch.compile could derive the backward; but it would choose what to save while it compiles, unknown
+before the first step.
 
 torch.compile belongs to the process: ranks that run as threads share the compiled programs.
 """
@@ -116,8 +117,10 @@ def _whole_of(layer: nn.Module) -> _Whole | None:
 
 
 def cache_folder() -> Path:
-    """Return the folder in which compiled code outlives the process: TORCHINDUCTOR_CACHE_DIR, else in the user's cache
-    folder."""
+    """Return the folder in which compiled code outlives the process.
+
+    It is TORCHINDUCTOR_CACHE_DIR, else a folder in the user's cache folder.
+    """
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
         user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(user_cache / "megatron-anywhere" / "compiled")
@@ -164,8 +167,10 @@ def compile_log_line() -> str | None:
 
 
 def _compile(formula: Formula) -> Formula:
-    """Run torch.compile without a pool of compiling processes, which small programs one after the other do not repay; one
-    formula serves many dtypes and kinds of argument."""
+    """Run torch.compile without a pool of compiling processes, which small programs one after the other do not repay.
+
+    One formula serves many dtypes and kinds of argument.
+    """
     global _import_seconds
     began = time.perf_counter()
     cache_folder()
@@ -201,6 +206,7 @@ class Compiled:
         self._replays: dict[Hashable, Replay | None] = {}  # by backend and kind of call
 
     def __call__(self, *inputs: Any) -> tuple[Tensor | None, ...]:
+        """Return what the formula returns for these inputs, tensors and numbers, in the same shapes."""
         # Plain tensors of one kind: parameters, and tensors that require a gradient, would each be compiled anew.
         plain = [x.detach() if isinstance(x, Tensor) else x for x in inputs]
 
@@ -245,10 +251,10 @@ class CompiledRegion:
     forward(*inputs) -> the results, then what the backward needs besides inputs ("extras").
     saved_inputs: the positions of the inputs that the backward needs.
     backward(*gradients of the results, *saved inputs, *extras) -> the gradient of each input, None for numbers.
-    returns_residual: the first input is the first result too, as the residual stream is; backward then gets the gradient of
-    both and adds them in the same pass.
-    recompute_output(*saved inputs, *extras) -> the last result, which the backward recomputes in the same pass for a consumer
-    that did not save it; None: as forward(*saved inputs) computes it.
+    returns_residual: the first input is the first result too, as the residual stream is; backward then gets the
+    gradient of both and adds them in the same pass.
+    recompute_output(*saved inputs, *extras) -> the last result, which the backward recomputes in the same pass for a
+    consumer that did not save it; None: as forward(*saved inputs) computes it.
     """
 
     eager: Callable[..., Any]
@@ -275,8 +281,10 @@ class CompiledRegion:
             object.__setattr__(self, name, Compiled(formula))
 
     def compiled(self, *inputs: Any) -> Any:
-        """Return what `eager` returns, by the compiled formulas. The result is marked as recomputable if the backward saves
-        everything that it is computed from."""
+        """Return what `eager` returns, by the compiled formulas, in the same shapes.
+
+        The result is marked as recomputable if the backward saves everything that it is computed from.
+        """
         outputs = _RegionFunction.apply(self, *inputs)
         saves_all = all(i in self.saved_inputs for i, x in enumerate(inputs) if isinstance(x, Tensor))
         if self.num_results == 1 and saves_all:
@@ -293,6 +301,10 @@ class CompiledRegion:
 class _RegionFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, region: CompiledRegion, *inputs: Any) -> Any:
+        """inputs: of the region's `forward`, tensors and numbers -> its results.
+
+        With `returns_residual` the first input is the first result.
+        """
         outputs = region.forward(*inputs)
         residual = inputs[:1] if region.returns_residual else ()
         results = (*residual, *outputs[: region.num_results])
@@ -308,7 +320,11 @@ class _RegionFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Saved: the region's `saved_inputs` and the extras of its forward."""
+        """grads: of the results, in their shapes -> the gradients of the inputs, in theirs; None for a number.
+
+        Saved: the region's `saved_inputs`, and the extras of its forward. They are all that its `backward` formula
+        reads. A region declares what it saves, so that the prediction of memory knows it.
+        """
         saved_tensors = ctx.saved_tensors  # read once: under recomputation, reading recomputes them
         numbers = ctx.numbers
         inputs = [number if x is None else x for x, number in zip(saved_tensors, numbers)]

@@ -1,9 +1,9 @@
 """Repeated calls of one compiled program that skip torch's guards.
 
-torch.compile checks its guards before each call: everything that the program might depend on. With the work after them that
-takes 30 to 100 microseconds, as long as a small region. The first call with some kinds of argument goes that way and is
-watched: which program ran, which of the arguments it took, and where its results went. Later calls with arguments of the
-same kinds go straight to that program.
+torch.compile checks its guards before each call: everything that the program might depend on. With the work after them
+that takes 30 to 100 microseconds, as long as a small region. The first call with some kinds of argument goes that way
+and is watched: which program ran, which of the arguments it took, and where its results went. Later calls with
+arguments of the same kinds go straight to that program.
 """
 
 import threading
@@ -64,8 +64,11 @@ def programs_called() -> Iterator[list[_Call]]:
 
 
 def call_kind(inputs: Sequence[Any]) -> Hashable | None:
-    """Return everything that a program may depend on but the values of tensors; None if that is not known, as under
-    autocast."""
+    """Return everything that a program may depend on but the values of tensors; None if that is not known.
+
+    inputs: tensors of any shapes, and numbers; a kind has their shapes, strides, dtypes and devices. It is not
+    known under autocast.
+    """
     if torch._C._is_any_autocast_enabled():
         return None
     settings = torch.is_grad_enabled(), torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
@@ -78,8 +81,10 @@ def call_kind(inputs: Sequence[Any]) -> Hashable | None:
 
 @dataclass(frozen=True)
 class Replay:
-    """One program, with the sources of its arguments and of the call's outputs: positions, or constants of this kind of
-    call."""
+    """One program, with the sources of its arguments and of the call's outputs.
+
+    A source is a position, or a constant of this kind of call.
+    """
 
     program: Program
     arguments: tuple[tuple[int | None, Any], ...]  # position among the inputs, or None and a number
@@ -87,14 +92,17 @@ class Replay:
     outputs: tuple[tuple[int | None, int | None], ...]
 
     def __call__(self, inputs: Sequence[Any]) -> tuple[Tensor | None, ...]:
+        """Return what the watched call has returned, for inputs of its kind: the same shapes as then."""
         # This runs once per region and layer: list comprehensions, no statements.
         results = self.program(*[number if i is None else inputs[i] for i, number in self.arguments])
         return tuple([results[i] if i is not None else None if j is None else inputs[j] for i, j in self.outputs])
 
 
 def replay_of(calls: Sequence[_Call], inputs: Sequence[Any], outputs: Sequence[Tensor | None]) -> Replay | None:
-    """Return the replay of a watched call that computed `outputs` of `inputs`. None if it was not one program, or if an
-    argument or an output has no known source."""
+    """Return the replay of a watched call that computed `outputs` of `inputs`, tensors of any shapes.
+
+    None if it was not one program, or if an argument or an output has no known source.
+    """
     if len(calls) != 1:
         return None
     (call,) = calls

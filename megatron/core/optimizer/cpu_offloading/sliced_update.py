@@ -3,9 +3,9 @@
     the tier's thread   read 1 | read 2            | write 0, read 3 | write 1 ...
     this thread                  update 0           | update 1        | update 2 ...
 
-At most three slices of each state are in memory, whatever the size of the model. An element's update has the same bits
-in a slice as in a whole buffer: slices begin at multiples of the vector length, counted from the start of a whole
-update.
+At most three slices of each state are in memory, whatever the size of the model. An element's update has the
+same bits in a slice as in a whole buffer: slices begin at multiples of the vector length, counted from the start
+of a whole update.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,8 @@ class Segment:
     """Neighbouring elements of one group, in tensors of equal layout.
 
     parameters: the rounded copy of the masters that the model reads; None if it reads the masters themselves.
-    is_offloaded: stored in a tier and updated on the host; otherwise updated on the gradients' device.
+    is_offloaded: stored in a tier and updated on the host; otherwise updated on the gradients' device. All tensors are
+    [elements], or with a full matrix [shape of the parameter on this rank].
     """
 
     group: ParamGroup
@@ -49,7 +50,7 @@ class Segment:
         return not self.is_offloaded and isinstance(self.master, Tensor)
 
     def part(self, start: int, stop: int) -> "Segment":
-        """Return elements start .. stop of the segment, as views."""
+        """Return elements start .. stop of the segment, as views: tensors [stop - start]."""
         return replace(
             self,
             master=self.master[start:stop],
