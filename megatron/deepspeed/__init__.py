@@ -10,7 +10,7 @@ docs/deepspeed.md lists what they do.
     accelerator            `get_accelerator()`: the device
 
 May import: everything. Nothing imports it but scripts.
-To add a key of ds_config: write a line in `supported_config_keys.py`, and what the key does in `settings.py`.
+To add a key of ds_config: write a line in `config_keys.py`, and what the key does in `settings.py`.
 """
 
 from megatron.deepspeed import comm, zero

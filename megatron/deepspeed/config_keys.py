@@ -3,7 +3,7 @@
 `docs/deepspeed.md` has the same tables.
 
 WORKS: key -> the kind of its value, what it does, and the lowest and highest value or the texts that it may be.
-NO_EFFECT, REFUSED: a reason, or what to do instead -> keys, by section. `key=value`: not refused with this value.
+NO_EFFECT, REFUSED: a reason, or what to do instead -> keys, with their sections before them.
 """
 
 from megatron.core.base.supported_config_keys import WorkingKey
@@ -67,100 +67,157 @@ WORKS = {
 }
 
 NO_EFFECT = {
-    "gradients are divided by the number of ranks once, after the reduction, in its precision": {
-        "": (
-            "prescale_gradients gradient_predivide_factor communication_data_type seq_parallel_communication_data_type"
-        )
-    },
-    "gradients are in contiguous buffers, and are reduced to the ranks that own their shards": {
-        "zero_optimization": (
-            "allgather_partitions allgather_bucket_size reduce_scatter contiguous_gradients "
-            "use_multi_rank_bucket_allreduce round_robin_gradients legacy_stage1 "
-            "ignore_unused_parameters"
-        )
-    },
-    "stage 3 has the full parameters of one layer in memory, of two with overlap_comm, and of no other": {
-        "zero_optimization": (
-            "stage3_max_live_parameters stage3_max_reuse_distance stage3_prefetch_bucket_size "
-            "stage3_param_persistence_threshold stage3_model_persistence_threshold "
-            "stage3_module_granularity_threshold stage3_use_all_reduce_for_fetch_params "
-            "stage3_allgather_sequential max_live_parameters max_reuse_distance prefetch_bucket_size "
-            "param_persistence_threshold model_persistence_threshold memory_efficient_linear "
-            "override_module_apply log_trace_cache_warnings enable_sanity_checks leaf_module "
-            "module_granularity_threshold"
-        )
-    },
-    "the optimizer updates slice by slice and prefetches the next slice; memory that an accelerator reads is pinned": {
-        "zero_optimization": "sub_group_size cpu_offload_use_pin_memory",
-        "zero_optimization.offload_optimizer": (
-            "pin_memory buffer_count pipeline pipeline_read pipeline_write fast_init"
-        ),
-        "zero_optimization.offload_param": "pin_memory buffer_count buffer_size max_in_cpu",
-        "": "aio",
-    },
-    "a checkpoint holds float32 masters, can be loaded in any layout, and is verified": {
-        "zero_optimization": (
-            "load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint "
-            "stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save "
-            "gather_16bit_weights_on_model_save"
-        ),
-        "checkpoint": (
-            "tag_validation load_universal use_node_local_storage parallel_write writer checkpoint_serialization"
-        ),
-    },
-    "optimizers are those of this project": {
-        "": "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer optimizer.legacy_fusion"
-    },
-    "nothing in the file is printed but what steps_per_print says": {
-        "": "wall_clock_breakdown dump_state memory_breakdown log_level"
-    },
-    "only deepspeed.checkpointing reads it, which is not here; torch.utils.checkpoint works": {
-        "": "activation_checkpointing"
-    },
-    "a norm that is not finite is an error, or under a loss scale an overflow, in every precision": {
-        "": "bf16.check_overflow"
-    },
-    "each backward accumulates its gradients at once": {"": "bf16.immediate_grad_update"},
+    "gradients are divided by the number of ranks once, after the reduction, in its precision": (
+        "prescale_gradients",
+        "gradient_predivide_factor",
+        "communication_data_type",
+        "seq_parallel_communication_data_type",
+    ),
+    "gradients are in contiguous buffers, and are reduced to the ranks that own their shards": (
+        "zero_optimization.allgather_partitions",
+        "zero_optimization.allgather_bucket_size",
+        "zero_optimization.reduce_scatter",
+        "zero_optimization.contiguous_gradients",
+        "zero_optimization.use_multi_rank_bucket_allreduce",
+        "zero_optimization.round_robin_gradients",
+        "zero_optimization.legacy_stage1",
+        "zero_optimization.ignore_unused_parameters",
+    ),
+    "stage 3 has the full parameters of one layer in memory, of two with overlap_comm, and of no other": (
+        "zero_optimization.stage3_max_live_parameters",
+        "zero_optimization.stage3_max_reuse_distance",
+        "zero_optimization.stage3_prefetch_bucket_size",
+        "zero_optimization.stage3_param_persistence_threshold",
+        "zero_optimization.stage3_model_persistence_threshold",
+        "zero_optimization.stage3_module_granularity_threshold",
+        "zero_optimization.stage3_use_all_reduce_for_fetch_params",
+        "zero_optimization.stage3_allgather_sequential",
+        "zero_optimization.max_live_parameters",
+        "zero_optimization.max_reuse_distance",
+        "zero_optimization.prefetch_bucket_size",
+        "zero_optimization.param_persistence_threshold",
+        "zero_optimization.model_persistence_threshold",
+        "zero_optimization.memory_efficient_linear",
+        "zero_optimization.override_module_apply",
+        "zero_optimization.log_trace_cache_warnings",
+        "zero_optimization.enable_sanity_checks",
+        "zero_optimization.leaf_module",
+        "zero_optimization.module_granularity_threshold",
+    ),
+    "the optimizer updates slice by slice and prefetches the next slice; memory that an accelerator reads is pinned": (
+        "zero_optimization.sub_group_size",
+        "zero_optimization.cpu_offload_use_pin_memory",
+        "zero_optimization.offload_optimizer.pin_memory",
+        "zero_optimization.offload_optimizer.buffer_count",
+        "zero_optimization.offload_optimizer.pipeline",
+        "zero_optimization.offload_optimizer.pipeline_read",
+        "zero_optimization.offload_optimizer.pipeline_write",
+        "zero_optimization.offload_optimizer.fast_init",
+        "zero_optimization.offload_param.pin_memory",
+        "zero_optimization.offload_param.buffer_count",
+        "zero_optimization.offload_param.buffer_size",
+        "zero_optimization.offload_param.max_in_cpu",
+        "aio",
+    ),
+    "a checkpoint holds float32 masters, can be loaded in any layout, and is verified": (
+        "zero_optimization.load_from_fp32_weights",
+        "zero_optimization.elastic_checkpoint",
+        "zero_optimization.pipeline_loading_checkpoint",
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+        "zero_optimization.stage3_gather_fp16_weights_on_model_save",
+        "zero_optimization.gather_16bit_weights_on_model_save",
+        "checkpoint.tag_validation",
+        "checkpoint.load_universal",
+        "checkpoint.use_node_local_storage",
+        "checkpoint.parallel_write",
+        "checkpoint.writer",
+        "checkpoint.checkpoint_serialization",
+    ),
+    "optimizers are those of this project": (
+        "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer",
+        "optimizer.legacy_fusion",
+    ),
+    "nothing in the file is printed but what steps_per_print says": (
+        "wall_clock_breakdown",
+        "dump_state",
+        "memory_breakdown",
+        "log_level",
+    ),
+    "only deepspeed.checkpointing reads it, which is not here; torch.utils.checkpoint works": (
+        "activation_checkpointing",
+    ),
+    "a norm that is not finite is an error, or under a loss scale an overflow, in every precision": (
+        "bf16.check_overflow",
+    ),
+    "each backward accumulates its gradients at once": ("bf16.immediate_grad_update",),
 }
 
 REFUSED = {
-    "this keeps masters in half precision; leave it out: masters, sums and moments are float32": {
-        "fp16": "fp16_master_weights_and_grads",
-        "bf16": "bf16_master_weights_and_grads bf16_optimizer_states",
-    },
-    'gradients are summed in float32; leave it out, or give "fp32"': {"data_types": 'grad_accum_dtype="fp32"'},
-    "use fp16 or bf16, or torch.autocast in the script": {"": "amp torch_autocast"},
-    "bfloat16 has no such form here; use bf16": {"": "ddp_bf16 bfloat16"},
-    "step() must be called after every backward; leave it out": {"": "managed_gradient_accumulation=true"},
-    "use offload_optimizer or offload_param with a device": {"zero_optimization": "cpu_offload cpu_offload_param"},
-    "gradients are dense; leave it out": {"": "sparse_gradients disable_allgather"},
-    "communication is not quantized, nor in two levels; leave it out": {
-        "zero_optimization": (
-            "zero_quantized_weights zero_quantized_gradients zero_quantized_nontrainable_weights "
-            "zero_hpz_partition_size=1 zeropp_loco_param mics_shard_size=-1 "
-            "mics_hierarchical_params_gather zenflow"
-        )
-    },
-    "the only optimizers are Adam, AdamW and SGD; leave it out": {
-        "": "zero_optimization.save_muon_momentum_buffer_in_memory"
-    },
-    "use pretrain_gpt.py, whose flags divide models over ranks": {
-        "": (
-            "tensor_parallel expert_parallel pipeline sequence_parallel_size=1 data_parallel_size "
-            "hybrid_engine use_data_before_expert_parallelism compile"
-        )
-    },
-    "attention is the model's own; leave it out": {"": "sparse_attention"},
-    (
-        "no monitor is built into the engine; log what `engine.step()` leaves "
-        "(engine.get_global_grad_norm(), engine.get_lr()) in the script"
-    ): {"": "tensorboard wandb comet csv_monitor monitor_config"},
-    "use torch.profiler in the script, or tools/estimate_memory.py": {"": "flops_profiler comms_logger"},
-    "nothing searches for settings; give them": {"": "autotuning"},
-    "a job has one size; restart from a checkpoint, which any number of ranks loads": {"": "elasticity"},
-    "the order of the data is the script's; leave it out": {"": "data_efficiency curriculum_learning"},
-    "models are trained as they are; leave it out": {
-        "": "compression_training progressive_layer_drop eigenvalue quantize_training weight_quantization"
-    },
-    "checkpoints are written by save_checkpoint alone; leave it out": {"": "nebula datastates_ckpt"},
+    "this keeps masters in half precision; leave it out: masters, sums and moments are float32": (
+        "fp16.fp16_master_weights_and_grads",
+        "bf16.bf16_master_weights_and_grads",
+        "bf16.bf16_optimizer_states",
+    ),
+    'gradients are summed in float32; leave it out, or give "fp32"': ("data_types.grad_accum_dtype",),
+    "use fp16 or bf16, or torch.autocast in the script": ("amp", "torch_autocast"),
+    "bfloat16 has no such form here; use bf16": ("ddp_bf16", "bfloat16"),
+    "step() must be called after every backward; leave it out": ("managed_gradient_accumulation",),
+    "use offload_optimizer or offload_param with a device": (
+        "zero_optimization.cpu_offload",
+        "zero_optimization.cpu_offload_param",
+    ),
+    "gradients are dense; leave it out": ("sparse_gradients", "disable_allgather"),
+    "communication is not quantized, nor in two levels; leave it out": (
+        "zero_optimization.zero_quantized_weights",
+        "zero_optimization.zero_quantized_gradients",
+        "zero_optimization.zero_quantized_nontrainable_weights",
+        "zero_optimization.zero_hpz_partition_size",
+        "zero_optimization.zeropp_loco_param",
+        "zero_optimization.mics_shard_size",
+        "zero_optimization.mics_hierarchical_params_gather",
+        "zero_optimization.zenflow",
+    ),
+    "the only optimizers are Adam, AdamW and SGD; leave it out": (
+        "zero_optimization.save_muon_momentum_buffer_in_memory",
+    ),
+    "use pretrain_gpt.py, whose flags divide models over ranks": (
+        "tensor_parallel",
+        "expert_parallel",
+        "pipeline",
+        "sequence_parallel_size",
+        "data_parallel_size",
+        "hybrid_engine",
+        "use_data_before_expert_parallelism",
+        "compile",
+    ),
+    "attention is the model's own; leave it out": ("sparse_attention",),
+    "no monitor is built into the engine; log what `engine.step()` leaves (engine.get_global_grad_norm(), engine.get_lr()) in the script": (
+        "tensorboard",
+        "wandb",
+        "comet",
+        "csv_monitor",
+        "monitor_config",
+    ),
+    "use torch.profiler in the script, or tools/estimate_memory.py": ("flops_profiler", "comms_logger"),
+    "nothing searches for settings; give them": ("autotuning",),
+    "a job has one size; restart from a checkpoint, which any number of ranks loads": ("elasticity",),
+    "the order of the data is the script's; leave it out": ("data_efficiency", "curriculum_learning"),
+    "models are trained as they are; leave it out": (
+        "compression_training",
+        "progressive_layer_drop",
+        "eigenvalue",
+        "quantize_training",
+        "weight_quantization",
+    ),
+    "checkpoints are written by save_checkpoint alone; leave it out": ("nebula", "datastates_ckpt"),
+}
+
+# Refused keys with one of these values are accepted, since it asks for what happens anyway.
+HARMLESS = {
+    "data_types.grad_accum_dtype": "fp32",
+    "managed_gradient_accumulation": True,
+    "zero_optimization.zero_hpz_partition_size": 1,
+    "zero_optimization.mics_shard_size": -1,
+    "sequence_parallel_size": 1,
 }

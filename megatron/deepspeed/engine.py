@@ -124,7 +124,7 @@ class DeepSpeedEngine(Engine):
 
         Every rank must call. tag: as in `save_checkpoint`; None: the one in load_dir/latest; without such a file,
         (None, {}) and a warning. load_module_only: no optimizer, no schedule, and the counters of steps and samples
-        stay as they are. load_module_strict: has no effect, since every weight must be there. Raises CheckpointError.
+        stay as they are. load_module_strict: False changes nothing but for a warning, since every weight must be there. Raises CheckpointError.
         """
         if custom_load_fn is not None:
             raise NotImplementedError(
@@ -132,6 +132,10 @@ class DeepSpeedEngine(Engine):
             )
         root = path_of(load_dir)
         world = self.mesh["world"]
+        if not load_module_strict and world.is_first:
+            print(
+                "deepspeed: WARNING: load_module_strict=False changes nothing: a missing weight is an error", flush=True
+            )
 
         # the tag, which all ranks must agree on
         text = None if tag is None else _tag_text(root, tag)

@@ -11,10 +11,10 @@ from megatron.core.base.supported_config_keys import ConfigKeyPolicy
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.offload.state_offload_config import OffloadConfig
 from megatron.core.optimizer.loss_scaler import LossScaleConfig
-from megatron.deepspeed.config_keys import NO_EFFECT, REFUSED, WORKS
+from megatron.deepspeed.config_keys import HARMLESS, NO_EFFECT, REFUSED, WORKS
 from megatron.training.zero_engine import EngineConfig
 
-KEYS = ConfigKeyPolicy(WORKS, NO_EFFECT, REFUSED, "ds_config", "docs/deepspeed.md")
+KEYS = ConfigKeyPolicy(WORKS, NO_EFFECT, REFUSED, HARMLESS, name="ds_config", page="docs/deepspeed.md")
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,7 @@ from typing import Any, NamedTuple
 
 from megatron.core.base.dataclass_flags import ConfigError
 
-# Reason -> the keys that it applies to: section ("" at the top, "a.b" inside others) -> names, separated by blanks. A
-# name may be followed by a harmless value: `name=value`.
-Reasons = Mapping[str, Mapping[str, str]]
+Reasons = Mapping[str, tuple[str, ...]]  # reason -> the keys that it applies to, with their sections: "a.b.key"
 
 
 class WorkingKey(NamedTuple):
@@ -39,11 +37,22 @@ class Answer(NamedTuple):
 class ConfigKeyPolicy:
     """The answers to all keys of one kind of settings file.
 
-    In messages, name is that of the file, page its documentation.
+    harmless: refused key -> the value with which it is accepted. In messages, name is that of the file, page its
+    documentation.
     """
 
-    def __init__(self, working: Mapping[str, WorkingKey], no_effect: Reasons, refused: Reasons, name: str, page: str):
+    def __init__(
+        self,
+        working: Mapping[str, WorkingKey],
+        no_effect: Reasons,
+        refused: Reasons,
+        harmless: Mapping[str, Any],
+        *,
+        name: str,
+        page: str,
+    ):
         self.working = working
+        self._harmless = harmless
         self._others = {"no effect": no_effect, "refused": refused}
         self.name = name
         self.page = page
@@ -53,12 +62,11 @@ class ConfigKeyPolicy:
         """The answer to every key; a key has its sections before it: "optimizer.params.lr"."""
         answers = {key: Answer("works", working.text) for key, working in self.working.items()}
         for status, reasons in self._others.items():
-            for reason, sections in reasons.items():
-                for section, words in sections.items():
-                    for word in words.split():
-                        key, *value = (f"{section}.{word}" if section else word).split("=")
-                        assert key not in answers, f"{key} is there twice"
-                        answers[key] = Answer(status, reason, tuple(map(json.loads, value)))
+            for reason, keys in reasons.items():
+                for key in keys:
+                    assert key not in answers, f"{key} is there twice"
+                    harmless = (self._harmless[key],) if key in self._harmless else ()
+                    answers[key] = Answer(status, reason, harmless)
         return answers
 
     @cached_property

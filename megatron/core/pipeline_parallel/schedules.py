@@ -400,7 +400,9 @@ def _boundary(chunk: nn.Module, mesh: Mesh, seq_length: int, micro_batch_size: i
     if getattr(config, "sequence_parallel", get_global_state().sequence_parallel):
         length = seq_length // mesh["tp"].size
     dtypes = [getattr(config, name, None) for name in ("residual_dtype", "pipeline_dtype", "params_dtype")]
-    dtype = next(filter(None, dtypes))  # the first that is set
+    dtype = next(filter(None, dtypes), None)  # the first that is set
+    if dtype is None:
+        raise ValueError("the model's config has no pipeline_dtype: the dtype of the tensors between stages; set it")
     return (TensorSpec((length, micro_batch_size, config.hidden_size), dtype),)
 
 

@@ -389,6 +389,17 @@ def test_a_tag_is_its_text_whatever_its_type(tmp_path: Path):
     run_ranks({"dp": 2}, work)
 
 
+def test_a_load_that_is_asked_to_pass_over_missing_weights_says_that_it_does_not(tmp_path: Path, capfd):
+    def work(mesh: Mesh) -> None:
+        engine, *_ = deepspeed.initialize(model=plain_model(), config=config(1, 1))
+        engine.save_checkpoint(tmp_path, 1)
+        engine.load_checkpoint(tmp_path, 1)
+        engine.load_checkpoint(tmp_path, 1, load_module_strict=False)
+
+    run_ranks({"dp": 2}, work)
+    assert capfd.readouterr().out.count("WARNING: load_module_strict=False") == 1
+
+
 def test_a_tag_that_would_load_something_else_is_said(tmp_path: Path, capfd: pytest.CaptureFixture):
     def work(mesh: Mesh) -> None:
         engine, *_ = deepspeed.initialize(model=plain_model(), config=config(1, 1))

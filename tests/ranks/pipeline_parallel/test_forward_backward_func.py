@@ -314,3 +314,16 @@ def test_what_it_cannot_do_is_refused(options, said):
     with pytest.raises((ValueError, TypeError)) as refused:
         get_forward_backward_func()(**(usual | options))
     assert tells(refused.value, said)
+
+
+def test_a_config_without_a_dtype_of_the_tensors_between_stages_is_refused():
+    """Megatron refuses a pipeline without `pipeline_dtype`, too."""
+    model = torch.nn.Linear(1, 1)
+    model.config = SimpleNamespace(hidden_size=4, sequence_parallel=False, pipeline_dtype=None, params_dtype=None)
+    usual = {"data_iterator": None, "model": model, "num_microbatches": 1, "seq_length": 8, "micro_batch_size": 1}
+
+    def work(mesh):
+        with pytest.raises(ValueError, match="pipeline_dtype"):
+            get_forward_backward_func()(forward_step_func=forward_step, **usual)
+
+    run_ranks({"pp": 2}, work)
