@@ -154,8 +154,10 @@ class Bucket:
 
     @memory_kind("communication")
     def finish_reduce(self) -> None:
-        """Wait until `grad_shard` is reduced: in stages 0 and 1 over all ranks, in stages 2 and 3 over `axes.shard`,
-        where the sum of a microbatch is added to those of earlier ones."""
+        """Wait until `grad_shard` is reduced: in stages 0 and 1 over all ranks, in stages 2 and 3 over `axes.shard`.
+
+        In stages 2 and 3 the sum of a microbatch is added to those of earlier ones.
+        """
         if self._reducing is None:
             return
         total = self._reducing.wait()

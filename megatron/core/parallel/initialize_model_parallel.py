@@ -52,7 +52,7 @@ def initialize_model_parallel(
     Neighbouring ranks share a node, so the axis with the most traffic varies fastest.
 
     stages: default a loop of virtual_pipeline_model_parallel_size chunks per rank.
-    get_embedding_ranks(ranks of a pipeline) -> the ranks that share the token embedding; default the first and the last.
+    get_embedding_ranks(ranks of a pipeline) -> the ranks that share the token embedding; default the first and last.
     get_position_embedding_ranks: the same for the position embedding; default the first.
     backend_options: Megatron's options of communicators (use_sharp, ...); values that change nothing are ignored,
     others raise ConfigError.

@@ -47,7 +47,9 @@ def split_layers(
 
 
 def split_two_stacks(encoder: int, decoder: int, stages: StageMap, split: int) -> list[range]:
-    """Return the layer numbers, over the whole model, of each stage, where the encoder has the first `split` stages by itself.
+    """Return the layer numbers, over the whole model, of each stage of an encoder and a decoder.
+
+    The encoder has the first `split` stages by itself.
 
         4 and 6 layers on 4 stages, split 1     0 1 2 3    4 5    6 7    8 9
 
