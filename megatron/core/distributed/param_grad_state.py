@@ -17,9 +17,9 @@ from megatron.core.ops.main_grad_interface import GradSlot
 
 
 class ParamSlot(GradSlot):
-    """The place of a parameter, of any shape, in a bucket, elements start .. stop, and the progress of its gradient.
+    """A parameter's place in a bucket, elements start .. stop, and the progress of its gradient in this step.
 
-    That progress is counted in each step. A layer that accumulates gradients itself reports to `reduce` (`zero.py`)
+    The parameter may have any shape. A layer that accumulates gradients itself reports to `reduce` (`zero.py`)
     through `core/ops/main_grad_interface.py`.
 
     A matrix product can overwrite main_grad with the first gradient of a step, which saves setting it to zero. A slot

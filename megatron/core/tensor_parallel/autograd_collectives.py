@@ -1,9 +1,8 @@
 """Autograd collectives over the tensor-parallel axis: a collective in the forward, its counterpart in the backward.
 
                             forward                    backward               shape of x -> result
-copy                        identity                   all-reduce             any ("f" of Megatron's paper,
-                                                                              arXiv:1909.08053)
-reduce                      all-reduce                 identity               any ("g")
+copy                        identity                   all-reduce             any
+reduce                      all-reduce                 identity               any
 scatter_last                my part, last dim          all-gather, last dim   [.., n] -> [.., n/t]
 gather_last                 all-gather, last dim       my part, last dim      [.., n/t] -> [.., n]
 scatter_sequence            my part, dim 0             all-gather, dim 0      [s, ..] -> [s/t, ..]
@@ -11,7 +10,8 @@ gather_sequence             all-gather, dim 0          reduce-scatter, dim 0  [s
 gather_replicated_sequence  all-gather, dim 0          my part, dim 0         [s/t, ..] -> [s, ..]
 reduce_scatter_sequence     reduce-scatter, dim 0      all-gather, dim 0      [s, ..] -> [s/t, ..]
 
-`gather_sequence` is for gradients that are partial sums on each rank, `gather_replicated_sequence` for equal ones.
+`copy` and `reduce` are "f" and "g" of Megatron's paper (arXiv:1909.08053). `gather_sequence` is for gradients that are
+partial sums on each rank, `gather_replicated_sequence` for gradients that are equal on all ranks.
 """
 
 from collections.abc import Callable

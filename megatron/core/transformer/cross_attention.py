@@ -21,7 +21,7 @@ class ParallelCrossAttention(nn.Module):
     forward(x [s, b, h], memory [m, b, h], mask, kv_cache) -> [s, b, h]; under sequence parallelism [s/t, b, h] and
     [m/t, b, h]. mask: bool [.., s or 1, m], True where attention is masked; None: all of the other sequence is seen.
     kv_cache: layer -> keys and values [m, b, n/t, d]; the first forward adds this layer's, further ones use them and
-    need no memory. Every rank of tp must call, and under context parallelism every rank of cp. Building it raises
+    need no memory. Every rank of tp, and those that share the samples, must call. Building it raises
     ValueError if groups differ from heads.
     Source: "Attention Is All You Need", Vaswani et al. 2017, section 3.2.3.
     """

@@ -111,7 +111,7 @@ class _Row:
     def merged(self) -> list[Action]:
         """Place the last SENT of each direction, and return the list.
 
-        In it each gap's starts and waits are followed by its compute action.
+        Each gap's starts and waits come before its compute action.
         """
         for direction in _OPS_OF:
             self._place_sent(direction, len(self.actions))
@@ -157,7 +157,7 @@ def add_reduce(schedule: Schedule) -> Schedule:
 def check_rendezvous(schedule: Schedule) -> None:
     """Check lowered lists against the strictest transport.
 
-    In it a transfer runs when it is first in the queues of both its ends. Raises ValueError, with the waiting actions
+    There a transfer runs when it is first in the queues of both its ends. Raises ValueError, with the waiting actions
     and the schedule around them, if an action comes before its inputs, ranks wait in a cycle, or a transfer has no
     partner or no wait.
     """
