@@ -151,8 +151,8 @@ def ulysses_ring_attention(inputs: AttentionInputs, cp: ContextParallel) -> Tens
     The result is [s / c, b, n, d]. USP, arXiv:2405.07719. Every rank of cp.axis must call. Errors: those of
     `blockwise_attention` and `ulysses_attention`.
 
-    Each neighbour has the rows of all neighbours. Their chunks lie side by side, so group o of r has chunks o and 2 r -
-    1 - o of 2 r.
+    Each neighbour has the rows of all neighbours, whose chunks lie side by side. So of 2 r chunks, group o of r has the
+    chunks o and 2 r - 1 - o.
     """
     out = blockwise_attention(Ring, _split_heads(inputs, cp.heads), cp.ring)
     return heads_to_rows(out, cp.heads)

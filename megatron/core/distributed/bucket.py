@@ -180,10 +180,10 @@ class Bucket:
 
     @memory_kind("communication")
     def sum_over_replicas(self) -> None:
-        """Sum the shard over its copies at the end of a step (stages 2 and 3): a reduce-scatter where the outer axis
-        shards it again, else an all-reduce.
+        """Sum the shard over its copies at the end of a step (stages 2 and 3).
 
-        Once a step and not once a microbatch: sums over copies can wait until all microbatches are added.
+        It is a reduce-scatter where the outer axis shards it again, else an all-reduce. Once a step and not once a
+        microbatch: sums over copies can wait until all microbatches are added.
         """
         outer = self.buffer.axes.outer
         if outer.size > 1:

@@ -28,7 +28,7 @@ def sync_module_states(
     """Bring a module's tensors, of any shapes, to the device, with the values of the first data-parallel rank.
 
     dtype: of those that are floating; None: their own. Every rank must call. Raises RuntimeError if the ranks have
-    different models. Of parameters that were created in shards (`ShardedInit`), one at a time is whole.
+    different models. At any time only one of the parameters that were created in shards (`ShardedInit`) is whole.
     """
     _check_same_model(module, mesh.samples, device)
     for tensor in (*module.parameters(), *module.buffers()):

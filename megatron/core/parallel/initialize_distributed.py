@@ -198,7 +198,7 @@ def mark_connected() -> None:
 def lost_rank(seconds: float = 0.0) -> str | None:
     """Return a message about a dead rank, if one arrives within `seconds`; else None.
 
-    Such as "rank 3 (on gpu07, process 4711) has ended without a word".
+    An example: "rank 3 (on gpu07, process 4711) has ended without a word".
     """
     return None if _client is None else _client.lost_rank(seconds)
 

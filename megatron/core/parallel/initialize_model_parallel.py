@@ -101,9 +101,9 @@ def _group_maker(sizes: AxisSizes, timeout: datetime.timedelta, options: dict[st
     """Return the function that makes the groups of this rank's mesh.
 
     In a job's first mesh the members of a group make it by themselves: start-up costs no world-wide collective per
-    group. Not so in a second mesh, nor after a script's own `new_group`: torch then names a group by its ranks and by
-    the number of groups that a member has had, which is unequal (a stage between the first and the last is in no
-    embedding group). There all ranks make all groups.
+    group. In a second mesh, or after a script's own `new_group`, all ranks make all groups: torch then names a group by
+    its ranks and by the number of groups that a member has had, which is unequal (a stage between the first and the
+    last is in no embedding group).
     """
     global _world_of_first_mesh
 

@@ -95,7 +95,7 @@ class _EagerTiled(torch.autograd.Function):
         for tile in tile_softmax.tiles(q):
             rows, columns = tile
 
-            # probabilities again; the derivative of a soft cap, from scores of its own: the softmax overwrites them
+            # probabilities again; a soft cap's derivative, from scores of its own: the softmax overwrites its input
             slope = None
             if tile_softmax.options is not None:
                 slope = tile_softmax.options.slope((q[rows] @ k[columns].transpose(1, 2)).to(grad_k.dtype))
