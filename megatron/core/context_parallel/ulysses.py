@@ -38,7 +38,7 @@ class _AllToAll(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """Run the opposite exchange of grad, which has the shape of the forward's result.
 
-        No tensor is saved: the exchange has no factors.
+        Saved: no tensor, since the exchange is linear.
         """
         grad_x = _to_rows(grad, ctx.axis) if ctx.to_heads else _to_heads(grad, ctx.axis)
         return grad_x, None, None

@@ -227,8 +227,8 @@ def _accumulate_for(
     oneDNN can compute float32 products in bfloat16 (torch.backends.mkldnn.matmul.fp32_precision): exact on widened
     bfloat16 factors, 13 ms here. It is a setting of the whole process; a --bf16 run sets it at its start
     (`Device.prepare`). The BLAS in torch's library multiplies bfloat16 factors as they are, exactly too, and faster
-    than rounding: [2048, 1024] x [1024, 512] in 3 to 4 ms, rounded 4 to 5, widened in bfloat16 8 (see
-    `addmm_bf16_to_fp32`).
+    than rounding: [2048, 1024] x [1024, 512] in 3 to 4 ms, rounded 4 to 5, widened in bfloat16 8:
+    see `addmm_bf16_to_fp32`.
     """
     if total == factor:
         return _addmm if mode == "native" else _addmm_rounded_once

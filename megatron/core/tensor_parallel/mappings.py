@@ -73,17 +73,22 @@ def _gather_of(tensor_parallel_output_grad: bool) -> AutogradCollective:
 
 
 def _autograd_function(collective: AutogradCollective, region: Callable[..., Tensor]) -> Any:
-    """Return Megatron's autograd function of a collective. No tensor is saved: both directions know only the axis."""
+    """Return Megatron's autograd function of a collective, whose directions forks call."""
 
     class Region:
         apply = staticmethod(region)
 
         @staticmethod
         def symbolic(graph: Any, input_: Tensor, *_: Any) -> Tensor:
+            """input_: [s, b, h] -> a shape of `autograd_collectives`' table. Every tensor-parallel rank must call."""
             return collective.forward(input_, axis_of())
 
         @staticmethod
         def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+            """grad_output: the shape of the result -> the shape of the input. Every tensor-parallel rank must call.
+
+            Saved: no tensor, since both collectives are linear.
+            """
             return collective.backward(grad_output, axis_of())
 
     return Region
@@ -112,9 +117,10 @@ class _GatherFromSequenceParallelRegion(
 ):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        """grad_output: [s, b, h] -> [s/t, b, h]. No tensor is saved. Every tensor-parallel rank must call.
+        """grad_output: [s, b, h] -> [s/t, b, h]. Every tensor-parallel rank must call.
 
-        ctx: the caller's, with Megatron's attribute `tensor_parallel_output_grad`.
+        Saved: no tensor, since both collectives are linear. ctx: the caller's, with Megatron's attribute
+        `tensor_parallel_output_grad`.
         """
         collective = _gather_of(ctx.tensor_parallel_output_grad)
         return collective.backward(grad_output, axis_of()), None

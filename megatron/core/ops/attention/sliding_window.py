@@ -114,7 +114,7 @@ class _Ranges(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         """grads: of each range, [b, n, end - first, d] -> the gradient of x [b, n, s, d]
 
-        No tensor is saved: the gradients are added at the ranges of the forward.
+        Saved: no tensor, since the gradients are added at the ranges of the forward.
         """
         dtype = grads[0].dtype
         total = grads[0].new_zeros(ctx.shape, dtype=torch.promote_types(dtype, torch.float32))
