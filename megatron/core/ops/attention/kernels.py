@@ -29,11 +29,8 @@ from megatron.core.ops.dropout import AttentionDropout
 def plain_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: AttentionDropout, options: SoftmaxOptions | None = None
 ) -> Tensor:
-    """Attention by plain operations, the reference of all kernels. The softmax is in float32 or wider.
-
-    q: [b, n, s, d]; k, v: [b, groups, keys, d] -> [b, n, s, d], in the dtype of q. The queries are the last of the
-    keys. mask: a `Mask`; a tensor is bool [.., s, keys]. options: sinks [n], bias [n, s, keys].
-    """
+    """Attention by plain operations, the reference of all kernels. q: [b, n, s, d]; k, v: [b, groups, keys, d] ->
+    [b, n, s, d]. The softmax is in float32 or wider."""
     queries_per_group = q.shape[1] // k.shape[1]
     k = k.repeat_interleave(queries_per_group, dim=1)  # [b, n, keys, d]
     v = v.repeat_interleave(queries_per_group, dim=1)
@@ -53,10 +50,8 @@ def plain_attention(
 
 
 def repeats_groups(q: Tensor, k: Tensor, *, is_causal: bool) -> bool:
-    """Return whether key/value heads must be repeated for the fused kernel of this device.
-
-    q: [b, n, s, d]; k: [b, groups, keys, d]. is_causal: there is no other mask.
-    """
+    """Return whether key/value heads must be repeated for the fused kernel of this device. is_causal: there is no other
+    mask."""
     takes_flash = is_causal and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= _WIDEST_FLASH
     return q.shape[1] != k.shape[1] and q.device.type != "cpu" and not takes_flash
 
@@ -67,8 +62,7 @@ _WIDEST_FLASH = 256  # largest head width of the flash kernel
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: AttentionDropout) -> Tensor:
     """Attention by torch's scaled_dot_product_attention, which never holds the s x s scores. It cannot do our dropout.
 
-    q: [b, n, s, d]; k, v: [b, groups, keys, d] -> [b, n, s, d]. mask: a tensor is bool [.., s, keys], True
-    where masked.
+    q: [b, n, s, d]; k, v: [b, groups, keys, d] -> [b, n, s, d].
 
     On an accelerator only the flash kernel supports fewer key/value heads than query heads. Otherwise the heads are
     repeated here: torch would silently use the kernel that holds the scores (PyTorch pull request 191085).
@@ -99,10 +93,8 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: Attent
 def attention_by_document(
     q: Tensor, k: Tensor, v: Tensor, documents: Documents, window_left: int | None, dropout: AttentionDropout
 ) -> Tensor:
-    """Run the fused kernel on each document: less work than on the full sample, and no mask.
-
-    q: [b, n, s, d]; k, v: [b, groups, s, d] -> [b, n, s, d]. window_left: of a window; None: no window.
-    """
+    """Run the fused kernel on each document: less work than on the full sample, and no mask. q: [b, n, s, d]; k, v:
+    [b, groups, s, d] -> [b, n, s, d]. window_left: of a window; None: no window."""
     samples = []
     for i, lengths in enumerate(documents.lengths):
         qs, ks, vs = (x[i : i + 1].split(lengths, dim=2) for x in (q, k, v))  # of one sample, by document
@@ -132,13 +124,10 @@ class AttentionCase(NamedTuple):
 class Kernel:
     """A value of --attention-backend.
 
-    compute(q, k, v, mask, dropout): with the shapes of `plain_attention`; softmax options follow if the
-    kernel `takes_softmax_options`.
-    refuses(case): the reason why the kernel cannot compute this case, None if it can.
-    instead: the name of a kernel for refused cases, which computes the same function; without it, a refusal
-    ends the run.
-    computes: the function, in words that are equal for kernels of equal results; default: that of `instead`, else the
-    entry's own.
+    compute(q, k, v, mask, dropout): with the shapes of `plain_attention`; softmax options follow if the kernel
+    `takes_softmax_options`. refuses(case): the reason why the kernel cannot compute this case, None if it can. instead: the
+    name of a kernel for refused cases, which computes the same function; without it, a refusal ends the run. computes: the
+    function, in words that are equal for kernels of equal results; default: that of `instead`, else the entry's own.
     """
 
     compute: Callable[..., Tensor]
@@ -168,9 +157,9 @@ def _not_for_eager_tiles(case: AttentionCase) -> str | None:
 
 
 def _not_for_fused(case: AttentionCase) -> str | None:
-    """Refuse dropout, and few queries in half precision on a CPU.
+    """Refuse dropout, and few queries in half precision on a CPU: there torch's backward takes blocks of 512 keys at once,
+    and half of the scores of 512 causal queries are hidden.
 
-    There torch's backward takes blocks of 512 keys at once, and half of the scores of 512 causal queries are hidden.
     bfloat16, milliseconds of a step's backward with it and with compiled tiles: 8 layers of 512 at 2 x 512 tokens 322
     and 289, GPT-2 at 2 x 1024 tokens 1720 and 1860.
     """

@@ -22,9 +22,8 @@ class KeyValueCache:
     """Keys and values of a batch of texts, for the attention layers of one pipeline stage. The caller owns it.
 
     `forward` appends to it: the first forward processes the whole prompts, each later one the new tokens.
-
-    starts: the column in which each text begins. capacity: the most columns; the first forward allocates 2 x capacity x
-    b x groups/t x d numbers per layer.
+    starts: the column in which each text begins. capacity: the most columns; the first forward allocates
+    2 x capacity x texts x groups/t x head width numbers per layer.
     """
 
     def __init__(self, starts: Sequence[int], capacity: int, device: torch.device | str = "cpu"):
@@ -42,7 +41,7 @@ class KeyValueCache:
         return tokens
 
     def broadcast_last_column(self, x: Tensor) -> Tensor:
-        """Return x, of any shape, of the rank that had the prompts' last column, on every rank: here x itself."""
+        """Return x of the rank that had the prompts' last column, on every rank."""
         return x
 
     def positions(self, new: int) -> Tensor:
@@ -50,10 +49,8 @@ class KeyValueCache:
         return (self._columns(new) - self._starts[:, None]).clamp(min=0)
 
     def mask(self, new: int) -> Tensor | None:
-        """Return the mask of the next `new` columns: bool [b, 1, new, length + new], True where attention is masked.
-
-        None: causal, or one new token that sees all columns.
-        """
+        """Return the mask of the next `new` columns, [b, 1, new, length + new], True where attention is masked; None for
+        causal."""
         if not self._is_padded and (new == 1 or self.length == 0):
             return None  # the kernels' causal case, which is faster than a mask
         keys = torch.arange(self.length + new, device=self._starts.device)  # columns
@@ -62,10 +59,10 @@ class KeyValueCache:
         return ((keys > queries) | (is_padding & (keys != queries)))[:, None]
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values [new, b, groups/t, d] of a layer; return all of the layer's.
+        """Append keys and values [new, b, groups/t, d] of a layer; return all of the layer's so far, [length + new, b,
+        groups/t, d].
 
-        They are [length + new, b, groups/t, d], which must not exceed `capacity`. `length` grows with `advance`, when
-        every layer has appended.
+        `length` grows with `advance`, when every layer has appended.
         """
         stop = self.length + k.shape[0]
         assert stop <= self.capacity, f"{stop} columns in a cache of {self.capacity}"
@@ -87,12 +84,11 @@ class KeyValueCache:
 
 
 class DecoderCache(KeyValueCache):
-    """The cache of a decoder with cross attention: also the keys and values of the encoder's output.
+    """The cache of a decoder with cross attention: also the keys and values of the encoder's output, computed once for a
+    batch.
 
-    These are computed once for a batch. All texts begin in the first column.
-
-    memory: layer -> keys and values of the encoder's output, [s, b, n/t, d] each. tables: the weights [buckets, heads]
-    of relative position biases.
+    All texts begin in the first column. memory: layer -> keys and values of the encoder's output. tables: biases of
+    relative positions.
     """
 
     def __init__(self, texts: int, capacity: int, device: torch.device | str = "cpu"):

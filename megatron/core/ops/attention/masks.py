@@ -1,7 +1,4 @@
-"""Masks that hide keys from queries: a tensor, documents, a window.
-
-A kernel that reads documents and windows themselves never holds an s x s mask.
-"""
+"""Masks that hide keys from queries: a tensor, documents, a window. A kernel that reads them never holds an s x s mask."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,7 +29,7 @@ class Documents:
 
     @cached_property
     def mask(self) -> Tensor:
-        """A bool tensor [b, 1, s, s], True where attention is masked: later tokens, and other documents."""
+        """True where attention is masked, [b, 1, s, s]: later tokens, and other documents."""
         is_other = self.numbers[:, :, None] != self.numbers[:, None, :]  # [b, s, s]
         is_later = torch.ones_like(is_other[0]).triu(1)  # [s, s]
         return (is_other | is_later)[:, None]
@@ -56,7 +53,6 @@ class HoldsTensors(Protocol):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors, of any shapes."""
         raise NotImplementedError
 
 
@@ -69,7 +65,6 @@ class MaskWithBias(HoldsTensors):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The bias [n, s, s] and, if it is a tensor, the mask [.., s, s]."""
         return (self.bias,) if self.within is None else (self.bias, self.within)
 
 
@@ -79,10 +74,7 @@ Mask = (
 
 
 def tensors_of(mask: object) -> tuple[Tensor, ...]:
-    """Return the tensors of a mask, of any shapes, which layers share.
-
-    mask: a `Mask`, or what a model's own layers take in its place.
-    """
+    """Return the tensors of a mask, which layers share. mask: a `Mask`, or what a model's own layers take in its place."""
     if mask is None:
         return ()
     if isinstance(mask, Tensor):
@@ -91,19 +83,15 @@ def tensors_of(mask: object) -> tuple[Tensor, ...]:
 
 
 def with_window(mask: Tensor | Documents | None, window_left: int | None, keys: int) -> Mask:
-    """Return the mask, a tensor being bool [.., s, keys], in a window of `window_left` keys before the query.
-
-    window_left: None: no window. If the window has all of the `keys`, the result is the mask itself.
-    """
+    """Return the mask in a window of `window_left` keys before the query. The mask itself if the window has all of the
+    `keys`; None: no window."""
     has_all_keys = window_left is None or window_left >= keys - 1
     return mask if has_all_keys else Window(window_left, mask)
 
 
 def hidden_keys(mask: Mask, queries: int, keys: int, device: torch.device) -> Tensor:
-    """Return the mask as a bool tensor [.., queries, keys], True where attention is masked.
-
-    The queries are the last of the keys.
-    """
+    """Return the mask as a tensor, [.., queries, keys], True where attention is masked. The queries are the last of the
+    keys."""
     if isinstance(mask, Tensor):
         return mask
     if isinstance(mask, Documents):
@@ -117,7 +105,7 @@ def hidden_keys(mask: Mask, queries: int, keys: int, device: torch.device) -> Te
 
 
 def hidden_in_tile(mask: Mask, tile: Tile, scores: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return the tile's part of `hidden_keys`, bool [heads or 1, queries, keys].
+    """Return the tile's part of `hidden_keys`, [heads or 1, queries, keys].
 
     scores: the shape of all scores, [b, n, s, s]. Unless the mask is a tensor, the tile's last query is its last key.
     """

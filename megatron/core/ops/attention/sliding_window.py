@@ -1,7 +1,5 @@
-"""Sliding-window attention by torch's fused kernel, over blocks of the band.
-
-No tensor of s x s is held, forward or backward.
-"""
+"""Sliding-window attention by torch's fused kernel, over blocks of the band: no tensor of s x s is held, forward or
+backward."""
 
 from typing import Any, NamedTuple
 
@@ -45,13 +43,12 @@ def blocks_of(queries: int, keys: int, window_left: int, rows: int) -> list[Bloc
 
 
 def attention_in_band(q: Tensor, k: Tensor, v: Tensor, window_left: int, mask: Tensor | None) -> Tensor:
-    """Return attention in which each query sees its own key and the `window_left` keys before it.
+    """Return attention in which each query sees its own key and the `window_left` keys before it, less those that the mask
+    hides.
 
-    q: [b, n, s, d]; k, v: [b, groups, keys, d] -> [b, n, s, d]. mask: bool [.., s or 1, keys], True where a key is
-    hidden as well; or None. The queries are the last of the keys; without a mask there are as many of them, or one.
-
-    The time is that of s x (window_left + rows of a block) scores. The memory is that of plain fused attention and of
-    one block's hidden scores; with a mask, of every block's.
+    q: [b, n, s, d]; k, v: [b, groups, keys, d] -> [b, n, s, d]. The queries are the last of the keys; without a mask there
+    are as many of them, or one. The time is that of s x (window_left + rows of a block) scores. The memory is that of plain
+    fused attention and, without a mask, of one block's hidden scores; with a mask of every block's.
     """
     queries = q.shape[2]
     keys = k.shape[2]
@@ -89,33 +86,24 @@ def attention_in_band(q: Tensor, k: Tensor, v: Tensor, window_left: int, mask: T
 
 
 def _visible(size: int, seen: int, window_left: int, device: torch.device) -> Tensor:
-    """Return bool [size, seen], True for a query's own key and the `window_left` keys before it.
-
-    The queries are the last of the keys.
-    """
+    """Return [size, seen], True for a query's own key and the `window_left` keys before it; the queries are the last of
+    the keys."""
     return torch.ones(size, seen, dtype=torch.bool, device=device).tril(seen - size).triu(seen - size - window_left)
 
 
 class _Ranges(torch.autograd.Function):
-    """Overlapping ranges of x [b, n, s, d] along s, as views.
-
-    Their gradients meet in one tensor, summed in float32 or wider; the backward of plain slices would make a tensor of
-    x's size for each.
-    """
+    """Overlapping ranges of x [b, n, s, d] along s, as views. Their gradients meet in one tensor, summed in float32 or
+    wider; the backward of plain slices would make a tensor of x's size for each."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranges: list[tuple[int, int]]) -> tuple[Tensor, ...]:
-        """x: [b, n, s, d] -> for each range (first, end) [b, n, end - first, d], a view"""
         ctx.ranges = ranges  # no tensor is saved: the gradients are added at the same ranges
         ctx.shape = x.shape
         return tuple(x[:, :, first:end] for first, end in ranges)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """grads: of each range, [b, n, end - first, d] -> the gradient of x [b, n, s, d]
-
-        Saved: no tensor, since the gradients are added at the ranges of the forward.
-        """
+        """grads: of each range, [b, n, end - first, d] -> the gradient of x [b, n, s, d]"""
         dtype = grads[0].dtype
         total = grads[0].new_zeros(ctx.shape, dtype=torch.promote_types(dtype, torch.float32))
         for (first, end), grad in zip(ctx.ranges, grads):

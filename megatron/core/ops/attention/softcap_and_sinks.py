@@ -9,8 +9,8 @@ from torch import Tensor
 class SoftmaxOptions(NamedTuple):
     """Changes to a plain softmax of the scores.
 
-    cap: soft cap of scores, before the mask. sinks: [n], one more score of each head, which takes probability and has
-    no value. bias: [n, queries, keys], added to scores after the cap.
+    cap: soft cap of scores, before the mask. sinks: [n], one more score of each head, which takes probability and has no
+    value. bias: [n, queries, keys], added to scores after the cap.
     """
 
     cap: float | None
@@ -18,27 +18,21 @@ class SoftmaxOptions(NamedTuple):
     bias: Tensor | None = None
 
     def softcap(self, scores: Tensor) -> Tensor:
-        """Return cap tanh(scores / cap), of the shape of the scores; the scores themselves without a cap."""
+        """Return cap tanh(scores / cap); the scores themselves without a cap."""
         return scores if self.cap is None else (scores / self.cap).tanh() * self.cap
 
     def slope(self, scores: Tensor) -> Tensor | float:
-        """Return the derivative of `softcap` at the scores, of their shape; 1.0 without a cap."""
+        """Return the derivative of `softcap`."""
         return 1.0 if self.cap is None else 1 - (scores / self.cap).tanh().square()
 
     @staticmethod
     def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-        """Return the probabilities of the keys: scores [.., queries, keys] -> the same shape.
-
-        sinks: expand to [.., queries, 1]; they take probability, and their column is left out.
-        """
+        """Return the probabilities of the keys. scores: [.., queries, keys]; sinks expand to [.., queries, 1]"""
         return with_sinks(scores, sinks).softmax(dim=-1)[..., : scores.shape[-1]]
 
 
 def with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Append the sinks as a last key: [.., queries, keys] -> [.., queries, keys + 1], unchanged without sinks.
-
-    sinks: expand to [.., queries, 1].
-    """
+    """Append the sinks as a last key: [.., queries, keys] -> [.., queries, keys + 1], unchanged without sinks."""
     if sinks is None:
         return scores
     last_key = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)

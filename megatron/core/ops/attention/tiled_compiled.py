@@ -1,7 +1,7 @@
 """Causal attention in tiles of queries, compiled, with dropout or without: no s x s tensor.
 
-As in FlashAttention-2 (arXiv:2307.08691, algorithms 1 and 2) the forward saves q, k, v, its result and log(sum exp) of
-each row, and the backward computes the scores again. Without dropout a CPU runs torch's forward, which saves the same.
+As in FlashAttention-2 (arXiv:2307.08691, algorithms 1 and 2) the forward saves q, k, v, its result and log(sum exp) of each
+row, and the backward computes the scores again. Without dropout a CPU runs torch's forward, which saves the same.
 """
 
 import math
@@ -72,7 +72,7 @@ class _Tiled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """grad: [b, n, s, d] -> the gradients of q, k and v, [b, n, s, d] each
+        """grad: [b, n, s, d].
 
         Saved: q, k, v; the result and log(sum exp) of each row, with which a tile's probabilities and its softmax's
         gradient need no other tile; the words of dropout's masks, which are drawn again.
@@ -110,11 +110,7 @@ _QUERIES, _ELEMENTS = 256, 2**20  # of a tile: scores of 2 to 4 MB, beside their
 def _words_of_tile(
     lines: Tensor | None, columns: Tensor | None, probability: float, rows: tuple[slice, slice]
 ) -> tuple[Tensor | None, Tensor | None, float]:
-    """Return the words of the dropout masks of a tile, and the probability.
-
-    lines: [b, n, s, 2] -> [heads, queries, 2]; columns: [s] -> [keys]; without dropout None, None and 0.0. rows: the
-    tile's heads and queries.
-    """
+    """Return the words of the dropout masks of a tile, and the probability. rows: its heads and queries."""
     if lines is None:
         return None, None, 0.0
     heads, queries = rows
@@ -152,7 +148,7 @@ def _forward(raw_scores: Tensor, scale: float, *dropout: Any) -> tuple[Tensor, T
 def _backward(
     raw_scores: Tensor, grad_dropped: Tensor, scale: float, log_sum: Tensor, inner: Tensor, *dropout: Any
 ) -> tuple[Tensor, Tensor]:
-    """Return the dropped probabilities again, and the gradient of the raw scores: [heads, queries, keys] each."""
+    """Return the dropped probabilities again, and the gradient of the raw scores."""
     probabilities, _ = _probabilities(raw_scores, scale, log_sum)
     grad_probabilities = _dropped(grad_dropped.to(log_sum.dtype), *dropout)
     grad_scores = probabilities * (grad_probabilities - inner.unsqueeze(-1)) * scale

@@ -1,8 +1,7 @@
 """Attention in tiles by torch operations, for any mask, with dropout or without: no scores are saved for the backward.
 
-The forward saves q, k, v and the words of dropout's masks. The backward computes a tile's softmax again, by the
-operations of the forward, and its gradient by those of autograd: the numbers are those of `plain_attention` but for the
-order of sums.
+The forward saves q, k, v and the words of dropout's masks. The backward computes a tile's softmax again, by the operations
+of the forward, and its gradient by those of autograd: the numbers are those of `plain_attention` but for the order of sums.
 """
 
 import math
@@ -23,10 +22,7 @@ from megatron.core.ops.dropout_masks import MaskWords, clear_dropped, ones_where
 def eager_tiled_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: AttentionDropout, options: SoftmaxOptions | None = None
 ) -> Tensor:
-    """Compute `plain_attention` in tiles: q [b, n, s, d]; k, v [b, groups, s, d] -> [b, n, s, d].
-
-    mask: a `Mask`; a tensor is bool [.., s or 1, s]. options: cap and sinks [n], no bias.
-    """
+    """`plain_attention` of q [b, n, s, d] and k, v [b, groups, s, d] -> [b, n, s, d]"""
     assert q.shape[2] == k.shape[2], "queries without a cache"
     queries_per_group = q.shape[1] // k.shape[1]
     scores_shape = (*q.shape[:3], k.shape[2])
@@ -77,10 +73,10 @@ class _EagerTiled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """grad: [b, n, s, d] -> the gradients of q, k and v, [b, n, s, d] each, and of sinks [b n]
+        """grad: [b, n, s, d].
 
-        Saved: q, k and v, of which each tile computes its probabilities again; sinks, a last key of that softmax; the
-        words of dropout's masks, which are drawn again.
+        Saved: q, k and v, of which each tile computes its probabilities again; the words of dropout's masks, which are
+        drawn again.
         """
         # Read once: under recomputation, reading saved_tensors recomputes them.
         q, k, v, sinks, *words = ctx.saved_tensors
@@ -95,7 +91,7 @@ class _EagerTiled(torch.autograd.Function):
         for tile in tile_softmax.tiles(q):
             rows, columns = tile
 
-            # probabilities again; a soft cap's derivative, from scores of its own: the softmax overwrites its input
+            # probabilities again; the derivative of a soft cap, from scores of their own: the softmax overwrites its input
             slope = None
             if tile_softmax.options is not None:
                 slope = tile_softmax.options.slope((q[rows] @ k[columns].transpose(1, 2)).to(grad_k.dtype))
@@ -141,10 +137,8 @@ class _TileSoftmax(NamedTuple):
         return tiles_of(q, _QUERIES, elements, is_causal=is_causal, window_left=window_left)
 
     def softmax(self, scores: Tensor, tile: Tile, sinks: Tensor | None) -> Tensor:
-        """Return the probabilities of the tile's scores [heads, queries, keys], in float32 or wider.
-
-        sinks: [b n], a last key: [heads, queries, keys + 1]. May overwrite the scores.
-        """
+        """Return the probabilities of the tile's scores [heads, queries, keys], in float32 or wider, with sinks
+        [b n] as a last key. May overwrite the scores."""
         wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
         if self.options is not None:
             wide = self.options.softcap(wide)
@@ -158,11 +152,11 @@ class _TileSoftmax(NamedTuple):
         return wide.softmax(dim=-1)
 
     def of_keys(self, with_sink: Tensor, tile: Tile) -> Tensor:
-        """Return the columns of the keys, [heads, queries, keys], without that of the sinks."""
+        """Return the columns of the keys, without that of the sinks."""
         return with_sink[..., : tile.columns[1].stop - tile.columns[1].start]
 
     def dropout_ones(self, lines: Tensor | None, columns: Tensor | None, tile: Tile) -> Tensor | None:
-        """Return 1 where a number of the tile is kept, 0 elsewhere, [heads, queries, keys]; None: all are kept."""
+        """Return 1 where a number of the tile is kept, 0 elsewhere; None: all are kept."""
         if lines is None:
             return None
         return ones_where_kept(MaskWords(by_head(lines)[tile.rows], columns[tile.columns[1]]), self.probability)

@@ -1,6 +1,4 @@
-"""Tiles of attention's scores: some queries of some heads, with all keys that they see.
-
-So a softmax needs no rescaling.
+"""Tiles of attention's scores: some queries of some heads, with all keys that they see, so a softmax needs no rescaling.
 
 keys        0   1   2   3           a tile of queries sees the keys up to its own last: 10 of 16 tiles of scores here;
 queries 0   x                       its scores stay in the cache between the product that makes them and the product
@@ -63,8 +61,5 @@ def by_head(x: Tensor) -> Tensor:
 
 
 def wide_empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Return uninitialized memory of `shape` in the dtype of `like`, but at least float32, on its device.
-
-    like: a tensor of any shape.
-    """
+    """Return uninitialized memory in the dtype of `like`, but at least float32, on its device."""
     return torch.empty(shape, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
