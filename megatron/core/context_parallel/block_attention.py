@@ -37,7 +37,8 @@ _QUERIES, _KEYS = 128, 1024  # of a tile
 class OnlineSoftmax:
     """Attention to the keys added so far: out [b, n, rows, d], and L [b, n, rows], both in float32 or wider.
 
-    sinks: [n], a first key of each head, whose value is 0; None: no key yet.
+    q: [b, n, rows, d], for the shape, dtype and device of the result. sinks: [n], a first key of each head, whose value
+    is 0; None: no key yet.
     """
 
     def __init__(self, q: Tensor, sinks: Tensor | None = None):
@@ -61,7 +62,8 @@ class OnlineSoftmax:
     def add(self, rows: slice, out: Tensor, log_sums: Tensor) -> None:
         """Merge the rows' attention to further keys. A row that sees none of them has L = -inf.
 
-        out: [b, n, rows, d], log_sums: [b, n, rows]. The first block, if it has all rows, is kept as it is, not copied.
+        rows: a slice of this rank's rows. out: [b, n, rows, d]; log_sums: [b, n, rows], of these rows. The first block,
+        if it has all rows, is kept as it is, not copied.
         """
         out = out.to(log_sums.dtype)
         if self._so_far is None and self._sinks is None and out.shape == self._q.shape:
@@ -75,13 +77,18 @@ class OnlineSoftmax:
 
 
 def _finite(log_sums: Tensor) -> Tensor:
-    """Return the L to subtract from scores: 0 for rows that see no key, whose probabilities then become 0 and not NaN."""
+    """Return the L [b, n, rows] to subtract from scores: 0 for rows that see no key.
+
+    The probabilities of such rows then are 0 and not NaN.
+    """
     return log_sums.masked_fill(log_sums == -math.inf, 0)
 
 
 class BackwardInputs(NamedTuple):
-    """The inputs of every block's backward that belong to the rows: their gradient, and the forward's result over all
-    blocks."""
+    """The inputs of every block's backward that belong to the rows.
+
+    They are the rows' gradient, and the forward's result over all blocks of keys.
+    """
 
     grad: Tensor  # [b, n, rows, d]
     out: Tensor  # [b, n, rows, d], in the dtype of grad
@@ -89,25 +96,29 @@ class BackwardInputs(NamedTuple):
 
     @property
     def inner(self) -> Tensor:
-        """The sum over each row's keys of probability x the probability's gradient: [b, n, rows].
+        """The sum over each row's keys of probability x the probability's gradient: [b, n, rows], as wide as log_sums.
 
         It is the inner product of the row's gradient and result (FlashAttention, arXiv:2205.14135, appendix B.2).
         """
         return (self.grad.to(self.log_sums.dtype) * self.out).sum(dim=-1)
 
     def grad_of_sinks(self, sinks: Tensor) -> Tensor:
-        """Return this rank's rows' gradient of the sinks, [n]. A sink has no value, so its probability has no gradient of
-        its own."""
+        """Return the gradient of the sinks [n] from this rank's rows: [n], in the dtype of the sinks.
+
+        A sink has no value, so its probability has no gradient of its own.
+        """
         probabilities = (sinks.view(-1, 1) - self.log_sums).exp()  # [b, n, rows]
         return -(probabilities * self.inner).sum(dim=(0, 2)).to(sinks.dtype)
 
 
 class LazySum:
-    """Sums over blocks, [tensors, b, rows, heads, d] in float32 or wider: rows before heads, as kernels return gradients.
+    """Sums over blocks, [tensors, b, rows, heads, d] in float32 or wider.
 
-    Nothing is summed before it must be: a single block, or two in half precision, need no float32 sum.
+    Rows come before heads, as kernels return gradients. Nothing is summed before it must be: a single block, or two in
+    half precision, need no float32 sum.
 
-    like: [b, heads, rows, d]. arriving: the sum of other ranks' blocks, to which those of this rank are added.
+    like: [b, heads, rows, d]. arriving: the sum of other ranks' blocks, shaped as `result`, to which this
+    rank's are added.
     """
 
     def __init__(self, like: Tensor, tensors: int = 1, arriving: AsyncHandle[Tensor] | None = None):
@@ -119,8 +130,10 @@ class LazySum:
 
     @property
     def local_sum(self) -> Tensor:
-        """The sums of this rank's blocks, shaped as `result`. A kernel of many small blocks adds to them while the other
-        ranks' sums are in flight."""
+        """The sums of this rank's blocks, [tensors, b, rows, heads, d].
+
+        A kernel of many small blocks adds to them while the other ranks' sums are in flight.
+        """
         if self._sum is None:
             self._sum = self._empty().zero_()
         return self._sum
@@ -143,8 +156,10 @@ class LazySum:
         return self.local_sum
 
     def rounded(self, dtype: torch.dtype) -> Sequence[Tensor]:
-        """Return the tensors of `result` in the dtype of the blocks. A sum of two blocks is rounded once as well if the
-        second is added to the first."""
+        """Return the tensors of `result`, each [b, rows, heads, d], in the dtype of the blocks.
+
+        A sum of two blocks is rounded once as well if the second is added to the first.
+        """
         if self._arriving is None and len(self._unsummed) == 2:
             first, second = self._unsummed
             second.add_to(first.tensors)
@@ -152,8 +167,10 @@ class LazySum:
         return [x.to(dtype) for x in self.result]
 
     def add(self, rows: slice, *tensors: Tensor) -> None:
-        """Add a block of each tensor, [b, heads, rows, d]. The tensors must be the caller's own: a sum may be accumulated
-        in them."""
+        """Add a block of each tensor, [b, heads, rows, d].
+
+        The tensors must be the caller's own: a sum may be accumulated in them.
+        """
         block = _Block(rows, [x.transpose(1, 2) for x in tensors])
         has_all_rows = block.tensors[0].shape == self._like.shape
         is_first = self._sum is None and self._arriving is None and not self._unsummed
@@ -215,7 +232,10 @@ class FlashBlocks:
         key_chunks: ChunkNumbers,
         bias: None = None,
     ) -> None:
-        """Add the gradients of the same inputs."""
+        """Add the gradients of q [b, n, rows, d] and of k and v [b, groups, keys, d] to `grads`.
+
+        inputs: of the same rows. The rest as in `add`.
+        """
         for rows, keys, causal in blocks_between(self.row_chunks, key_chunks, self.size):
             inputs_of_rows = BackwardInputs(*(x[:, :, rows] for x in inputs))
             grad_q, grad_k, grad_v = _flash_backward(
@@ -226,7 +246,7 @@ class FlashBlocks:
 
 
 def flash_refuses(q: Tensor) -> str | None:
-    """Return the reason why torch's flash kernels cannot take these heads; None: they can."""
+    """Return the reason why torch's flash kernels cannot take the heads q [.., d]; None: they can."""
     if not is_accelerator(q.device):
         return None
     if q.dtype not in (torch.float16, torch.bfloat16):
@@ -245,6 +265,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Any, ...]:
 def _flash_backward(
     inputs: BackwardInputs, q: Tensor, k: Tensor, v: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q [b, n, rows, d] and of k and v [b, groups, keys, d], each shaped as its tensor."""
     if not is_accelerator(q.device):
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             inputs.grad, q, k, v, inputs.out, inputs.log_sums, 0.0, causal
@@ -278,7 +299,7 @@ def _repeat_groups(q: Tensor, *heads: Tensor) -> tuple[Tensor, ...]:
 
 
 def _sum_groups(x: Tensor, groups: int) -> Tensor:
-    """Sum gradients of repeated heads [b, n, ..] -> [b, groups, ..]"""
+    """Sum gradients of repeated heads: [b, n, ..] -> [b, groups, ..]"""
     return x.unflatten(1, (groups, -1)).sum(2)
 
 
@@ -289,9 +310,10 @@ def _sum_groups(x: Tensor, groups: int) -> Tensor:
 class TiledBlocks:
     """Attention under any mask, with dropout or without, tile by tile.
 
-    row_chunks: this rank's chunks of the sample. size: rows of a chunk. mask: as the kernels take it, for the full
-    sample; a tensor has this rank's rows, [.., rows or 1, s]. key_size: keys of a chunk, if they are of another sequence
-    than the rows. bias of `add` and `add_grads`: [n, rows, s], as in `SoftmaxOptions`.
+    row_chunks: this rank's chunks of the sample. size: rows of a chunk.
+    mask: as the kernels take it, for the full sample; a tensor has this rank's rows, bool [.., rows or 1, s].
+    key_size: keys of a chunk, if they are of another sequence than the rows.
+    bias of `add` and `add_grads`: [n, rows, s], as in `SoftmaxOptions`.
     """
 
     row_chunks: ChunkNumbers
@@ -330,7 +352,10 @@ class TiledBlocks:
         key_chunks: ChunkNumbers,
         bias: Tensor | None = None,
     ) -> None:
-        """Add the gradients of the same inputs. Each tile computes its probabilities again, and its dropout mask."""
+        """Add the gradients of q [b, n, rows, d], of k and v [b, groups, keys, d] and of bias [n, rows, s] to `grads`.
+
+        inputs: of the same rows. Each tile computes its probabilities again, and its dropout mask.
+        """
         groups = k.shape[1]
         k, v = _repeat_groups(q, k, v)  # [b, n, keys, d]
         inner = inputs.inner.unsqueeze(-1)  # [b, n, rows, 1]
@@ -388,14 +413,20 @@ class TiledBlocks:
         return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
     def _mask_scores(self, raw_scores: Tensor, tile: ScoreTile, bias: Tensor | None) -> Tensor:
-        """Return the scores capped, with the bias, and -inf where a key is hidden. May overwrite the raw scores."""
+        """Return the scores [b, n, rows, keys] capped, with the bias, and -inf where a key is hidden.
+
+        May overwrite the raw scores.
+        """
         scores = self._softmax_options.softcap(raw_scores)
         if bias is not None:
             scores = scores.add_(_of_tile(bias, tile))
         return scores.masked_fill_(_hidden(self.mask, tile, raw_scores), -math.inf)
 
     def _dropout_ones(self, q: Tensor, tile: ScoreTile) -> Tensor | None:
-        """Return 1 where a probability of the tile is kept, 0 where dropout takes it; None: all are kept."""
+        """Return 1 where a probability of the tile is kept, 0 where dropout clears it; None: all are kept.
+
+        The shape is [b, n, rows, keys] of the tile.
+        """
         if not self.dropout.is_active:
             return None
         rows = tile.first_row, _length(tile.rows)

@@ -27,8 +27,9 @@ class ScoreBlock(NamedTuple):
 
 
 def blocks_between(row_chunks: ChunkNumbers, key_chunks: ChunkNumbers, size: int) -> list[ScoreBlock]:
-    """Return as few blocks as possible that have each visible pair of a row and a key once. Blocks have hidden pairs only
-    where they are causal.
+    """Return the fewest blocks that have each visible pair of a row and a key once.
+
+    Blocks have hidden pairs only where they are causal.
 
     size: rows of a chunk. Slices are of the rows of `row_chunks`, and of the keys of `key_chunks`, side by side.
     """
@@ -58,7 +59,7 @@ def blocks_between(row_chunks: ChunkNumbers, key_chunks: ChunkNumbers, size: int
 
 
 class ScoreTile(NamedTuple):
-    """Scores of some rows of this rank and some keys at hand. In the sample they begin at `first_row` and `first_key`."""
+    """Scores of some rows of this rank and some keys at hand. In the sample they begin at `first_row`, `first_key`."""
 
     rows: slice
     keys: slice
@@ -79,7 +80,7 @@ def tiles_between(
 ) -> Iterator[ScoreTile]:
     """Yield all visible pairs in tiles of at most `queries` x `keys` scores; those at the edges have hidden pairs too.
 
-    size: rows of a chunk. window_left: how many keys a row sees before its own; None: all. key_size: keys of a chunk, of
+    size: rows of a chunk. window_left: how many keys a row sees before its own; None: all. key_size: keys of a chunk of
     a sequence of another length; None: as many as rows.
     """
     key_size = size if key_size is None else key_size

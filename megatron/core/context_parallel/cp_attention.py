@@ -29,8 +29,10 @@ from megatron.core.parallel.sequence_shard import chunks_of
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """The ranks that share each sample, and how their attention communicates: one name of METHODS, or one for each
-    layer."""
+    """The ranks that share each sample, and how their attention communicates.
+
+    types: one name of METHODS, or one for each layer.
+    """
 
     axis: Axis = ALONE
     types: tuple[str, ...] = ("p2p",)
@@ -39,7 +41,7 @@ class ContextParallel:
     ring: Axis = ALONE
 
     def check(self, length: int) -> None:
-        """Raise ValueError if samples of `length` tokens are too long: a rank was given all tokens instead of its own."""
+        """Raise ValueError if samples of `length` tokens are too long: a rank was given all tokens, not its own."""
         if self.axis.size > 1 and self.longest is not None and length > self.longest:
             raise ValueError(
                 f"the model was given {length // self.axis.size} tokens of each sample on each of {self.axis.size} "
@@ -60,7 +62,7 @@ class AttentionInputs:
     """The inputs of one attention on this rank. With a tensor for a mask, keys and values may be of another sequence.
 
     mask: as the kernels take it. A tensor, or the bias of `MaskWithBias`, has this rank's rows, or one for all of them,
-    and the columns of the full sample, as the numbers of `Documents` have.
+    and the columns of the full sample: bool [.., s / c or 1, s], bias [n, s / c, s]. `Documents` have numbers [b, s].
     kernel(q, k, v, mask): the attention of full samples, [s, b, heads, d]. backend: its name in KERNELS.
     """
 
@@ -76,8 +78,9 @@ class AttentionInputs:
 
 @dataclass(frozen=True)
 class Method:
-    """A way for the ranks of an axis to compute the attention of samples that they share; all methods give the same
-    numbers.
+    """A way for the ranks of an axis to compute the attention of samples that they share.
+
+    All methods give the same numbers.
 
     attend(inputs, cp) -> [s / c, b, n, d]; every rank of cp.axis must call.
     head_axis(cp): the axis over which the heads are split.
@@ -91,8 +94,11 @@ class Method:
 
 
 def blockwise_attention(make_transfer: Callable[[Axis], KVTransfer], inputs: AttentionInputs, axis: Axis) -> Tensor:
-    """Compute this rank's rows, block by block of the keys that the transfer brings: -> [s / c, b, n, d]. Every rank of
-    the axis must call. ConfigError for a backend that has no block-wise form."""
+    """Compute the attention of this rank's rows, block by block of the keys that come: -> [s / c, b, n, d].
+
+    make_transfer: the way in which keys come. Every rank of the axis must call. Raises ConfigError for a backend that
+    has no block-wise form, or computes another function.
+    """
     if inputs.backend not in (*_BY_FLASH, *_BY_TILES):
         raise ConfigError(
             f"--attention-backend {inputs.backend} computes whole samples, and --cp-comm-type p2p and all_gather need parts of "
@@ -130,25 +136,33 @@ _BY_FLASH, _BY_TILES = ("auto", "fused", "flash"), ("tiled", "tiled-eager", "unf
 
 
 def ulysses_attention(inputs: AttentionInputs, axis: Axis) -> Tensor:
-    """Compute full samples of this rank's share of the heads: -> [s / c, b, n, d]. Every rank of the axis must call."""
+    """Compute full samples of this rank's share of the heads: -> this rank's rows of all heads, [s / c, b, n, d].
+
+    Every rank of the axis must call. Raises ConfigError if the ranks do not divide the heads.
+    """
     full = _split_heads(inputs, axis)
     out = full.kernel(full.q, full.k, full.v, full.mask)  # [s, b, n / c, d]
     return heads_to_rows(out, axis)
 
 
 def ulysses_ring_attention(inputs: AttentionInputs, cp: ContextParallel) -> Tensor:
-    """Split the heads over neighbours (`cp.heads`), each of which then has the rows of all of them, and run a ring over
-    the groups of neighbours (`cp.ring`): -> [s / c, b, n, d]. USP, arXiv:2405.07719.
+    """Split the heads over neighbours (`cp.heads`), and run a ring over the groups of neighbours (`cp.ring`).
 
-    The chunks of neighbours lie side by side, so a group has chunks o and 2 r - 1 - o of 2 r, for group o of r.
+    The result is [s / c, b, n, d]. USP, arXiv:2405.07719. Every rank of cp.axis must call. Errors: those of
+    `blockwise_attention` and `ulysses_attention`.
+
+    Each neighbour has the rows of all neighbours, whose chunks lie side by side. So of 2 r chunks, group o of r has the
+    chunks o and 2 r - 1 - o.
     """
     out = blockwise_attention(Ring, _split_heads(inputs, cp.heads), cp.ring)
     return heads_to_rows(out, cp.heads)
 
 
 def _split_heads(inputs: AttentionInputs, axis: Axis) -> AttentionInputs:
-    """Return this rank's share of the heads, with the rows of all ranks of the axis. Key and value heads that several
-    ranks need are sent to each. ConfigError if the heads do not divide."""
+    """Return this rank's share of the heads, with the rows of all ranks of the axis.
+
+    Key and value heads that several ranks need are sent to each. ConfigError if the heads do not divide.
+    """
     heads = inputs.q.shape[2]
     groups = inputs.k.shape[2]
     if heads % axis.size:
@@ -173,8 +187,10 @@ def _split_heads(inputs: AttentionInputs, axis: Axis) -> AttentionInputs:
 
 
 def _mask_of_all_rows(mask: Mask, axis: Axis) -> Mask:
-    """Return the mask with the rows of all ranks of the axis, where it has rows; a bias of this rank's share of the
-    heads."""
+    """Return the mask with the rows of all ranks of the axis, where it has rows: [.., s / c, s] -> [.., s, s].
+
+    A bias [n, s / c, s] becomes that of this rank's share of the heads, [n / c, s, s].
+    """
     if isinstance(mask, Window):
         return replace(mask, within=_mask_of_all_rows(mask.within, axis))
     if isinstance(mask, MaskWithBias):

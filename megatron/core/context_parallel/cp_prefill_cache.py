@@ -21,10 +21,10 @@ from megatron.core.parallel.sequence_shard import SequenceShard
 
 
 class ShardedKeyValueCache(KeyValueCache):
-    """A cache whose first forward has a part of the columns on each rank of `sharing`; `new` is then the length of that
-    part.
+    """A cache whose first forward has a part of the columns on each rank of `sharing`.
 
-    Every rank of the axis must call `take`, `append` and `broadcast_last_column` of the first forward.
+    `new` is then the length of that part. Every rank of the axis must call `take`, `append` and `broadcast_last_column`
+    of the first forward.
     """
 
     def __init__(self, starts: Sequence[int], capacity: int, device: torch.device | str, sharing: Axis):
@@ -34,9 +34,15 @@ class ShardedKeyValueCache(KeyValueCache):
 
     @property
     def shares(self) -> bool:
+        """Whether the next forward is the first, in which each rank has its part of the columns."""
         return self.length == 0
 
     def take(self, tokens: Tensor) -> Tensor:
+        """Return this rank's part of the prompts' tokens: [b, columns] -> [b, padded / c].
+
+        padded: the columns, with padding on the left up to a multiple of 2 c. After the first forward the result is the
+        next tokens, [b, new], as they are.
+        """
         if not self.shares:
             return tokens
         self._left_padding = -tokens.shape[1] % (2 * self.sharing.size)
@@ -44,6 +50,10 @@ class ShardedKeyValueCache(KeyValueCache):
         return shard_sequence(padded, self.sharing)  # [b, padded / c]
 
     def mask(self, new: int) -> Tensor | Documents | None:
+        """Return the mask of the first forward: `Documents` with numbers [b, c new], or None if no column is padding.
+
+        Later masks are those of `KeyValueCache`.
+        """
         if not self.shares:
             return super().mask(new)
         if not self._left_padding and not self._is_padded:
@@ -53,8 +63,11 @@ class ShardedKeyValueCache(KeyValueCache):
         return Documents(is_text.long())  # two documents: the padding, and the text
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append as in `KeyValueCache`. In the first forward the result is k and v of this rank's columns, while all
-        columns are appended."""
+        """Append keys and values [new, b, groups/t, d] of a layer.
+
+        The first forward returns k and v as they are, while the columns of all ranks are appended, which every rank
+        must call. Later forwards return all of the layer's, [length + new, b, groups/t, d].
+        """
         if not self.shares:
             return super().append(layer, k, v)
         kv = collectives.all_gather(torch.stack((k, v), dim=1), self.sharing)  # [c new, 2, b, groups/t, d], by rank
@@ -67,6 +80,7 @@ class ShardedKeyValueCache(KeyValueCache):
         super().advance(columns)
 
     def broadcast_last_column(self, x: Tensor) -> Tensor:
+        """Return x, of any shape, of rank 0, which has the prompts' last chunk. Every rank must call."""
         return collectives.broadcast(x.contiguous(), self.sharing, source=0)  # rank 0 has the last chunk
 
     def _columns(self, new: int) -> Tensor:

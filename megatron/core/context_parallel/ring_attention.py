@@ -1,7 +1,8 @@
 """Attention as a sum over blocks of keys: keys that travel round a ring of ranks, or that are gathered first.
 
-Ring (arXiv:2310.01889): in step i a rank has the keys and values of rank r - i, while those of the next step are on their
-way. In the backward they travel again, and their gradients follow one hop behind; the last hop returns these to their rank.
+Ring (arXiv:2310.01889): in step i a rank has the keys and values of rank r - i, while those of the next step are
+in flight. In the backward they travel again, and their gradients follow one hop behind; the last hop returns these
+to their rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,8 +28,8 @@ from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.sequence_shard import chunks_of
 
 Visit = Callable[[ChunkNumbers, Tensor], None]  # (chunks, their keys and values)
-# (chunks, their keys and values, the sum of their gradients on other ranks, in flight) -> that sum with this rank's added,
-# [2, b, rows, groups, d] as `LazySum` has it.
+# (chunks, their keys and values, the sum of their gradients on other ranks, in flight) -> that sum with this rank's
+# added, [2, b, rows, groups, d] as `LazySum` has it.
 VisitBackward = Callable[[ChunkNumbers, Tensor, AsyncHandle[Tensor] | None], Tensor]
 
 
@@ -36,19 +37,28 @@ VisitBackward = Callable[[ChunkNumbers, Tensor, AsyncHandle[Tensor] | None], Ten
 
 
 class KVTransfer(Protocol):
-    """A way for the keys and values kv [2, b, groups, s / c, d] of all ranks to get to each rank."""
+    """A way for the keys and values kv [2, b, groups, s / c, d] of all ranks to get to each rank.
+
+    Every rank of the axis must call `forward`, and then `backward`.
+    """
 
     def forward(self, kv: Tensor, visit: Visit) -> Tensor:
-        """Call visit for keys and values until all have been seen; return what `backward` takes as `saved`."""
+        """Call visit for keys and values [2, b, groups, keys, d] until all have been seen.
+
+        Return what `backward` needs.
+        """
         ...
 
     def backward(self, saved: Tensor, visit: VisitBackward) -> Tensor:
-        """Call visit again; return the sum over ranks of the gradient of this rank's kv, [2, b, s / c, groups, d]."""
+        """Call visit again for the keys and values in `saved`, which `forward` returned.
+
+        Return the sum over ranks of the gradient of this rank's kv: [2, b, s / c, groups, d].
+        """
         ...
 
 
 class Ring:
-    """Keys and values shift from rank to rank; only this rank's wait for the backward."""
+    """Keys and values shift from rank to rank; this rank's alone are saved for the backward."""
 
     def __init__(self, axis: Axis):
         self.axis = axis
@@ -58,6 +68,7 @@ class Ring:
         return chunks_of((self.axis.rank - step) % self.axis.size, self.axis.size)
 
     def forward(self, kv: Tensor, visit: Visit) -> Tensor:
+        """Visit the keys and values of one rank after the other; return kv [2, b, groups, s / c, d] itself."""
         here = kv
         for step in range(self.axis.size):
             coming = self._start_shift(here, step)  # in flight while this step's block is computed
@@ -66,6 +77,7 @@ class Ring:
         return kv
 
     def backward(self, saved: Tensor, visit: VisitBackward) -> Tensor:
+        """Visit them again. saved: this rank's, [2, b, groups, s / c, d] -> their gradient [2, b, s / c, groups, d]."""
         here = saved
         leaving = None  # the sum of gradients of the keys and values that are here, in flight from the rank before
         for step in range(self.axis.size):
@@ -83,8 +95,10 @@ class Ring:
 
 
 class Gathered:
-    """Keys and values of all ranks are gathered first (Llama 3, arXiv:2407.21783, section 3.3.2). They wait for the
-    backward, unless attention is recomputed."""
+    """Keys and values of all ranks are gathered first (Llama 3, arXiv:2407.21783, section 3.3.2).
+
+    All of them are saved for the backward, unless attention is recomputed.
+    """
 
     def __init__(self, axis: Axis):
         self.axis = axis
@@ -94,12 +108,14 @@ class Gathered:
         return tuple(range(2 * self.axis.size))
 
     def forward(self, kv: Tensor, visit: Visit) -> Tensor:
+        """Gather kv [2, b, groups, s / c, d], visit all, and return them: [2, b, groups, s, d]."""
         # In one expression, so that the ranks' parts are freed before the visit.
         gathered = to_sample_order(collectives.all_gather(kv, self.axis).chunk(self.axis.size), dim=-2)
         visit(self.chunks, gathered)
         return gathered
 
     def backward(self, saved: Tensor, visit: VisitBackward) -> Tensor:
+        """Visit `saved` [2, b, groups, s, d]; return the gradient [2, b, s / c, groups, d] of this rank's part."""
         grad = visit(self.chunks, saved, None)  # [2, b, s, groups, d], float32 or wider
         grad = to_rank_order(grad, self.axis.size, dim=-3).flatten(0, 1)  # [c 2, b, s / c, groups, d]
         if saved.dtype == grad.dtype:
@@ -118,7 +134,10 @@ def to_sample_order(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 
 def to_rank_order(x: Tensor, ranks: int, dim: int = 0) -> Tensor:
-    """Invert `to_sample_order`: [s, ..] with `dim` 0 -> [c, s / c, ..], the rows of each rank. Not for autograd."""
+    """Invert `to_sample_order`: [s, ..] with `dim` 0 -> [c, s / c, ..], the rows of each rank.
+
+    Autograd does not see it.
+    """
     chunks = x.chunk(2 * ranks, dim)
     shape = list(x.shape)
     shape[dim] //= ranks
@@ -140,11 +159,12 @@ def attention_over_blocks(
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Return the attention of this rank's rows to the keys of all ranks: q [s / c, b, n, d]; k, v [s / c, b, groups, d]
-    -> [s / c, b, n, d]. Keys and values may be those of another sequence, of another length.
+    """Return the attention of this rank's rows to the keys of all ranks.
 
-    sinks: [n], bias: [n, s / c, s], as in `SoftmaxOptions`. Every rank that shares the sample must call, forward and
-    backward.
+    q: [s / c, b, n, d]; k, v: [s / c, b, groups, d] -> [s / c, b, n, d]. Keys and values may be of another sequence, of
+    another length. sinks: [n], bias: [n, s / c, s], as in `SoftmaxOptions`.
+
+    Every rank that shares the sample must call, forward and backward.
     """
     return _OverBlocks.apply(q, k, v, sinks, bias, transfer, kernel)
 
@@ -161,6 +181,7 @@ class _OverBlocks(torch.autograd.Function):
         transfer: KVTransfer,
         kernel: FlashBlocks | TiledBlocks,
     ) -> Tensor:
+        """q: [s / c, b, n, d]; k, v: [s / c, b, groups, d]; sinks: [n]; bias: [n, s / c, s] -> [s / c, b, n, d]"""
         q_heads = _heads_for_kernel(q)  # [b, n, s / c, d]
         kv = torch.stack((_heads_first(k), _heads_first(v)))  # [2, b, groups, s / c, d]
         softmax = OnlineSoftmax(q_heads, sinks)
@@ -174,10 +195,10 @@ class _OverBlocks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """grad: [s / c, b, n, d].
+        """grad: [s / c, b, n, d] -> the gradients of q, k, v, sinks and bias, each shaped as its tensor.
 
-        Saved: q and this rank's (or all) keys and values, whose scores are computed again block by block; the result and
-        log(sum exp) of its rows over all keys, which give probabilities without another merge; sinks and bias.
+        Saved: q and this rank's (or all) keys and values, whose scores are computed again block by block; the result
+        and log(sum exp) of its rows over all keys, which give probabilities without another merge; sinks and bias.
         """
         # Read once: under recomputation, reading saved_tensors recomputes them.
         q_heads, kv, out, log_sums, sinks, bias = ctx.saved_tensors
@@ -207,9 +228,9 @@ def _heads_first(x: Tensor) -> Tensor:
 def _heads_for_kernel(x: Tensor) -> Tensor:
     """Permute [s, b, n, d] -> [b, n, s, d], on a CPU contiguous: each head's rows side by side.
 
-    The CPU's kernel reads rows in place. The rows of a head of [s, b, n, d] are n d numbers apart, often a power of two,
-    and then share a few sets of the cache: 8 float32 heads of 64 and 2,048 rows took 107 + 435 ms of processor time,
-    copied 59 + 191.
+    The CPU's kernel reads rows in place. The rows of a head of [s, b, n, d] are n d numbers apart, often a power of
+    two, and then share a few sets of the cache: 8 float32 heads of 64 and 2,048 rows took 107 + 435 ms of processor
+    time, copied 59 + 191.
     """
     heads = _heads_first(x)
     return heads if is_accelerator(x.device) else heads.contiguous()

@@ -1,5 +1,7 @@
-"""All-to-all from rows to heads and back (DeepSpeed Ulysses, arXiv:2309.14509): a rank computes full sequences of its share
-of the heads."""
+"""All-to-all from rows to heads and back (DeepSpeed Ulysses, arXiv:2309.14509).
+
+In between, a rank computes full sequences of its share of the heads.
+"""
 
 from typing import Any
 
@@ -12,26 +14,32 @@ from megatron.core.parallel.grid import Axis
 
 
 def rows_to_heads(x: Tensor, axis: Axis) -> Tensor:
-    """Exchange this rank's rows of all heads, [s / c, b, n, d], for all rows of its share of the heads, [s, b, n / c, d],
-    in the order of the sample. Every rank must call."""
+    """Exchange this rank's rows of all heads, [s / c, b, n, d], for all rows of its heads, [s, b, n / c, d].
+
+    The rows are in the order of the sample. c must divide n. Every rank of the axis must call.
+    """
     return x if axis.size == 1 else _AllToAll.apply(x, axis, True)
 
 
 def heads_to_rows(x: Tensor, axis: Axis) -> Tensor:
-    """Invert `rows_to_heads`: [s, b, n / c, d] -> [s / c, b, n, d]. Every rank must call."""
+    """Invert `rows_to_heads`: [s, b, n / c, d] -> [s / c, b, n, d]. Every rank of the axis must call."""
     return x if axis.size == 1 else _AllToAll.apply(x, axis, False)
 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, to_heads: bool) -> Tensor:
+        """x: [s / c, b, n, d] -> [s, b, n / c, d] with `to_heads`, else the inverse. Every rank must call."""
         ctx.axis = axis
         ctx.to_heads = to_heads
         return _to_heads(x, axis) if to_heads else _to_rows(x, axis)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Run the opposite exchange; no tensor is saved."""
+        """Run the opposite exchange of grad, which has the shape of the forward's result.
+
+        Saved: no tensor, since the exchange is linear.
+        """
         grad_x = _to_rows(grad, ctx.axis) if ctx.to_heads else _to_heads(grad, ctx.axis)
         return grad_x, None, None
 

@@ -1,12 +1,16 @@
 """Data parallelism: gradients in contiguous buffers, reduced over ranks, with or without ZeRO's shards.
 
-    data_parallel, distributed_data_parallel    the wrapper of a model chunk; with Megatron's arguments
-    data_parallel_config, buffer_plan, grad_count, comm_volume    on paper: settings, layout, counts, bytes (no torch)
-    contiguous_buffers, bucket, param_grad_state        the memory of all parameters, of one collective, of one parameter
-    zero, zero3_param_fetcher, released_tensors       when gradients are reduced, and parameters gathered and released
-    zero_init, gathered_parameters         a model built shard by shard; full parameters of a sharded one
-    finalize_model_grads, params_norm_and_zeros     the last reductions of a step; norms over all ranks
-    fixed_order_reduce, collective_order   sums in one order for any number of ranks; a check of collectives' order
+    data_parallel, distributed_data_parallel             the wrapper of a model chunk; with Megatron's arguments
+    data_parallel_config, buffer_plan, grad_count,       on paper: settings, layout, counts, bytes (no torch)
+    comm_volume
+    contiguous_buffers, bucket, param_grad_state         the memory of all parameters, of one collective, of one
+                                                         parameter
+    zero, zero3_param_fetcher, released_tensors          when gradients are reduced, and parameters gathered and
+                                                         released
+    zero_init, gathered_parameters                       a model built shard by shard; full parameters of a sharded one
+    finalize_model_grads, params_norm_and_zeros          the last reductions of a step; norms over all ranks
+    fixed_order_reduce, collective_order                 sums in one order for any number of ranks; a check of the
+                                                         order of collectives
 
 To add a strategy of reduction: a `GradReduce`, chosen in `DistributedDataParallel._choose_strategies`.
 """

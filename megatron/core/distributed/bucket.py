@@ -154,8 +154,10 @@ class Bucket:
 
     @memory_kind("communication")
     def finish_reduce(self) -> None:
-        """Wait until `grad_shard` is reduced: in stages 0 and 1 over all ranks, in stages 2 and 3 over `axes.shard`,
-        where the sum of a microbatch is added to those of earlier ones."""
+        """Wait until `grad_shard` is reduced: in stages 0 and 1 over all ranks, in stages 2 and 3 over `axes.shard`.
+
+        In stages 2 and 3 the sum of a microbatch is added to those of earlier ones.
+        """
         if self._reducing is None:
             return
         total = self._reducing.wait()
@@ -178,10 +180,10 @@ class Bucket:
 
     @memory_kind("communication")
     def sum_over_replicas(self) -> None:
-        """Sum the shard over its copies at the end of a step (stages 2 and 3): a reduce-scatter where the outer axis
-        shards it again, else an all-reduce.
+        """Sum the shard over its copies at the end of a step (stages 2 and 3).
 
-        Once a step and not once a microbatch: sums over copies can wait until all microbatches are added.
+        It is a reduce-scatter where the outer axis shards it again, else an all-reduce. Once a step and not once a
+        microbatch: sums over copies can wait until all microbatches are added.
         """
         outer = self.buffer.axes.outer
         if outer.size > 1:

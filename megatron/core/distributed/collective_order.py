@@ -25,8 +25,10 @@ class DifferentOrderError(RuntimeError):
 
 
 class CollectiveOrderCheck:
-    """The calls of one model chunk over `axis`. at_once: compare each call before it is made, otherwise all at the end
-    of a step."""
+    """The calls of one model chunk over `axis`.
+
+    at_once: compare each call before it is made, otherwise all at the end of a step.
+    """
 
     def __init__(self, axis: Axis, device: torch.device | str, *, at_once: bool):
         # The check has a ledger of its own, since its traffic is no part of a layout's.

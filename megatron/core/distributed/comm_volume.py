@@ -1,7 +1,7 @@
 """The communication volume of data parallelism in a step, by ZeRO stage, from the size of the buffers. Pure numbers.
 
-Of P elements in m microbatches over d ranks, in groups of n that each hold all shards, with bandwidth-optimal
-collectives, which send (k - 1) / k of a tensor from each of k ranks, an all-reduce twice that:
+A step has m microbatches and P elements, over d ranks, in groups of n that each hold all shards. Collectives are
+bandwidth-optimal: they send (k - 1) / k of a tensor from each of k ranks, an all-reduce twice that.
 
     stage             inside a group (over n)                              between groups (over d / n)
     0                 an all-reduce of P gradients, over all d

@@ -30,7 +30,7 @@ class MemoryBuffer:
         self.data.zero_()
 
     def get(self, shape: tuple[int, ...], start: int) -> Tensor:
-        """Return a view of shape `shape` that begins at element `start`."""
+        """Return a view of shape `shape` that begins at element `start` of `data` [numel]."""
         return _view(self.data, shape, start)
 
 
@@ -54,7 +54,7 @@ class Shard:
         raise AssertionError(f"elements {start}..{stop} of a shard that holds {self.runs}")
 
     def values(self, param_range: ParamRange) -> Stored:
-        """Return this shard's part of a parameter, flat; empty if the shard has none."""
+        """Return this shard's part of a parameter, flat [elements]; [0] if the shard has none."""
         first, last = self.elements(param_range)
         if first == last:
             return torch.empty(0, dtype=self.dtype)
@@ -69,14 +69,14 @@ class Shard:
         return (start - param_range.start, stop - param_range.start)
 
     def within(self, runs: list[tuple[int, int]]) -> "Shard":
-        """Return the shard restricted to these runs, in the same memory."""
+        """Return the shard restricted to these runs, flat tensors [stop - start] in the same memory."""
         if runs == self.runs:
             return self
         return Shard(runs, [self.at(*run) for run in runs], self.dtype)
 
 
 class ReleasableBuffer:
-    """A flat tensor whose memory is released and allocated again while views of it stay valid objects.
+    """A flat tensor [numel] whose memory is released and allocated again while views of it stay valid objects.
 
     It holds parameters or gradients of ZeRO 2 and 3, and lazily allocated gradients. It begins open, since torch makes
     views of allocated memory only. `poison`: the memory stays, and release fills it with NaN, so that a use after
@@ -90,7 +90,10 @@ class ReleasableBuffer:
         self._bytes = self.data.untyped_storage().nbytes()
 
     def open(self) -> Tensor:
-        """Allocate the memory if it is released. Return the flat tensor; newly allocated memory is uninitialized."""
+        """Allocate the memory if it is released, and return the flat tensor [numel].
+
+        Newly allocated memory is uninitialized.
+        """
         if not self.is_open and not self.poison:
             resize(self.data.untyped_storage(), self._bytes)
         self.is_open = True
@@ -108,9 +111,9 @@ class ReleasableBuffer:
 class ParamAndGradBuffer:
     """The parameters of one plan in one buffer, and their gradients in a second buffer of the same layout.
 
-    Each parameter becomes a view of the first buffer, its `main_grad` a view of the second. For half-precision
-    parameters, gradients accumulate in float32, or in `grad_dtype` with float32 sums of this rank's shard. By ZeRO
-    stage:
+    Each parameter becomes a view of the first buffer, its `main_grad` a view of the second, of its shape. For
+    half-precision parameters, gradients accumulate in float32, or in `grad_dtype` with float32 sums of this rank's
+    shard. By ZeRO stage:
 
         stage   params      grads       owned_params      sums (the reduced gradients)
         0       whole       whole       all of params     all of grads
@@ -182,7 +185,10 @@ class ParamAndGradBuffer:
 
     @property
     def sums(self) -> Shard:
-        """The reduced gradients that this rank owns. Lazily allocated ones are resident until the next step begins."""
+        """The reduced gradients that this rank owns, flat, in master_dtype.
+
+        Lazily allocated ones are resident until the next step begins.
+        """
         self.open_grads()
         return self._owned_sums
 
@@ -198,8 +204,10 @@ class ParamAndGradBuffer:
         return self.dtype != self.master_dtype
 
     def owned_range(self, param_range: ParamRange) -> tuple[int, int]:
-        """Return the range (start, stop) of a parameter's elements, in row-major order, whose optimizer state this rank
-        owns."""
+        """Return the range (start, stop) of a parameter's elements whose optimizer state this rank owns.
+
+        Elements are counted in row-major order.
+        """
         return self.owned_params.elements(param_range)
 
     def _make_grad_shard(self) -> Shard:
@@ -265,8 +273,10 @@ class ParamAndGradBuffer:
                 self.grads_of += (grads,)
 
     def _keep_shard(self, bucket_start: int, params: ReleasableBuffer) -> None:
-        """Copy this rank's shard out of a resident bucket, which begins at element `bucket_start`, and release the
-        bucket."""
+        """Copy this rank's shard out of a resident bucket, and release the bucket.
+
+        The bucket begins at element `bucket_start`.
+        """
         for start, stop in overlaps(self.shard_runs, bucket_start, bucket_start + params.data.numel()):
             # cloned, since a storage that numpy has seen cannot be released
             own_values = params.data[start - bucket_start : stop - bucket_start].clone()
@@ -280,7 +290,7 @@ def grads_are_lazy(axes: GradAxes, config: DataParallelConfig) -> bool:
 
 
 def _view(flat: Tensor, shape: tuple[int, ...], start: int) -> Tensor:
-    """Return elements start .. of a flat tensor as a view of `shape`."""
+    """Return elements start .. of a flat tensor [numel] as a view of `shape`."""
     stop = start + torch.Size(shape).numel()
     assert stop <= flat.numel(), f"elements {start}..{stop} of {flat.numel()}"
     return flat[start:stop].view(shape)

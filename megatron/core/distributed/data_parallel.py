@@ -15,10 +15,11 @@ arXiv:1910.02054, section 5):
     0       whole        whole       whole                    all-reduce of gradients
     1       whole        whole       shard                    reduce-scatter of gradients, all-gather of parameters
     2       whole        releasable  shard                    m reduce-scatters, all-gather
-    3       releasable   releasable  shard                    m reduce-scatters, 2 m all-gathers (`zero3_param_fetcher.py`)
+    3       releasable   releasable  shard                    m reduce-scatters, 2 m all-gathers
+                                                              (`zero3_param_fetcher.py`)
 
-With copies of the shards (hybrid sharding, arXiv:2304.11277: `GradAxes.replica`), an all-reduce of the reduced shard
-is added. If masters and moments are sharded over those ranks as well (--outer-dp-sharding-strategy optim), a
+With copies of the shards (hybrid sharding, arXiv:2304.11277: `GradAxes.replica`), an all-reduce of the reduced shard is
+added. If masters and moments are sharded over those ranks as well (--outer-dp-sharding-strategy optim), a
 reduce-scatter and an all-gather are added instead.
 """
 
@@ -61,17 +62,17 @@ from megatron.core.sharding.placement import Placement, partial_axes, partial_gr
 
 
 class DistributedDataParallel(DataParallelBase):
-    """Wraps one model chunk. Every rank of the chunk's data- and tensor-parallel groups must wrap its own and make the
-    same calls.
+    """Wraps one model chunk. forward(inputs of any shapes) -> the chunk's outputs, in their shapes.
 
-    A parameter without a placement (of a plain torch module) counts as whole on every rank.
+    Every rank of the chunk's data- and tensor-parallel groups must wrap its own and make the same calls. A parameter
+    without a placement (of a plain torch module) counts as whole on every rank.
 
     weight_grads: the store of deferred weight gradients, if the schedule defers them; in stages 2 and 3 the module's
-        other gradients are deferred too.
+    other gradients are deferred too.
     offload_store: storage of the shards of stage 3; None: the device's memory.
     unsplit: names of parameters whose optimizer needs the whole tensor; in stage 1 each is in one shard.
     fills_grad: stage 0, for an optimizer of torch.optim: gradients that are complete are in `.grad` too, and a forward
-        after the optimizer's `zero_grad()` begins a step.
+    after the optimizer's `zero_grad()` begins a step. In other stages ConfigError.
     """
 
     @memory_kind("communication")
@@ -208,6 +209,7 @@ class DistributedDataParallel(DataParallelBase):
         return self.module(*inputs, **options)
 
     def set_input_tensor(self, x: Tensor | None) -> None:
+        """Set the chunk's input: the hidden states [s, b, h] of the previous stage, or what its `boundary` says."""
         self.module.set_input_tensor(x)
 
     def scale_gradients(self, scaling_factor: float) -> None:
@@ -232,8 +234,10 @@ class DistributedDataParallel(DataParallelBase):
         self._is_filled = False
 
     def _fill(self) -> None:
-        """Put the gradients into `.grad` (`fills_grad`), if there are any: the buffer's own memory where it has the
-        parameter's dtype."""
+        """Put the gradients into `.grad` (`fills_grad`), if there are any.
+
+        They are in the buffer's own memory where it has the parameter's dtype.
+        """
         self._is_filled = self.fills_grad and self._grad_reduce.has_gradients
         if not self._is_filled:
             return
@@ -246,8 +250,10 @@ class DistributedDataParallel(DataParallelBase):
             self.zero_grad_buffer()
 
     def _check_parameters(self) -> None:
-        """Raise RuntimeError if the model computes with other tensors than the optimizer trains; it would learn
-        nothing."""
+        """Raise RuntimeError if the model computes with other tensors than the optimizer trains.
+
+        Such a model would learn nothing.
+        """
         thawed = [name for name, p in self._frozen.items() if p.requires_grad]
         if thawed:
             raise RuntimeError(
@@ -271,14 +277,18 @@ class DistributedDataParallel(DataParallelBase):
         self._param_gather.begin_microbatch(backward=backward)
 
     def start_grad_reduce(self) -> None:
-        """Start every reduction that is not in flight. No backward of this chunk may follow before the next
-        `zero_grad_buffer`."""
+        """Start every reduction that is not in flight. Every rank must call.
+
+        No backward of this chunk may follow before the next `zero_grad_buffer`.
+        """
         self._grad_reduce.start()
 
     @memory_kind("communication")
     def finish_grad_reduce(self) -> None:
-        """Wait until this rank's shard of every gradient is the sum over all samples of the step. Later calls change
-        nothing."""
+        """Wait until this rank's shard of every gradient is the sum over all samples of the step. Every rank must call.
+
+        Later calls change nothing.
+        """
         if self.is_complete:
             return
         if not self._grad_reduce.reduction_started:
@@ -298,8 +308,11 @@ class DistributedDataParallel(DataParallelBase):
     # Megatron's names, for a fork's own loop.
 
     def no_sync(self) -> AbstractContextManager:
-        """Return a context that does nothing: a reduction starts with the last gradient of its step, or in stages 2 and
-        3 of its microbatch, so nothing needs to be held back."""
+        """Return a context that does nothing.
+
+        A reduction starts with the last gradient of its step, or in stages 2 and 3 of its microbatch, so nothing needs
+        to be held back.
+        """
         return nullcontext()
 
     def start_grad_sync(self, *_: Any) -> None:
@@ -309,7 +322,7 @@ class DistributedDataParallel(DataParallelBase):
         self.finish_grad_reduce()
 
     def gather_params(self) -> None:
-        """All-gather the shards that the other ranks have updated.
+        """All-gather the shards that the other ranks have updated. Every rank must call.
 
         With `overlap_param_gather` the all-gathers only start, in the order of the next forward, where each module
         waits for its own. Call `finish_param_gather` before any other use of the parameters. In stage 3 each forward
@@ -322,8 +335,10 @@ class DistributedDataParallel(DataParallelBase):
         self._param_gather.finish()
 
     def param_shards(self) -> dict[str, tuple[tuple[int, int], Stored]]:
-        """Return this rank's shard of every parameter in stage 3, else {}: parameter name -> ((start, stop) in
-        row-major order, flat values in memory or in a file)."""
+        """Return this rank's shard of every parameter in stage 3, else {}.
+
+        parameter name -> ((start, stop) in row-major order, its values, flat [stop - start], in memory or in a file)
+        """
         return {
             param_range.name: (buffer.param_shard.elements(param_range), buffer.param_shard.values(param_range))
             for buffer in self.buffers
@@ -353,8 +368,10 @@ class DistributedDataParallel(DataParallelBase):
         return result
 
     def _sum_partial(self, axis_name: str) -> None:
-        """Sum partial gradients over the axis (norms under sequence parallelism, shared key/value heads), in one
-        message per buffer."""
+        """Sum partial gradients over the axis (norms under sequence parallelism, shared key/value heads).
+
+        It is one message per buffer.
+        """
         for buffer in self.buffers:
             sums = buffer.sums
             parts = []  # views of this rank's sums
@@ -398,12 +415,16 @@ def _refuse_other_tensors(module: nn.Module, state: dict, prefix: str, metadata:
 
 
 def _buffer_key(parameter: nn.Parameter) -> tuple:
-    """Return the key of the parameter's buffer, whose parameters have in common: the axes of their sums, the dtype, and
-    whether two pipeline stages share them."""
+    """Return the key of the parameter's buffer.
+
+    The parameters of a buffer have in common the axes of their sums, the dtype, and whether two pipeline
+    stages share them.
+    """
     placement = parameter.placement
     return placement.reduce_over, parameter.dtype, ACROSS_STAGES in placement.partial_grad
 
 
 def _add_to_main_grad(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Add a gradient, shaped as the parameter, to its `main_grad`."""
     open_main_grad(parameter).add_(gradient)
     grad_was_added(parameter)

@@ -9,8 +9,10 @@ from megatron.core.base.dataclass_flags import Count, FlagConfig, option
 
 
 class Zero(NamedTuple):
-    """The tensors that a ZeRO stage shards; only here are stages numbers. Gradients and parameters that are sharded are
-    whole for one bucket at a time."""
+    """The tensors that a ZeRO stage shards; only here are stages numbers.
+
+    Gradients and parameters that are sharded are whole for one bucket at a time.
+    """
 
     shards_state: bool
     shards_grads: bool
@@ -113,8 +115,10 @@ class DataParallelConfig(FlagConfig):
 
     @cached_property
     def stage(self) -> int:
-        """The ZeRO stage: 0 shards nothing, 1 masters and moments, 2 also gradients, 3 also parameters (ZeRO,
-        arXiv:1910.02054)."""
+        """The ZeRO stage (arXiv:1910.02054).
+
+        0 shards nothing, 1 masters and moments, 2 also gradients, 3 also parameters.
+        """
         return max([int(self.use_distributed_optimizer), *self._requested_stages().values()])
 
     @cached_property
@@ -128,8 +132,10 @@ class DataParallelConfig(FlagConfig):
         return self.outer_dp_sharding_strategy == "optim"
 
     def bucket_numel(self, ranks: int) -> int | None:
-        """Return the elements per bucket for `ranks` data-parallel ranks; None for one bucket per buffer, where nothing
-        overlaps."""
+        """Return the elements per bucket for `ranks` data-parallel ranks.
+
+        None: one bucket per buffer, where nothing overlaps.
+        """
         if not (self.cuts_by_size or self.zero.shards_params):
             return None
         return self.ddp_bucket_size or max(40_000_000, 1_000_000 * ranks)

@@ -13,9 +13,10 @@ from megatron.core.parallel.global_state import get_global_state
 
 
 class DistributedDataParallel(data_parallel.DistributedDataParallel):
-    """Wraps a model chunk of the current mesh. Every rank of the chunk's groups must wrap its own.
+    """Wraps a model chunk of the current mesh. forward(inputs of any shapes) -> the chunk's outputs.
 
-    In ZeRO stage 0 an optimizer of torch.optim trains it, else that of `get_megatron_optimizer`.
+    Every rank of the chunk's groups must wrap its own. In ZeRO stage 0 an optimizer of torch.optim trains it, else that
+    of `get_megatron_optimizer`.
     """
 
     def __init__(
@@ -55,8 +56,10 @@ class DistributedDataParallel(data_parallel.DistributedDataParallel):
             self.finish_param_gather()
 
     def broadcast_params(self) -> None:
-        """Copy the first data-parallel rank's parameters to the others. Every rank must call, before the optimizer is
-        made, and not in ZeRO stage 3."""
+        """Copy the first data-parallel rank's parameters to the others. Every rank must call.
+
+        Call it before the optimizer is made, and not in ZeRO stage 3.
+        """
         for parameter in self.module.parameters():
             collectives.broadcast(parameter.data, self.mesh.samples)
 

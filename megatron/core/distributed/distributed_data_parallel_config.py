@@ -12,8 +12,9 @@ NOT_BUILT = {
 
 @dataclass
 class DistributedDataParallelConfig:
-    """Settings of the reduction of gradients. They are accumulated and reduced in float32, whatever
-    `grad_reduce_in_fp32` says.
+    """Settings of the reduction of gradients.
+
+    Gradients are accumulated and reduced in float32, whatever `grad_reduce_in_fp32` says.
 
     data_parallel_sharding_strategy: read only with `use_megatron_fsdp` or `use_custom_fsdp`, as in Megatron.
     """

@@ -21,7 +21,8 @@ def finalize_model_grads(
     """Finish the step's gradient reductions over all chunks of this rank. Every rank must call.
 
     A step that is complete, as `get_forward_backward_func` leaves it, is neither reduced nor divided again.
-    num_tokens: this rank's tokens of the step; the sums are divided by their total over the ranks of the last stage.
+    num_tokens: this rank's tokens of the step, a number or a tensor [] or [1]; the sums are divided by their total over
+    the ranks of the last stage.
     pg_collection, force_all_reduce: accepted without effect; the chunks know their groups.
     """
     chunks = [chunk for chunk in model if not chunk.is_complete]

@@ -17,8 +17,10 @@ from megatron.core.parallel.grid import Axis
 
 
 class ReduceInFixedOrder(GradReduce):
-    """Stores each buffer's gradients by microbatch. ends: the axis of the first and last stage, which may share an
-    embedding."""
+    """Stores each buffer's gradients by microbatch.
+
+    ends: the axis of the first and last stage, which may share an embedding.
+    """
 
     sums_tied_embedding = True
 

@@ -25,11 +25,10 @@ from megatron.core.sharding.placement import Placement, placement_of
 def sync_module_states(
     module: nn.Module, mesh: Mesh, device: torch.device | str, dtype: torch.dtype | None = None
 ) -> None:
-    """Bring a module's tensors to the device, in `dtype` if they are floating (None: their own), with the values of the
-    first data-parallel rank.
+    """Bring a module's tensors, of any shapes, to the device, with the values of the first data-parallel rank.
 
-    Every rank must call. Raises RuntimeError if the ranks have different models. Of parameters that were created in
-    shards (`ShardedInit`), one at a time is whole.
+    dtype: of those that are floating; None: their own. Every rank must call. Raises RuntimeError if the ranks have
+    different models. At any time only one of the parameters that were created in shards (`ShardedInit`) is whole.
     """
     _check_same_model(module, mesh.samples, device)
     for tensor in (*module.parameters(), *module.buffers()):
@@ -68,9 +67,9 @@ def _check_same_model(module: nn.Module, samples: Axis, device: torch.device | s
 class FullParameters:
     """A block in which these parameters, of a wrapped module or created in shards, are whole. Every rank must enter.
 
-    changed_on: (axis, rank) whose changes inside the block are kept, on all ranks of the axis. None: changes are lost;
-    where the parameter is whole anyway (stages 0 to 2), each rank keeps its own. Raises ValueError if one is a rounded
-    copy of a float32 master, which cannot be changed.
+    parameters: of any shapes. changed_on: (axis, rank) whose changes inside the block are kept, on all ranks of the
+    axis. None: changes are lost; where the parameter is whole anyway (stages 0 to 2), each rank keeps its own. Raises
+    ValueError if one is a rounded copy of a float32 master, which cannot be changed.
     """
 
     def __init__(self, parameters: Iterable[Tensor], changed_on: tuple[Axis, int] | None = None):
@@ -113,7 +112,10 @@ def _slots_of(parameters: Iterable[Tensor]) -> list[GradSlot]:
 
 
 def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
-    """Return copies of all parameters and buffers, on the CPU, on every rank. Every rank must call."""
+    """Return copies of all parameters and buffers, in their full shapes, on the CPU, on every rank.
+
+    Parameters that tensor-parallel ranks split have this rank's shape. Every rank must call.
+    """
     state = {}
     for name, value in module.state_dict(keep_vars=True).items():
         with FullParameters([value]):

@@ -1,8 +1,8 @@
 """The number of gradients that a bucket gets in one backward; it tells when the backward is done with the bucket. Pure.
 
-A parameter that one layer uses once gets one gradient. A layer applied several times in a forward gets one or more:
-autograd sums the uses first, while a layer that writes into the buffer itself writes once per use. So the number is
-learned:
+A parameter that one layer uses once gets one gradient. A layer applied several times in a forward gets one or
+more: autograd sums the uses first, while a layer that writes into the buffer itself writes once per use. The
+number is learned:
 
     unit entered once           at first the number the model declares: one per parameter, or `num_grads_per_backward`
     unit entered more often     unknown, unless declared: the bucket is kept until the first such backward ends

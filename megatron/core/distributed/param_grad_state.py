@@ -1,8 +1,10 @@
-"""`parameter.slot`: the data-parallel state of a trained parameter (`main_grad.slot_of`). Four attributes beside it are
-public:
+"""`parameter.slot`: the data-parallel state of a trained parameter (`main_grad.slot_of`).
+
+Four attributes beside it are public:
 
 parameter.placement                 how the parameter is sharded; set by the layer that makes it
-parameter.main_grad                 where its gradient is accumulated, a view of a gradient buffer; Megatron's name
+parameter.main_grad                 where its gradient is accumulated, a view of a gradient buffer, of the parameter's
+                                    shape; Megatron's name
 parameter.num_grads_per_backward    gradients that one backward adds, set by a model whose parameter gets more than one
 parameter.is_tied                   set by a model that passes the parameter to another module too, as a tied embedding
 """
@@ -17,7 +19,8 @@ from megatron.core.ops.main_grad_interface import GradSlot
 class ParamSlot(GradSlot):
     """A parameter's place in a bucket, elements start .. stop, and the progress of its gradient in this step.
 
-    A layer that accumulates gradients itself reports to `reduce` (`zero.py`) through `core/ops/main_grad_interface.py`.
+    The parameter may have any shape. A layer that accumulates gradients itself reports to `reduce` (`zero.py`)
+    through `core/ops/main_grad_interface.py`.
 
     A matrix product can overwrite main_grad with the first gradient of a step, which saves setting it to zero. A slot
     whose first gradient came from a product in an earlier step therefore begins the next step unset:
@@ -69,10 +72,13 @@ class ParamSlot(GradSlot):
 
 
 def declared_num_grads(parameter: nn.Parameter) -> int | None:
-    """Return the gradients that one backward adds, as the model declares them; None: the model declares nothing."""
+    """Return how many gradients one backward adds to a parameter of any shape, as the model declares it.
+
+    None: the model declares nothing.
+    """
     return getattr(parameter, "num_grads_per_backward", None)
 
 
 def is_tied(parameter: nn.Parameter) -> bool:
-    """Return whether the model passes the parameter to another module than its own too."""
+    """Return whether the model passes the parameter, of any shape, to another module than its own too."""
     return getattr(parameter, "is_tied", False)

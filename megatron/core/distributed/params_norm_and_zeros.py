@@ -23,10 +23,11 @@ _WIDENED_AT_ONCE = 2**24  # elements; their two float64 copies take 256 MB
 def owned_elements(
     chunks: Sequence[DistributedDataParallel], mesh: Mesh, *, grads: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, values) of the parameters, or of the gradients in the buffers, that this rank owns, in flat parts.
+    """Yield (name, values) of the parameters, or of the gradients in the buffers, that this rank owns.
 
-    Over all ranks every element is yielded once. Only elements that this rank updates are read, so a parameter
-    all-gather may be in flight.
+    Values are parts, flat [elements]; of a frozen parameter a box of its own number of dimensions. Over all ranks every
+    element is yielded once. No communication. Only elements that this rank updates are read, so a parameter all-gather
+    may be in flight.
     """
     for chunk in chunks:
         # trained parameters, in buffers

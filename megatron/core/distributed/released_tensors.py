@@ -9,8 +9,7 @@ A released tensor changes its class, and changes it back when it is resident aga
     LazyGradient          its first gradient         allocates zeros           main_grad of stages 0 and 1
 
 torch calls `__torch_function__` of such a class before it touches the memory; without that, the process would crash.
-Shape, dtype and the like can always be read. The price is one assignment per release, and nothing while the tensor is
-resident.
+Shape, dtype and the like can always be read. The price is one assignment per release, and nothing for resident tensors.
 """
 
 from collections.abc import Iterable
@@ -39,7 +38,7 @@ _NEED_NO_VALUES = _LAYOUT | _KIND | _HOOKS
 
 
 class NonResidentTensor:
-    """A tensor that is not resident. A function that needs its values calls `before_use` first."""
+    """A tensor, of any shape, that is not resident. A function that needs its values calls `before_use` first."""
 
     __slots__ = ()  # so that `__class__` of a tensor can be set to this class and back
 
@@ -56,8 +55,10 @@ class NonResidentTensor:
 
     @staticmethod
     def before_use(function: str, tensors: list[Any]) -> str | None:
-        """Prepare these tensors for `function`, or raise an error. Returns the answer in its place, or None to let it
-        run."""
+        """Prepare these tensors, of any shapes, for `function`, or raise an error.
+
+        Returns the answer in the function's place, or None to let it run.
+        """
         raise NotImplementedError
 
 
@@ -66,6 +67,7 @@ class ReleasedParameter(NonResidentTensor, nn.Parameter):
 
     @staticmethod
     def before_use(function: str, tensors: list[Any]) -> str | None:
+        """Raise RuntimeError with the parameter's name; answer only `__repr__`."""
         if function == "__repr__":
             return f"ReleasedParameter({_name_of(tensors)}, {tuple(tensors[0].shape)})"
         raise RuntimeError(
@@ -76,11 +78,14 @@ class ReleasedParameter(NonResidentTensor, nn.Parameter):
 
 
 class GatheringParameter(NonResidentTensor, nn.Parameter):
-    """A parameter whose updated values are in flight (stages 1 and 2). Any use waits for them, also outside its
-    module's forward."""
+    """A parameter whose updated values are in flight (stages 1 and 2).
+
+    Any use waits for them, also outside its module's forward.
+    """
 
     @staticmethod
     def before_use(function: str, tensors: list[Any]) -> None:
+        """Wait for the all-gather of these parameters, of any shapes."""
         for parameter in tensors:
             parameter.slot.bucket.finish_gather()
 
@@ -90,6 +95,7 @@ class ReleasedGradient(NonResidentTensor, Tensor):
 
     @staticmethod
     def before_use(function: str, tensors: list[Any]) -> str | None:
+        """Raise RuntimeError with the parameter's name."""
         raise RuntimeError(
             f"main_grad of {_name_of(tensors)} is used while ZeRO stage 2 or 3 has released it: it is resident from the first "
             "gradient of a microbatch until its reduction. To add to it, call "
@@ -102,6 +108,7 @@ class LazyGradient(NonResidentTensor, Tensor):
 
     @staticmethod
     def before_use(function: str, tensors: list[Any]) -> None:
+        """Allocate these gradients, of any shapes, as zeros."""
         for gradient in tensors:
             gradient.slot.bucket.open()
 
@@ -111,8 +118,10 @@ _GRADIENT_CLASSES = {Tensor, ReleasedGradient, LazyGradient}
 
 
 def set_residency(kind: type, tensors: Iterable[Tensor]) -> None:
-    """Change the class of these tensors; nn.Parameter and Tensor mean resident. Tensors of a script's own classes are
-    left alone."""
+    """Change the class of these tensors, of any shapes; nn.Parameter and Tensor mean resident.
+
+    Tensors of a script's own classes are left alone.
+    """
     classes = _PARAMETER_CLASSES if kind in _PARAMETER_CLASSES else _GRADIENT_CLASSES
     assert kind in classes, kind
     for tensor in tensors:
@@ -126,7 +135,10 @@ def _name_of(tensors: list[Any]) -> str:
 
 
 def _needs_no_values(func: Any) -> bool:
-    """Whether a torch function works on a tensor without memory. Of a property, torch passes `__get__` or `__set__`."""
+    """Return whether a torch function works on a tensor without memory.
+
+    For a property, torch passes its `__get__` or `__set__`.
+    """
     name = getattr(func, "__name__", "")
     property_name = getattr(getattr(func, "__self__", None), "__name__", "")
     if name == "__get__":

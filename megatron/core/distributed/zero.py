@@ -86,8 +86,10 @@ class GradReduce:
         self.open(slot)
 
     def add(self, slot: ParamSlot) -> None:
-        """Count a gradient. Raises RuntimeError after the reduction began; a step without gradients, such as
-        validation, may continue."""
+        """Count a gradient. Raises RuntimeError after the reduction began.
+
+        A step without gradients, such as validation, may continue.
+        """
         # Validation begins and ends a step without gradients; training may then add to it.
         if self.reduction_started and self.has_gradients:
             raise RuntimeError(
@@ -140,11 +142,10 @@ class ReduceOnce(GradReduce):
 
 
 class ReduceEachMicrobatch(GradReduce):
-    """Stages 2 and 3: reduce a bucket as soon as a microbatch's gradients are complete, as `counter` counts them. One
-    bucket is in flight at a time.
+    """Stages 2 and 3: reduce a bucket as soon as a microbatch's gradients are complete, as `counter` counts them.
 
-    A bucket with fewer gradients than expected is reduced with the next microbatch, or at the end of the step; one with
-    more is reduced twice.
+    One bucket is in flight at a time. A bucket with fewer gradients than expected is reduced with the next microbatch,
+    or at the end of the step; one with more is reduced twice.
     """
 
     def __init__(
@@ -209,8 +210,11 @@ class ReduceEachMicrobatch(GradReduce):
 
 
 class ParamGather:
-    """Stages 0 to 2: parameters stay whole. With overlap, the all-gather of updated ones is in flight during the next
-    forward, and each module waits for its own."""
+    """Stages 0 to 2: parameters stay whole.
+
+    With overlap, the all-gather of updated ones is in flight during the next forward, and each module waits
+    for its own.
+    """
 
     def __init__(self, module: nn.Module, buckets: Sequence[Bucket], *, overlap: bool):
         self._buckets = buckets

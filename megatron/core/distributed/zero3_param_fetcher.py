@@ -67,8 +67,9 @@ def _units_of_modules(module: nn.Module) -> dict[str, str]:
 
 
 class ParamFetcher(ParamGather):
-    """Gathers and releases by hooks on the units of a chunk. `ahead`: the next unit's all-gather is in flight while one
-    computes.
+    """Gathers and releases by hooks on the units of a chunk.
+
+    ahead: the next unit's all-gather is in flight while one computes.
 
     Two units may use one bucket (a shared parameter). In a backward it is released only when no unit whose backward has
     begun still needs it: `_in_use` lists those buckets by use, a use being one forward of one unit.

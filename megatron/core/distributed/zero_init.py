@@ -23,7 +23,10 @@ from megatron.core.storage.resize_storage import resize
 
 
 class ParamShard:
-    """This rank's shard of one parameter, whose memory is released and allocated again."""
+    """This rank's shard of one parameter, of any shape, whose memory is released and allocated again.
+
+    values: flat [numel / axis.size, rounded up].
+    """
 
     def __init__(self, parameter: nn.Parameter, axis: Axis):
         self.parameter = parameter
@@ -37,8 +40,10 @@ class ParamShard:
 
     @torch.no_grad()
     def release(self) -> None:
-        """Release the parameter's memory and keep this rank's shard of the first rank's values. Every rank of the axis
-        must call."""
+        """Release the parameter's memory and keep this rank's shard of the first rank's values.
+
+        Every rank of the axis must call.
+        """
         if not self.is_whole or type(self.parameter) is not nn.Parameter or not self.parameter.is_contiguous():
             return
         flat = collectives.broadcast(self.parameter.data, self.axis).view(-1)  # [numel]
@@ -63,7 +68,7 @@ class ParamShard:
 
 
 def shard_of(tensor: Tensor) -> ParamShard | None:
-    """Return the shard of a parameter that was created under `ShardedInit`; None for any other tensor."""
+    """Return the shard of a parameter, of any shape, created under `ShardedInit`; None for any other tensor."""
     return getattr(tensor, "shard", None)
 
 
@@ -72,6 +77,7 @@ class ShardedParameter(NonResidentTensor, nn.Parameter):
 
     @staticmethod
     def before_use(function: str, tensors: list[Any]) -> None:
+        """Gather these parameters, of any shapes. Every rank of the axis must call."""
         for parameter in tensors:
             parameter.shard.gather()
 
@@ -83,8 +89,8 @@ class ShardedParameter(NonResidentTensor, nn.Parameter):
 class ShardedInit:
     """A block that shards every parameter of the modules built inside, by torch's registration hooks.
 
-    Only modules of the thread that entered the block count. dtype: of floating parameters; default: as they are
-    created.
+    Only modules of the thread that entered the block count. dtype: of floating parameters; default: that of their
+    creation. Every rank of the axis must enter, and build the same model.
     """
 
     def __init__(self, axis: Axis, dtype: torch.dtype | None = None):
@@ -124,7 +130,9 @@ class ShardedInit:
             self._shards[id(parameter)] = ParamShard(parameter, self._axis)
 
     def _on_module(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
-        """Shard a module, which is complete when its parent registers it. Parameters of a copied one were never
-        registered."""
+        """Shard a module, which is complete when its parent registers it.
+
+        Parameters of a copied module were never registered.
+        """
         if child is not None and threading.get_ident() == self._thread:
             self.take(child)

@@ -1,7 +1,8 @@
-"""Models: Megatron's classes at Megatron's paths, and our pipeline stage of each (`gpt_stage`, `bert_stage`, `t5_stage`).
+"""Models: Megatron's classes at Megatron's paths, and our pipeline stage of each.
 
-A stage declares `rules` (its requirements on the settings), `boundary` (the tensors between two stages), and `model_name` if
-its class has another name. Training imports no model: scripts pass theirs.
+Our stages are in `gpt_stage`, `bert_stage`, `t5_stage`. A stage declares `rules` (its requirements on the settings),
+`boundary` (the tensors between two stages), and `model_name` if its class has another name. Training imports no model:
+scripts pass theirs.
 
 To add a model: a `LanguageModelStage` with its head and loss, or any module that has `set_input_tensor`.
 """

@@ -1,4 +1,7 @@
-"""The device of this process: selection, memory statistics, copies to and from the host. No other file names a vendor."""
+"""The device of this process: selection, memory statistics, copies to and from the host.
+
+No other file names a vendor.
+"""
 
 import contextlib
 import ctypes
@@ -63,7 +66,10 @@ class Device:
 
     @classmethod
     def select(cls, name: str = "auto", local_rank: int = 0) -> "Device":
-        """Return the device of this name; "auto" is an available accelerator, else the CPU. ConfigError if there is none."""
+        """Return the device of this name; "auto" is an available accelerator, else the CPU.
+
+        Raises ConfigError if there is none.
+        """
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         if name == "auto":
             return cls(accelerator.type if accelerator else "cpu", local_rank)
@@ -109,9 +115,9 @@ class Device:
         `ranks` aligns large tensors.
 
         CPU with `bf16`, if it has the instructions: float32 matrix products round their factors to bfloat16. In a
-        --bf16 run these factors are widened bfloat16 (weight gradients), so products stay exact,
-        accumulate in float32, and take half the time (13 instead of 28 ms, see `tensor_parallel/linear_autograd.py`).
-        The one exception, float32 attention probabilities, is rounded to bfloat16 anyway.
+        --bf16 run these factors are widened bfloat16 (weight gradients), so products stay exact, accumulate in float32,
+        and take half the time (13 instead of 28 ms, see `tensor_parallel/linear_autograd.py`). The one exception,
+        float32 attention probabilities, is rounded to bfloat16 anyway.
         """
         if self.name != "cpu":
             round_no_large_pinned_memory()
@@ -164,8 +170,8 @@ class Device:
     def return_freed(self) -> None:
         """Return to the system what the model's start or a compilation has freed, on a CPU with glibc.
 
-        It is in pieces, of which the tensors of a step use some. Call it now and then, not each step, which would fault
-        the pages in.
+        The freed memory is in pieces, of which the tensors of a step use some. Call it now and then, not each step,
+        which would fault the pages in.
         """
         c_library = _glibc() if self.module is None else None
         if c_library is not None:
@@ -173,10 +179,10 @@ class Device:
             self._usual_bytes = None
 
     def return_freed_if_grown(self, *, surely: bool = False) -> None:
-        """Call `return_freed` if this process has grown by a twelfth since the first step after the last return, or `surely`.
+        """Call `return_freed` if this process has grown by a twelfth since its size was taken, or `surely`.
 
-        Call it after each step: a heap in pieces takes new pages where none fits. Each of 2 tensor-parallel ranks grew
-        by 20 MiB a step of 0.54 s; a return takes 9 ms.
+        Its size is taken in the first step after each return. Call it after each step: a heap in pieces takes new pages
+        where none fits. Each of 2 tensor-parallel ranks grew by 20 MiB a step of 0.54 s; a return takes 9 ms.
         """
         if surely:
             self.return_freed()
@@ -277,10 +283,10 @@ def round_no_large_pinned_memory() -> None:
 
 
 def to_device(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Return `x` on the device, copied asynchronously from pinned memory, so that the host does not wait for queued work.
+    """Return `x`, of any shape, on the device.
 
-    Same shape. The caller may free `x` at once. It may overwrite an unpinned `x` at once, a pinned one after the next
-    synchronization.
+    It is copied asynchronously from pinned memory, so that the host does not wait for queued work. The caller may free
+    `x` at once. It may overwrite an unpinned `x` at once, a pinned one after the next synchronization.
     """
     if x.device.type != "cpu" or torch.device(device).type == "cpu":
         return x.to(device)
@@ -293,7 +299,10 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def start_to_host(x: torch.Tensor) -> AsyncHandle[torch.Tensor]:
-    """Start to copy `x` to pinned host memory; any thread may wait. A tensor of no accelerator is returned itself."""
+    """Start to copy `x`, of any shape, to pinned host memory; any thread may wait.
+
+    A tensor of no accelerator is returned itself.
+    """
     if not is_accelerator(x.device):
         return done(x)
     copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
@@ -309,10 +318,10 @@ def start_to_host(x: torch.Tensor) -> AsyncHandle[torch.Tensor]:
 
 
 def lock_pages(x: torch.Tensor, device: torch.device | str) -> Callable[[], None]:
-    """Lock the pages of the host tensor `x` in place, so that copies from `device` are asynchronous.
+    """Lock the pages of the host tensor `x`, of any shape, in place, so that copies from `device` are asynchronous.
 
-    Returns the function that unlocks them. A no-op for the host's own tensors, and for devices whose libraries do not
-    offer it.
+    Returns the function that unlocks them. A no-op for the host's own tensors, and for devices whose libraries do
+    not offer it.
     """
     if torch.device(device).type != "cuda":
         return lambda: None
@@ -333,13 +342,19 @@ def has_fused_adam(device: torch.device) -> bool:
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:
-    """Return whether the device has units for bfloat16. On a CPU without them such products are slower than float32's."""
+    """Return whether the device has units for bfloat16.
+
+    On a CPU without them such products are slower than float32's.
+    """
     return device.type != "cpu" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 @contextlib.contextmanager
 def float32_products(device: torch.device, *, tf32: bool) -> Iterator[None]:
-    """Compute products of float32 matrices inside with float32 factors, or with TF32 factors where the device has them."""
+    """Compute products of float32 matrices inside with float32 factors, or with TF32 where the device has it.
+
+    tf32: whether TF32 factors are allowed; a CPU has none.
+    """
     if device.type not in _FLOAT32_PRODUCTS:
         yield
         return
@@ -364,9 +379,9 @@ _MALLOC_THRESHOLDS = (2**31 - 1, 1 << 20, 1 << 17)
 def set_malloc(threshold: int) -> None:
     """Let malloc keep freed blocks smaller than `threshold` bytes for reuse. A no-op unless on Linux with glibc.
 
-    By default glibc returns each large block to the system, and the next tensor faults in zeroed pages again: a quarter
-    of the processor time of a step (2 layers of 512, 1024 tokens). Kept blocks fragment memory, so the level lowers the
-    threshold.
+    By default glibc returns each large block to the system, and the next tensor faults in zeroed pages again: a
+    quarter of the processor time of a step (2 layers of 512, 1024 tokens). Kept blocks fragment memory, so the level
+    lowers the threshold.
 
     Where kernels have one thread, all threads share one heap: else what a thread of gloo frees would be kept for that
     thread alone. Several threads of a kernel would wait for one another: bfloat16 attention with its backward (2 x 512
@@ -382,13 +397,15 @@ def set_malloc(threshold: int) -> None:
 
 
 def align_to_pages() -> None:
-    """Make torch align tensors of 2 MB and more to pages, and ask for huge pages. No effect once torch has made a tensor.
+    """Make torch align tensors of 2 MB and more to pages, and ask for huge pages.
+
+    It has no effect once torch has made a tensor.
 
     Aligned to 64 bytes, glibc allocates a little more and frees the rest: pieces so small that a thread keeps them for
     its next small object. A tensor that is freed then leaves a hole too small for the next one of its size, and the
     heap grows with every step: a rank of ZeRO stage 3 with 27.6 million parameters took 1.2 GiB after 4 steps and 2.9
-    after 32, so aligned 0.9 and 1.3. Tensor parallelism grew too; one process did not, and would take 4 % more for
-    whole pages.
+    after 32, with this alignment 0.9 and 1.3. Tensor parallelism grew too; one process did not, and would take 4 % more
+    for whole pages.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 

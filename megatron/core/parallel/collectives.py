@@ -1,8 +1,9 @@
 """All collectives and point-to-point transfers run here, each over an `Axis` and recorded in a ledger.
 
-This is the only file that calls torch.distributed communication (`initialize_model_parallel.py` creates the groups). On an axis
-of one rank a function returns at once, so callers need no special case. `start_*` returns an `AsyncHandle` whose
-`wait()` gives the result; the tensors of a call must not be read or written before `wait()`.
+This is the only file that calls torch.distributed communication (`initialize_model_parallel.py` creates the groups). On
+an axis of one rank a function returns at once, so callers need no special case. `start_*` returns an `AsyncHandle`
+whose `wait()` gives the result; the tensors of a call must not be read or written before `wait()`. `wait()` raises
+LostPeerError if another rank is lost.
 
     with mesh.ledger.record() as calls:
         train_step()
@@ -100,16 +101,43 @@ def bytes_sent(call: Call) -> float:
 
 
 class Group(Protocol):
-    """The communicator of an axis: torch.distributed in a job, a test double in tests. Calls start and do not wait."""
+    """The communicator of an axis: torch.distributed in a job, a test double in tests. Calls start and do not wait.
 
-    def all_reduce(self, x: Tensor, op: str) -> AsyncHandle[Any]: ...
-    def all_gather(self, out: Tensor, x: Tensor) -> AsyncHandle[Any]: ...
-    def reduce_scatter(self, out: Tensor, x: Tensor) -> AsyncHandle[Any]: ...
-    def all_to_all(self, out: Tensor, x: Tensor) -> AsyncHandle[Any]: ...
-    def broadcast(self, x: Tensor, source: int) -> AsyncHandle[Any]: ...
-    def shift(self, out: Tensor, x: Tensor, to: int, source: int) -> AsyncHandle[Any]: ...
-    def send(self, x: Tensor, to: int) -> AsyncHandle[Any]: ...
-    def recv(self, x: Tensor, source: int) -> AsyncHandle[Any]: ...
+    Every rank of the group must make each collective call, with tensors of one shape. Tensors are contiguous, and `out`
+    shares no memory with x.
+    """
+
+    def all_reduce(self, x: Tensor, op: str) -> AsyncHandle[Any]:
+        """Sum x over the ranks in place, or take the maximum with op "max". x: any shape."""
+        ...
+
+    def all_gather(self, out: Tensor, x: Tensor) -> AsyncHandle[Any]:
+        """Concatenate the ranks' x [n, ...] along dimension 0 into out [size n, ...]."""
+        ...
+
+    def reduce_scatter(self, out: Tensor, x: Tensor) -> AsyncHandle[Any]:
+        """Sum x [n, ...] over the ranks; out [n / size, ...] is this rank's shard of dimension 0."""
+        ...
+
+    def all_to_all(self, out: Tensor, x: Tensor) -> AsyncHandle[Any]:
+        """Send part i of x [n, ...] to rank i; out [n, ...] has the received parts in rank order."""
+        ...
+
+    def broadcast(self, x: Tensor, source: int) -> AsyncHandle[Any]:
+        """Copy x of position `source` into x of the others. x: any shape."""
+        ...
+
+    def shift(self, out: Tensor, x: Tensor, to: int, source: int) -> AsyncHandle[Any]:
+        """Send x to one rank and receive out from another. x and out: one shape, equal on all ranks."""
+        ...
+
+    def send(self, x: Tensor, to: int) -> AsyncHandle[Any]:
+        """Send x, of any shape, to a rank, which must call `recv`."""
+        ...
+
+    def recv(self, x: Tensor, source: int) -> AsyncHandle[Any]:
+        """Receive x, of the shape and dtype that the rank `source` sends."""
+        ...
 
 
 # torch 2.13 renames these two and deprecates the old names; earlier releases have only the old names.
@@ -149,7 +177,11 @@ class as_peer_error:
 
 
 class TorchGroup:
-    """A torch.distributed process group as a `Group`. Peers are positions within the group, not global ranks."""
+    """A torch.distributed process group as a `Group`.
+
+    Peers are positions within the group, not global ranks. Calls and their `wait()` raise LostPeerError if a
+    rank is lost.
+    """
 
     def __init__(self, process_group: dist.ProcessGroup):
         self.process_group = process_group
@@ -164,21 +196,24 @@ class TorchGroup:
         return AsyncHandle(partial(_wait_for, work))
 
     def all_reduce(self, x: Tensor, op: str) -> AsyncHandle[Any]:
+        """x: any shape, in place"""
         return self._start(dist.all_reduce, x, op=_OPS[op], async_op=True)
 
     def all_gather(self, out: Tensor, x: Tensor) -> AsyncHandle[Any]:
+        """x: [n, ...] -> out: [size n, ...]"""
         return self._start(_all_gather_single, out, x, async_op=True)
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> AsyncHandle[Any]:
+        """x: [n, ...] -> out: [n / size, ...]"""
         if x.device.type == "cpu" and self.process_group.size() == 2:
             return self._sum_of_two(out, x)
         return self._start(_reduce_scatter_single, out, x, async_op=True)
 
     def _sum_of_two(self, out: Tensor, x: Tensor) -> AsyncHandle[Any]:
-        """Reduce-scatter over two ranks by an all-to-all, with the bits of gloo's own reduce-scatter.
+        """Reduce-scatter x [2 n, ...] over two ranks into out [n, ...], by an all-to-all.
 
-        gloo all-reduces a copy instead, which sends twice the bytes. Three or more terms would be added in another
-        order than the all-reduce of ZeRO stage 0 adds them.
+        The result has the bits of gloo's own reduce-scatter. gloo all-reduces a copy instead, which sends twice the
+        bytes. Three or more terms would be added in another order than the all-reduce of ZeRO stage 0 adds them.
         """
         parts = torch.empty_like(x)  # [2 n, ...]: this rank's shard of `x` on both ranks
         exchange = self.all_to_all(parts, x)
@@ -191,13 +226,15 @@ class TorchGroup:
         return AsyncHandle(finish)
 
     def all_to_all(self, out: Tensor, x: Tensor) -> AsyncHandle[Any]:
+        """x: [n, ...] -> out: [n, ...]; size must divide n"""
         return self._start(dist.all_to_all_single, out, x, async_op=True)
 
     def broadcast(self, x: Tensor, source: int) -> AsyncHandle[Any]:
+        """x: any shape, in place"""
         return self._start(dist.broadcast, x, group_src=source, async_op=True)
 
     def shift(self, out: Tensor, x: Tensor, to: int, source: int) -> AsyncHandle[Any]:
-        """Send `x` to one rank and receive `out` from another, as one batch.
+        """Send `x` to one rank and receive `out`, of the same shape, from another, as one batch.
 
         NCCL runs a communicator's transfers in order, and in a ring bare sends would wait for each other.
         """
@@ -210,9 +247,11 @@ class TorchGroup:
         return _then_copy(AsyncHandle(lambda: [_wait_for(work) for work in works]), buffer, out)
 
     def send(self, x: Tensor, to: int) -> AsyncHandle[Any]:
+        """x: any shape"""
         return self._start(dist.isend, self._send_buffer(x), group_dst=to)
 
     def recv(self, x: Tensor, source: int) -> AsyncHandle[Any]:
+        """x: any shape, that of the sender"""
         buffer = self._receive_buffer(x)
         return _then_copy(self._start(dist.irecv, buffer, group_src=source), buffer, x)
 
@@ -224,7 +263,10 @@ class TorchGroup:
 
 
 def sends_from_host(group: dist.ProcessGroup, x: Tensor) -> bool:
-    """Return whether a transfer of x to one rank goes through host memory: gloo takes device tensors only in collectives."""
+    """Return whether a transfer of x, of any shape, to one rank goes through host memory.
+
+    gloo takes device tensors only in collectives.
+    """
     return x.device.type != "cpu" and dist.get_backend(group) == "gloo"
 
 
@@ -245,7 +287,8 @@ class StoreGroup:
     """Collectives of a few numbers in host memory through the job's store, before ranks have selected devices.
 
     Rank 0 reduces for all ranks, so n ranks make 3 n requests. All groups of a process share one call counter: every
-    rank must make its calls in the same order.
+    rank must make its calls in the same order. Calls raise LostPeerError if the store is lost, or a rank does not come
+    within its timeout.
     """
 
     _calls = itertools.count()
@@ -256,6 +299,7 @@ class StoreGroup:
         self._size = size
 
     def all_reduce(self, x: Tensor, op: str) -> AsyncHandle[Any]:
+        """Sum `x` over the ranks (or take the "max"), in place. x: any shape, on the CPU. Every rank must call."""
         key = self._put(x)
         if self._rank == 0:
             parts = torch.stack([self._get(f"{key}/{rank}", x) for rank in range(self._size)])  # [ranks, ...]
@@ -265,6 +309,7 @@ class StoreGroup:
         return done()
 
     def broadcast(self, x: Tensor, source: int) -> AsyncHandle[Any]:
+        """Copy `x` of the rank `source` into `x` of the others. x: any shape, on the CPU. Every rank must call."""
         key = self._put(x)
         x.copy_(self._get(f"{key}/{source}", x))
         return done()
@@ -322,14 +367,20 @@ def _issue(
 
 
 def start_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> AsyncHandle[Tensor]:
-    """Start to sum `x` over the axis (or take the "max"), in place. x: any shape, contiguous."""
+    """Start to sum `x` over the axis (or take the "max"), in place. x: any shape, contiguous.
+
+    Every rank of the axis must call.
+    """
     if axis.size == 1:
         return done(x)
     return _issue("all_reduce", axis, x, lambda: axis.group.all_reduce(x, op))
 
 
 def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
-    """Sum `x` over the axis (or take the "max"), in place. x: any shape, contiguous."""
+    """Sum `x` over the axis (or take the "max"), in place. x: any shape, contiguous.
+
+    Every rank of the axis must call.
+    """
     return start_all_reduce(x, axis, op).wait()
 
 
@@ -337,7 +388,7 @@ def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> AsyncH
     """Start to concatenate the ranks' `x` along dimension 0, into `out` if given: [n, ...] -> [size n, ...].
 
     x has the same shape on every rank. `out` must be contiguous and share no memory with x. On an axis of one rank the
-    result is x, and `out` is not written.
+    result is x, and `out` is not written. Every rank of the axis must call.
     """
     if axis.size == 1:
         return done(x)
@@ -348,7 +399,10 @@ def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> AsyncH
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """Concatenate the ranks' `x` along `dim`. x has the same shape on every rank."""
+    """Concatenate the ranks' `x` along `dim`: [n, ...] -> [size n, ...] for dimension 0.
+
+    x has the same shape on every rank. Every rank of the axis must call.
+    """
     if axis.size == 1:
         return x
     if dim % x.dim() == 0:
@@ -358,7 +412,10 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis) -> AsyncHandle[Tensor]:
-    """Start to sum `x` over the axis; the result is this rank's shard of dimension 0: [n, ...] -> [n / size, ...]."""
+    """Start to sum `x` over the axis; the result is this rank's shard of dimension 0: [n, ...] -> [n / size, ...].
+
+    Every rank of the axis must call. Raises ValueError if the ranks do not divide n.
+    """
     if axis.size == 1:
         return done(x)
     x = x.contiguous()
@@ -368,15 +425,18 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> AsyncHandle[Tensor]:
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
-    """Sum `x` over the axis, and return this rank's shard of dimension 0: [n, ...] -> [n / size, ...]."""
+    """Sum `x` over the axis, and return this rank's shard of dimension 0: [n, ...] -> [n / size, ...].
+
+    Every rank of the axis must call. Raises ValueError if the ranks do not divide n.
+    """
     return start_reduce_scatter(x, axis).wait()
 
 
 def start_reduce_scatter_in(dtype: torch.dtype, x: Tensor, axis: Axis) -> AsyncHandle[Tensor]:
     """Start a reduce-scatter that accumulates in `dtype`, always in rank order: [n, ...] -> [n / size, ...].
 
-    On an axis of one rank the result is x. An all-to-all sends each shard once in x's dtype: the same traffic, without
-    rounding the partial sums.
+    Every rank of the axis must call. Raises ValueError if the ranks do not divide n. On an axis of one rank the result
+    is x. An all-to-all sends each shard once in x's dtype: the same traffic, without rounding the partial sums.
     """
     if axis.size == 1:
         return done(x)
@@ -396,21 +456,27 @@ def start_reduce_scatter_in(dtype: torch.dtype, x: Tensor, axis: Axis) -> AsyncH
 
 
 def start_broadcast(x: Tensor, axis: Axis, source: int = 0) -> AsyncHandle[Tensor]:
-    """Start to copy `x` of the rank at position `source` into `x` of the others. x: any shape, contiguous."""
+    """Start to copy `x` of the rank at position `source` into `x` of the others. x: any shape, contiguous.
+
+    Every rank of the axis must call.
+    """
     if axis.size == 1:
         return done(x)
     return _issue("broadcast", axis, x, lambda: axis.group.broadcast(x, source))
 
 
 def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
-    """Copy `x` of the rank at position `source` into `x` of the others. x: any shape, contiguous."""
+    """Copy `x` of the rank at position `source` into `x` of the others, and return it. x: any shape, contiguous.
+
+    Every rank of the axis must call.
+    """
     return start_broadcast(x, axis, source).wait()
 
 
 def all_to_all(x: Tensor, axis: Axis) -> Tensor:
     """Send the i-th equal part of dimension 0 to the rank at position i; return the received parts in rank order.
 
-    x and result: [n, ...], n a multiple of the axis size.
+    x and result: [n, ...], n a multiple of the axis size. Every rank of the axis must call.
     """
     if axis.size == 1:
         return x
@@ -431,13 +497,19 @@ def local_slice(size: int, axis: Axis) -> slice:
 
 
 def start_send(x: Tensor, axis: Axis, to: int) -> AsyncHandle[Tensor]:
-    """Start to send `x` to the rank at position `to`. Transfers between two ranks arrive in the order sent."""
+    """Start to send `x`, of any shape, to the rank at position `to`, which must call `start_recv`.
+
+    Transfers between two ranks arrive in the order sent.
+    """
     x = x.contiguous()
     return _issue("send", axis, x, lambda: axis.group.send(x, to), peer=axis.ranks[to])
 
 
 def start_shift(x: Tensor, axis: Axis) -> AsyncHandle[Tensor]:
-    """Start to send `x` to the next rank of the axis, the last to the first; the result is that of the rank before."""
+    """Start to send `x` to the next rank of the axis, the last to the first; the result is that of the rank before.
+
+    x has any shape, equal on every rank. Every rank of the axis must call.
+    """
     if axis.size == 1:
         return done(x)
     x = x.contiguous()
@@ -448,7 +520,10 @@ def start_shift(x: Tensor, axis: Axis) -> AsyncHandle[Tensor]:
 
 
 def start_recv(x: Tensor, axis: Axis, source: int) -> AsyncHandle[Tensor]:
-    """Start to receive `x` from the rank at position `source`. Shape and dtype must equal the sender's."""
+    """Start to receive into `x`, of any shape, from the rank at position `source`, which must call `start_send`.
+
+    x is contiguous. Shape and dtype must equal the sender's.
+    """
     return _issue("recv", axis, x, lambda: axis.group.recv(x, source), peer=axis.ranks[source])
 
 
@@ -505,7 +580,7 @@ def all_gather_texts(text: str, axis: Axis, device: torch.device | str = "cpu") 
 
 
 def barrier(axis: Axis, device: torch.device | str = "cpu") -> None:
-    """Block the host until every rank of the axis has called."""
+    """Block the host until every rank of the axis has called, as every rank must."""
     all_reduce(torch.zeros(1, dtype=torch.int64, device=device), axis).item()
 
 

@@ -1,7 +1,7 @@
 """The mesh and the settings of this process, and per-thread overrides for tests that run ranks as threads.
 
-Only Megatron's functions, whose signatures carry no mesh, read them. All other code receives the `Axis` objects that it
-uses.
+Only Megatron's functions, whose signatures carry no mesh, read them. All other code receives the `Axis`
+objects it uses.
 """
 
 import contextlib
@@ -50,7 +50,10 @@ _override = _ThreadState()
 
 
 def get_global_state() -> GlobalState:
-    """Return the state of this thread if `use_mesh` set one, else of this process. RuntimeError before initialization."""
+    """Return the state of this thread if `use_mesh` set one, else of this process.
+
+    Raises RuntimeError before initialization.
+    """
     state = _override.state or _process_state
     if state is None:
         raise RuntimeError("model parallelism is not initialised; call initialize_model_parallel() first")
@@ -58,7 +61,10 @@ def get_global_state() -> GlobalState:
 
 
 def get_mesh() -> Mesh:
-    """Return the mesh of this thread if `use_mesh` set one, else of this process. RuntimeError before initialization."""
+    """Return the mesh of this thread if `use_mesh` set one, else of this process.
+
+    Raises RuntimeError before initialization.
+    """
     return get_global_state().mesh
 
 
@@ -93,7 +99,7 @@ def set_mesh_of_process(mesh: Mesh | None) -> None:
 
 @contextlib.contextmanager
 def defer_initialization() -> Iterator[None]:
-    """Let layers made inside the block leave initial values to `initialize_parameters`, which seeds by parameter name."""
+    """Let layers made inside the block leave initial values to `initialize_parameters`, which seeds by name."""
     state = get_global_state()
     state.defers_initialization = True
     try:

@@ -39,7 +39,10 @@ def read_hostfile(text: str) -> Slots:
 
 
 def filtered(nodes: Slots, include: str = "", exclude: str = "") -> Slots:
-    """Return the nodes and slots that are left. Raises ConfigError for a node or slot that the hostfile does not have."""
+    """Return the nodes and slots that are left.
+
+    Raises ConfigError for a node or slot that the hostfile does not have.
+    """
     if include and exclude:
         raise ConfigError("--include and --exclude exclude each other; give one")
     # read the filter

@@ -43,7 +43,10 @@ _rendezvous_numbers = itertools.count()  # of this process; equal on all ranks
 
 
 def will_join() -> bool:
-    """Return whether `start_distributed` will create a process group: there is none, and a launcher started this process."""
+    """Return whether `start_distributed` will create a process group.
+
+    It will if there is none, and a launcher started this process.
+    """
     return not dist.is_initialized() and _needs_rendezvous(discover(os.environ))
 
 
@@ -57,7 +60,7 @@ def start_distributed(backend: str, timeout_minutes: float) -> None:
     Every rank must call. `launcher_environment.py` reads the launcher's variables; a process without a launcher is a
     job of one rank, without torch.distributed. Ranks may come minutes apart; waiting ranks report the missing ranks
     every half minute. Raises ConfigError if ranks are missing after `timeout_minutes`, and LostPeerError if a rank dies
-    meanwhile.
+    in the meantime.
     """
     global _joined
     if dist.is_initialized():
@@ -195,7 +198,7 @@ def mark_connected() -> None:
 def lost_rank(seconds: float = 0.0) -> str | None:
     """Return a message about a dead rank, if one arrives within `seconds`; else None.
 
-    Such as "rank 3 (on gpu07, process 4711) has ended without a word".
+    An example: "rank 3 (on gpu07, process 4711) has ended without a word".
     """
     return None if _client is None else _client.lost_rank(seconds)
 
@@ -206,7 +209,10 @@ def has_liveness() -> bool:
 
 
 def say_goodbye(reason: str | None = None) -> None:
-    """Close this rank's connection: the end of this process is no longer reported as a loss. reason: an error, if any."""
+    """Close this rank's connection: the end of this process is no longer reported as a loss.
+
+    reason: an error, if any.
+    """
     global _client, _server, _store
     if _client is not None:
         _client.begin_leaving()

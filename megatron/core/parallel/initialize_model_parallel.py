@@ -52,7 +52,7 @@ def initialize_model_parallel(
     Neighbouring ranks share a node, so the axis with the most traffic varies fastest.
 
     stages: default a loop of virtual_pipeline_model_parallel_size chunks per rank.
-    get_embedding_ranks(ranks of a pipeline) -> the ranks that share the token embedding; default the first and the last.
+    get_embedding_ranks(ranks of a pipeline) -> the ranks that share the token embedding; default the first and last.
     get_position_embedding_ranks: the same for the position embedding; default the first.
     backend_options: Megatron's options of communicators (use_sharp, ...); values that change nothing are ignored,
     others raise ConfigError.
@@ -101,9 +101,9 @@ def _group_maker(sizes: AxisSizes, timeout: datetime.timedelta, options: dict[st
     """Return the function that makes the groups of this rank's mesh.
 
     In a job's first mesh the members of a group make it by themselves: start-up costs no world-wide collective per
-    group. Not so in a second mesh, nor after a script's own `new_group`: torch then names a group by its ranks and by
-    the number of groups that a member has had, which is unequal (a stage between the first and the last is in no
-    embedding group). There all ranks make all groups.
+    group. In a second mesh, or after a script's own `new_group`, all ranks make all groups: torch then names a group by
+    its ranks and by the number of groups that a member has had, which is unequal (a stage between the first and the
+    last is in no embedding group).
     """
     global _world_of_first_mesh
 

@@ -94,7 +94,7 @@ class _Problems:
         self.problems: list[str] = []
 
     def number(self, name: str, default: int, low: int = 0, high: int | None = None) -> int:
-        """Return the number in a variable, which must be from `low` to `high`; the default if the variable is not set."""
+        """Return the number in a variable, which must be from `low` to `high`; the default if it is not set."""
         text = self.environment.get(name, "")
         if not text:
             return default
@@ -172,7 +172,10 @@ def first_node(nodes: str) -> str:
 
 
 def _slurm_local_size(environment: Mapping[str, str]) -> int:
-    """Return the ranks on this node, from "2(x3),1": 2 on each of the first three nodes, 1 on the fourth. 0 if unknown."""
+    """Return the ranks on this node; 0 if unknown.
+
+    "2(x3),1" means 2 on each of the first three nodes, and 1 on the fourth.
+    """
     text = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", "")
     sizes: list[int] = []
     for size, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):

@@ -5,7 +5,7 @@
     pp            the pipeline stage                        scalars of a step
     pp_forward    the same, own communicators               activations to the next stage,
     pp_backward                                             gradients to the previous stage
-    cp            the shard of each sequence
+    cp            the shard of each sequence                keys and values, or heads, in attention
     cp_heads      neighbours in cp: cp is cp_ring x         heads dealt out among ranks that share
     cp_ring       cp_heads                                  a part of the sequence (a2a+p2p)
     dp            the samples: dp_outer x dp_inner          data loading
@@ -21,8 +21,8 @@
     pos_embd      the first stage, or a script's choice     a position table that stages share
     world         everything                                agreement
 
-`initialize_model_parallel.py` makes the communicators of a job, a test makes its own. Lower layers receive single `Axis`
-objects.
+`initialize_model_parallel.py` makes the communicators of a job, a test makes its own. Lower layers receive single axes,
+as `Axis` objects.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -52,7 +52,10 @@ class SequenceShard:
         return replace(self, sp=ALONE)
 
     def local_length(self, length: int) -> int:
-        """Return how many rows of a sample of `length` this rank holds. ConfigError if the ranks do not divide them evenly."""
+        """Return how many rows of a sample of `length` this rank holds.
+
+        Raises ConfigError if the ranks do not divide them evenly.
+        """
         parts = len(self.chunks) * self.cp.size
         if length % parts or length // self.cp.size % self.sp.size:
             divided = f" and {length // self.cp.size} of {self.sp.size}" if self.sp.size > 1 else ""
@@ -67,7 +70,7 @@ class SequenceShard:
         return local_length * self.sp.size * self.cp.size
 
     def ranges(self, local_length: int) -> list[Range]:
-        """Return the ranges of the sample that this rank's `local_length` rows are, in the order in which it holds them."""
+        """Return the ranges of the sample that this rank's `local_length` rows are, in this rank's order."""
         chunk_size = local_length * self.sp.size // len(self.chunks)
         # this rank's rows, counted among the rows inside a layer, which are the chunks one behind the other
         first = self.sp.rank * local_length

@@ -108,8 +108,9 @@ class _Peer:
 class LivenessServer:
     """A thread of rank 0 that reads all connections, and tells all ranks which ranks are missing or dead.
 
-    Rank 0 has a connection too; its goodbye ends the thread. awaits_all: whether the job is incomplete until all ranks
-    have come.
+    Rank 0 has a connection too; its goodbye ends the thread.
+
+    awaits_all: whether the job is incomplete until all ranks have come.
     """
 
     def __init__(self, ranks: int, *, awaits_all: bool = True):
@@ -407,7 +408,10 @@ def answers(host: str, port: int) -> bool:
 
 
 def refuses(host: str, port: int) -> bool:
-    """Return whether the host answers that nobody listens at its port. False without an answer: the network may be down."""
+    """Return whether the host answers that nobody listens at its port.
+
+    False without an answer: the network may be down.
+    """
     try:
         socket.create_connection((host, port), timeout=_ANSWER_SECONDS).close()
     except ConnectionRefusedError:

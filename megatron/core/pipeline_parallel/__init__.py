@@ -1,10 +1,10 @@
 """Pipeline parallelism: schedules as data, the executor that runs them, and the driver of a step.
 
-    schedule/                           lists of actions, made of integers (no torch)
-    layer_split                         the layers of each stage (no torch)
-    executor, stage_transport           one rank's list run on tensors; transfers between stages
-    loss_func_results                     the losses of forward steps as sums and counts
-    schedules                           drives a step: `Pipeline`, and Megatron's `get_forward_backward_func`
+    schedule/                    lists of actions, made of integers (no torch)
+    layer_split                  the layers of each stage (no torch)
+    executor, stage_transport    one rank's list run on tensors; transfers between stages
+    loss_func_results            the losses of forward steps as sums and counts
+    schedules                    drives a step: `Pipeline`, and Megatron's `get_forward_backward_func`
 
 To add a schedule: a function of integers and a line of `SCHEDULES`, also from a script.
 """

@@ -1,7 +1,7 @@
 """The executor runs one rank's list of pipeline actions on tensors, in order.
 
 A run without pipelining takes the same path: one rank runs F0.0 B0.0 F0.1 B0.1 ..., and evaluation is a list of
-forwards.
+only forwards.
 
 Tensors are held by (stage, microbatch) between the actions that make and use them. On a rank with stage 1 of 3 (without
 POST_B1.0 and the SENT that end the sends):
@@ -13,6 +13,8 @@ POST_B1.0 and the SENT that end the sends):
     RECV_B1.0    grads      <- the output's gradient
     B1.0         grads      <- roots, grads, inputs: the input's gradient
     SEND_B1.0    transfers  <- grads
+
+All of these have the shapes and dtypes of the boundary between two stages, for most models one tensor [s, b, h].
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -102,7 +104,10 @@ class Executor:
     # ---------------------------------------------------------------- compute
 
     def forward(self, action: Action) -> None:
-        """F: run a microbatch through a stage, and keep the root of its graph for the backward."""
+        """F: run a microbatch through a stage, and keep the root of its graph for the backward.
+
+        Input and output are the tensors of the boundary, [s, b, h]; on the last stage the output is a loss [].
+        """
         stage = action.stage
         key = action[1:]
         chunk = self.chunks[stage]
@@ -141,7 +146,10 @@ class Executor:
             self.outputs[key] = outputs
 
     def backward(self, action: Action) -> None:
-        """B: compute the gradients of the stage's input and weights. A root of None, of a frozen stage, has no backward."""
+        """B: compute the gradients of the stage's input, shaped as it, and of its weights.
+
+        A root of None, of a frozen stage, has no backward.
+        """
         stage = action.stage
         key = action[1:]
         self.begin(action)
@@ -212,8 +220,8 @@ class Executor:
 class _Input:
     """An input of a stage: the tensor until the forward takes it, then its gradient for the previous stage.
 
-    A leaf tensor would serve, but the graph keeps a leaf alive until its end, even if the layers shard or offload their
-    input.
+    A leaf tensor would serve, but the graph keeps a leaf alive until its end, even if the layers shard or offload
+    their input.
     """
 
     def __init__(self, x: Tensor, training: bool):
@@ -245,12 +253,16 @@ class _StageInput(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, _: Tensor, x: Tensor, grads: list[Tensor]) -> Tensor:
+        """x: any shape -> the same, in the same memory. grads: receives the gradient. _: an empty leaf."""
         ctx.grads = grads
         return x.detach()  # same shape and memory, in a new tensor that this node is the origin of
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[None, None, None]:
-        # Only the list is saved: no tensor is needed, and a saved input would stay alive until here.
+        """grad: the shape of x, appended to the list.
+
+        Saved: the list alone. No tensor is needed, and a saved input would stay alive until here.
+        """
         ctx.grads.append(grad)
         return None, None, None
 

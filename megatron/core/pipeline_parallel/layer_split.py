@@ -29,7 +29,7 @@ def split_layers(
         6 layers, 4 stages, embedding_as_layer, loss_as_layer       0      1 2    3 4    5
         8 layers, 4 stages on 2 ranks, first=2                      0      1 2 3  4      5 6 7
 
-    As Megatron's `get_num_layers_to_build`. Raises ValueError if the numbers do not divide.
+    Megatron's `get_num_layers_to_build` gives the same numbers. Raises ValueError if the numbers do not divide.
     """
     stages = loop(num_stages) if stages is None else stages
     assert num_stages == len(stages.ranks), f"{num_stages} stages, and a map of {len(stages.ranks)}"
@@ -47,7 +47,9 @@ def split_layers(
 
 
 def split_two_stacks(encoder: int, decoder: int, stages: StageMap, split: int) -> list[range]:
-    """Return the layer numbers, over the whole model, of each stage, where the encoder has the first `split` stages by itself.
+    """Return the layer numbers, over the whole model, of each stage of an encoder and a decoder.
+
+    The encoder has the first `split` stages by itself.
 
         4 and 6 layers on 4 stages, split 1     0 1 2 3    4 5    6 7    8 9
 

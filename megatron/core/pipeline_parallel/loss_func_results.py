@@ -12,7 +12,10 @@ ForwardStep = Callable[[Iterator | None, Any], tuple[Any, Callable[[Any], Any]]]
 
 @dataclass
 class MicrobatchLoss:
-    """The loss of one microbatch as sums."""
+    """The loss of one microbatch as sums.
+
+    objective: [] or [1]; value, tokens: float64 []; report: name -> float64 [2].
+    """
 
     objective: Tensor  # scalar to differentiate: the sum over tokens
     value: Tensor  # the loss as returned, in float64
@@ -42,11 +45,11 @@ def read_loss(result: Any, nominal_tokens: float = 1.0) -> MicrobatchLoss:
     """Read the result of a `loss_func`, in either of two forms:
 
     (loss_sum, num_tokens, report)   the step's loss is the mean over all tokens that are not masked
-    (loss, report)                   Megatron's older form: the mean of the losses of microbatches and data-parallel ranks
+    (loss, report)                   Megatron's older form: the mean of losses of microbatches and data-parallel ranks
 
-    A report entry is a scalar (averaged like the loss) or a pair (sum, count). The older form counts as a mean over
-    `nominal_tokens` tokens, a full microbatch, so that both forms give objectives of the same size. TypeError
-    otherwise.
+    The loss is a tensor of one number, num_tokens a number or a tensor of one. A report entry is a scalar (averaged
+    like the loss) or a pair (sum, count), a tensor [2]. The older form counts as a mean over `nominal_tokens` tokens, a
+    full microbatch, so that both forms give objectives of the same size. Raises TypeError for other results.
     """
     if not isinstance(result, tuple) or len(result) not in (2, 3) or not isinstance(result[-1], Mapping):
         raise TypeError(
@@ -102,14 +105,17 @@ def _as_pair(entry: Any, device: torch.device) -> Tensor:
 
 @dataclass
 class LossTotals:
-    """The sums over the microbatches of a step so far. `value` is finite if each loss was."""
+    """The sums over the microbatches of a step so far. `value` is finite if each loss was.
+
+    tokens, value: float64 [], or 0.0 before the first microbatch; report: name -> float64 [2].
+    """
 
     tokens: Tensor | float = 0.0
     value: Tensor | float = 0.0
     report: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, loss: "MicrobatchLoss | LossTotals") -> None:
-        """Add the sums of one microbatch, or of several."""
+        """Add the sums of one microbatch, or of several: tokens and value [], report entries [2]."""
         self.tokens = self.tokens + loss.tokens
         self.value = self.value + loss.value
         for name, pair in loss.report.items():

@@ -126,8 +126,8 @@ class Pipeline:
     ) -> LossTotals:
         """Run the forwards, backwards and the start of gradient reduction of one step; only forwards if not `training`.
 
-        Every pipeline rank must call. first_sample: the step's first sample, numbered over the run. forward_step:
-        default: the pipeline's own.
+        Every pipeline rank must call. The result has float64 scalars [] on the last stage, and is empty on others.
+        first_sample: the step's first sample, numbered over the run. forward_step: default: the pipeline's own.
         """
 
         def begin(action: Action) -> None:
@@ -190,8 +190,8 @@ class Pipeline:
     def share_totals(self, totals: LossTotals) -> "SharedTotals":
         """Sum the totals over all ranks. Every rank must call.
 
-        One all-reduce over `Mesh.tokens` within the last stage sums everything; a second over pp shares tokens and
-        losses with the ranks of other stages.
+        One all-reduce over `Mesh.tokens` within the last stage sums everything, [2 + 2 entries]; a second over pp, of
+        [2], shares tokens and losses with the ranks of other stages.
         """
         # pack the numbers: tokens, loss, then sum and count of each report entry
         names = sorted(totals.report)
@@ -333,12 +333,13 @@ def forward_backward(
     them before (`zero_grad_buffer`) and updates after. `finalize_model_grads` has no effect, called by the script or as
     the `finalize_model_grads_func` of the model's config, which is called here with (chunks, None).
 
-    grad_scale_func(loss) -> the loss times the loss scale, such as the optimizer's `scale_loss`; default: the function
-    in the model's config. The caller must divide the gradients by the scale.
+    grad_scale_func(loss []) -> the loss [] times the loss scale, such as the optimizer's `scale_loss`; default: the
+    function in the model's config. The caller must divide the gradients by the scale.
 
     model: this rank's chunk, or its chunks in order, each with a data iterator. Chunks have `set_input_tensor` and, in
     a pipeline, `config` with hidden_size and params_dtype. collect_non_loss_data: forwards only; returns
-    loss_func(output, non_loss_data=True) of each microbatch.
+    loss_func(output, non_loss_data=True) of each microbatch. Raises TypeError for arguments that are not built, and
+    ValueError for another decoder_seq_length or number of iterators.
     """
     # check the arguments
     not_built = {name: value for name, value in others.items() if name not in _WITHOUT_EFFECT and value is not None}
@@ -422,7 +423,10 @@ forward_backward_pipelining_with_interleaving = forward_backward
 
 
 def deallocate_output_tensor(out: torch.Tensor | None, deallocate_pipeline_outputs: bool = False) -> None:
-    """Release the memory of a stage's output that has been sent, if told to; the autograd graph stays."""
+    """Release the memory of a stage's output, of any shape, that has been sent, if told to.
+
+    The tensor is [1] afterwards; the autograd graph stays.
+    """
     if out is not None and deallocate_pipeline_outputs:
         out.data = torch.empty((1,), device=out.device, dtype=out.dtype)
 

@@ -36,7 +36,7 @@ Transfer = AsyncHandle[tuple[Tensor, ...]]
 class Transport:
     """The sends and receives of one rank. Transfers between two ranks in one direction arrive in the order sent.
 
-    boundary: the tensors that pass between two stages (one for GPT).
+    boundary: the tensors that pass between two stages (one for GPT, [s, b, h]).
     copies_over: the axis whose ranks hold equal copies of them, or None.
     poison: fill receive buffers with NaN, so that a read before `wait` shows; for tests.
     """
@@ -78,9 +78,9 @@ class Transport:
 
     @memory_kind("communication")
     def send(self, direction: str, to: int, tensors: tuple[Tensor, ...]) -> Transfer:
-        """Start to send to pipeline rank `to`. The tensors must not be overwritten before `wait`.
+        """Start to send to pipeline rank `to`, which must `post`. The tensors must not be overwritten before `wait`.
 
-        tensors: of the shapes and dtypes of `boundary`. ValueError otherwise.
+        tensors: of the shapes and dtypes of `boundary`; ValueError otherwise.
         """
         sent = tuple(TensorSpec(tuple(x.shape), x.dtype) for x in tensors)
         if sent != self.boundary:
@@ -97,9 +97,10 @@ class Transport:
 
     @memory_kind("communication")
     def post(self, direction: str, source: int) -> Transfer:
-        """Start to receive the next transfer of pipeline rank `source` in this direction.
+        """Start to receive the next transfer of pipeline rank `source` in this direction, which must `send`.
 
-        `wait` returns new tensors of the shapes and dtypes of `boundary`.
+        `wait` returns new tensors of the shapes and dtypes of `boundary`; with `copies_over` every rank of that axis
+        must call it.
         """
         # allocate the buffers
         copies_over = self._copies_over

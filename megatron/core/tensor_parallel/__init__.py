@@ -1,11 +1,11 @@
 """Layers and losses split over the tensor-parallel axis.
 
-    linear_layers, linear_autograd, embedding_grad_accumulation    the split layers; the matrix product and the lookup with their
-                                                        backward
-    autograd_collectives                                pairs of collectives: one in forward, its counterpart in backward
-    cross_entropy, broadcast_batch                      the loss of split logits; a batch read once a group
-    saved_activations                                   saved activations, sharded or offloaded
-    layers, mappings, data, random, utils               Megatron's names, which find the axis in the current mesh
+    linear_layers, linear_autograd,           the split layers; the matrix product and the lookup with their backward
+    embedding_grad_accumulation
+    autograd_collectives                      pairs of collectives: one in forward, its counterpart in backward
+    cross_entropy, broadcast_batch            the loss of split logits; a batch read once a group
+    saved_activations                         saved activations, sharded or offloaded
+    layers, mappings, data, random, utils     Megatron's names, which find the axis in the current mesh
 
 To add a split layer: its collectives as lines of its forward, and a `Placement` after each parameter.
 """

@@ -1,13 +1,17 @@
 """Autograd collectives over the tensor-parallel axis: a collective in the forward, its counterpart in the backward.
 
-copy                        identity                   all-reduce            "f" of Megatron's paper (arXiv:1909.08053)
-reduce                      all-reduce                 identity              "g"
-scatter_last                my part, last dim          all-gather, last dim
-gather_last                 all-gather, last dim       my part, last dim
-scatter_sequence            my part, dim 0             all-gather, dim 0
-gather_sequence             all-gather, dim 0          reduce-scatter, dim 0: gradients are partial sums on each rank
-gather_replicated_sequence  all-gather, dim 0          my part, dim 0: gradients are equal on all ranks
-reduce_scatter_sequence     reduce-scatter, dim 0      all-gather, dim 0
+                            forward                    backward               shape of x -> result
+copy                        identity                   all-reduce             any
+reduce                      all-reduce                 identity               any
+scatter_last                my part, last dim          all-gather, last dim   [.., n] -> [.., n/t]
+gather_last                 all-gather, last dim       my part, last dim      [.., n/t] -> [.., n]
+scatter_sequence            my part, dim 0             all-gather, dim 0      [s, ..] -> [s/t, ..]
+gather_sequence             all-gather, dim 0          reduce-scatter, dim 0  [s/t, ..] -> [s, ..]
+gather_replicated_sequence  all-gather, dim 0          my part, dim 0         [s/t, ..] -> [s, ..]
+reduce_scatter_sequence     reduce-scatter, dim 0      all-gather, dim 0      [s, ..] -> [s/t, ..]
+
+`copy` and `reduce` are "f" and "g" of Megatron's paper (arXiv:1909.08053). `gather_sequence` is for gradients that are
+partial sums on each rank, `gather_replicated_sequence` for gradients that are equal on all ranks.
 """
 
 from collections.abc import Callable
@@ -25,7 +29,9 @@ Collective = Callable[[Tensor, Axis], Tensor]
 class AutogradCollective:
     """An autograd function made of two collectives: `collective(x, axis)` runs `forward`, and its gradient `backward`.
 
-    Every rank of the axis must call. Nothing happens on an axis of one rank.
+    The table of this file lists the shapes of x and of the result; both have the same dtype. Every rank of the axis
+    must call, forward and backward. Nothing happens on an axis of one rank. Raises ValueError if the ranks do not
+    divide a dimension that is split.
     """
 
     def __init__(self, name: str, forward: Collective, backward: Collective):
@@ -37,12 +43,14 @@ class AutogradCollective:
             return forward(x, axis)
 
         def run_backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+            """grad: the shape of the result -> the shape of x. Saved: no tensor, since both collectives are linear."""
             return backward(grad, ctx.axis), None
 
         methods = {"forward": staticmethod(run_forward), "backward": staticmethod(run_backward)}
         self.function = type(name, (torch.autograd.Function,), methods)
 
     def __call__(self, x: Tensor, axis: Axis) -> Tensor:
+        """Return the collective's result: x [n, ..] -> a shape of the table. Every rank of the axis must call."""
         return x if axis.size == 1 else self.function.apply(x, axis)
 
 
@@ -54,7 +62,7 @@ def _identity(x: Tensor, axis: Axis) -> Tensor:
 
 
 def _all_reduce(x: Tensor, axis: Axis) -> Tensor:
-    # Of a copy: the collective works in place, and autograd's tensors are not ours to change.
+    # A copy is reduced: the collective works in place, and autograd's tensors are not ours to change.
     return collectives.all_reduce(x.clone(memory_format=torch.contiguous_format), axis)
 
 

@@ -13,13 +13,18 @@ from megatron.core.parallel.grid import Axis
 
 
 class GeneratedBatch(dict):
-    """A batch that each rank generates by itself when its tensors are requested. Nothing is broadcast, so every rank of
-    the axis has one."""
+    """A batch that each rank generates by itself when its tensors are requested.
+
+    Nothing is broadcast, so every rank of the axis has one.
+    """
 
     def generate(
         self, keys: list[str], shape: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device | str
     ) -> tuple[Tensor, ...]:
-        """Return the tensors `keys`, each of `shape`; None: of the shapes that this batch gives them."""
+        """Return the tensors `keys`, each of `shape`; None: of the shapes that this batch gives them.
+
+        They have `dtype` and are on `device`. A subclass overrides this; here it raises NotImplementedError.
+        """
         raise NotImplementedError
 
 
@@ -33,8 +38,9 @@ def broadcast_batch(
 ) -> tuple[Tensor, ...]:
     """Broadcast the tensors `keys` of the first rank's `data` over the axis, in one message. Every rank must call.
 
-    `data` may be None on other ranks. All tensors have `shape`, which every rank knows from the configuration.
-    ValueError on the first rank for another shape.
+    `data` may be None on other ranks. All tensors have `shape`, which every rank knows from the configuration; the
+    result has one of this shape for each key, in `dtype`, on `device`. Raises ValueError on the first rank for
+    another shape.
     """
     if isinstance(data, GeneratedBatch):
         return data.generate(keys, shape, dtype, device)
@@ -59,7 +65,8 @@ def broadcast_tensors(
 ) -> dict[str, Tensor]:
     """Broadcast the tensors `keys` of the first rank's `data`, of at most 5 dimensions, over the axis.
 
-    In two messages: the shapes, then the values. Every rank must call. TypeError for another dtype than `dtype`.
+    The result has the first rank's shapes, by key, on `device`. In two messages: the shapes, then the values. Every
+    rank must call. Raises TypeError on the first rank for another dtype than `dtype`.
     """
     if isinstance(data, GeneratedBatch):
         return dict(zip(keys, data.generate(keys, None, dtype, device)))

@@ -2,7 +2,7 @@
 
 With logits x_v, l = log(sum_v exp(x_v)), and target probabilities q_v that sum to one:
 
-    loss = -sum_v q_v log softmax_v = l - sum_v q_v x_v          three all-reduces of [s, b]: max, sum_v q_v x_v, sum of exp
+    loss = -sum_v q_v log softmax_v = l - sum_v q_v x_v      three all-reduces of [s, b]: max, sum_v q_v x_v, sum of exp
     d loss / d x_v = softmax_v - q_v
 
 q is 1 at the target. With label smoothing e (arXiv:1512.00567) q is 1 - e there and e / (K - 1) at each other of the K
@@ -29,8 +29,10 @@ from megatron.core.tensor_parallel.token_id_check import check_token_ids
 
 
 def cross_entropy_of(losses: Tensor) -> Tensor | None:
-    """Return the cross entropy alone, which a model hangs on losses that have terms of training; None: the losses are
-    it."""
+    """Return the cross entropy alone, shaped as the losses, [b, s].
+
+    A model hangs it on losses that have terms of training; None: the losses are the cross entropy.
+    """
     return getattr(losses, "cross_entropy", None)
 
 
@@ -43,7 +45,7 @@ class _Options(NamedTuple):
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     """The loss and, where requested, the cross entropy without smoothing and z-loss, which has no gradient.
 
-    Saves the logits and log(sum exp), and computes the softmax again in the backward. That costs two passes over the
+    It saves the logits and log(sum exp), and computes the softmax again in the backward. That costs two passes over the
     logits in their own dtype, and no float32 copy of all (412 MB for 2048 tokens of GPT-2).
     """
 
@@ -67,7 +69,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         local_vocab = min(max(vocab_size - first_id, 0), columns)  # this rank's; the other columns are padding
         sums = sums_of_rows(rows, local_vocab, smoothing=bool(smoothing), compiled=options.compiled)
 
-        # log(sum exp): the sums of exp were taken with each rank's own maximum; rescale them to the largest of all ranks
+        # log(sum exp): the sums of exp were taken with each rank's own maximum; rescale them to the largest of all
         largest = collectives.all_reduce(sums.largest.clone(), axis, "max")  # [tokens]
         sum_exp = collectives.all_reduce(sums.of_exp * (sums.largest - largest).exp(), axis)
 
@@ -110,8 +112,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad: Tensor, *_grad_of_plain: Tensor) -> tuple[Tensor | None, ...]:
         """grad: [s, b] -> the gradient of the logits [s, b, v/t].
 
-        Saved: the logits and log(sum exp), of which the softmax is computed again; the targets of this rank; the factor of
-        z-loss. No communication: each rank has the gradient of its own columns.
+        Saved: the logits and log(sum exp), of which the softmax is computed again; the targets of this rank; the factor
+        of z-loss. No communication: each rank has the gradient of its own columns.
         """
         if ctx.options is None:
             raise RuntimeError("the first backward has overwritten the scores with their gradient; there is no second")
@@ -157,7 +159,8 @@ def sharded_cross_entropy(
 ) -> Tensor:
     """Return -log softmax(logits)[target] per token, in float32 or wider, with optional label smoothing and z-loss.
 
-    The arguments are those of `sharded_losses`, and the result its first one.
+    logits: [s, b, v/t]; target: [s, b] global ids -> [s, b]. Every rank of the axis must call. Arguments and errors are
+    those of `sharded_losses`, and the result its first one.
     """
     options = _Options(compiled, overwrite, returns_plain=False)
     return _losses(logits, target, axis, vocab_size, label_smoothing, z_loss, options)
@@ -174,14 +177,17 @@ def sharded_losses(
     compiled: bool = False,
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return (the loss of each token with label smoothing and z-loss, its cross entropy), in float32 or wider. Without
-    smoothing and z-loss both are the same tensor; else the cross entropy has no gradient.
+    """Return (the loss of each token with label smoothing and z-loss, its cross entropy), in float32 or wider.
+
+    Without smoothing and z-loss both are the same tensor; else the cross entropy has no gradient.
 
     logits: [s, b, v/t], this rank's shard of the vocabulary; target: [s, b] global ids; -> [s, b] each. Columns beyond
-    `vocab_size` are padding, with probability 0. Every rank of the axis must call.
+    `vocab_size` are padding, with probability 0. Every rank of the axis must call. Raises ValueError if logits and
+    target differ in [s, b], and ConfigError for a target of `vocab_size` or more.
 
-    compiled: run the work on rows compiled (`megatron/core/ops/compile/compiled_region.py`). overwrite: the backward
-    writes the gradient into the memory of `logits`, which nobody may read after that.
+    compiled: run the work on rows compiled (`megatron/core/ops/compile/compiled_region.py`). overwrite: the
+    backward writes the gradient into the memory of `logits`, which nobody may read after that; a second backward
+    raises RuntimeError.
     """
     has_terms = bool(label_smoothing or z_loss)
     options = _Options(compiled, overwrite, returns_plain=has_terms)
@@ -213,7 +219,8 @@ def _losses(
 def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Return the loss of each token, over the tensor-parallel axis of the current mesh, whose ranks must all call.
 
-    vocab_parallel_logits: [s, b, v/t]; target: [s, b] global ids -> [s, b]. Megatron's function.
+    vocab_parallel_logits: [s, b, v/t]; target: [s, b] global ids -> [s, b], in float32 or wider. Megatron's function;
+    errors are those of `sharded_losses`.
     """
     return sharded_cross_entropy(vocab_parallel_logits, target, get_mesh()["tp"], label_smoothing=label_smoothing)
 

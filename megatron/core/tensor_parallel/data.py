@@ -10,5 +10,9 @@ from megatron.core.tensor_parallel.broadcast_batch import broadcast_tensors
 
 @accepts_defaults_only(tp_group=None)
 def broadcast_data(keys: list[str], data: dict[str, Tensor] | None, datatype: torch.dtype) -> dict[str, Tensor]:
-    """Broadcast the tensors `keys` of the first tensor-parallel rank's `data` over the axis. Every rank must call."""
+    """Broadcast the tensors `keys` of the first tensor-parallel rank's `data` over the axis. Every rank must call.
+
+    The result has the first rank's tensors by key, of any shapes of at most 5 dimensions, on the device of the process.
+    Raises TypeError on the first rank for another dtype than `datatype`.
+    """
     return broadcast_tensors(keys, data, datatype, get_mesh()["tp"], get_global_state().device)

@@ -1,7 +1,7 @@
 """Embedding lookup whose gradient is summed in the dtype of the gradient buffer.
 
-torch's own backward sums in the weight's dtype. In bfloat16 a token that occurs 4,096 times with gradients of 0.01 would
-get 4 instead of 41, since 4 + 0.01 rounds to 4.
+torch's own backward sums in the weight's dtype. In bfloat16 a token that occurs 4,096 times with gradients of 0.01
+would get 4 instead of 41, since 4 + 0.01 rounds to 4.
 """
 
 import torch
@@ -21,7 +21,10 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[None, Tensor | None]:
-        """grad: [.., h] -> the weight's gradient [rows, h], None if it is in `main_grad`. Saved: the ids."""
+        """grad: [.., h] -> the weight's gradient [rows, h], None if it is in `main_grad`
+
+        Saved: the ids, by which the gradient is summed; it needs no values of the weight.
+        """
         (ids,) = ctx.saved_tensors
         weight = ctx.weight
         main_grad = open_main_grad(weight)
@@ -38,11 +41,13 @@ class _Lookup(torch.autograd.Function):
 
 
 def _sum_by_id(grad: Tensor, ids: Tensor, rows: int) -> Tensor:
-    """Sum the gradients of each id, in a fixed order; index_add has none on some devices. grad: [.., h], ids: [..] ->
-    [rows, h]"""
+    """Sum the gradients of each id, in a fixed order; index_add has none on some devices.
+
+    grad: [.., h], ids: [..] -> [rows, h]
+    """
     return torch.ops.aten.embedding_dense_backward(grad, ids, rows, -1, False)
 
 
 def lookup(ids: Tensor, weight: Tensor) -> Tensor:
-    """Return weight[ids]. ids: [..], weight: [rows, h] -> [.., h]"""
+    """Return weight[ids]. ids: integers [..], weight: [rows, h] -> [.., h]. An id must be below `rows`."""
     return _Lookup.apply(ids, weight)

@@ -13,8 +13,8 @@ from megatron.core.sharding.placement import Constant, InitialValue, Normal
 from megatron.core.tensor_parallel import autograd_collectives, linear_layers
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
 
-# Megatron's arguments that are accepted where they are False, None or empty. They have no effect: weights are always drawn
-# for the full tensor, and gradients accumulate in place.
+# Megatron's arguments that are accepted where they are False, None or empty. They have no effect: weights are always
+# drawn for the full tensor, and gradients accumulate in place.
 _WITHOUT_EFFECT = {
     "keep_master_weight_for_test",
     "skip_weight_param_allocation",
@@ -67,7 +67,8 @@ def _check_arguments(layer: str, init_method: Any, stride: int, others: dict[str
 class ColumnParallelLinear(linear_layers.ColumnParallelLinear):
     """Y = X A + b with A sharded by columns. forward(x [s, b, in] or [s/t, b, in]) -> (y [s, b, out/t], bias or None)
 
-    gather_output: y is [s, b, out]; default True without `config`, as in Megatron 2, and False with it, as in Megatron core.
+    bias: [out/t]. gather_output: y is [s, b, out]; default True without `config`, as in Megatron 2, and False with it,
+    as in Megatron core. Every rank of the axis must call.
     """
 
     def __init__(
@@ -103,7 +104,8 @@ class ColumnParallelLinear(linear_layers.ColumnParallelLinear):
 class RowParallelLinear(linear_layers.RowParallelLinear):
     """Z = Y B + b with B sharded by rows. forward(y) -> (z [s, b, out] or [s/t, b, out], bias or None)
 
-    input_is_parallel: y is [s, b, in/t]; else it is [s, b, in], replicated, and each rank takes its part.
+    input_is_parallel: y is [s, b, in/t]; else it is [s, b, in], replicated, and each rank takes its part. bias: [out].
+    Every rank of the axis must call.
     """
 
     def __init__(
@@ -134,7 +136,10 @@ class RowParallelLinear(linear_layers.RowParallelLinear):
 
 
 class VocabParallelEmbedding(linear_layers.VocabParallelEmbedding):
-    """An embedding sharded by rows. forward(ids [s, b]) -> [s, b, h], or [s/t, b, h] with `reduce_scatter_embeddings`"""
+    """An embedding sharded by rows. forward(ids [s, b]) -> [s, b, h]
+
+    With `reduce_scatter_embeddings` the result is [s/t, b, h]. Every rank of the axis must call.
+    """
 
     def __init__(
         self,

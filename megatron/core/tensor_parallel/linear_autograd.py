@@ -33,8 +33,10 @@ from megatron.core.parallel.grid import ALONE, Axis
 
 
 class LinearFunction(torch.autograd.Function):
-    """The product of a parallel linear layer, with the communication of a column-parallel layer; none on an axis of one
-    rank. Every rank of the axis must call."""
+    """The product of a parallel linear layer, with the communication of a column-parallel layer.
+
+    On an axis of one rank it does not communicate. Every rank of the axis must call, forward and backward.
+    """
 
     @staticmethod
     def forward(
@@ -119,14 +121,17 @@ class LinearFunction(torch.autograd.Function):
 
 @torch.no_grad()
 def _run_deferred_wgrad(weight: Tensor, grad: Tensor, x: Tensor, gather_over: Axis, mode: MatmulMode) -> None:
+    """Gather x [s/t, b, in] over the axis, and accumulate the weight gradient. Every rank of the axis must call."""
     accumulate_wgrad(weight, grad, collectives.all_gather(x, gather_over), mode)
 
 
 def linear(
     x: Tensor, weight: Tensor, *, store: WeightGradStore | None = None, matmul_modes: MatmulModes = NATIVE
 ) -> Tensor:
-    """Return x W^T, without communication. x: [.., in], weight: [out, in] -> [.., out]. `store`: takes deferred weight
-    gradients."""
+    """Return x W^T, without communication. x: [.., in], weight: [out, in] -> [.., out].
+
+    store: takes deferred weight gradients.
+    """
     return LinearFunction.apply(x, weight, ALONE, False, store, matmul_modes)
 
 
@@ -150,7 +155,10 @@ def accumulate_wgrad(weight: Tensor, grad: Tensor, x: Tensor, mode: MatmulMode =
 
 
 def accumulate_or_defer_wgrad(weight: Tensor, grad: Tensor, x: Tensor, store: WeightGradStore) -> Tensor | None:
-    """`accumulate_wgrad`, deferred where the schedule collects weight gradients. For layers without communication."""
+    """Do as `accumulate_wgrad`, deferred where the schedule collects weight gradients; then the result is None.
+
+    grad: [.., out], x: [.., in], weight: [out, in]. For layers without communication.
+    """
     if not (store.is_collecting and main_grad_of(weight) is not None):
         return accumulate_wgrad(weight, grad, x)
     store.put(partial(_run_deferred_wgrad, weight, grad, x.detach(), ALONE, "native"))
@@ -185,10 +193,10 @@ def _mm_out_dtype(total: Tensor, grad: Tensor, x: Tensor, beta: int) -> None:
 
 
 def _widened(total: Tensor, grad: Tensor, x: Tensor, beta: int) -> None:
-    """Accumulate factors that are widened in blocks of output features and tokens; without blocks, float32 factors of a
-    vocabulary's gradient take hundreds of megabytes.
+    """Accumulate factors that are widened in blocks of output features and tokens.
 
-    Blocks of 512 tokens are also a tenth faster on the CPU (1024 or 2048 tokens, 768 to 16384 features).
+    Without blocks, float32 factors of a vocabulary's gradient take hundreds of megabytes. Blocks of 512 tokens are also
+    a tenth faster on the CPU (1024 or 2048 tokens, 768 to 16384 features).
     """
     x_blocks = x.to(total.dtype).split(_TOKENS_AT_ONCE)
     for total_part, grad_part in zip(total.split(FEATURES_AT_ONCE), grad.split(FEATURES_AT_ONCE, dim=1)):
@@ -203,13 +211,13 @@ _TOKENS_AT_ONCE = 512
 def _accumulate_for(
     device: torch.device, total: torch.dtype, factor: torch.dtype, mode: MatmulMode = "native"
 ) -> Callable[..., None]:
-    """Return the accumulator with which this device adds a product of `factor` matrices to a `total` without rounding
-    the product.
+    """Return the accumulator with which this device adds a product of `factor` matrices to a `total`.
 
-    Found by trying, once per process. torch has mm(out_dtype=) for bfloat16 and float16 on some devices only (PyTorch
-    pull request 150812), and since 2.12 addmm(out_dtype=, out=), which needs no memory for the product. Otherwise the
-    factors are widened: exact, but with float32 copies of both while the product is computed. Adding the rounded
-    product is never used: it is less exact everywhere, and faster only on CPUs with half-precision matrix units.
+    It does not round the product. It is found by trying, once per process. torch has mm(out_dtype=) for bfloat16 and
+    float16 on some devices only (PyTorch pull request 150812), and since 2.12 addmm(out_dtype=, out=), which needs no
+    memory for the product. Otherwise the factors are widened: exact, but with float32 copies of both while the product
+    is computed. Adding the rounded product is never used: it is less exact everywhere, and faster only on CPUs with
+    half-precision matrix units.
     torch 2.13, one thread of a Xeon with AMX, [3072, 1024] x [1024, 768], error relative to the largest element:
 
                       bfloat16            float16             the same CPU with AMX switched off (AVX512, AVX2)
@@ -218,8 +226,9 @@ def _accumulate_for(
 
     oneDNN can compute float32 products in bfloat16 (torch.backends.mkldnn.matmul.fp32_precision): exact on widened
     bfloat16 factors, 13 ms here. It is a setting of the whole process; a --bf16 run sets it at its start
-    (`Device.prepare`). The BLAS in torch's library multiplies bfloat16 factors as they are, exactly too, and faster than
-    rounding: [2048, 1024] x [1024, 512] in 3 to 4 ms, rounded 4 to 5, widened in bfloat16 8 (`addmm_bf16_to_fp32`).
+    (`Device.prepare`). The BLAS in torch's library multiplies bfloat16 factors as they are, exactly too, and faster
+    than rounding: [2048, 1024] x [1024, 512] in 3 to 4 ms, rounded 4 to 5, widened in bfloat16 8:
+    see `addmm_bf16_to_fp32`.
     """
     if total == factor:
         return _addmm if mode == "native" else _addmm_rounded_once

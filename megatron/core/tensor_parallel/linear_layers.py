@@ -51,8 +51,10 @@ class TensorParallel:
         return self.axis if self.sequence_parallel else None
 
     def column_linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return x A_i, for this rank's columns. x: [s, b, in], or [s/t, b, in] under sequence parallelism;
-        weight: [out/t, in] -> [s, b, out/t]. Every rank of the axis must call."""
+        """Return x A_i, for this rank's columns: weight [out/t, in] -> [s, b, out/t].
+
+        x: [s, b, in], or [s/t, b, in] under sequence parallelism. Every rank of the axis must call.
+        """
         is_sharded = self.sequence_parallel and self.axis.size > 1
         return LinearFunction.apply(x, weight, self.axis, is_sharded, self.weight_grads, self.matmul_modes)
 
@@ -61,10 +63,11 @@ class TensorParallel:
         return linear(x, weight, store=self.weight_grads, matmul_modes=self.matmul_modes)
 
     def parameter(self, local_shape: tuple[int, ...], placement: Placement) -> nn.Parameter:
-        """Make a parameter with its placement and this rank's part of its initial value, the same values in every layout.
+        """Make a parameter of `local_shape` with its placement and this rank's part of its initial value.
 
-        local_shape: of this rank's shard; the placement has the full shape. The seed comes from torch's generator, so
-        every rank must make the same parameters in the same order.
+        The whole tensor has the same values in every layout. local_shape: of this rank's shard; the placement
+        has the full shape. The seed comes from torch's generator, so every rank must make the same parameters in
+        the same order.
         """
         parameter = nn.Parameter(torch.empty(local_shape, dtype=self.dtype, device=self.device))
         parameter.placement = placement
@@ -75,7 +78,7 @@ class TensorParallel:
         return parameter
 
     def replicated(self, shape: tuple[int, ...], init: InitialValue, *, partial: bool | None = None) -> nn.Parameter:
-        """Make a parameter that every tensor-parallel rank has a full copy of.
+        """Make a parameter of `shape` that every tensor-parallel rank has a full copy of.
 
         partial: each rank's gradient is a partial sum, to be all-reduced over the axis. Default: under sequence
         parallelism, where each rank applies the parameter to its part of the sequence.
@@ -98,7 +101,8 @@ class ColumnParallelLinear(nn.Module):
     """Y = X A + b with A split by columns: each rank computes `output_size / t` of the features.
 
     forward(x): x [s, b, in], or [s/t, b, in] under sequence parallelism -> (y [s, b, out/t], None). With
-    `gather_output` y is [s, b, out]. With `skip_bias_add` the bias is returned instead of added: (y, bias).
+    `gather_output` y is [s, b, out]. With `skip_bias_add` the bias [out/t] is returned instead of added: (y, bias).
+    Every rank of the axis must call. Raises ValueError if the ranks do not divide the output.
     blocks: sizes of fused parts of the output (gate|up); each is sharded by itself. rows: this rank's features, if they
     are not an equal share. interleaved: sizes of the fused parts of a group of features (q|k|v), if such groups repeat.
     """
@@ -147,7 +151,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 def _reorder_gathered_blocks(y: Tensor, blocks: tuple[int, ...], ranks: int) -> Tensor:
-    """Reorder gathered parts of fused blocks, [g0 u0 | g1 u1], to [g0 g1 | u0 u1]."""
+    """Reorder gathered parts of fused blocks, last dimension [g0 u0 | g1 u1], to [g0 g1 | u0 u1]."""
     if len(blocks) < 2 or ranks == 1:
         return y
     local_blocks = [block // ranks for block in blocks]
@@ -162,7 +166,8 @@ class RowParallelLinear(nn.Module):
     """Z = Y B + b with B split by rows; the ranks' products are summed. The second half of a column-parallel layer.
 
     forward(y): y [s, b, in/t] -> (z, None) with z [s, b, out], or [s/t, b, out] under sequence parallelism. The bias is
-    added once, after the sum; with `skip_bias_add` it is returned instead: (z, bias).
+    added once, after the sum; with `skip_bias_add` it is returned instead: (z, bias [out]). Every rank of the axis must
+    call. Raises ValueError if the ranks do not divide the input.
     """
 
     def __init__(
@@ -204,7 +209,8 @@ def _sum_over_ranks(sequence_parallel: bool) -> AutogradCollective:
 class VocabParallelEmbedding(nn.Module):
     """An embedding split over the vocabulary: each rank looks up its own tokens, and the results are summed.
 
-    forward(ids): [s, b] -> [s, b, h], or [s/t, b, h] under sequence parallelism. The local weight has `padded_size / t`
+    forward(ids): [s, b] -> [s, b, h], or [s/t, b, h] under sequence parallelism. Every rank of the axis must call.
+    Raises ConfigError for an id outside the vocabulary (`check_token_ids`). The local weight has `padded_size / t`
     rows; rows beyond `num_embeddings` are zero, never looked up and never trained.
     ends: the axis of the first and the last stage, where the last one ties its output layer to this weight and makes it
     at the same time.

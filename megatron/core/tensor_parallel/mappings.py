@@ -29,7 +29,13 @@ def axis_of(group: Any = None) -> Axis:
 
 
 def _region(collective: AutogradCollective) -> Callable[..., Tensor]:
+    """Return Megatron's function of a collective: region(input_, group) -> a shape of `autograd_collectives`' table."""
+
     def region(input_: Tensor, group: Any = None) -> Tensor:
+        """Run the collective over the tensor-parallel axis of the current mesh. Every rank of it must call.
+
+        input_: [s, b, h]; the table of `autograd_collectives` lists which dimension is split before and after it.
+        """
         return collective(input_, axis_of(group))
 
     return region
@@ -49,8 +55,11 @@ reduce_scatter_to_sequence_parallel_region = accepts_defaults_only(input_split_s
 def gather_from_sequence_parallel_region(
     input_: Tensor, tensor_parallel_output_grad: bool = True, group: Any = None
 ) -> Tensor:
-    """All-gather the sequence: [s/t, b, h] -> [s, b, h]. `tensor_parallel_output_grad`: the ranks' output gradients are
-    partial sums, else equal."""
+    """All-gather the sequence: [s/t, b, h] -> [s, b, h]. Every tensor-parallel rank must call.
+
+    tensor_parallel_output_grad: the ranks' gradients of the result are partial sums, to be summed; False:
+    they are equal.
+    """
     return _gather_of(tensor_parallel_output_grad)(input_, axis_of(group))
 
 
@@ -60,19 +69,26 @@ def _gather_of(tensor_parallel_output_grad: bool) -> AutogradCollective:
     return autograd_collectives.gather_replicated_sequence
 
 
-# ---------------------------------------------------------------- Megatron's autograd functions, whose directions forks call
+# ---------------------------------------------------------------- autograd functions of Megatron, which forks call
 
 
 def _autograd_function(collective: AutogradCollective, region: Callable[..., Tensor]) -> Any:
+    """Return Megatron's autograd function of a collective, whose directions forks call."""
+
     class Region:
         apply = staticmethod(region)
 
         @staticmethod
         def symbolic(graph: Any, input_: Tensor, *_: Any) -> Tensor:
+            """input_: [s, b, h] -> a shape of `autograd_collectives`' table. Every tensor-parallel rank must call."""
             return collective.forward(input_, axis_of())
 
         @staticmethod
         def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+            """grad_output: the shape of the result -> the shape of the input. Every tensor-parallel rank must call.
+
+            Saved: no tensor, since both collectives are linear.
+            """
             return collective.backward(grad_output, axis_of())
 
     return Region
@@ -101,7 +117,11 @@ class _GatherFromSequenceParallelRegion(
 ):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        """ctx: the caller's, with Megatron's attribute `tensor_parallel_output_grad`."""
+        """grad_output: [s, b, h] -> [s/t, b, h]. Every tensor-parallel rank must call.
+
+        Saved: no tensor, since both collectives are linear. ctx: the caller's, with Megatron's attribute
+        `tensor_parallel_output_grad`.
+        """
         collective = _gather_of(ctx.tensor_parallel_output_grad)
         return collective.backward(grad_output, axis_of()), None
 

@@ -27,7 +27,10 @@ def generator_of(device: torch.device | str) -> Any:
 
 
 class RngTracker:
-    """Named states of the default generator of `device`. default: the state that `fork()` takes."""
+    """Named states of the default generator of `device`, each a uint8 tensor [bytes] on the CPU.
+
+    default: the state that `fork()` takes.
+    """
 
     def __init__(self, device: torch.device | str = "cpu", default: str = "default") -> None:
         self.generator = generator_of(device)
@@ -39,9 +42,11 @@ class RngTracker:
         self.seeds: set[int] = set()
 
     def get_states(self) -> dict[str, Tensor]:
+        """Return the states by name, uint8 [bytes] each."""
         return dict(self.states)
 
     def set_states(self, states: dict[str, Tensor]) -> None:
+        """Replace all states by these, uint8 [bytes] each."""
         self.states = dict(states)
 
     def add(self, name: str, seed: int) -> None:
@@ -55,7 +60,7 @@ class RngTracker:
 
     @contextlib.contextmanager
     def fork(self, name: str | None = None) -> Iterator[None]:
-        """Draw from the named state inside the block, and advance it."""
+        """Draw from the named state inside the block, and advance it. ValueError for an unknown name."""
         name = name or self.default
         if name not in self.states:
             raise ValueError(
@@ -70,7 +75,10 @@ class RngTracker:
 
     @contextlib.contextmanager
     def as_at(self, states: dict[str, Tensor], state: Tensor) -> Iterator[None]:
-        """Restore an earlier moment inside the block. states: the named states then; state: the generator's own."""
+        """Restore an earlier moment inside the block.
+
+        states: the named states at that moment; state: the generator's own; uint8 [bytes] each.
+        """
         states_before = self.get_states()
         self.set_states(states)
         with self._preserving_generator():
@@ -95,7 +103,9 @@ def recomputed_with_states(
 ) -> Any:
     """Return function(*inputs), recomputed in the backward with the same states, those of the tracker included.
 
-    parts_over: ranks with equal copies of the first input; each saves a shard of it, which the backward gathers.
+    inputs: tensors of any shapes, and other objects. parts_over: ranks with equal copies of the first input, whose
+    number must divide its elements; each saves a shard [numel / t], which the backward gathers, so all of them
+    must run it.
     """
     # torch would find the device from the arguments, but there may be none: so the generator's state is saved here.
     states = tracker.get_states()
@@ -143,7 +153,10 @@ _TRACKER_KINDS = {"inference_rng_tracker": False, "use_cudagraphable_rng": False
 
 @accepts_defaults_only(use_te_rng_tracker=False, **_TRACKER_KINDS)
 def get_cuda_rng_tracker() -> RngTracker:
-    """Return the tracker of this process, whatever its device. A run's has states from the start, by its stage's seed."""
+    """Return the tracker of this process, whatever its device.
+
+    A run's tracker has states from the start, by its stage's seed.
+    """
     process = get_global_state()
     if process.rng_tracker is None:
         process.rng_tracker = CudaRNGStatesTracker()
@@ -159,7 +172,7 @@ class _TrackerOfProcess:
         return getattr(get_cuda_rng_tracker(), name)
 
     def get_states(self) -> dict[str, Tensor]:
-        """Return the states; none before there is a mesh."""
+        """Return the states by name, uint8 [bytes] each; none before there is a mesh."""
         return get_cuda_rng_tracker().get_states() if model_parallel_is_initialized() else {}
 
 
@@ -186,9 +199,10 @@ def _add_states(tracker: RngTracker, seed: int) -> None:
 def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool | Tensor, *args: Any) -> Any:
     """Return function(*args), recomputed in the backward with the same generator states, tracked ones included.
 
-    distribute_saved_activations: shard the first argument, of which all tensor-parallel ranks have a copy, until the
-    backward all-gathers it. Ignored under sequence parallelism, where the ranks have different tensors, and if its size
-    does not divide. Megatron 2 had no such argument: a tensor in its place is the function's first argument.
+    args: tensors of any shapes, and other objects. distribute_saved_activations: shard the first argument, of which all
+    tensor-parallel ranks have a copy, until the backward all-gathers it, in which every rank must take part. Ignored
+    under sequence parallelism, where the ranks have different tensors, and if its size does not divide. Megatron 2 had
+    no such argument: a tensor in its place is the function's first argument.
     """
     if isinstance(distribute_saved_activations, Tensor):
         args = (distribute_saved_activations, *args)

@@ -10,17 +10,20 @@ from megatron.core.parallel.grid import Axis
 
 
 def keep_copy(x: Tensor) -> Callable[[], Tensor]:
-    """Save a shard in the memory of its device: the default `keep` of a `SavedActivation`."""
+    """Save a shard [numel / t], or any tensor, in the memory of its device; return the function that gives it back.
+
+    It is the default `keep` of a `SavedActivation`.
+    """
     copied = x.clone()
     return lambda: copied
 
 
 class SavedActivation:
-    """A tensor that the forward uses as it is, and that the backward restores from the shards saved by the ranks of the
-    axis.
+    """A tensor x, of any shape, that the forward uses as it is, and the backward restores from the shards of all ranks.
 
-    axis: the ranks with equal copies, each of which saves a shard; None: each saves all of x. keep: stores the shard and
-    returns a function that gives it back. Every rank of the axis must `take` its activations in the same order.
+    axis: the ranks with equal copies, each of which saves a shard [numel / t]; None: each saves all of x. keep: stores
+    the shard and returns a function that gives it back. Every rank of the axis must `take` its activations in the same
+    order. Raises ValueError if the ranks do not divide the elements of x.
     """
 
     def __init__(self, x: Tensor, axis: Axis | None, keep: InputSaver = keep_copy):
@@ -34,7 +37,10 @@ class SavedActivation:
         self._load_shard = keep(shard)
 
     def take(self) -> Tensor:
-        """Return x: in the forward (the first call) itself, in the backward gathered from the shards."""
+        """Return x, in its shape: in the forward (the first call) itself, in the backward gathered from the shards.
+
+        The backward's call is a collective: every rank of the axis must make it.
+        """
         if self._unsharded is not None:
             x = self._unsharded
             self._unsharded = None

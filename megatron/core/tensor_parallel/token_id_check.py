@@ -1,5 +1,7 @@
-"""A check of token ids against the vocabulary. Without it, a sharded lookup treats an invalid id as another rank's
-token."""
+"""A check of token ids against the vocabulary.
+
+Without it, a sharded lookup treats an invalid id as another rank's token.
+"""
 
 import contextlib
 
@@ -11,8 +13,10 @@ from megatron.core.parallel.accelerator import is_accelerator
 
 
 def check_token_ids(ids: Tensor, vocab_size: int, what: str, *, least: int | None = 0) -> None:
-    """Raise ConfigError for an id of at least `vocab_size`, or below `least` (None: no lower bound, as for labels
-    without a loss). what: the ids' name in the message.
+    """Raise ConfigError for an id of at least `vocab_size`, or below `least`.
+
+    ids: integers of any shape. least: None: no lower bound, as for labels without a loss. what: the ids' name in
+    the message.
 
     On an accelerator the device raises a RuntimeError later, so that the host does not block. 60 microseconds for 8,192
     ids on a CPU.

@@ -14,22 +14,27 @@ from megatron.core.utils import divide
 
 @accepts_defaults_only(tp_group=None)
 def split_tensor_into_1d_equal_chunks(tensor: Tensor, new_buffer: bool = False) -> Tensor:
-    """Return this tensor-parallel rank's part of a tensor that all ranks have: [numel / t], a view, or a copy with
-    `new_buffer`."""
+    """Return this tensor-parallel rank's part of a tensor, of any shape, that all ranks have: [numel / t].
+
+    It is a view, or a copy with `new_buffer`. Raises ValueError if the ranks do not divide the elements.
+    """
     part = tensor.reshape(-1)[collectives.local_slice(tensor.numel(), axis_of())]
     return part.clone() if new_buffer else part
 
 
 @accepts_defaults_only(tp_group=None)
 def gather_split_1d_tensor(tensor: Tensor) -> Tensor:
-    """All-gather the ranks' parts, flattened: [numel / t] -> [numel]. Every rank of the axis must call."""
+    """All-gather the ranks' parts, flattened: [numel / t] -> [numel]. Every tensor-parallel rank must call."""
     return collectives.all_gather(tensor.reshape(-1), axis_of())
 
 
 def split_tensor_along_last_dim(
     tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> Sequence[Tensor]:
-    """Split the last dimension into equal parts: views, or contiguous copies."""
+    """Split the last dimension into equal parts, [.., n] -> [.., n / num_partitions] each: views, or contiguous copies.
+
+    Raises ValueError if it does not divide.
+    """
     parts = torch.split(tensor, divide(tensor.shape[-1], num_partitions), dim=-1)
     if contiguous_split_chunks:
         return tuple(part.contiguous() for part in parts)

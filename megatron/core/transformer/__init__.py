@@ -1,13 +1,16 @@
 """The layers of models, and their settings.
 
-    model_config, *_config                     settings: shape, positions, attention, layer (no torch)
-    transformer_layer, parallel_transformer    one layer; the layers of a pipeline stage
-    attention, cross_attention, dot_product_attention, mlp, norm, qk_norm, rotary    the parts
-    recompute, compiled_layer, tiled_compute   ways to run a layer with less memory or time
-    transformer_config, transformer_block, spec_utils, module, ...    Megatron's names over these
+    model_config, *_config                                settings: shape, positions, attention, layer (no torch)
+    transformer_layer, parallel_transformer               one layer; the layers of a pipeline stage
+    attention, cross_attention, dot_product_attention,    the parts of a layer
+    mlp, norm, qk_norm, rotary_angles
+    recompute, compiled_layer, tiled_compute              ways to run a layer with less memory or time
+    transformer_config, transformer_block, spec_utils,    Megatron's names over these
+    module, ...
 
-Our parts are built from (config, their layer's number, a `LayerContext`). To add an attention kernel: a line of `KERNELS` in
-`core/ops/attention/kernels`. To add a layer, an attention or an MLP: pass it as `make_layer`, `make_attention`, `make_mlp`.
+Our parts are built from (config, their layer's number, a `LayerContext`). To add an attention kernel: a line of
+`KERNELS` in `core/ops/attention/kernels`. To add a layer, an attention or an MLP: pass it as `make_layer`,
+`make_attention`, `make_mlp`.
 """
 
 from typing import TYPE_CHECKING

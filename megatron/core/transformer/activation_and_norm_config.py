@@ -1,4 +1,7 @@
-"""Settings of the functions between a layer's matrix products: activation, norms and their places, biases, multipliers."""
+"""Settings of the functions between a layer's matrix products.
+
+They are its activation, norms and their places, biases, and multipliers.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

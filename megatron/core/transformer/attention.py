@@ -1,16 +1,16 @@
 """Self-attention with heads sharded over the tensor-parallel ranks: ours, and Megatron's `SelfAttention` over it.
 
-    s, b, h    sequence, batch, hidden         n, groups    query heads, key/value heads of the whole layer
+    s, b, h    sequence, batch, hidden          n, groups    query heads, key/value heads of the whole layer
     t, c       tensor-, context-parallel ranks  d            width of a head
 
 Shapes on a rank, with sequence parallelism in parentheses, and Ulysses (`--cp-comm-type a2a`) inside `core_attention`:
 
-    x                [s, b, h] ([s/t, b, h])
-    mixed_qkv        [s, b, (n + 2 groups)/t d]      linear_qkv gathers the sequence and computes this rank's heads
+    x                [s, b, h] ([s/t, b, h])      s: this rank's rows of the sample
+    mixed_qkv        [s, b, (n + 2 groups)/t d]   linear_qkv gathers the sequence and computes this rank's heads
     q; k, v          [s, b, n/t, d]; [s, b, groups/t, d]
-    core attention   under a2a an all-to-all over c gives [c s, b, n/t/c, d], and back     s: this rank's rows of the sample
+    core attention   under a2a an all-to-all over c gives [c s, b, n/t/c, d], and back
     core_attn_out    [s, b, n/t d]
-    result           [s, b, h] ([s/t, b, h])         linear_proj sums over t
+    result           [s, b, h] ([s/t, b, h])      linear_proj sums over t
 """
 
 from dataclasses import dataclass
@@ -48,8 +48,8 @@ class ParallelAttention(nn.Module):
 
         group 0: q0 q1 k v | group 1: q2 q3 k v | ...          rows [groups * (n / groups + 2) * d]
 
-    With fewer groups than ranks, t/groups neighbours (axis "kv") hold the same key and value head, each with its own
-    queries:
+    With fewer groups than ranks, t/groups neighbours (axis "kv") hold the same key and value head, each with
+    queries of its own:
 
         rank 0: q0 k0 v0 | rank 1: q1 k0 v0 | rank 2: q2 k1 v1 | rank 3: q3 k1 v1          2 groups on 4 ranks
 
@@ -57,9 +57,11 @@ class ParallelAttention(nn.Module):
     these partial gradients are summed over the neighbours once a step. With `qk_layernorm` queries and keys are
     normalized, each head over its width or all heads together.
 
-    forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), mask, angles, cache) -> the shape of x. angles: [s, b or
-    1, width / 2], or with several ropes in the model [ropes, s, b or 1, width / 2]. With a cache the queries of x also
-    attend to the cached keys and values of earlier tokens. Every rank of tp must call.
+    forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), mask, angles, cache) -> the shape of x. mask: a
+    `Mask`; a tensor is bool [b or 1, 1, s, s], True where masked. angles: [s, b or 1, width / 2], or with several ropes
+    in the model [ropes, s, b or 1, width / 2]. With a cache the queries of x also attend to the cached keys and values
+    of earlier tokens. Every rank of tp must call, and under context parallelism every rank of cp. Building it raises
+    ValueError if the ranks do not divide the heads.
     """
 
     gives_hidden_states = True  # for --inspect: forward returns [s, b, h], or [s/t, b, h] under sequence parallelism
@@ -122,7 +124,10 @@ class ParallelAttention(nn.Module):
     def core_attn_out(
         self, x: Tensor, mask: Tensor | None = None, angles: Tensor | None = None, cache: KeyValueCache | None = None
     ) -> Tensor:
-        """Return the attention of this rank's heads [s, b, n/t d], before the output projection; arguments as of forward."""
+        """Return the attention of this rank's heads [s, b, n/t d], before the output projection.
+
+        Arguments are those of forward. Every rank of tp must call.
+        """
         return self.attend(self.get_query_key_value_tensors(*self.linear_qkv(x), angles), mask, cache)
 
     def get_query_key_value_tensors(
@@ -130,7 +135,9 @@ class ParallelAttention(nn.Module):
     ) -> "Heads":
         """Split the product with the fused q/k/v weight into heads, normalize and rotate them.
 
-        mixed_qkv: [s, b, (n + 2 groups)/t d]. bias: of `linear_qkv`, if it is still to be added. angles: as of forward.
+        mixed_qkv: [s, b, (n + 2 groups)/t d] -> q [s, b, n/t, d]; k, v [s, b, groups/t, d]. bias:
+        [(n + 2 groups)/t d], of `linear_qkv`, if it is still to be added. angles: see forward. With
+        `--qk-norm-over width` every rank of tp must call.
         """
         s, b, _ = mixed_qkv.shape
         # [s, b, groups/t, n/groups + 2, d], or with shared key/value heads [s, b, 1, n/t + 2, d]
@@ -161,7 +168,10 @@ class ParallelAttention(nn.Module):
         return heads
 
     def attend(self, heads: "Heads", mask: Mask = None, cache: KeyValueCache | None = None) -> Tensor:
-        """Run the core attention of these heads, in this layer's window. -> [s, b, n/t d]"""
+        """Run the core attention of these heads, in this layer's window: -> [s, b, n/t d].
+
+        heads: of this rank, as `get_query_key_value_tensors` returns them. Every rank of cp must call.
+        """
         q, k, v = heads
         if cache is not None:
             k, v = cache.append(self.layer, k, v)  # [length + s, b, groups/t, d]
@@ -183,7 +193,7 @@ class Heads(NamedTuple):
 
 
 def shared_group_rows(n: int, groups: int, d: int, tp: TensorParallel) -> tuple[Rows, ...]:
-    """Return the rows of the fused q/k/v weight on this rank if groups < t: its queries, then its group's key and value.
+    """Return the rows of the fused q/k/v weight on this rank if groups < t: its queries, its group's key and value.
 
     Raises ValueError if the mesh's axis "kv" does not join the ranks that share a head.
 
@@ -222,7 +232,9 @@ class SelfAttentionSubmodules:
 class SelfAttention(ParallelAttention):
     """Self-attention with Megatron's arguments, of the parts in `submodules`.
 
-    forward(hidden_states [s, b, h], attention_mask, rotary_pos_emb [s, 1, 1, d]) -> (output [s, b, h], bias or None)
+    forward(hidden_states [s, b, h] ([s/t, b, h] under sequence parallelism), attention_mask [b or 1, 1, s, s], True
+    where masked, rotary_pos_emb [s, 1, 1, width]) -> (output, shaped as hidden_states, bias [h] or None). Every rank of
+    tp must call. Raises NotImplementedError for inference_params and packed_seq_params.
     """
 
     @accepts_defaults_only(cp_comm_type=None, pg_collection=None)
@@ -324,8 +336,9 @@ CROSS_ATTENTION_PARTS = [ColumnParallelLinear, ColumnParallelLinear, DotProductA
 class CrossAttention(ParallelCrossAttention):
     """Attention to another sequence, with Megatron's arguments.
 
-    forward(hidden_states [s, b, h], attention_mask bool [.., s, m], True where masked, key_value_states [m, b, h]) ->
-    (output [s, b, h], bias or None)
+    forward(hidden_states [s, b, h], attention_mask bool [.., s or 1, m], True where masked, key_value_states [m, b, h])
+    -> (output [s, b, h], bias [h] or None). Every rank of tp must call. Building it raises NotImplementedError for
+    parts of a script's own.
     """
 
     @accepts_defaults_only(cp_comm_type=None, pg_collection=None)

@@ -3,13 +3,14 @@
     before attention   x -> x, norm(x) Wqkv^T + b
     after attention    x, heads -> x + drop(heads Wproj^T + b), then x + drop(W2 f(W1 norm(x)))
 
-A program has the matrix products and the functions between them. Between the two programs runs the attention kernel that
-its table chooses for each forward.
+A program has the matrix products and the functions between them. Between the two programs runs the attention kernel
+that its table chooses for each forward.
 
-As in a `CompiledRegion` both directions are formulas, so what is saved for the backward is declared: the inputs of both norms,
-the product before the activation, the heads. The backward recomputes the outputs of norms and activation, in passes that read
-their inputs anyway (with `--compile regions` these are passes of their own). The gradient of a matrix is computed outside
-the programs, as a linear layer does: unrounded in half precision, into `main_grad` or later by the schedule that defers it.
+As in a `CompiledRegion` both directions are formulas, so what is saved for the backward is declared: the inputs of both
+norms, the product before the activation, the heads. The backward recomputes the outputs of norms and activation, in
+passes that read their inputs anyway (with `--compile regions` these are passes of their own). The gradient of a matrix
+is computed outside the programs, as a linear layer does: unrounded in half precision, into `main_grad` or later by the
+schedule that defers it.
 
 All layers of one shape share the programs. A layer that cannot be compiled whole falls back to `--compile regions`;
 `CompiledLayer.fallback_reason` says why.
@@ -35,7 +36,7 @@ from megatron.core.transformer.norm import Norm
 
 
 class CompiledLayer:
-    """The two compiled programs of a `ParallelTransformerLayer`, run on its parameters."""
+    """The two compiled programs of a `ParallelTransformerLayer`, run on its parameters, on one tensor-parallel rank."""
 
     def __init__(self, layer: nn.Module, config: ModelConfig, tp: TensorParallel):
         self.layer = layer
@@ -61,7 +62,7 @@ class CompiledLayer:
         return _BeforeAttention.apply(self, norm.epsilon, x, norm.weight, norm.bias, qkv.weight, qkv.bias)
 
     def after_attention(self, x: Tensor, core_attn_out: Tensor) -> Tensor:
-        """Return the layer's result [s, b, h]. core_attn_out: [s, b, n d]."""
+        """Return the layer's result [s, b, h]. x: [s, b, h]; core_attn_out: [s, b, n d]."""
         layer = self.layer
         norm = layer.pre_mlp_layernorm
         proj = layer.self_attention.linear_proj
@@ -81,7 +82,10 @@ class CompiledLayer:
         )
 
     def accumulate_wgrad(self, matrix: nn.Parameter, grad: Tensor, x: Tensor) -> Tensor | None:
-        """Compute the gradient of `matrix` in x matrix^T; None if it went to `main_grad` or is deferred."""
+        """Compute the gradient [out, in] of `matrix` in x matrix^T; None if it went to `main_grad` or is deferred.
+
+        matrix: [out, in], grad: [s, b, out], x: [s, b, in].
+        """
         return accumulate_or_defer_wgrad(matrix, grad, x, self.store) if matrix.requires_grad else None
 
     def _parts(self) -> list[nn.Module]:
@@ -155,7 +159,7 @@ def _mask_words(dropout: HiddenDropout, x: Tensor) -> tuple[Tensor | None, Tenso
 
 
 class _BeforeAttention(torch.autograd.Function):
-    """Compute x -> x, norm(x) matrix^T + vector."""
+    """Compute x -> x, norm(x) matrix^T + vector, of x [s, b, h]."""
 
     @staticmethod
     def forward(
@@ -177,14 +181,17 @@ class _BeforeAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_x: Tensor, grad_qkv: Tensor) -> tuple[Tensor | None, ...]:
-        """Saved: the inputs and the norm's statistics. norm(x), which the matrix's gradient needs, is recomputed."""
+        """grad_x: [s, b, h], grad_qkv: [s, b, (n + 2 groups) d] -> the gradients of x and of the parameters.
+
+        Saved: the inputs and the norm's statistics, from which norm(x) is recomputed, the matrix's gradient needing it.
+        """
         grads = _BeforeGrads(*ctx.layer.programs.before_backward(grad_x, grad_qkv, *ctx.saved_tensors))
         grad_matrix = ctx.layer.accumulate_wgrad(ctx.matrix, grad_qkv, grads.normed)
         return None, None, grads.x, grads.norm_weight, grads.norm_bias, grad_matrix, grads.vector
 
 
 class _AfterAttention(torch.autograd.Function):
-    """Compute x, heads -> the layer's result."""
+    """Compute x [s, b, h], heads [s, b, n d] -> the layer's result [s, b, h]."""
 
     @staticmethod
     def forward(
@@ -192,8 +199,8 @@ class _AfterAttention(torch.autograd.Function):
     ) -> Tensor:
         """x: [s, b, h]. heads: [s, b, n d]. -> [s, b, h]
 
-        numbers: epsilon of the norm, probabilities of both dropouts. parameters: weight and bias of the norm; matrix and
-        vector of linear_proj, linear_fc1, linear_fc2; two words for each of the two dropout masks.
+        numbers: epsilon of the norm, probabilities of both dropouts. parameters: weight and bias of the norm; matrix
+        and vector of linear_proj, linear_fc1, linear_fc2; two words for each of the two dropout masks.
         """
         out, *intermediates = layer.programs.after(x, heads, *numbers, *parameters)
         ctx.save_for_backward(heads, *parameters, *intermediates)
@@ -204,9 +211,10 @@ class _AfterAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Saved: the heads, the parameters, the norm's input and statistics, the product before the activation.
+        """grad: [s, b, h] -> the gradients of x, heads and the parameters.
 
-        Both factors of each matrix's gradient come from the program: the gradient of its product, and its input, of which
+        Saved: the heads, the parameters, the norm's input and statistics, the product before the activation. Both
+        factors of each matrix's gradient come from the program: the gradient of its product, and its input, of which
         the outputs of norm and activation are recomputed.
         """
         heads, *saved = ctx.saved_tensors
@@ -226,7 +234,10 @@ class _AfterAttention(torch.autograd.Function):
 
 
 class _BeforeGrads(NamedTuple):
-    """The gradients before attention; and the input of the matrix product, for the matrix's gradient."""
+    """The gradients before attention, each shaped as its tensor; and `normed` [s, b, h].
+
+    normed: the input of the matrix product, from which the matrix's gradient is computed.
+    """
 
     x: Tensor
     norm_weight: Tensor
@@ -236,7 +247,10 @@ class _BeforeGrads(NamedTuple):
 
 
 class _AfterGrads(NamedTuple):
-    """The gradients after attention; and the factors of the matrices' gradients, but for the heads."""
+    """The gradients after attention, each shaped as its tensor; and the factors of the matrices' gradients.
+
+    The heads, the input of linear_proj, are not among these factors: the backward has saved them.
+    """
 
     x: Tensor
     heads: Tensor

@@ -18,9 +18,11 @@ class ParallelCrossAttention(nn.Module):
 
     The fused key/value weight holds the heads one after the other, each as its key head and its value head.
 
-    forward(x [s, b, h], memory [m, b, h], mask, kv_cache) -> [s, b, h]. mask: bool [.., s or 1, m], True where attention is
-    masked; None: all of the other sequence is seen. kv_cache: layer -> keys and values; the first forward adds this
-    layer's, further ones use them and need no memory. Every rank of tp must call.
+    forward(x [s, b, h], memory [m, b, h], mask, kv_cache) -> [s, b, h]; under sequence parallelism [s/t, b, h] and
+    [m/t, b, h]. mask: bool [.., s or 1, m], True where attention is masked; None: all of the other sequence is seen.
+    kv_cache: layer -> keys and values [m, b, n/t, d]; the first forward adds this layer's, further ones use them and
+    need no memory. Every rank of tp, and those that share the samples, must call. Building it raises
+    ValueError if groups differ from heads.
     Source: "Attention Is All You Need", Vaswani et al. 2017, section 3.2.3.
     """
 
@@ -60,7 +62,10 @@ class ParallelCrossAttention(nn.Module):
         mask: Tensor | None = None,
         kv_cache: "CrossAttentionCache | None" = None,
     ) -> Tensor:
-        """Return the attention of this rank's heads [s, b, n/t d], before the output projection; arguments as of forward."""
+        """Return the attention of this rank's heads [s, b, n/t d], before the output projection.
+
+        Arguments are those of forward. Every rank of tp must call.
+        """
         q = self.linear_q(x)[0].unflatten(-1, (self.heads, self.head_width))  # [s, b, n/t, d]
         k, v = self._keys_and_values(memory, kv_cache)  # [m, b, n/t, d]
         if mask is None:
@@ -69,6 +74,7 @@ class ParallelCrossAttention(nn.Module):
         return self.core_attention(q, k, v, mask)
 
     def _keys_and_values(self, memory: Tensor | None, kv_cache: "CrossAttentionCache | None") -> tuple[Tensor, Tensor]:
+        """Return the keys and values of memory [m, b, h]: [m, b, n/t, d] each."""
         if kv_cache is not None and self.layer in kv_cache:
             return kv_cache[self.layer]
         mixed_kv = self.linear_kv(memory)[0].unflatten(-1, (self.heads, 2, self.head_width))  # [m, b, n/t, 2, d]
@@ -85,9 +91,9 @@ CrossAttentionCache = dict[int, tuple[Tensor, Tensor]]  # layer -> keys, values 
 class CrossAttentionState(HoldsTensors):
     """The inputs of a decoder's attention, in place of a mask.
 
-    self_attention_mask: of the decoder's own text. memory: the encoder's output, [s, b, h], or [s/t, b, h] under sequence
-    parallelism; None once the cache has its keys and values. key_padding_mask: [b, 1, 1, s], True where the encoder's text
-    is padding. cache: in generation.
+    self_attention_mask: of the decoder's own text. memory: the encoder's output, [s, b, h], or [s/t, b, h] under
+    sequence parallelism; None once the cache has its keys and values. key_padding_mask: bool [b, 1, 1, s], True where
+    the encoder's text is padding. cache: in generation.
     """
 
     self_attention_mask: Mask
@@ -97,6 +103,7 @@ class CrossAttentionState(HoldsTensors):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that layers share: of the mask, memory [s, b, h] and key_padding_mask [b, 1, 1, s]."""
         return (*tensors_of(self.self_attention_mask), self.memory, self.key_padding_mask)
 
     @property

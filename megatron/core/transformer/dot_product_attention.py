@@ -21,8 +21,9 @@ class CoreAttention(nn.Module):
     """Compute softmax(q k^T / sqrt(d)) v of this rank's heads, by a kernel of KERNELS or over context-parallel ranks.
 
     forward(q [s, b, n, d], k and v [s, b, groups, d], mask) -> [s, b, n d]; n, groups: this rank's. A mask of None is
-    causal. Under context parallelism s counts this rank's rows of the sample, and every rank of cp must call, unless
-    is_whole: then every rank has these samples whole and computes them by itself.
+    causal; a tensor is bool [.., s, s], True where masked. Under context parallelism s counts this rank's rows of the
+    sample, and every rank of cp must call, unless is_whole: then every rank has these samples whole and computes them
+    by itself. Raises ConfigError if no kernel of `--attention-backend` computes the case.
     """
 
     def __init__(self, config: ModelConfig, layer: int, context: LayerContext):
@@ -66,7 +67,10 @@ class CoreAttention(nn.Module):
         return out.flatten(2).to(dtype)  # [s, b, n d]
 
     def attend_whole_samples(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-        """Run the attention kernel on whole samples: q [s, b, n, d]; k, v [s, b, groups, d] -> [s, b, n, d]."""
+        """Run the attention kernel on whole samples: q [s, b, n, d]; k, v [s, b, groups, d] -> [s, b, n, d].
+
+        mask: a tensor is bool [.., s, s], True where masked; a bias in it [n, s, s]. No communication.
+        """
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [b, n, s, d]
         bias = None
         if isinstance(mask, MaskWithBias):
@@ -101,7 +105,9 @@ class CoreAttention(nn.Module):
 class DotProductAttention(CoreAttention):
     """Core attention with Megatron's arguments.
 
-    forward(query [s, b, n, d], key and value [s, b, groups, d], attention_mask) -> [s, b, n d]
+    forward(query [s, b, n, d], key and value [s, b, groups, d], attention_mask [b or 1, 1, s, s], True where masked)
+    -> [s, b, n d]; n, groups: this rank's. Every rank of cp must call. Building it raises ValueError for a config
+    with a window.
     """
 
     def __init__(

@@ -12,7 +12,10 @@ _STAGE = "language_model."
 
 
 def has_parameter(config: ModelConfig, name: str) -> bool:
-    """Return whether a model of these settings has this parameter of its class: not all have each bias, norm, embedding."""
+    """Return whether a model of these settings has this parameter of its class.
+
+    Not all models have each bias, norm and embedding.
+    """
     module, part = ["", *name.split(".")][-2:]
     if module == "output_layer":
         return config.add_output_bias if part == "bias" else config.untie_embeddings_and_output_weights
@@ -44,7 +47,10 @@ def gpt_parameter_names(config: ModelConfig) -> list[str]:
 
 
 def bert_parameter_names(config: ModelConfig) -> list[str]:
-    """Return the names of a BERT's parameters, with the head of sentence order, which --bert-no-binary-head leaves out."""
+    """Return the names of a BERT's parameters.
+
+    The head of sentence order is among them, which --bert-no-binary-head leaves out.
+    """
     embedding = [*_embedding(config), f"{_STAGE}embedding.tokentype_embeddings.weight"]
     heads = [f"{module}.{part}" for module in ("lm_head.dense", "lm_head.norm") for part in _WEIGHT_AND_BIAS] + [
         "word_bias.bias"

@@ -9,7 +9,7 @@ from megatron.core.base.lazy_imports import names_of_megatron
 
 
 class IdentityOp(nn.Module):
-    """Return the first argument: forward(x, ...) -> x. The constructor takes any arguments."""
+    """Return the first argument: forward(x, ...) -> x, of any shape. The constructor takes any arguments."""
 
     def __init__(self, *_: Any, **__: Any):
         super().__init__()

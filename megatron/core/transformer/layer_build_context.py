@@ -1,4 +1,7 @@
-"""LayerContext: the place of a model chunk in the layout. A layer is built from (config, its number, a LayerContext)."""
+"""LayerContext: the place of a model chunk in the layout.
+
+A layer is built from (config, its number, a LayerContext).
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -68,7 +71,7 @@ class LayerContext:
         self.cp.check(length)
 
     def positions(self, num_rows: int, device: torch.device) -> Tensor:
-        """Return the index in its sample of each of this rank's rows inside a layer: [num_rows]."""
+        """Return the index in its sample of each of this rank's rows inside a layer: int64 [num_rows]."""
         return positions_of(self.rows.within_layers, num_rows, device)
 
     def first_token(self, x: Tensor) -> Tensor:
@@ -92,7 +95,10 @@ class LayerContext:
         return HiddenDropout(probability, self.keys, site, layer, self.rows)
 
     def hidden_states(self, config: ModelConfig, micro_batch_size: int, seq_length: int) -> TensorSpec:
-        """Return the shape and dtype of a microbatch's residual stream between two layers: this rank's rows of [s, b, h]."""
+        """Return the shape and dtype of a microbatch's residual stream between two layers.
+
+        The shape is that of this rank's rows, [s / c, b, h], or [s / c / t, b, h] under sequence parallelism.
+        """
         return TensorSpec(
             (self.rows.local_length(seq_length), micro_batch_size, config.hidden_size), config.residual_dtype
         )

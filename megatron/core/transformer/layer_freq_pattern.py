@@ -1,4 +1,7 @@
-"""Settings that differ from layer to layer, as Megatron-LM reads them: N, or a list with a 1 or a 0 for each layer. Pure."""
+"""Settings that differ from layer to layer, as Megatron-LM reads them. Pure.
+
+They are N, or a list with a 1 or a 0 for each layer.
+"""
 
 import argparse
 import ast
@@ -10,8 +13,8 @@ LONGEST = 10_000  # the most layers in a list
 def is_exception(pattern: str | None, layer: int, *, marked: int) -> bool:
     """Return whether a pattern makes this layer an exception. layer: from 0, over the whole model.
 
-    pattern: as `read_pattern` returns it. With N layers N - 1, 2 N - 1, ... are exceptions, with a list those whose entry is
-    `marked`, with None no layer.
+    pattern: as `read_pattern` returns it. With N, layers N - 1, 2 N - 1, ... are exceptions; with a list, those whose
+    entry is `marked`; with None, no layer.
     """
     if pattern is None:
         return False

@@ -57,7 +57,10 @@ class ParallelMLP(nn.Module):
         return run_tiled(lambda tile: self.linear_fc2(self.activations(tile))[0], self.tiles, self.keys, x)
 
     def activations(self, x: Tensor) -> Tensor:
-        """Return the activations [s, b, f/t] before the output projection."""
+        """Return the activations [s, b, ffn/t] before the output projection. Every rank of tp must call.
+
+        x: [s, b, h] ([s/t, b, h] under sequence parallelism).
+        """
         return self.activation(*self.linear_fc1(x))
 
 
@@ -73,7 +76,8 @@ class MLPSubmodules:
 class MLP(ParallelMLP):
     """The MLP with Megatron's arguments, of the parts in `submodules`.
 
-    forward(hidden_states [s, b, h]) -> (output [s, b, h], bias or None)
+    forward(hidden_states [s, b, h] ([s/t, b, h] under sequence parallelism)) -> (output, of the same shape, bias [h] or
+    None). Every rank of tp must call. Building it raises NotImplementedError for is_expert and another input_size.
     """
 
     @accepts_defaults_only(ffn_hidden_size=None, tp_group=None)

@@ -1,4 +1,7 @@
-"""The settings of a transformer: shape, positions, recomputation and offload, loss, precision, and compilation in one."""
+"""The settings of a transformer, all in one.
+
+They are its shape, positions, recomputation and offload, loss, precision, and compilation.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -171,10 +174,10 @@ def tensor_parallel_problems(config: ShapeConfig, tensor_parallel_size: int) -> 
 
 
 def by_layer(name: str, value: Any, layers: Any) -> Any:
-    """Return the setting `name` in one spelling, so that two values can be compared: a pattern N as the list of each layer.
+    """Return the setting `name` in one spelling, so that two values can be compared.
 
-    A pattern without an exception is None. Other settings, and values that are no pattern, are returned as they are.
-    layers: of the model.
+    A pattern N becomes the list of each layer, and a pattern without an exception None. Other settings, and values that
+    are no pattern, are returned as they are. layers: of the model.
     """
     marked = _PATTERNS.get(name)
     if marked is None or not isinstance(value, str):

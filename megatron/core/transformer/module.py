@@ -50,12 +50,16 @@ class MegatronModule(nn.Module):
         self.config = config
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Tensor]:
+        """Return the module's `state_dict`: name -> tensor, each of this rank's shape."""
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Tensor]:
-        """Return this rank's parameters by name; `placement` of each says which part of the whole tensor it is."""
+        """Return this rank's parameters by name, each of its local shape.
+
+        `placement` of each says which part of the whole tensor it is. Raises NotImplementedError for sharded_offsets.
+        """
         if sharded_offsets:
             raise NotImplementedError(
                 "sharded_offsets: parameters are named by their layer's number here; leave it out"
@@ -64,7 +68,11 @@ class MegatronModule(nn.Module):
 
 
 class Float16Module(MegatronModule):
-    """A module in the half precision of its config: it rounds inputs, and returns float32 on the last stage."""
+    """A module in the half precision of its config: it rounds inputs, and returns float32 on the last stage.
+
+    forward(inputs of any shapes) -> the module's outputs, in their shapes. Building it raises ValueError if the config
+    has neither fp16 nor bf16.
+    """
 
     def __init__(self, config: Any, module: nn.Module):
         super().__init__(config)
@@ -74,6 +82,7 @@ class Float16Module(MegatronModule):
         self.module = module.to(self.dtype)
 
     def set_input_tensor(self, input_tensor: Tensor) -> Any:
+        """Set the module's input, such as the hidden states [s, b, h] of the previous stage."""
         return self.module.set_input_tensor(input_tensor)
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
@@ -88,7 +97,7 @@ class Float16Module(MegatronModule):
 
 
 def _cast(x: Any, dtype: torch.dtype) -> Any:
-    """Return x in this dtype if it is a floating-point tensor, else x."""
+    """Return x, of any shape, in this dtype if it is a floating-point tensor; else x itself."""
     return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
 

@@ -1,4 +1,6 @@
-"""Normalization of the residual stream or of heads; under sequence parallelism a rank normalizes its part of the sequence.
+"""Normalization of the residual stream or of heads.
+
+Under sequence parallelism a rank normalizes its part of the sequence.
 
 A norm computes in the dtype of its input, so a float32 residual stream loses no precision, and returns the dtype of its
 weight. `partial`: whether a rank's gradient of the weight is partial; None: it is under sequence parallelism.
@@ -18,7 +20,7 @@ class Norm(nn.Module):
     """Compute norm(x) * weight (+ bias) over the last dimension, as `--normalization` says.
 
     LayerNorm: norm(x) = (x - mean) / sqrt(var + epsilon), with a bias. RMSNorm: norm(x) = x / sqrt(mean(x^2) + epsilon)
-    (arXiv:1910.07467), without one. With `apply_layernorm_1p` the factor is 1 + weight.
+    (arXiv:1910.07467), without one. With `apply_layernorm_1p` the factor is 1 + weight. Weight and bias: [width].
     """
 
     def __init__(self, config: ModelConfig, context: LayerContext, width: int, partial: bool | None = None):
@@ -33,7 +35,7 @@ class Norm(nn.Module):
         self.returns_residual = compiles(config, tp.device)  # the compiled op adds the gradients of x and norm(x)
 
     def forward(self, x: Tensor, *, with_input: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """Return norm(x), or (x, norm(x)) with `with_input`. x: [.., width]
+        """Return norm(x), or (x, norm(x)) with `with_input`. x: [.., width]; results have its shape.
 
         With `with_input` a compiled norm adds the gradients of both results in its own backward pass, and linear layers
         that read norm(x) recompute it instead of saving it. They must be of the same layer.

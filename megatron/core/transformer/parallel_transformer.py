@@ -26,8 +26,10 @@ class ParallelTransformer(HoldsActivations):
     parameter has one name in every layout. `make_layer(config, i, context)` builds layer i; a fork passes its own.
 
     forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), mask, cache, position_ids [b, s]) -> the same shape.
-    position_ids: the positions of rotary angles, needed if `context.restarts_positions`. With a cache, x holds the tokens
-    after the cached ones; the cache gives their positions and mask. All ranks of this stage in one replica must call.
+    mask: a `Mask`; a tensor is bool [b or 1, 1, s, s], True where masked. position_ids: the positions of rotary angles,
+    needed if `context.restarts_positions`. With a cache, x holds the tokens after the cached ones; the cache gives
+    their positions and mask. All ranks of this stage in one replica must call. Raises ValueError for a cache of another
+    part of the sequence, for missing position_ids, and for samples that are too long.
     """
 
     def __init__(
@@ -114,6 +116,7 @@ class ParallelTransformer(HoldsActivations):
     def _run_group(
         self, group: "LayerGroup", x: Tensor, mask: Mask, angles: Tensor | None, cache: KeyValueCache | None
     ) -> Tensor:
+        """Run a group of layers: x [s, b, h] ([s/t, b, h] under sequence parallelism) -> the same shape."""
         run = partial(_run_layers, group.layers, cache)
 
         # no backward: nothing to save
@@ -174,6 +177,7 @@ class LayerGroup(NamedTuple):
 def _run_layers(
     layers: Sequence[nn.Module], cache: KeyValueCache | None, x: Tensor, mask: Mask, angles: Tensor | None
 ) -> Tensor:
+    """Run layers one after the other: x [s, b, h] ([s/t, b, h] under sequence parallelism) -> the same shape."""
     options = () if cache is None else (cache,)  # a fork's layer without generation need not take a cache
     for layer in layers:
         x = layer(x, mask, angles, *options)

@@ -298,7 +298,10 @@ class PositionConfig(ShapeConfig):
         return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
 
     def rope_of(self, layer: int) -> int | None:
-        """Return the index in `ropes` of a layer's rope; None: it does not rotate. layer: from 0, over the whole model."""
+        """Return the index in `ropes` of a layer's rope; None: it does not rotate.
+
+        layer: from 0, over the whole model.
+        """
         if self.position_embedding_type != "rope":
             return None
         rope = self._rope_of(layer)

@@ -1,4 +1,7 @@
-"""Norms of queries and keys (QK norm): over each head with one weight or one for each head, or over all heads together."""
+"""Norms of queries and keys (QK norm).
+
+They are over each head, with one weight or one for each head, or over all heads together.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +20,7 @@ class QKNorm(nn.Module):
     """Normalize heads, with a weight for each feature of each head.
 
     forward(x [s, b, n/t, d], mean_square [s, b] or None) -> the shape of x. mean_square: over all heads together; None:
-    each head is normalized by its own. `weight` holds this rank's heads one after the other.
+    each head is normalized by its own. `weight` [n/t d] holds this rank's heads one after the other.
     """
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, heads: int):
@@ -77,7 +80,7 @@ def make_qk_norms(config: ModelConfig, context: LayerContext) -> QueryKeyNorms:
 
 
 def qk_norm(norms: QueryKeyNorms, q: Tensor, k: Tensor, axis: Axis | None) -> tuple[Tensor, Tensor]:
-    """Normalize queries [s, b, n/t, d] and keys [s, b, groups/t, d].
+    """Normalize queries [s, b, n/t, d] and keys [s, b, groups/t, d]; the results have their shapes.
 
     axis: the ranks over whose heads together a mean is taken, all of which must call; None: each head by itself.
     """
@@ -91,8 +94,8 @@ def qk_norm(norms: QueryKeyNorms, q: Tensor, k: Tensor, axis: Axis | None) -> tu
 def _mean_squares(q: Tensor, k: Tensor, axis: Axis) -> Tensor:
     """Return the mean square of each token's queries and of its keys, over the heads of all ranks: [2, s, b].
 
-    It costs an all-reduce of two numbers for each token, in both directions. A key head that several neighbours hold is
-    counted equally often in the sum and in the number of features.
+    Every rank of the axis must call. It costs an all-reduce of two numbers for each token, in both directions. A key
+    head that several neighbours hold is counted equally often in the sum and in the number of features.
     """
     squares = torch.stack([widen(x).square().sum(dim=(-2, -1)) for x in (q, k)])  # [2, s, b]
     if axis.size > 1:

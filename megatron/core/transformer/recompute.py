@@ -24,8 +24,9 @@ def recompute_in_backward(
 ) -> Tensor:
     """Return run(*inputs), saving only the inputs; the backward runs it again (torch calls this checkpointing).
 
-    shard_over: ranks with equal copies of the first input; each saves a shard, and the backward gathers them, so all
-    must call. keep: stores the first input, or this rank's shard of it.
+    inputs: tensors of any shapes, and other objects. shard_over: ranks with equal copies of the first input; each saves
+    a shard [numel / t], and the backward gathers them, so all must call. keep: stores the first input, or this rank's
+    shard of it.
 
     Dropout masks follow from their keys, so no generator state is saved: recomputation uses the sample numbers of the
     forward. It stops once the backward has what it needs, which skips the last reduction of the last layer.
@@ -57,7 +58,8 @@ def recompute_in_backward(
 def discard_and_recompute(x: Tensor, recompute: Callable[[], Tensor], *, until: Tensor) -> None:
     """Free the memory of `x` now; just before the backward of `until`, its last reader, `recompute()` fills it again.
 
-    Megatron's `CheckpointWithoutOutput.discard_output_and_register_recompute` does the same.
+    x and until: of any shapes; recompute() returns a tensor of x's shape. Megatron's
+    `CheckpointWithoutOutput.discard_output_and_register_recompute` does the same.
     """
     storage = x.untyped_storage()
     size = storage.nbytes()

@@ -1,5 +1,6 @@
-"""T5's relative position bias (arXiv:1910.10683, section 2.1): each head adds a bias to a score, by the distance of query
-and key. Distances fall into buckets.
+"""T5's relative position bias (arXiv:1910.10683, section 2.1).
+
+Each head adds a bias to a score, by the distance of query and key. Distances fall into buckets.
 
     far 4, buckets 4, looking back only         bidirectional, buckets 8
     key      0 1 2 3 4 5 6                      key      0 1 2 3 4 5 6
@@ -23,8 +24,9 @@ from megatron.core.transformer.model_config import ModelConfig
 def bucket_of(distance: int, buckets: int, far: int, *, bidirectional: bool) -> int:
     """Return the bucket of a key at the query's position + `distance`.
 
-    The nearer half of the buckets holds one distance each, the other half grows in powers up to `far`; all distances from
-    there on share the last bucket. Without `bidirectional` later keys, which a causal mask hides, count as distance 0.
+    The nearer half of the buckets holds one distance each, the other half grows in powers up to `far`; all
+    distances from there on share the last bucket. Without `bidirectional` later keys, which a causal mask hides,
+    count as distance 0.
     """
     first = 0
     if bidirectional:
@@ -41,10 +43,10 @@ def bucket_of(distance: int, buckets: int, far: int, *, bidirectional: bool) -> 
 
 
 class RelativePositionEmbedding(nn.Module):
-    """The weight of one stack's relative position bias. forward() -> [buckets, heads], equal on all tensor-parallel ranks.
+    """The weight of one stack's relative position bias.
 
-    Pipeline stages send the weight to the next stage with the hidden states, and its gradient back. So the parameter is on
-    the first stage alone.
+    forward() -> [buckets, heads], equal on all tensor-parallel ranks. Pipeline stages send the weight to the next stage
+    with the hidden states, and its gradient back. So the parameter is on the first stage alone.
     """
 
     def __init__(self, config: ModelConfig, context: LayerContext):
@@ -64,15 +66,15 @@ class RelativePositionBias:
         self.far = config.relative_attention_max_distance
         self.axis = axis
         self.bidirectional = bidirectional
-        # (keys, queries) -> buckets. The sizes are enough for a key: a rank always has the same rows of a whole text, and
-        # with a cache the last rows.
+        # (keys, queries) -> buckets. The sizes are enough for a key: a rank always has the same rows of a whole text,
+        # and with a cache the last rows.
         self._buckets: dict[tuple[int, int], Tensor] = {}
 
     def bias(self, weight: Tensor, length: int, positions: Tensor) -> Tensor:
-        """Return the bias [heads/t, queries, length], in float32 or wider.
+        """Return the bias [heads/t, queries, length], in float32 or wider. Every tensor-parallel rank must call.
 
-        weight: [buckets, heads], equal on all ranks of the tensor-parallel axis; so is its gradient, by an all-gather in the
-        backward. Every rank must call. length: number of keys. positions: of the queries, [queries], on the CPU.
+        weight: [buckets, heads], equal on all ranks of the axis; so is its gradient, by an all-gather in the backward.
+        length: number of keys. positions: of the queries, integers [queries], on the CPU.
         """
         sizes = (length, len(positions))
         if sizes not in self._buckets:

@@ -10,9 +10,10 @@ from megatron.core.transformer.position_config import Rope, RopeScaling
 
 
 def rotary_angles(positions: Tensor, width: int, base: float, *, like: Tensor) -> Tensor:
-    """Return the angle of each position and pair of features, in float32 (float64 for float64 activations).
+    """Return the angle of each position and pair of features, in radians, float32 (float64 for float64 activations).
 
-    positions: [s, b], or [s, 1] if all texts share them -> [s, b or 1, width / 2]. like: an activation, for dtype and device.
+    positions: [s, b], or [s, 1] if all texts share them -> [s, b or 1, width / 2]. like: an activation of any shape,
+    for dtype and device.
     """
     return _angles(positions, 1 / _wavelengths(width, base, like), like)
 
@@ -20,9 +21,10 @@ def rotary_angles(positions: Tensor, width: int, base: float, *, like: Tensor) -
 def angles_of_ropes(
     ropes: Sequence[Rope], positions: Tensor, width: int, text_length: int, *, like: Tensor
 ) -> Tensor | None:
-    """Return the rotary angles of a model's ropes: [s, b or 1, width / 2] for one rope, [ropes, s, b or 1, width / 2] for more.
+    """Return the rotary angles of a model's ropes, in radians, float32 or wider; None if no layer rotates.
 
-    None if no layer rotates. text_length: in tokens, which some scalings depend on; other arguments as of `rotary_angles`.
+    They are [s, b or 1, width / 2] for one rope, [ropes, s, b or 1, width / 2] for more. text_length: in tokens, which
+    some scalings depend on; other arguments are those of `rotary_angles`.
     """
     angles = [_angles(positions, _frequencies(rope, width, text_length, like), like) for rope in ropes]
     if not angles:
@@ -31,16 +33,19 @@ def angles_of_ropes(
 
 
 def _angles(positions: Tensor, frequencies: Tensor, like: Tensor) -> Tensor:
+    """positions: [s, b or 1]; frequencies: [width / 2] -> [s, b or 1, width / 2]"""
     return positions.to(like.device, frequencies.dtype).unsqueeze(-1) * frequencies
 
 
 def _wavelengths(width: int, base: float, like: Tensor) -> Tensor:
+    """Return the tokens per radian of each pair of features: [width / 2], in float32 or wider."""
     dtype = torch.promote_types(like.dtype, torch.float32)
     return base ** (torch.arange(0, width, 2, dtype=dtype, device=like.device) / width)
 
 
 # ---------------------------------------------------------------- scalings of the frequencies
 def _frequencies(rope: Rope, width: int, text_length: int, like: Tensor) -> Tensor:
+    """Return the radians per token of each pair of features: [width / 2], in float32 or wider."""
     base, scaling = rope
     if scaling is None:
         return 1 / _wavelengths(width, base, like)
@@ -58,9 +63,10 @@ def _linear(frequencies: Tensor, scaling: RopeScaling, base: float, text_length:
 
 
 def _llama3(frequencies: Tensor, scaling: RopeScaling, base: float, text_length: int) -> Tensor:
-    """Scale as Llama 3.1: keep pairs that turn often over the original length, slow down pairs that turn seldom.
+    """Scale frequencies [width / 2] as Llama 3.1.
 
-    Pairs between low_freq_factor and high_freq_factor turns are blended.
+    Pairs that turn often over the original length stay, pairs that turn seldom slow down. Pairs between low_freq_factor
+    and high_freq_factor turns are blended.
     """
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     low = scaling.low_freq_factor
@@ -70,7 +76,10 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling, base: float, text_length:
 
 
 def _yarn(frequencies: Tensor, scaling: RopeScaling, base: float, text_length: int) -> Tensor:
-    """Scale as YaRN (arXiv:2309.00071): blend by the pair's index, between those that turn beta_fast and beta_slow times."""
+    """Scale frequencies [width / 2] as YaRN (arXiv:2309.00071).
+
+    It blends by the pair's index, between the pairs that turn beta_fast and beta_slow times.
+    """
     width = 2 * len(frequencies)
 
     def pair_with(turns: float) -> float:
@@ -89,7 +98,10 @@ def _yarn(frequencies: Tensor, scaling: RopeScaling, base: float, text_length: i
 
 
 def _longrope(frequencies: Tensor, scaling: RopeScaling, base: float, text_length: int) -> Tensor:
-    """Divide each frequency by its own factor, of one list for short texts and another for long ones (arXiv:2402.13753)."""
+    """Divide each of the frequencies [width / 2] by its own factor (arXiv:2402.13753).
+
+    There is one list of factors for short texts and another for long ones.
+    """
     is_long = text_length > scaling.original_max_position_embeddings
     divisors = scaling.long_factor if is_long else scaling.short_factor
     return frequencies / torch.tensor(divisors, dtype=frequencies.dtype, device=frequencies.device)

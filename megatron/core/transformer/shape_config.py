@@ -122,7 +122,10 @@ class ShapeConfig(FlagConfig):
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads
 
     def window_left(self, layer: int) -> int | None:
-        """Return how many keys before its own a query of this layer sees; None: all. layer: from 0, over the whole model."""
+        """Return how many keys before its own a query of this layer sees; None: all of them.
+
+        layer: from 0, over the whole model.
+        """
         return window_left(self.window_size, self.window_attn_skip_freq, layer)
 
     @property

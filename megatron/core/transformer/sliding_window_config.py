@@ -9,8 +9,8 @@ from megatron.core.transformer.layer_freq_pattern import is_exception, layer_pat
 def window_left(size: str | None, skip_freq: str | None, layer: int) -> int | None:
     """Return how many keys before its own a query of the layer sees; None: all. layer: from 0, over the whole model.
 
-    size: as `read_window` returns it. skip_freq: as `read_pattern` returns it; layers N - 1, 2 N - 1, ..., or those with a 0
-    in a list, have no window.
+    size: as `read_window` returns it. skip_freq: as `read_pattern` returns it; layers N - 1, 2 N - 1, ..., or those
+    with a 0 in a list, have no window.
     """
     if size is None:
         return None

@@ -9,7 +9,11 @@ from megatron.core.transformer.identity_op import IdentityOp
 
 @dataclass
 class ModuleSpec:
-    """A module to build: its class, or (path, name) of one; the arguments that the spec adds; the specs of its parts."""
+    """A module to build: its class and arguments, as data.
+
+    module: the class, or (path, name) of one. params: the arguments that the spec adds. submodules: the specs
+    of its parts.
+    """
 
     module: type | tuple[str, str]
     params: dict[str, Any] = field(default_factory=dict)

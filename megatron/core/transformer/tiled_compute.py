@@ -16,7 +16,8 @@ from megatron.core.transformer.recompute import recompute_in_backward
 def run_tiled(run: Callable[..., Tensor], tiles: int, keys: DropoutKeys, *inputs: Tensor) -> Tensor:
     """Return run(*inputs), computed for `tiles` parts of dimension 0 of all inputs, or fewer if there are fewer rows.
 
-    One tile is run without recomputation. Ranks that communicate in `run` must have equally many rows and tiles.
+    inputs: [rows, ..] each; run returns [rows, ..] for the rows of a tile. One tile is run without recomputation. Ranks
+    that communicate in `run` must all call, with equally many rows and tiles.
     """
     if tiles == 1:
         return run(*inputs)
@@ -25,6 +26,6 @@ def run_tiled(run: Callable[..., Tensor], tiles: int, keys: DropoutKeys, *inputs
 
 
 def declare_tiled_use(weight: nn.Parameter, tiles: int) -> None:
-    """Declare that the backward of one use of this weight adds to its gradient once for each tile."""
+    """Declare that the backward of one use of this weight, of any shape, adds to its gradient once for each tile."""
     if tiles > 1:
         weight.num_grads_per_backward = tiles

@@ -9,7 +9,7 @@ from megatron.core.transformer.norm import Norm
 
 
 class FusedLayerNorm(Norm):
-    """The norm of `config.normalization` over the last dimension. forward(x) -> the shape of x"""
+    """The norm of `config.normalization` over the last dimension. forward(x [.., hidden_size]) -> the shape of x"""
 
     @accepts_defaults_only(sequence_parallel=False, zero_centered_gamma=False)
     def __init__(

@@ -27,7 +27,11 @@ class TransformerBlockSubmodules:
 
 
 class MasksAndContext(NamedTuple):
-    """The mask of the layers' own sequence, and the other sequence to which they attend, with its mask."""
+    """The mask of the layers' own sequence, and the other sequence to which they attend, with its mask.
+
+    attention_mask: bool [b or 1, 1, s, s]; context: [m, b, h]; context_mask: bool [.., s or 1, m]. Masks are True
+    where masked.
+    """
 
     attention_mask: Any
     context: Tensor
@@ -35,7 +39,11 @@ class MasksAndContext(NamedTuple):
 
 
 class SpecLayer(nn.Module):
-    """A script's own layer in one of our stages. forward(x [s, b, h], mask, angles) -> the shape of x"""
+    """A script's own layer in one of our stages. forward(x [s, b, h], mask, angles) -> the shape of x
+
+    mask: a `Mask` or a `MasksAndContext`. angles: [s, b or 1, width / 2]; the layer's rotary_pos_emb is
+    [s, b or 1, 1, width]. Raises NotImplementedError with a cache.
+    """
 
     gives_hidden_states = True
 
@@ -81,7 +89,12 @@ def make_layer_from_spec(spec: Any, config: Any) -> MakePart:
 
 
 class TransformerBlock(ParallelTransformer):
-    """The layers of a stage, with Megatron's arguments. forward(hidden_states [s, b, h], attention_mask) -> the same shape"""
+    """The layers of a stage, with Megatron's arguments.
+
+    forward(hidden_states [s, b, h] ([s/t, b, h] under sequence parallelism), attention_mask [b or 1, 1, s, s], True
+    where masked, context [m, b, h], context_mask [.., s or 1, m]) -> the shape of hidden_states. All ranks of this
+    stage in one replica must call. Raises NotImplementedError for other arguments.
+    """
 
     @accepts_defaults_only(pg_collection=None, vp_stage=None)
     def __init__(

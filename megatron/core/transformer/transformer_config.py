@@ -48,8 +48,10 @@ NOT_BUILT = {
 
 @dataclass
 class TransformerConfig(ModelParallelConfig):
-    """A model's settings by Megatron's names. Fields that are built nowhere here are refused once a model is made of
-    them."""
+    """A model's settings by Megatron's names.
+
+    Fields that are built nowhere here are refused once a model is made of them.
+    """
 
     num_layers: int = 0
     mtp_num_layers: int | None = None

@@ -32,12 +32,13 @@ class ParallelTransformerLayer(nn.Module):
     """Compute x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))); `--norm-placement` moves the norms.
 
     The residual stream keeps the dtype of x, the blocks compute in that of their weights: with
-    `--fp32-residual-connection` x is float32. `layer` counts from 0 over the whole model. `make_attention` and `make_mlp`
-    build the two blocks; a model passes its own with `make_layer=partial(ParallelTransformerLayer, make_mlp=OwnMLP)`.
+    `--fp32-residual-connection` x is float32. `layer` counts from 0 over the whole model. `make_attention`
+    and `make_mlp` build the two blocks; a model passes its own:
+    `make_layer=partial(ParallelTransformerLayer, make_mlp=OwnMLP)`.
 
-    forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), mask, angles, cache) -> the shape of x. Every rank of tp
-    must call. A forward costs two all-reduces of [s, b, h] over tp; under sequence parallelism two all-gathers and two
-    reduce-scatters.
+    forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), mask, angles, cache) -> the shape of x. mask, angles,
+    cache: see `ParallelAttention`. Every rank of tp must call. A forward costs two all-reduces of [s, b, h] over tp;
+    under sequence parallelism two all-gathers and two reduce-scatters.
     """
 
     gives_hidden_states = True  # for --inspect: forward returns [s, b, h], or [s/t, b, h] under sequence parallelism
@@ -111,13 +112,19 @@ class ParallelTransformerLayer(nn.Module):
         return self._add_residual(x, out, self.mlp_dropout, self.post_mlp_layernorm)
 
     def _run_mlp(self, normed: Tensor) -> Tensor:
-        """Run the MLP; with `--recompute-modules mlp` the backward computes its activations again."""
+        """Run the MLP on [s, b, h] ([s/t, b, h] under sequence parallelism), to the same shape.
+
+        With `--recompute-modules mlp` the backward computes its activations again.
+        """
         if self.recomputes_mlp:
             return recompute_in_backward(self.mlp, self.keys, normed)
         return self.mlp(normed)
 
     def _norm_then(self, norm: nn.Module | None, x: Tensor, block: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """Return (residual, block(norm(x))). The residual is x, or norm(x) where the config adds to the norm's output."""
+        """Return (residual, block(norm(x))), both in the shape of x.
+
+        The residual is x, or norm(x) where the config adds to the norm's output.
+        """
         if norm is None:
             return x, block(x)
         x, normed = _residual_and_norm(norm, x)
@@ -129,7 +136,10 @@ class ParallelTransformerLayer(nn.Module):
         return x, out
 
     def _add_residual(self, residual: Tensor, out: Tensor, dropout: nn.Module, norm: nn.Module | None = None) -> Tensor:
-        """Return residual + dropout(out). norm: of the sum with `--norm-placement post`, else of `out` before the sum."""
+        """Return residual + dropout(out), all of one shape.
+
+        norm: of the sum with `--norm-placement post`, else of `out` before the sum.
+        """
         normalizes_sum = norm is not None and self.norm_placement == "post"
         if norm is not None and not normalizes_sum:
             out = norm(out)
@@ -144,7 +154,10 @@ class ParallelTransformerLayer(nn.Module):
 
 
 def _residual_and_norm(norm: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (x, norm(x)). A compiled norm returns x as well: its backward adds the gradients of both in one pass."""
+    """Return (x, norm(x)), both in the shape of x.
+
+    A compiled norm returns x as well: its backward adds the gradients of both in one pass.
+    """
     if isinstance(norm, Norm) and norm.returns_residual:
         return norm(x, with_input=True)
     return x, norm(x)
@@ -190,9 +203,12 @@ class TransformerLayer(MegatronModule):
     """Compute x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))), with the parts in `submodules`.
 
     With `cross_attention` among them, attention to another sequence is between the two. layer_number: from 1, within
-    the stage. forward(hidden_states [s, b, h], attention_mask, context [m, b, h], context_mask, rotary_pos_emb) ->
-    (hidden states [s, b, h], context). A part that holds its own norm, as Transformer Engine's do, has IdentityOp for
-    a norm here. Megatron's file: megatron/core/transformer/transformer_layer.py.
+    the stage. A part that holds its own norm, as Transformer Engine's do, has IdentityOp for a norm here.
+
+    forward(hidden_states [s, b, h] ([s/t, b, h] under sequence parallelism), attention_mask [b or 1, 1, s, s], context
+    [m, b, h], context_mask [.., s or 1, m], rotary_pos_emb [s, 1, 1, width]) -> (hidden states of the same shape,
+    context). Masks are True where masked. Every rank of tp must call. Raises NotImplementedError for inference_params
+    and packed_seq_params. Megatron's file: megatron/core/transformer/transformer_layer.py.
     """
 
     @accepts_defaults_only(pg_collection=None, vp_stage=None)

@@ -31,10 +31,15 @@ def _refuse_custom_layers(**specs: Any) -> None:
 class T5Model(MegatronCoreModel, t5_stage.T5Model):
     """One stage of a T5: `config` is the decoder's, `encoder_config` the encoder's.
 
-    forward(encoder_input_ids [b, s], decoder_input_ids [b, m], encoder_attn_mask bool [b, 1, s or 1, s], decoder_attn_mask,
-    encoder_decoder_attn_mask, lm_labels [b, m]). Masks are True where attention is masked. The first one says which of the
-    encoder's tokens are padding; the decoder is causal and attends to all others, so the other two are not read. As in
-    Megatron, with tied weights the logits have a bias, and hidden states are not divided by the root of their width.
+    forward(encoder_input_ids [b, s], decoder_input_ids [b, m], encoder_attn_mask bool [b, 1, s or 1, s],
+    decoder_attn_mask, encoder_decoder_attn_mask, lm_labels [b, m]) -> the tensors of `boundary`; on the last stage the
+    loss of each token [b, m], or without labels the logits [b, m, padded vocabulary / t]. All ranks of this stage in
+    one replica must call.
+
+    Masks are True where attention is masked. The first one says which of the encoder's tokens are padding; the decoder
+    is causal and attends to all others, so the other two are not read. As in Megatron, with tied weights the logits
+    have a bias, and hidden states are not divided by the root of their width. Building it raises NotImplementedError
+    for rotary positions and a script's own layers, and ValueError for layers that do not fit the run.
     """
 
     @accepts_defaults_only(pg_collection=None)
@@ -126,7 +131,7 @@ class T5Model(MegatronCoreModel, t5_stage.T5Model):
         return self.language_model.encoder
 
     def set_input_tensor(self, input_tensor: Any) -> None:
-        """Set the tensors of the previous stage, from which the next forward starts."""
+        """Set the tensors of the previous stage, from which the next forward starts: those of `boundary`."""
         self.language_model.set_input_tensor(input_tensor)
 
     @accepts_defaults_only(

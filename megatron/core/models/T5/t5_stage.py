@@ -7,8 +7,8 @@ Tensors that pipeline stages send to the next stage, and whose gradients come ba
     decoder's layers  y - - - - - - - - - - - - - y ------- y ------------- y ---- final norm, logits
     bias weights      of relative positions, one for each stack, used by all of its layers
 
-So only the first stage has the parameters of relative positions. The embedding weight is on the first stage and, if tied,
-on the last, as in a GPT. A stage may end anywhere, also in the middle of a stack.
+So only the first stage has the parameters of relative positions. The embedding weight is on the first stage and, if
+tied, on the last, as in a GPT. A stage may end anywhere, also in the middle of a stack.
 
     s, m   tokens of the encoder's text, of the decoder's text        b, h   batch, hidden        v   vocabulary
 """
@@ -37,9 +37,12 @@ from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
 
 
 class T5DecoderLayer(ParallelTransformerLayer):
-    """A transformer layer with attention to the encoder's output between self-attention and MLP, and a norm before each.
+    """A transformer layer with attention to the encoder's output between self-attention and MLP.
 
-    forward(x [m, b, h] ([m/t, b, h] under sequence parallelism), a CrossAttentionState, angles) -> the shape of x.
+    There is a norm before each of the three.
+
+    forward(x [m, b, h] ([m/t, b, h] under sequence parallelism), a CrossAttentionState, angles [m, b or 1, width / 2]
+    or None) -> the shape of x. Every rank of tp must call.
     """
 
     def __init__(self, config: ModelConfig, layer: int, context: LayerContext):
@@ -73,13 +76,14 @@ class T5DecoderLayer(ParallelTransformerLayer):
 class EncoderDecoder(nn.Module):
     """One pipeline stage of a model with an encoder and a decoder.
 
-    forward(encoder ids [b, s], decoder ids [b, m], key_padding_mask [b, 1, 1, s]) -> (x [s, b, h], y [m, b, h], the weights
-    of relative position biases if the model has them), from which the next stage starts; [s/t, ..] and [m/t, ..] under
-    sequence parallelism. A rank that shares its samples with others passes its own rows of both texts, and the mask
-    of the whole text. All ranks of this stage in one replica must call.
+    forward(encoder ids [b, s], decoder ids [b, m], key_padding_mask bool [b, 1, 1, s], True where padding) -> the
+    tensors from which the next stage starts: x [s, b, h], y [m, b, h] ([s/t, b, h] and [m/t, b, h] under sequence
+    parallelism), and the weights [buckets, heads] of both relative position biases if the model has them. A rank that
+    shares its samples with others passes its own rows of both texts, and the mask of the whole text. All ranks of this
+    stage in one replica must call.
 
-    layers: numbers over the whole model, those of the encoder first; parameter names count each stack from 0. With a cache,
-    in generation, `decode_next` runs the decoder alone on further tokens.
+    layers: numbers over the whole model, those of the encoder first; parameter names count each stack from 0. With a
+    cache, in generation, `decode_next` runs the decoder alone on further tokens.
     """
 
     def __init__(
@@ -161,7 +165,10 @@ class EncoderDecoder(nn.Module):
         self._input_tensor: Sequence[Tensor] | None = None
 
     def set_input_tensor(self, x: Sequence[Tensor] | None) -> None:
-        """Set the tensors of the previous stage, on every stage but the first."""
+        """Set the tensors of the previous stage, on every stage but the first.
+
+        They are those that forward returns, or y [new, b, h] alone before `decode_next`.
+        """
         self._input_tensor = x
 
     def forward(
@@ -203,7 +210,10 @@ class EncoderDecoder(nn.Module):
         return x, y, *bias_weights
 
     def decode_next(self, decoder_ids: Tensor | None, key_padding_mask: Tensor, cache: DecoderCache) -> Tensor:
-        """Return the hidden states [new, b, h] of the decoder's next tokens [b, new], with the cache of both texts."""
+        """Return the hidden states [new, b, h] of the decoder's next tokens [b, new], with the cache of both texts.
+
+        key_padding_mask: bool [b, 1, 1, s], True where padding. All ranks of this stage in one replica must call.
+        """
         if self.pre_process:
             positions = cache.positions(decoder_ids.shape[1])
             y = self.embedding(decoder_ids, positions, None, self.decoder_dropout)
@@ -225,30 +235,37 @@ class EncoderDecoder(nn.Module):
         return self.embedding(ids, positions, None, dropout)
 
     def _position_bias(self, bias: RelativePositionBias, weight: Tensor, x: Tensor) -> Tensor:
-        """Return the bias [heads/t, rows, s] for this rank's rows of a text with hidden states x."""
+        """Return the bias [heads/t, rows, s] for this rank's rows of a text with hidden states x [rows, b, h].
+
+        weight: [buckets, heads]. Every rank of tp must call.
+        """
         rows = self.context.rows
         num_rows = x.shape[0] * rows.sp.size  # inside a layer
         positions = self.context.positions(num_rows, torch.device("cpu"))
         return bias.bias(weight, rows.within_layers.global_length(num_rows), positions)
 
     def logits(self, x: Tensor, *labels_and_loss: Any) -> Tensor:
-        """Apply the output layer of the last stage to hidden states [m, b, h], as `output_logits`."""
+        """Apply the output layer of the last stage to x [m, b, h]: -> logits [m, b, padded vocabulary / t].
+
+        labels_and_loss: see `output_logits`. Every rank of tp must call.
+        """
         return output_logits(self.output_layer, self.embedding, x, *labels_and_loss)
 
 
 class T5Model(LanguageModelStage):
     """One pipeline stage of a T5. The other keyword arguments are those of `EncoderDecoder`.
 
-    forward(encoder_input_ids [b, s], decoder_input_ids [b, m], encoder_mask [b, s], lm_labels [b, m], cache) -> the tensors
-    of `boundary`; on the last stage the loss of each token [b, m], or without labels the logits
-    [b, m, padded vocabulary / t]. encoder_mask: 1 for a token, 0 for padding; every stage needs it. cache: for generation,
-    filled by the first forward of a batch; further ones take the decoder's next tokens alone, and stages then send only
-    their hidden states. All ranks of this stage in one replica must
-    call.
+    forward(encoder_input_ids [b, s], decoder_input_ids [b, m], encoder_mask [b, s], lm_labels [b, m], cache) -> the
+    tensors of `boundary`. On the last stage it returns the loss of each token [b, m], or without labels the logits
+    [b, m, padded vocabulary / t]. All ranks of this stage in one replica must call.
 
-    The decoder is causal and has no padding mask: padding stands at the end, and no token attends to later ones. With tied
-    weights, hidden states are divided by the square root of their width before the output layer, as in the published
-    models of version 1.0; `scale_decoder_outputs` False leaves that out.
+    encoder_mask: 1 for a token, 0 for padding; every stage needs it.
+    cache: for generation, filled by the first forward of a batch; further ones take the decoder's next tokens alone,
+    and stages then send only their hidden states [new, b, h].
+
+    The decoder is causal and has no padding mask: padding stands at the end, and no token attends to later ones. With
+    tied weights, hidden states are divided by the square root of their width before the output layer, as in the
+    published models of version 1.0; `scale_decoder_outputs` False leaves that out.
     """
 
     rules = T5_RULES
@@ -291,7 +308,8 @@ class T5Model(LanguageModelStage):
     ) -> tuple[TensorSpec, ...]:
         """Return shape and dtype of the tensors between two stages: x, y, and both bias weights if there are any.
 
-        decoder_seq_length: default: that of training.
+        They are this rank's rows of [s, b, h] and [m, b, h], and [buckets, heads]. decoder_seq_length: default: that
+        of training.
         """
         config = self.settings
         x = self.context.hidden_states(config, micro_batch_size, seq_length)

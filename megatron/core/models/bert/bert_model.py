@@ -11,8 +11,10 @@ from megatron.core.models.common.megatron_model import MegatronCoreModel
 class BertModel(MegatronCoreModel, bert_stage.BertModel):
     """One pipeline stage of a BERT with Megatron's arguments.
 
-    forward(input_ids, attention_mask (1 for a token, 0 for padding), tokentype_ids, lm_labels, all [b, s]) -> hidden states
-    [s, b, h]; on the last stage a pair as of `bert_stage.BertModel`: losses or logits of tokens, logits of sentence order.
+    forward(input_ids, attention_mask (1 for a token, 0 for padding), tokentype_ids, lm_labels, all [b, s]) -> hidden
+    states [s, b, h]; on the last stage a pair: the loss of each token [b, s], or without labels the logits
+    [b, s, padded vocabulary / t]; the logits of sentence order [b, 2] or None. All ranks of this stage in one replica
+    must call. Building it raises NotImplementedError for arguments that are not built.
     """
 
     @accepts_defaults_only(pg_collection=None)

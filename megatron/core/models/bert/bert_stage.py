@@ -18,7 +18,7 @@ from megatron.core.transformer.norm import make_norm
 
 
 class Dense(nn.Module):
-    """Compute x W^T + b with W [out, width] replicated on every rank.
+    """Compute x W^T + b with W [out, width] replicated on every rank. forward(x [.., width]) -> [.., out]
 
     partial: whether a rank's gradient is partial; None: it is under sequence parallelism.
     """
@@ -36,7 +36,8 @@ class Dense(nn.Module):
 class Pooler(nn.Module):
     """Compute tanh(W x + b) of each sample's first token.
 
-    forward(x [s, b, h], or this rank's rows of it) -> [b, h], equal on all ranks of this stage in one replica; all must call.
+    forward(x [s, b, h], or this rank's rows of it) -> [b, h], equal on all ranks of this stage in one replica. All of
+    them must call.
     """
 
     def __init__(self, config: ModelConfig, context: LayerContext):
@@ -80,13 +81,15 @@ class BertHead(nn.Module):
 class BertModel(LanguageModelStage):
     """One pipeline stage of a BERT. The other keyword arguments are those of `TransformerLanguageModel`.
 
-    forward(input_ids, attention_mask, tokentype_ids, lm_labels, all [b, s]) -> hidden states [s, b, h]; on the last stage
-    a pair:
+    forward(input_ids, attention_mask, tokentype_ids, lm_labels, all [b, s]) -> hidden states [s, b, h] ([s/t, b, h]
+    under sequence parallelism). On the last stage it returns a pair:
+
         the loss of each token [b, s], or without labels the logits [b, s, padded vocabulary / t];
         the logits of the two orders of sentences [b, 2], or None without `add_binary_head`.
 
-    attention_mask: 1 for a token, 0 for padding, to which no query attends; every stage needs it. A rank that shares its samples
-    with others passes its own rows of all arguments but the attention_mask, which has whole samples.
+    attention_mask: 1 for a token, 0 for padding, to which no query attends; every stage needs it. A rank that shares
+    its samples with others passes its own rows of all arguments but the attention_mask, which has whole samples. All
+    ranks of this stage in one replica must call.
     """
 
     rules = BERT_RULES

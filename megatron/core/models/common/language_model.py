@@ -24,10 +24,13 @@ from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
 class TransformerLanguageModel(nn.Module):
     """One pipeline stage of a language model.
 
-    forward(tokens [b, s], position_ids [b, s], mask, token_types [b, s], cache) -> hidden states [s, b, h], or [s/t, b, h]
-    under sequence parallelism. Without `pre_process` it starts from the hidden states of the previous stage, set by
-    `set_input_tensor`. With `post_process`, `logits` applies the output layer. `make_layer(config, i, context)` builds
-    layer i, counted over the whole model. positions: rows of a learned position embedding.
+    forward(tokens [b, s], position_ids [b, s], mask, token_types [b, s], cache) -> hidden states [s, b, h] ([s/t, b, h]
+    under sequence parallelism). mask: a `Mask`; a tensor is bool [b or 1, 1, s or 1, s], True where masked. Without
+    `pre_process` it starts from the hidden states of the previous stage, set by `set_input_tensor`. With
+    `post_process`, `logits` applies the output layer. All ranks of this stage in one replica must call.
+
+    `make_layer(config, i, context)` builds layer i, counted over the whole model. positions: rows of a learned
+    position embedding.
     """
 
     def __init__(
@@ -68,7 +71,10 @@ class TransformerLanguageModel(nn.Module):
         self.restarts_positions = context.restarts_positions
 
     def set_input_tensor(self, x: Tensor | None) -> None:
-        """Set the hidden states from which the next forward starts, on every stage but the first."""
+        """Set the hidden states from which the next forward starts, on every stage but the first.
+
+        x: [s, b, h] ([s/t, b, h] under sequence parallelism).
+        """
         self._input_tensor = x
 
     def forward(
@@ -79,22 +85,26 @@ class TransformerLanguageModel(nn.Module):
         token_types: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """Return the hidden states after the stage's layers."""
+        """Return the hidden states after the stage's layers: [s, b, h] ([s/t, b, h] under sequence parallelism)."""
         x = self.embedding(tokens, position_ids, token_types) if self.pre_process else self._input_tensor
         # a fork's `decoder` need not take positions, unless they restart
         options = (position_ids,) if self.restarts_positions else ()
         return self.decoder(x, mask, cache, *options)
 
     def logits(self, x: Tensor, *labels_and_loss: Any) -> Tensor:
-        """Apply the output layer of the last stage, as `output_logits`."""
+        """Apply the output layer of the last stage to x [s, b, h]: -> logits [s, b, padded vocabulary / t].
+
+        labels_and_loss: see `output_logits`. Every rank of tp must call.
+        """
         return output_logits(self.output_layer, self.embedding, x, *labels_and_loss)
 
 
 def output_logits(head: LanguageModelHead, embedding: Embedding | None, x: Tensor, *labels_and_loss: Any) -> Tensor:
-    """Return the logits [s, b, padded vocabulary / t] of hidden states x [s, b, h].
+    """Return the logits [s, b, padded vocabulary / t] of hidden states x.
 
-    labels_and_loss: labels [s, b] and loss(logits, labels) -> [s, b, ..], whose result is returned then. embedding: has the
-    weight, if the head has none of its own. Every rank of tp must call.
+    x: [s, b, h] ([s/t, b, h] under sequence parallelism). labels_and_loss: labels [s, b] and loss(logits, labels)
+    -> [s, b, ..], whose result is returned then. embedding: has the weight, if the head has none of its own. Every rank
+    of tp must call.
     """
     # ZeRO stage 3 would gather a weight that is passed in vain
     weight = None if head.weight is not None else embedding.word_embeddings.weight
@@ -129,14 +139,18 @@ class LanguageModelStage(nn.Module):
         self.post_process = self.language_model.post_process
 
     def set_input_tensor(self, x: Tensor | tuple[Tensor, ...] | None) -> None:
-        """Set the tensors of `boundary` from which the next forward starts, on every stage but the first."""
+        """Set the tensors of `boundary` from which the next forward starts, on every stage but the first.
+
+        x: one tensor [s, b, h] ([s/t, b, h] under sequence parallelism), or a tuple if the boundary has several.
+        """
         self.language_model.set_input_tensor(x)
 
     def losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the cross entropy of each token [s, b], from logits [s, b, v/t] and labels [s, b].
 
-        In training with label smoothing or z-loss [s, b, 2]: with these terms and without. Evaluation has no such terms.
-        Every rank of tp must call.
+        In training with label smoothing or z-loss the result is [s, b, 2]: with these terms and without. Evaluation has
+        no such terms. Every rank of tp must call. Raises ValueError if logits and labels differ in [s, b], and
+        ConfigError for a label outside the vocabulary.
         """
         config = self.settings
         terms = {"label_smoothing": config.label_smoothing, "z_loss": config.z_loss_coeff} if self.training else {}
@@ -147,10 +161,10 @@ class LanguageModelStage(nn.Module):
         return loss if cross_entropy is loss else torch.stack((loss, cross_entropy), dim=-1)
 
     def batch_first(self, losses: Tensor) -> Tensor:
-        """Return the result of `losses` as [b, s], as forward returns it.
+        """Return the result of `losses`, [s, b] or [s, b, 2], as [b, s], as forward returns it.
 
-        Of [s, b, 2] it is the loss of training; the plain cross entropy is its attribute `cross_entropy`, which a loss
-        function reports (`megatron.training.batch_utils.loss_report`).
+        For [s, b, 2] it is the loss of training; the plain cross entropy [b, s] is its attribute `cross_entropy`, which
+        a loss function reports (`megatron.training.batch_utils.loss_report`).
         """
         if losses.dim() == 2:
             return self._transposed(losses)
@@ -164,11 +178,14 @@ class LanguageModelStage(nn.Module):
         return losses.t().contiguous() if self.returns_contiguous else losses.t()
 
     def batch_first_logits(self, logits: Tensor) -> Tensor:
-        """Return logits [s, b, v/t] as forward does: [b, s, v/t], or [b, s, v] on every rank without `parallel_output`."""
+        """Return logits [s, b, v/t] as forward does: [b, s, v/t], or without `parallel_output` [b, s, v].
+
+        Without `parallel_output` every rank has all of them, and every rank of tp must call.
+        """
         if not self.parallel_output:
             logits = autograd_collectives.gather_last(logits, self.axis)  # [s, b, v]
         return logits.transpose(0, 1).contiguous()  # scripts flatten them by a view
 
     def boundary(self, micro_batch_size: int, seq_length: int) -> tuple[TensorSpec, ...]:
-        """Return shape and dtype of the tensors that a stage sends to the next."""
+        """Return shape and dtype of the tensors that a stage sends to the next: this rank's rows of [s, b, h]."""
         return (self.context.hidden_states(self.settings, micro_batch_size, seq_length),)

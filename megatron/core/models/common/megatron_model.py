@@ -1,4 +1,7 @@
-"""The common part of Megatron core's `GPTModel`, `BertModel`, `T5Model`: built from a `TransformerConfig` on the current mesh."""
+"""The common part of Megatron core's `GPTModel`, `BertModel`, `T5Model`.
+
+They are built from a `TransformerConfig` on the current mesh.
+"""
 
 from typing import Any
 
@@ -12,11 +15,13 @@ from megatron.core.transformer.transformer_layer import layers_of_stage
 
 
 class MegatronCoreModel(MegatronModule):
-    """The common constructor and attributes of Megatron core's models; a subclass names one of our stages after this class.
+    """The common constructor and attributes of Megatron core's models.
 
-    options: fields of our ModelConfig, by name. heads: further arguments of our stage. pre_process, post_process: whether
-    this stage is the first, the last. Inside a run, `vocab_size` may be the run's padded size; the model then has the run's
-    vocabulary, whose padding takes no part in the softmax.
+    A subclass names one of our stages after this class among its bases.
+
+    options: fields of our ModelConfig, by name. heads: further arguments of our stage. pre_process, post_process:
+    whether this stage is the first, the last. Inside a run, `vocab_size` may be the run's padded size; the model then
+    has the run's vocabulary, whose padding takes no part in the softmax.
     """
 
     returns_contiguous = True
@@ -70,7 +75,10 @@ class MegatronCoreModel(MegatronModule):
     encoder = decoder
 
     def set_input_tensor(self, input_tensor: Any) -> None:
-        """Set the hidden states [s, b, h] from which the next forward starts, or a list of them."""
+        """Set the hidden states from which the next forward starts, or a list of them.
+
+        input_tensor: [s, b, h] ([s/t, b, h] under sequence parallelism).
+        """
         x = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
         self.language_model.set_input_tensor(x)
         self.decoder.input_tensor = x

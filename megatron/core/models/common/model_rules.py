@@ -1,4 +1,6 @@
-"""A model's rules about the settings of a run and its data, in addition to those of every run. A model declares its own:
+"""A model's rules about the settings of a run and its data, in addition to those of every run.
+
+A model declares its own:
 
     class GPTModel(nn.Module):
         rules = GPT_RULES

@@ -15,8 +15,8 @@ from megatron.core.transformer.tiled_compute import declare_tiled_use, run_tiled
 class LanguageModelHead(nn.Module):
     """Compute logits x W^T (+ b) for this rank's rows of W, then multiply and cap them where the config says so.
 
-    W is the head's own weight or, if tied, the embedding weight passed to forward. shares_embedding_weight: this stage's
-    embedding holds the same tensor. Every rank of tp must call.
+    W is the head's own weight or, if tied, the embedding weight passed to forward, [padded vocabulary / t, h].
+    shares_embedding_weight: this stage's embedding holds the same tensor. Every rank of tp must call.
 
     forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), tied_weight) -> [s, b, padded vocabulary / t]
     forward(x, tied_weight, labels [s, b], loss) -> loss(logits, labels) [s, b, ..], tile by tile with `--tiled-loss`
@@ -56,8 +56,8 @@ class LanguageModelHead(nn.Module):
         if loss is None:
             return self.logits(x, weight)
 
-        # Under sequence parallelism a tile of x gives the logits of some rows of each rank's part of the sequence. A tile of
-        # labels must have the same rows, so labels are viewed as [t, s/t, b] and tiled along the second dimension.
+        # Under sequence parallelism a tile of x gives the logits of some rows of each rank's part of the sequence. A
+        # tile of labels must have the same rows, so labels are viewed as [t, s/t, b] and tiled along dimension 1.
         ranks = len(labels) // len(x)
 
         def tile_losses(x: Tensor, labels: Tensor) -> Tensor:
@@ -70,7 +70,10 @@ class LanguageModelHead(nn.Module):
         return losses.transpose(0, 1).flatten(0, 1)  # [s, b, ..]
 
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return the logits [s, b, padded vocabulary / t] of x for a weight [padded vocabulary / t, h]."""
+        """Return the logits [s, b, padded vocabulary / t] of x for a weight [padded vocabulary / t, h].
+
+        x: [s, b, h] ([s/t, b, h] under sequence parallelism). Every rank of tp must call.
+        """
         logits = self.tp.column_linear(x, weight)
         if self.bias is not None:
             logits = logits.add_(self.bias)

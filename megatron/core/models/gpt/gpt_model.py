@@ -27,11 +27,14 @@ def _refuse(others: dict[str, Any]) -> None:
 
 
 class GPTModel(MegatronCoreModel, gpt_stage.GPTModel):
-    """One pipeline stage of a GPT with Megatron's arguments; pre_process, post_process: whether it is the first, the last.
+    """One pipeline stage of a GPT with Megatron's arguments.
 
-    forward(input_ids [b, s], position_ids [b, s], attention_mask [b or 1, 1, s, s], True where masked, labels [b, s]) ->
-    hidden states [s, b, h]; on the last stage the loss of each token [b, s], or without labels the logits
-    [b, s, padded vocabulary / t]. Raises TypeError for arguments that are not built.
+    pre_process, post_process: whether it is the first, the last stage.
+
+    forward(input_ids [b, s], position_ids [b, s], attention_mask bool [b or 1, 1, s, s], True where masked, labels
+    [b, s]) -> hidden states [s, b, h]; on the last stage the loss of each token [b, s], or without labels the logits
+    [b, s, padded vocabulary / t]. All ranks of this stage in one replica must call. Building it raises TypeError for
+    arguments that are not built, and forward NotImplementedError for decoder_input.
     """
 
     def __init__(

@@ -10,11 +10,12 @@ from megatron.core.ops.attention.kv_cache import KeyValueCache
 class GPTModel(LanguageModelStage):
     """One pipeline stage of a GPT. The keyword arguments are those of `TransformerLanguageModel`.
 
-    forward(input_ids [b, s], position_ids [b, s], attention_mask, labels [b, s], cache) -> hidden states [s, b, h]; on the
-    last stage the loss of each token [b, s] (`LanguageModelStage.losses`), or without labels the logits
-    [b, s, padded vocabulary / t]. All ranks of this stage in one replica must call.
+    forward(input_ids [b, s], position_ids [b, s], attention_mask, labels [b, s], cache) -> hidden states [s, b, h]
+    ([s/t, b, h] under sequence parallelism); on the last stage the loss of each token [b, s]
+    (`LanguageModelStage.losses`), or without labels the logits [b, s, padded vocabulary / t]. All ranks of this stage
+    in one replica must call.
 
-    attention_mask: [b or 1, 1, s, s], True where attention is masked; None (causal) and `Documents` are faster.
+    attention_mask: bool [b or 1, 1, s, s], True where attention is masked; None (causal) and `Documents` are faster.
     cache: keys and values of earlier tokens, for generation; the last stage then returns the logits of the last token,
     [b, 1, padded vocabulary / t].
     """

@@ -54,16 +54,16 @@ def add_transfers(schedule: Schedule, cost: Mapping[Op, float] = DEFAULT_COST) -
 
     Between two compute actions, actions that start transfers come before actions that wait:
       SEND  right behind the producer.
-      POST  when the producer starts, so that the receive is posted before the data comes: before the action that the rank
-            computes at that moment, in the global order of its direction. At most two receives per direction are posted
-            ahead of their data (tested; beyond those, the schedule itself holds the data).
-      SENT  where the rank starts its next send in that direction, at the latest before the backward that frees the output,
-            or at the end: a rank holds at most two outgoing results per direction.
+      POST  when the producer starts, so that the receive is posted before the data comes: before the action that the
+            rank computes at that moment, in the global order of its direction. At most two receives per direction are
+            posted ahead of their data (tested; beyond those, the schedule itself holds the data).
+      SENT  where the rank starts its next send in that direction, at the latest before the backward that frees the
+            output, or at the end: a rank holds at most two outgoing results per direction.
       RECV  right before the consumer.
 
-    Transfers are ordered globally by the ends of their producers, simulated with `cost`. `cost` affects only that
-    order, not the results, but all ranks must lower with the same `cost`. Neighbouring stages on one rank need no
-    transfer.
+    Transfers are ordered globally by the ends of their producers, simulated with `cost`. `cost` affects only
+    that order, not the results, but all ranks must lower with the same `cost`. Neighbouring stages on one rank
+    need no transfer.
     """
     ranks = stages_in(schedule).ranks
     time = simulate(schedule, cost)
@@ -109,7 +109,10 @@ class _Row:
         self.waits[index].append(consumer.with_op(recv))
 
     def merged(self) -> list[Action]:
-        """Place the last SENT of each direction, and return the list: each gap's starts and waits, then its compute action."""
+        """Place the last SENT of each direction, and return the list.
+
+        Each gap's starts and waits come before its compute action.
+        """
         for direction in _OPS_OF:
             self._place_sent(direction, len(self.actions))
         merged = []
@@ -130,10 +133,11 @@ class _Row:
 
 
 def add_reduce(schedule: Schedule) -> Schedule:
-    """Return the schedule with a REDUCE after each stage's last gradient is computed and its SEND_B has started. Call it last.
+    """Return the schedule with a REDUCE for each stage. Call it last.
 
-    The SEND_B goes first because the previous stage waits for it. If one rank has the first and the last stage, the
-    first reduces after the last, since they may share a table.
+    REDUCE comes after the stage's last gradient is computed and its SEND_B has started. The SEND_B goes first because
+    the previous stage waits for it. If one rank has the first and the last stage, the first reduces after the last,
+    since they may share a table.
     """
     lowered = []
     last_stage = stages_in(schedule).last
@@ -151,10 +155,11 @@ def add_reduce(schedule: Schedule) -> Schedule:
 
 
 def check_rendezvous(schedule: Schedule) -> None:
-    """Check lowered lists against the strictest transport: a transfer runs when it is first in the queues of both its ends.
+    """Check lowered lists against the strictest transport.
 
-    Raises ValueError, with the waiting actions and the schedule around them, if an action comes before its inputs,
-    ranks wait in a cycle, or a transfer has no partner or no wait.
+    There a transfer runs when it is first in the queues of both its ends. Raises ValueError, with the waiting actions
+    and the schedule around them, if an action comes before its inputs, ranks wait in a cycle, or a transfer has no
+    partner or no wait.
     """
     position = locate(schedule)  # action -> (rank, index)
     stages = stages_in(schedule)

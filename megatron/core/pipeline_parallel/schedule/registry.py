@@ -40,7 +40,10 @@ SCHEDULES: Registry[Callable[[int, int, int], Schedule]] = Registry("SCHEDULES",
 
 
 def stage_map(name: str, p: int, v: int = 1) -> StageMap:
-    """Return the stage map of SCHEDULES[name] for p * v stages. ValueError for an unknown name or sizes that do not fit."""
+    """Return the stage map of SCHEDULES[name] for p * v stages.
+
+    Raises ValueError for an unknown name or sizes that do not fit.
+    """
     if name not in SCHEDULES:
         raise ValueError(f"--pipeline-schedule is {name}; it must be one of {', '.join(SCHEDULES)}")
     return _stages_of(name, SCHEDULES[name], p, v)
@@ -91,7 +94,10 @@ def _problems_of_type(schedule: Any) -> Iterator[str]:
 
 
 def default_chunks(name: str | None) -> int:
-    """Return the default number of chunks per rank: the default of v in SCHEDULES[name], else 1; 1 for an unknown name."""
+    """Return the default number of chunks per rank: the default of v in SCHEDULES[name], else 1.
+
+    It is also 1 for an unknown name.
+    """
     if name not in SCHEDULES:
         return 1
     v = inspect.signature(SCHEDULES[name]).parameters.get("v")

@@ -137,9 +137,9 @@ def peak_inputs(schedule: Schedule, stage: int) -> int:
 
 
 def show(schedule: Schedule, rank: int, index: int, around: int = 3) -> str:
-    """Return the actions around position `index`, one row per rank, with an arrow at that of `rank`: for error messages.
+    """Return the actions around position `index`, one row per rank, with an arrow at that of `rank`.
 
-    Lowered schedules are allowed. Columns are positions in the lists, not times.
+    It is for error messages. Lowered schedules are allowed. Columns are positions in the lists, not times.
     """
     return _grid(schedule, [index] * len(schedule), arrows={rank}, around=around)
 

@@ -31,9 +31,9 @@ def _forwards_and_input_grads(rank: int, p: int, m: int) -> list[Action]:
     """Return the F and I of `rank` in order: made for any number of microbatches, then those from m on are dropped.
 
     I of microbatch 0 arrives after 2p forwards (of both chunks), which is the memory of 1F1B's rank 0, on every rank.
-    From then on the rank repeats F I of its second chunk, and once the I of its first chunk arrive, F I F I over both:
-    each F has the memory of an I before it, and no rank waits for another longer than its own work takes, whatever F, I
-    and W cost.
+    From then on the rank repeats F I of its second chunk, and once the I of its first chunk arrive, F I F I over both.
+    So each F has the memory of an I before it, and no rank waits for another longer than its own work takes, at any
+    costs of F, I and W.
     """
     down, up = v_shape(p).of_rank(rank)  # the rank's stage on the way to the last rank, and on the way back
     ahead = 2 * (p - rank) - 1  # F of `down` before microbatch 0 comes back

@@ -25,9 +25,11 @@ class ReplicatedEmbedding(nn.Module):
 class Embedding(nn.Module):
     """Add token, position and token type embeddings in the dtype of the residual stream, then apply norm and dropout.
 
-    The norm is there with `--norm-placement post`. forward(input_ids, position_ids, tokentype_ids, all [b, s]) -> [s, b, h],
-    or [s/t, b, h] under sequence parallelism. Every rank of tp must call. tokens_only: no position and token type
-    embeddings, for the last stage of a model with tied weights, whose output layer uses the embedding weight.
+    The norm is there with `--norm-placement post`.
+
+    forward(input_ids, position_ids, tokentype_ids, all [b, s]) -> [s, b, h], or [s/t, b, h] under sequence parallelism.
+    Every rank of tp must call. Raises ConfigError for an id outside the vocabulary. tokens_only: no position and token
+    type embeddings, for the last stage of a model with tied weights, whose output layer uses the embedding weight.
     """
 
     gives_hidden_states = True
@@ -75,7 +77,10 @@ class Embedding(nn.Module):
         tokentype_ids: Tensor | None = None,
         dropout: HiddenDropout | None = None,
     ) -> Tensor:
-        """dropout: instead of the embedding's own, for another sequence."""
+        """input_ids, position_ids, tokentype_ids: [b, s] -> [s, b, h] ([s/t, b, h] under sequence parallelism)
+
+        dropout: in place of the embedding's own, for another sequence.
+        """
         x = self.word_embeddings(input_ids.t()).to(self.dtype)  # [s, b, h] ([s/t, b, h] under sequence parallelism)
         if self.multiplier != 1:
             x = x * self.multiplier

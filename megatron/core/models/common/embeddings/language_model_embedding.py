@@ -8,7 +8,11 @@ from megatron.core.transformer.module import context_of, settings_of
 
 
 class LanguageModelEmbedding(Embedding):
-    """The embedding with Megatron's arguments. forward(input_ids, position_ids, tokentype_ids, all [b, s]) -> [s, b, h]"""
+    """The embedding with Megatron's arguments.
+
+    forward(input_ids, position_ids, tokentype_ids, all [b, s]) -> [s, b, h], or [s/t, b, h] under sequence parallelism.
+    Every tensor-parallel rank must call.
+    """
 
     @accepts_defaults_only(scatter_to_sequence_parallel=True, tp_group=None)
     def __init__(

@@ -10,9 +10,11 @@ from megatron.core.transformer.rotary_angles import rotary_angles
 
 
 class RotaryEmbedding(nn.Module):
-    """Compute rotary angles. forward(max_seq_len, offset=0) -> [s, 1, 1, width], each angle for both features of its pair.
+    """Compute rotary angles, in radians, float32.
 
-    Angles are repeated for both halves of a head, as Megatron's are. offset: the first position.
+    forward(max_seq_len, offset=0) -> [s, 1, 1, width], each angle for both features of its pair: the angles are
+    repeated for both halves of a head, as Megatron's are. offset: the first position. Building it raises
+    NotImplementedError for rotary_interleaved.
     """
 
     @accepts_defaults_only(rope_scaling=False, rope_scaling_factor=8.0, use_cpu_initialization=False, cp_group=None)
