@@ -86,9 +86,9 @@ MODEL = (
 _HEAD = """\
 # Context parallelism, drawn
 
-This page is for those who train on long sequences with `--context-parallel-size`. It shows which rank holds, computes and
-sends what, and compares the types of `--cp-comm-type`. [parallelism.md](parallelism.md#context-parallel-each-sequence) has
-the algebra.
+This page is for those who train on long sequences with `--context-parallel-size`. It shows which rank holds,
+computes and sends what, and compares the types of `--cp-comm-type`.
+[parallelism.md](parallelism.md#context-parallel-each-sequence) has the algebra.
 
 The same drawings for another size:
 
@@ -97,7 +97,8 @@ python tools/plot_context.py --context-parallel-size 4
 python tools/plot_context.py --context-parallel-size 8 --svg plots/ring.svg
 ```
 
-`python tools/plot_context.py --write-docs docs/context_parallel.md` makes this page, and a test checks that it agrees with the code.
+`python tools/plot_context.py --write-docs docs/context_parallel.md` makes this page, and a test checks that it
+agrees with the code.
 
 ## The split
 
@@ -106,16 +107,18 @@ python tools/plot_context.py --context-parallel-size 8 --svg plots/ring.svg
 _RING = """
 ## What the ring computes and sends
 
-With `--cp-comm-type p2p` the ranks form a ring. In step i rank r has the keys and values of rank r - i, and sends them to the next
-rank while it computes. `3 x 0 1` means the queries of chunk 3 with the keys of chunks 0 and 1. A / marks a diagonal: there a query sees
-the keys up to its own.
+With `--cp-comm-type p2p` the ranks form a ring. In step i rank r has the keys and values of rank r - i, and sends
+them to the next rank while it computes. `3 x 0 1` means the queries of chunk 3 with the keys of chunks 0 and 1. A /
+marks a diagonal: there a query sees the keys up to its own.
 """
 _SCORES = """
-In the last step nothing is sent. In the backward the keys are sent in the same way, and their gradients follow one step behind
-them. A rank sends gradients in every step; after the last step they have arrived at the rank that the keys came from.
+In the last step nothing is sent. In the backward the keys are sent in the same way, and their gradients follow one
+step behind them. A rank sends gradients in every step; after the last step they have arrived at the rank that the
+keys came from.
 
-The next drawing shows all pairs of chunks, each with the step in which it is computed. A pair marked . is skipped, because its keys
-come after its queries. Every rank computes the same number of pairs in each step: two, and in step 0 one pair and two diagonals.
+The next drawing shows all pairs of chunks, each with the step in which it is computed. A pair marked . is skipped,
+because its keys come after its queries. Every rank computes the same number of pairs in each step: two, and in step
+0 one pair and two diagonals.
 """
 _TYPES = """
 ## The four types, and bytes against length
@@ -127,17 +130,18 @@ _TYPES = """
 | a2a | heads are exchanged for rows, so that a rank computes whole samples with 1/c of the heads | before and after attention |
 | a2a+p2p | heads within groups of neighbours, as in a2a; keys and values round a ring of these groups, as in p2p | both |
 
-The table has the MiB that a rank sends for one layer and microbatch, forward + backward, without recompute, by the formulas: for 32
-heads of width 128, 8 heads of keys and values, one sample, half precision. The ring sends sums of gradients in float32 until they are
-complete. a2a+p2p has groups of 2 neighbours. Bytes grow with the length, not with its square.
+The table has the MiB that a rank sends for one layer and microbatch, forward + backward, without recompute, by the
+formulas: for 32 heads of width 128, 8 heads of keys and values, one sample, half precision. The ring sends sums of
+gradients in float32 until they are complete. a2a+p2p has groups of 2 neighbours. Bytes grow with the length, not
+with its square.
 
 | length | c | p2p | all_gather | a2a | a2a+p2p |
 |---|---|---|---|---|---|"""
 _MEMORY = f"""
 ## Memory against length
 
-The table has the MiB of activations at the peak on one rank, as `tools/estimate_memory.py` predicts them, with p2p. The flags are
-`{MODEL}`.
+The table has the MiB of activations at the peak on one rank, as `tools/estimate_memory.py` predicts them, with p2p.
+The flags are `{MODEL}`.
 
 | length | c = 1 | c = 2 | c = 4 | c = 8 |
 |---|---|---|---|---|"""
