@@ -86,52 +86,62 @@ MODEL = (
 _HEAD = """\
 # Context parallelism, drawn
 
-Made by `python tools/plot_context.py --write-docs docs/context_parallel.md`; a test holds it to the code.
+This page is for those who train on long sequences with `--context-parallel-size`. It shows which rank holds,
+computes and sends what, and compares the types of `--cp-comm-type`.
 [parallelism.md](parallelism.md#context-parallel-each-sequence) has the algebra.
+
+The same drawings for another size:
 
 ```bash
 python tools/plot_context.py --context-parallel-size 4
 python tools/plot_context.py --context-parallel-size 8 --svg plots/ring.svg
 ```
 
+`python tools/plot_context.py --write-docs docs/context_parallel.md` makes this page, and a test checks that it
+agrees with the code.
+
 ## The split
 
-`--context-parallel-size c` cuts each sample into 2 c chunks. Rank r holds chunks r and 2 c - 1 - r. c = 4:
+`--context-parallel-size c` cuts each sample into 2 c chunks. Rank r holds chunks r and 2 c - 1 - r. For c = 4:
 """
 _RING = """
 ## What the ring computes and sends
 
-`--cp-comm-type p2p`. In step i rank r has the keys and values of rank r - i. It sends them to the next rank while it computes.
-`3 x 0 1` are the queries of chunk 3 and the keys of chunks 0 and 1; a / marks a diagonal: a query sees the keys up to its own.
+With `--cp-comm-type p2p` the ranks form a ring. In step i rank r has the keys and values of rank r - i, and sends
+them to the next rank while it computes. `3 x 0 1` means the queries of chunk 3 with the keys of chunks 0 and 1. A /
+marks a diagonal: there a query sees the keys up to its own.
 """
 _SCORES = """
-In the last step nothing is sent. In the backward the keys travel in the same way, and their gradients one step behind
-them: a rank sends gradients in every step, and after the last step they are where the keys came from.
+In the last step nothing is sent. In the backward the keys are sent in the same way, and their gradients follow one
+step behind them. A rank sends gradients in every step; after the last step they have arrived at the rank that the
+keys came from.
 
-The same for all pairs of chunks, with the step in which each is computed. A . is skipped: these keys come after the
-queries. In each step every rank has the same number of pairs: two, and in step 0 one and two diagonals.
+The next drawing shows all pairs of chunks, each with the step in which it is computed. A pair marked . is skipped,
+because its keys come after its queries. Every rank computes the same number of pairs in each step: two, and in step
+0 one pair and two diagonals.
 """
 _TYPES = """
 ## The four types, and bytes against length
 
-| `--cp-comm-type` | what travels | when |
+| `--cp-comm-type` | what is sent | when |
 |---|---|---|
 | p2p (default) | keys and values, to the next rank | while a block is computed |
 | all_gather | keys and values of all ranks | before the blocks |
-| a2a | heads for rows: a rank computes whole samples of 1/c of the heads | before and after attention |
-| a2a+p2p | heads among neighbours, keys and values round a ring of groups of them | both |
+| a2a | heads are exchanged for rows, so that a rank computes whole samples with 1/c of the heads | before and after attention |
+| a2a+p2p | heads within groups of neighbours, as in a2a; keys and values round a ring of these groups, as in p2p | both |
 
-MiB that a rank sends for one layer and microbatch, forward + backward, without recompute, by the formulas: 32 heads of width 128,
-8 heads of keys and values, one sample, half precision. The ring sends sums of gradients in float32 until they are complete.
-a2a+p2p has 2 neighbours. Bytes grow with the length, not with its square.
+The table has the MiB that a rank sends for one layer and microbatch, forward + backward, without recompute, by the
+formulas: for 32 heads of width 128, 8 heads of keys and values, one sample, half precision. The ring sends sums of
+gradients in float32 until they are complete. a2a+p2p has groups of 2 neighbours. Bytes grow with the length, not
+with its square.
 
 | length | c | p2p | all_gather | a2a | a2a+p2p |
 |---|---|---|---|---|---|"""
 _MEMORY = f"""
 ## Memory against length
 
-MiB of activations at the peak on one rank, as `tools/estimate_memory.py` predicts them, with p2p:
-`{MODEL}`.
+The table has the MiB of activations at the peak on one rank, as `tools/estimate_memory.py` predicts them, with p2p.
+The flags are `{MODEL}`.
 
 | length | c = 1 | c = 2 | c = 4 | c = 8 |
 |---|---|---|---|---|"""
@@ -142,8 +152,8 @@ _REFUSED = """
 |---|---|
 | a `--seq-length` that 2 c does not divide | change one of the two |
 | `--sequence-parallel` with s / c tokens that the tensor-parallel size does not divide | change a size |
-| a2a, where c does not divide the heads of a tensor-parallel rank; a2a+p2p, where the neighbours do not | p2p or all_gather |
+| a2a, if c does not divide the heads of a tensor-parallel rank; a2a+p2p, if the number of neighbours does not | p2p or all_gather |
 | a2a+p2p without `--hierarchical-context-parallel-sizes` | give two numbers whose product is c |
 | p2p or all_gather with an `--attention-backend` that computes only whole samples | a2a, or another backend |
-| a number of types that is neither 1 nor that of the layers | one for all layers, or one for each |
+| a number of types that is neither 1 nor the number of layers | one for all layers, or one for each |
 """
