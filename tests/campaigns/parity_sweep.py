@@ -75,9 +75,9 @@ def report(results: list[dict]) -> str:
         f"**{len(names):,} of {count_cases():,} cases have been run; {len(differing(results))} differ.** "
         f"This took one process {sum(result['seconds'] for result in results) / 3600:.2f} hours.",
         "",
-        f"- a set of cases that covers every pair of choices: {len(pairs & names)} of {len(pairs)} (the fast tests)",
+        f"- a set of cases that covers every pair of choices: {len(pairs & names)} of {len(pairs)} (the tests, with `-m sweep`)",
         f"- a set that covers every triple of choices, up to 16 ranks: {len(triples & names)} of {len(triples)} "
-        "(the full tests)",
+        "(the tests, with `-m sweep`)",
         "- every combination of tp, sp, pp, v, dp, schedule, microbatches, recompute {none, selective, full}, style, tied and dropout, "
         f"each with some choice of the other dimensions: {len(chosen & names):,} of {len(chosen):,}, in shuffled order",
         f"- all other combinations, on up to 64 ranks: {len(names - triples - chosen):,} of {count_cases() - len(triples | chosen):,}, in "
