@@ -26,7 +26,10 @@ def tables() -> str:
         found[answer.status].setdefault(answer.text, []).append(f"`{key}`{unless}")
     lines = ["| Key that works | Meaning |", "|---|---|"]
     lines += [f"| {', '.join(keys)} | {text} |" for text, keys in found["works"].items()]
-    for status, title in (("no effect", "Keys without effect, and why"), ("refused", "Keys that are refused, and what to do")):
+    for status, title in (
+        ("no effect", "Keys without effect, and why"),
+        ("refused", "Keys that are refused, and what to do"),
+    ):
         lines += ["", f"**{title}**", ""]
         lines += [f"- {', '.join(keys)}: {text}" for text, keys in found[status].items()]
     return "\n".join(lines) + "\n"
