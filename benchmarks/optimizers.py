@@ -129,17 +129,20 @@ def report(results: list[dict], picture: str) -> str:
     lines = [
         "# AdamW and Muon on the quickstart's model",
         "",
-        f"The GPT of [the quickstart](../README.md#two-commands), 1.0 M parameters, trained for {STEPS} steps of 16 x 128 tokens in one",
-        "process: each optimizer over a grid of learning rates, with the same schedule (a tenth warm-up, cosine to a tenth), weight",
-        "decay (0.1), clipping (1.0) and seeds. AdamW has betas 0.9 and 0.95. Muon runs with",
-        f"`{FLAGS['muon'].partition(' --')[2].join(['--', ''])}`,",
-        "and AdamW's settings for tables and norms. Written by",
+        "This page compares the validation loss of AdamW and [Muon](muon.md) on a small model, for those who choose between the two.",
+        "These commands train, and then write the page:",
         "",
         "    python benchmarks/optimizers.py benchmarks/optimizers.jsonl --limit-minutes 30",
         "    python benchmarks/optimizers.py benchmarks/optimizers.jsonl --report docs/optimizers.md",
         "",
-        "The rate is that of all parameters, so Muon's tables run at AdamW's update and Muon's best rate; AdamW with other rates for tables",
-        "(`--decoupled-lr`) was not tried. So short a run says nothing of a long one.",
+        f"The model is the GPT of [the quickstart](../README.md#two-commands) with 1.0 M parameters. It is trained in one process for {STEPS}",
+        "steps of 16 x 128 tokens. Each optimizer has a grid of learning rates. Schedule (the first tenth is warm-up, then a cosine down to",
+        "a tenth of the rate), weight decay (0.1), clipping (1.0) and seeds are the same for both. AdamW has betas 0.9 and 0.95. Muon runs with",
+        f"`{FLAGS['muon'].partition(' --')[2].join(['--', ''])}`;",
+        "what Muon leaves to AdamW (embeddings, norms) has AdamW's settings.",
+        "",
+        "One learning rate applies to all parameters. So in the runs with Muon the embeddings are updated by AdamW at a rate that is best for",
+        "Muon. AdamW with another rate for the embeddings (`--decoupled-lr`) was not tried. A run this short does not predict a long one.",
         "",
         f"Validation loss after {STEPS} steps, mean of the seeds (each seed):",
         "",
@@ -151,7 +154,7 @@ def report(results: list[dict], picture: str) -> str:
         cells = [_cell(found.get((name, rate)), is_best=best.get(name) == rate) for name in RATES]
         lines.append(f"| {rate:g} | {' | '.join(cells)} |")
     steps = sorted(found["adam", best["adam"]][0])
-    lines += ["", "The curve at each one's best rate, mean of the seeds:", ""]
+    lines += ["", "Validation loss over the steps, each optimizer at its best rate, mean of the seeds:", ""]
     lines += [f"| step | {' | '.join(map(str, steps))} |", "|---|" + "--:|" * len(steps)]
     for name, rate in best.items():
         values = (statistics.mean(run[step] for run in found[name, rate]) for step in steps)

@@ -268,53 +268,74 @@ def _count(number: int, noun: str) -> str:
 _PAGE_HEAD = f"""\
 # Pipeline schedules
 
-Made by `python tools/plot_schedule.py --write-docs docs/schedules.md`; a test holds it to the code.
+This page draws every `--pipeline-schedule`, gives its bubble and memory, and says what it can be combined with. This command
+draws a schedule at sizes of your own:
 
-p is the number of pipeline ranks, m of microbatches in a step, v of chunks (stages) per rank. In the plots a forward (F)
-takes {DEFAULT_COST[Op.F]} unit of time, a backward (B) {DEFAULT_COST[Op.B]}, its two halves, for the input (I) and for \
-the weights (W), {DEFAULT_COST[Op.I]} each, and a
-transfer none. The number is the microbatch, -- goes on with what stands to its left, blank is idle, and lower case is
-a chunk of a rank after its first.
+    python tools/plot_schedule.py --schedule zb-v --pipeline-model-parallel-size 4 --microbatches 8
+
+`python tools/plot_schedule.py --write-docs docs/schedules.md` writes this page; a test compares it with the code.
+
+How to read the plots: each row is a pipeline rank, and time runs to the right.
+
+- p is the number of pipeline ranks, m the number of microbatches in a step, v the number of chunks (stages) per rank.
+- F is a forward and takes {DEFAULT_COST[Op.F]} unit of time. B is a backward and takes {DEFAULT_COST[Op.B]}. Some schedules split \
+it into two halves
+  of {DEFAULT_COST[Op.I]} unit each: I, the gradient of the input, and W, the gradient of the weights. Transfers take no time.
+- The number is the microbatch. `--` continues the action to its left. A blank is idle time.
+- A capital letter is a rank's first chunk, a lower-case letter a later chunk.
 """
 _TABLE_HEAD = """\
 ## Bubble and memory
 
-Bubble: idle time over compute time. Alive: microbatches of one stage between their forward and the end of their backward,
-at most, by rank; the last column counts in activations of a whole rank. Both are measured on the simulated time line
-and stand beside their closed forms: (p - 1) / (v m), for zb-h1 and zb-interleaved (p - 1)(tF + tI - tW) over
-v m (tF + tI + tW) if m >= p and W is the cheapest, and for zb-v (p - 1) / (6 m) if m >= p and F, I and W take equally long.
+- **bubble** is idle time divided by compute time.
+- **alive** is the largest number of microbatches of one stage that are between their forward and the end of their backward,
+  for each rank in turn.
+- **worst rank** is the largest of these numbers, counted in activations of a whole rank.
+
+Bubble and alive are measured on the simulated time line, and the column to the right of each has its closed form. The bubble's is:
+
+- gpipe, 1f1b and interleaved: (p - 1) / (v m)
+- zb-h1 and zb-interleaved, if m >= p and W is the cheapest: (p - 1)(tF + tI - tW) / (v m (tF + tI + tW))
+- zb-v, if m >= p and F, I and W take equally long: (p - 1) / (6 m)
 
 | p | m | schedule | v | bubble | closed form | alive | closed form | worst rank |
 |---|---|---|---|---|---|---|---|---|"""
 _REFUSED = """\
 
-The plots have F, I and W of equal time, which no model has. `--input-cost` and `--weight-cost` of tools/plot_schedule.py
-draw others: with I = 1.3 and W = 0.8 the bubble for p = 4, m = 8 is 7.9% by zb-v and 18.1% by zb-h1.
+In the plots F, I and W take equal time, which is not true of any model. `--input-cost` and `--weight-cost` of
+tools/plot_schedule.py set other costs. With I = 1.3 and W = 0.8 the bubble for p = 4, m = 8 is 7.9% with zb-v and 18.1% with zb-h1.
 
-## What stands together
+## What works together
 
-Every schedule runs with tensor and sequence parallelism, ZeRO 0 to 3, tied or untied tables, recompute, offloading, and fewer
-microbatches than pipeline ranks where the table does not say otherwise. A checkpoint of one schedule resumes under any other.
-Rank 0 of zb-v holds the embedding and the output layer: `--account-for-embedding-in-pipeline-split` and
-`--account-for-loss-in-pipeline-split` give it fewer layers. These pairs are refused, with a line that says what to change:
+Every schedule works with tensor and sequence parallelism, ZeRO 0 to 3, tied or untied embeddings, recompute, offloading, and
+fewer microbatches than pipeline ranks, except for the rows of the table below. A checkpoint of one schedule resumes under any other.
 
-| schedule | refused with | since | instead |
+With zb-v, rank 0 holds both the embedding and the output layer. `--account-for-embedding-in-pipeline-split` and
+`--account-for-loss-in-pipeline-split` give it fewer layers.
+
+These combinations are refused, with a message that says what to change:
+
+| schedule | refused with | reason | use instead |
 |---|---|---|---|
-| interleaved, zb-interleaved | m not a multiple of p | microbatches pass the chunks in groups of p | zb-v, zb-h1, 1f1b |
-| gpipe, 1f1b, zb-h1 | several chunks per rank | they have one | interleaved, zb-interleaved, zb-v |
-| zb-v | other than two chunks per rank | a V has two; they need no flag | interleaved, zb-interleaved |
+| interleaved, zb-interleaved | m not a multiple of p | microbatches pass through the chunks in groups of p | zb-v, zb-h1, 1f1b |
+| gpipe, 1f1b, zb-h1 | several chunks per rank | a rank has one chunk in these schedules | interleaved, zb-interleaved, zb-v |
+| zb-v | a number of chunks per rank other than two | the V has two per rank, without a flag | interleaved, zb-interleaved |
 | zb-v, or several chunks | one pipeline rank | there is no bubble | no schedule |
-| zb-v | layers that do not divide by 2p | each stage has as many | the flags of uneven stages |
-| zb-v | both `--decoder-first-...` and `--decoder-last-pipeline-num-layers` | both mean rank 0 | one of them |
-| zb-v, tied table | `--zero-stage 3` | two chunks use one parameter | stage 2, or `--untie-embeddings-and-output-weights` |
-| zb-v, tied table | `--fixed-order-grad-reduce` | the same | `--untie-embeddings-and-output-weights` |
+| zb-v | a number of layers that 2p does not divide | all stages have equally many | the flags of uneven stages |
+| zb-v | both `--decoder-first-...` and `--decoder-last-pipeline-num-layers` | both are about rank 0 | one of them |
+| zb-v, tied embeddings | `--zero-stage 3` | two chunks use one parameter | stage 2, or `--untie-embeddings-and-output-weights` |
+| zb-v, tied embeddings | `--fixed-order-grad-reduce` | two chunks use one parameter | `--untie-embeddings-and-output-weights` |
 """
 _LOWERED_HEAD = """\
 ## What a rank runs
 
-`lower.add_transfers` and `lower.add_reduce` turn the above into the lists that the executor runs. SEND and POST begin a
-transfer, SENT and RECV wait for its end, and in each direction all ranks begin transfers in one global order. REDUCE
-starts the reduction of a stage's gradients over the data-parallel ranks. zb-h1 with p = 2, m = 2:
+`lower.add_transfers` and `lower.add_reduce` turn a schedule into the lists of actions that the executor runs, one list per rank:
+
+- SEND starts to send, and SENT waits until the send has ended.
+- POST starts to receive, and RECV waits until the data have arrived.
+- REDUCE starts the reduction of a stage's gradients over the data-parallel ranks.
+
+In each direction, all ranks start their transfers in one global order. The lists of zb-h1 with p = 2, m = 2:
 """
 
 

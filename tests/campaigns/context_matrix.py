@@ -303,11 +303,13 @@ def _of_layer(case: ContextCase, kind: str, again: bool) -> Counter:
 def main(arguments: Sequence[str] | None = None) -> int:
     matrix = Matrix(
         script="context_matrix",
-        title="Context parallelism: the matrix of types, axes, masks, dropout, recompute and positions",
+        title="Context parallelism: combinations of types, axes, masks, dropout, recompute and positions that were run",
         text=(
-            "Each case trains a small GPT for two steps in float64, with ranks as threads, and compares every loss, gradient norm, gradient",
-            "and weight with the run of one process: max |a - b| <= 1e-10 max |b|, tensor by tensor. The calls over the axis must be those",
-            "that the type's formula says, and the kernels that ran the type's own.",
+            "This page counts the combinations of context parallelism with other features that were compared with one process.",
+            "",
+            "Each case trains a small GPT for two steps in float64, with ranks as threads. Every loss, gradient norm, gradient and weight is",
+            "compared with the run of one process: max |a - b| <= 1e-10 max |b|, tensor by tensor. The collectives over the context-parallel",
+            "axis must be those that the formula of the `--cp-comm-type` gives, and only the kernels of that type may run.",
         ),
         dimensions=DIMENSIONS,
         cases=covering_cases(3),

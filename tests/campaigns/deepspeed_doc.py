@@ -24,9 +24,12 @@ def tables() -> str:
     for key, answer in KEYS.answers.items():
         unless = f" (unless {', '.join(map(json.dumps, answer.harmless))})" if answer.harmless else ""
         found[answer.status].setdefault(answer.text, []).append(f"`{key}`{unless}")
-    lines = ["| Works | Is |", "|---|---|"]
+    lines = ["| Key that works | Meaning |", "|---|---|"]
     lines += [f"| {', '.join(keys)} | {text} |" for text, keys in found["works"].items()]
-    for status, title in (("no effect", "Without effect, and why"), ("refused", "Refused, and what to do")):
+    for status, title in (
+        ("no effect", "Keys without effect, and why"),
+        ("refused", "Keys that are refused, and what to do"),
+    ):
         lines += ["", f"**{title}**", ""]
         lines += [f"- {', '.join(keys)}: {text}" for text, keys in found[status].items()]
     return "\n".join(lines) + "\n"

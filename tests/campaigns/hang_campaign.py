@@ -137,7 +137,10 @@ def calm(place: str, folder: str) -> dict:
 def table(results: list[dict]) -> str:
     """One row a place: cases, how many were right, by what the rank was named, seconds from the stop to the end."""
     rows, by_place = (
-        ["| stopped | cases | named, ended | by | seconds, median and most |", "|---|--:|--:|---|--:|"],
+        [
+            "| where the rank is stopped | cases | rank named and job ended | call or phase named | seconds: median, longest |",
+            "|---|--:|--:|---|--:|",
+        ],
         defaultdict(list),
     )
     for one in results:

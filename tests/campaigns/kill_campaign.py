@@ -274,8 +274,8 @@ def table(results: list[dict]) -> str:
         lines += [
             "",
             (
-                f"In {len(late)} of these jobs a rank came only after the death. It ended within {LIMIT:.0f} s in "
-                f"{sum(seconds <= LIMIT for seconds in late)}; in the others rank 0 had died, and it waited for that until "
+                f"In {len(late)} of these jobs a rank started only after the death. In {sum(seconds <= LIMIT for seconds in late)} of them it "
+                f"ended within {LIMIT:.0f} s. In the others rank 0 had died, and the late rank waited for rank 0 until "
                 "`--distributed-timeout-minutes 1`."
             ),
         ]
@@ -284,8 +284,8 @@ def table(results: list[dict]) -> str:
         lines += [
             "",
             (
-                f"Not counted are {len(absent)} kills without a launcher where nobody could hear of the death, since the victim or all others had "
-                f"not come yet. The others said whom they wait for in {waited} of them, and ended after "
+                f"Not counted are {len(absent)} kills without a launcher in which no rank could learn of the death, because the victim or all "
+                f"others had not arrived yet. In {waited} of them the others printed which rank they wait for. They ended after "
                 f"{max(result['late'] for result in absent):.0f} s at most."
             ),
         ]

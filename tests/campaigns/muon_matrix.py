@@ -120,10 +120,12 @@ def ordered_cases() -> list[MuonCase]:
 def main(arguments: Sequence[str] | None = None) -> int:
     matrix = Matrix(
         script="muon_matrix",
-        title="Muon: how much of any layout, same numbers, has been run",
+        title="Muon: the layouts that were run",
         text=(
-            "Each case trains a small GPT for three steps with `--optimizer muon` in float64, with ranks as threads, and compares every loss,",
-            "gradient norm, gradient and weight with one process: max |a - b| <= 1e-10 max |b|, tensor by tensor.",
+            "This page counts the layouts of [Muon](muon.md) that were compared with one process.",
+            "",
+            "Each case trains a small GPT for three steps with `--optimizer muon` in float64, with ranks as threads. Every loss, gradient norm,",
+            "gradient and weight is compared with the run of one process: max |a - b| <= 1e-10 max |b|, tensor by tensor.",
         ),
         dimensions=DIMENSIONS,
         cases=ordered_cases(),

@@ -57,26 +57,30 @@ def report(results: list[dict]) -> str:
     names = {result["case"] for result in results}
     ranks = Counter(result["choices"]["tp"] * result["choices"]["pp"] * result["choices"]["dp"] for result in results)
     lines = [
-        "# Any layout, same numbers: how much of it has been run",
+        "# Any layout, same numbers: the layouts that were run",
         "",
-        "Each case trains a small GPT for three steps in float64, with ranks as threads, and compares every loss, gradient norm,",
-        "gradient and weight with the run of one process: max |a - b| <= 1e-10 max |b|, tensor by tensor. A case is one choice",
-        "from each row below that can stand together with the others (`tests/support/layout_space.py`). Written by",
+        "This page counts the layouts that were compared with one process, for those who want to know how well the promise of equal numbers",
+        "in any layout is tested.",
         "",
-        "    python tests/campaigns/parity_sweep.py results.jsonl --limit-minutes 600        stops in time, and goes on where it was",
+        "Each case trains a small GPT for three steps in float64, with ranks as threads. Every loss, gradient norm, gradient and weight is",
+        "compared with the run of one process: max |a - b| <= 1e-10 max |b|, tensor by tensor. A case takes one choice from each row of the",
+        "table below; combinations that the settings refuse are left out (`tests/support/layout_space.py`). The first command runs cases",
+        "until its time is up, and resumes where it stopped; the second writes this page:",
+        "",
+        "    python tests/campaigns/parity_sweep.py results.jsonl --limit-minutes 600",
         "    python tests/campaigns/parity_sweep.py results.jsonl --report docs/parity.md",
         "",
-        "With `--shard 1/2 a.jsonl b.jsonl` and `--shard 2/2 b.jsonl a.jsonl` two processes share the work.",
+        "Two processes share the work with `--shard 1/2 a.jsonl b.jsonl` and `--shard 2/2 b.jsonl a.jsonl`.",
         "",
         f"**{len(names):,} of {count_cases():,} cases have been run; {len(differing(results))} differ.** "
-        f"It took {sum(result['seconds'] for result in results) / 3600:.2f} hours of one process.",
+        f"This took one process {sum(result['seconds'] for result in results) / 3600:.2f} hours.",
         "",
-        f"- cases in which every pair of choices occurs: {len(pairs & names)} of {len(pairs)} (the fast tests)",
-        f"- cases in which every triple of choices occurs, up to 16 ranks: {len(triples & names)} of {len(triples)} "
-        "(the full tests)",
-        "- the product of tp, sp, pp, v, dp, schedule, microbatches, recompute {none, selective, full}, style, tied and dropout, with "
-        f"the other choices dealt out: {len(chosen & names):,} of {len(chosen):,}, in shuffled order",
-        f"- the others, on up to 64 ranks: {len(names - triples - chosen):,} of {count_cases() - len(triples | chosen):,}, in "
+        f"- a set of cases that covers every pair of choices: {len(pairs & names)} of {len(pairs)} (the tests, with `-m sweep`)",
+        f"- a set that covers every triple of choices, up to 16 ranks: {len(triples & names)} of {len(triples)} "
+        "(the tests, with `-m sweep`)",
+        "- every combination of tp, sp, pp, v, dp, schedule, microbatches, recompute {none, selective, full}, style, tied and dropout, "
+        f"each with some choice of the other dimensions: {len(chosen & names):,} of {len(chosen):,}, in shuffled order",
+        f"- all other combinations, on up to 64 ranks: {len(names - triples - chosen):,} of {count_cases() - len(triples | chosen):,}, in "
         "shuffled order",
         *about(results),
         "",
@@ -85,7 +89,7 @@ def report(results: list[dict]) -> str:
         "| ranks | " + ", ".join(f"{n}: {count:,}" for n, count in sorted(ranks.items())) + " |",
         *choices_run(DIMENSIONS, results),
         "",
-        "A T5, with axes and features of its own, is swept by `--t5`: [t5_matrix.md](t5_matrix.md).",
+        "`--t5` does the same for a T5, which has dimensions of its own: [t5_matrix.md](t5_matrix.md).",
         "",
         *differing(results),
     ]

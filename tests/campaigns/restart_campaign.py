@@ -276,7 +276,7 @@ def table(results: list[dict]) -> str:
     failed = sum(not result["ok"] for result in results)
     of_points = [result for result in results if result["kind"] == "points"]
     of_kills = [result for result in results if result["kind"] != "points" and result.get("killed")]
-    out = [f"{len(of_points)} points and {len(of_kills)} kills; {failed} did not go on to the same bits.", ""]
+    out = [f"{len(of_points)} points and {len(of_kills)} kills; {failed} did not resume to the same bits.", ""]
     counts = Counter((result.get("call"), result["fault"].split(":")[2]) for result in of_points)
     hows = list(dict.fromkeys(how for _, how in counts))
     out += ["| call | " + " | ".join(hows) + " |", "|---|" + "---|" * len(hows)]

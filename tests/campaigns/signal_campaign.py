@@ -142,8 +142,8 @@ def table(results: list[dict]) -> str:
     rows = [f"| {phase} | " + " | ".join(str(counts[phase, sent]) for sent in SENT) + " |" for phase in PHASES]
     return "\n".join(
         [
-            f"{len(results)} of {len(cases())} cases, {wrong} not as documented; from the signal to the end of the last process {seconds[len(seconds) // 2]} s "
-            f"(median), {seconds[-1]} s (most).",
+            f"{len(results)} of {len(cases())} cases, {wrong} not as documented. From the signal to the end of the last process: median "
+            f"{seconds[len(seconds) // 2]} s, longest {seconds[-1]} s.",
             "",
             "| phase | " + " | ".join(SENT) + " |",
             "|---|" + "--:|" * len(SENT),

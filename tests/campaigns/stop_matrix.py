@@ -212,8 +212,8 @@ def table(results: list[dict]) -> str:
     rows = [f"| {name} | {', '.join(choices)} |" for name, choices in DIMENSIONS.items()]
     return "\n".join(
         [
-            f"{done} of {len(cases)} cases, each with {STEPS - 1} stops; {failed} differ. All {len(cases)} cover every pair of these choices",
-            f"but for those that are refused ({refused}).",
+            f"{done} of {len(cases)} cases, each with {STEPS - 1} stops; {failed} differ. The {len(cases)} cases cover every pair of these choices,",
+            f"except the pairs that are refused ({refused}).",
             "",
             "| feature | choices |",
             "|---|---|",

@@ -257,13 +257,13 @@ def table(results: list[dict]) -> str:
     rows = [result["after"] for result in of_kills]
     began = sum(result.get("checkpoints", 0) > 0 for result in of_kills)
     servers = (
-        f" After {len(of_servers)} deaths of the server the last rank ended within {ended_after:.0f} s."
+        f" After {len(of_servers)} kills of the server the last rank ended within {ended_after:.0f} s."
         if of_servers
         else ""
     )
     return "\n".join(
         [
-            f"{len(of_kills)} kills, of which {began} found a checkpoint in the store; {failed} cases did not end as they must.{servers}",
+            f"{len(of_kills)} kills, of which {began} found a checkpoint in the store; {failed} cases failed.{servers}",
             "",
             *table_of_kills(
                 "the last request that changed the store", dict.fromkeys([*ROWS.values(), *rows]), rows, of_kills

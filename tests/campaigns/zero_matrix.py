@@ -187,11 +187,13 @@ def main(arguments: list[str] | None = None) -> int:
     total, covering = math.prod(map(len, DIMENSIONS.values())), {n: covering_cases(n) for n in (2, 3)}
     matrix = Matrix(
         script="zero_matrix",
-        title="ZeRO: the matrix of stages, overlap, accumulation, recompute, offload and layouts",
+        title="ZeRO: combinations of stages, overlap, accumulation, recompute, offload and layouts that were run",
         text=(
-            "Each case trains a small GPT for three steps in float64, with ranks as threads, and compares every loss, gradient norm,",
-            "gradient and weight with the run of one process: max |a - b| <= 1e-10 max |b|, tensor by tensor. The tests run those cases",
-            "in which every triple of choices occurs.",
+            "This page counts the combinations of ZeRO with other features that were compared with one process.",
+            "",
+            "Each case trains a small GPT for three steps in float64, with ranks as threads. Every loss, gradient norm, gradient and weight is",
+            "compared with the run of one process: max |a - b| <= 1e-10 max |b|, tensor by tensor. The tests, with `-m sweep`, run the cases",
+            "that cover every triple of choices.",
         ),
         dimensions=DIMENSIONS,
         cases=list(ordered_cases()),

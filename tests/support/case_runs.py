@@ -161,7 +161,8 @@ def page(matrix: Matrix, results: Sequence[dict]) -> str:
     differ = sum(not result["ok"] for result in results)
     lines = [f"# {matrix.title}", "", *matrix.text, ""]
     lines += [
-        f"Written by `python tests/{matrix.script}.py results.jsonl --report docs/{matrix.script}.md`; without `--report` it runs cases.",
+        f"`python tests/campaigns/{matrix.script}.py results.jsonl` runs cases and resumes where it stopped; with",
+        f"`--report docs/{matrix.script}.md` it writes this page.",
         "",
         f"**{len(names):,} of {matrix.total:,} cases have been run; {differ} differ.**",
         "",

@@ -203,7 +203,7 @@ def table(results: list[dict]) -> str:
     rows = [f"| {kind} | " + " | ".join(str(counts[kind, how] or "") for how in hows) + " |" for kind in kinds]
     return "\n".join(
         [
-            f"{len(results):,} points of {len({r['scenario'] for r in results})} runs; {failed} did not go on to the same bits. "
+            f"{len(results):,} points of {len({r['scenario'] for r in results})} runs; {failed} did not resume to the same bits. "
             f"Points per call and fault:",
             "",
             "| call | " + " | ".join(hows) + " |",

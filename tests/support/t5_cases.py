@@ -309,15 +309,18 @@ def t5_report(results: Sequence[dict]) -> str:
     failed = sum(not result["ok"] for result in results)
     names = {result["case"] for result in results}
     lines = [
-        "# T5: the matrix of axes and features",
+        "# T5: combinations of axes and features that were run",
         "",
-        "A small T5 trained for two steps in float64, with ranks as threads, against one process: losses, norms, gradients and weights,",
-        f"max |a - b| <= {TOLERANCE:.0e} max |b|, tensor by tensor. `tests/support/t5_cases.py` says what a case is. Written by",
+        "This page counts the combinations of features that were compared with one process for a [T5](t5.md), and lists those that are refused.",
         "",
-        "    python tests/campaigns/parity_sweep.py results.jsonl --t5 --limit-minutes 60        stops in time, and goes on where it was",
+        "Each case trains a small T5 for two steps in float64, with ranks as threads. Losses, norms, gradients and weights are compared with",
+        f"the run of one process: max |a - b| <= {TOLERANCE:.0e} max |b|, tensor by tensor. `tests/support/t5_cases.py` defines the cases. The first",
+        "command runs cases until its time is up, and resumes where it stopped; the second writes this page:",
+        "",
+        "    python tests/campaigns/parity_sweep.py results.jsonl --t5 --limit-minutes 60",
         "    python tests/campaigns/parity_sweep.py results.jsonl --t5 --report docs/t5_matrix.md",
         "",
-        f"**{len(names)} of {len(swept_cases())} cases have been run; {failed} differ.** It took "
+        f"**{len(names)} of {len(swept_cases())} cases have been run; {failed} differ.** This took "
         f"{sum(result['seconds'] for result in results) / 60:.0f} minutes.",
         "",
         *(
@@ -338,8 +341,13 @@ def t5_report(results: Sequence[dict]) -> str:
         "",
         *differing(results),
     ]
-    lines += ["## What cannot stand together", "", "Refused before the processes meet, in these words:", ""]
-    lines += ["| together | flags | refused |", "|---|---|---|"]
+    lines += [
+        "## What cannot be combined",
+        "",
+        "These combinations are refused with the message shown, before the ranks communicate:",
+        "",
+    ]
+    lines += ["| combination | flags | message |", "|---|---|---|"]
     lines += [
         f"| {what} | `{flags.strip()}` | {refused(ranks, flags)} |" for what, (ranks, flags, _) in T5_APART.items()
     ]
@@ -348,10 +356,10 @@ def t5_report(results: Sequence[dict]) -> str:
     except ConfigError as error:
         said, flags = " ".join(error.problems), "--pipeline-schedule zb-v --zero-stage 3"
         lines += [
-            f"| ZB-V of tied tables, and ZeRO 3 or sums in a fixed order; said where the model is built | `{flags}` | {said} |"
+            f"| ZB-V with tied embeddings, and ZeRO 3 or sums in a fixed order; refused when the model is built | `{flags}` | {said} |"
         ]
     lines += [
         "",
-        "What a T5 has not at all (rotary positions, grouped queries, ...) is in [t5.md](t5.md#what-is-not-built).",
+        "[t5.md](t5.md#what-is-not-built) lists the features that a T5 does not have at all, such as rotary positions and grouped queries.",
     ]
     return "\n".join(lines).rstrip() + "\n"
