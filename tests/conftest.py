@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-sys.path[:0] = [str(folder) for folder in (TESTS.parent, TESTS / "support", TESTS / "campaigns", TESTS)]
+SUPPORT = TESTS / "support"
+sys.path[:0] = [str(folder) for folder in (TESTS.parent, SUPPORT, SUPPORT / "exchange", TESTS / "campaigns", TESTS)]
 
 
 # The folder of a package in tests/unit or tests/ranks -> the marker of its tests, where another word is shorter.

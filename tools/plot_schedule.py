@@ -278,9 +278,8 @@ draws a schedule at sizes of your own:
 How to read the plots: each row is a pipeline rank, and time runs to the right.
 
 - p is the number of pipeline ranks, m the number of microbatches in a step, v the number of chunks (stages) per rank.
-- F is a forward and takes {DEFAULT_COST[Op.F]} unit of time. B is a backward and takes {DEFAULT_COST[Op.B]}. Some schedules split \
-it into two halves
-  of {DEFAULT_COST[Op.I]} unit each: I, the gradient of the input, and W, the gradient of the weights. Transfers take no time.
+- F is a forward and takes {DEFAULT_COST[Op.F]} unit of time. B is a backward and takes {DEFAULT_COST[Op.B]}.
+  Some schedules split it into two halves of {DEFAULT_COST[Op.I]} unit each: I, the gradient of the input, and W, the gradient of the weights. Transfers take no time.
 - The number is the microbatch. `--` continues the action to its left. A blank is idle time.
 - A capital letter is a rank's first chunk, a lower-case letter a later chunk.
 """
@@ -292,7 +291,8 @@ _TABLE_HEAD = """\
   for each rank in turn.
 - **worst rank** is the largest of these numbers, counted in activations of a whole rank.
 
-Bubble and alive are measured on the simulated time line, and the column to the right of each has its closed form. The bubble's is:
+Bubble and alive are measured on the simulated time line, and the column to the right of each has its closed form.
+The bubble's is:
 
 - gpipe, 1f1b and interleaved: (p - 1) / (v m)
 - zb-h1 and zb-interleaved, if m >= p and W is the cheapest: (p - 1)(tF + tI - tW) / (v m (tF + tI + tW))
@@ -303,12 +303,14 @@ Bubble and alive are measured on the simulated time line, and the column to the 
 _REFUSED = """\
 
 In the plots F, I and W take equal time, which is not true of any model. `--input-cost` and `--weight-cost` of
-tools/plot_schedule.py set other costs. With I = 1.3 and W = 0.8 the bubble for p = 4, m = 8 is 7.9% with zb-v and 18.1% with zb-h1.
+tools/plot_schedule.py set other costs. With I = 1.3 and W = 0.8 the bubble for p = 4, m = 8 is 7.9% with zb-v and
+18.1% with zb-h1.
 
 ## What works together
 
 Every schedule works with tensor and sequence parallelism, ZeRO 0 to 3, tied or untied embeddings, recompute, offloading, and
-fewer microbatches than pipeline ranks, except for the rows of the table below. A checkpoint of one schedule resumes under any other.
+fewer microbatches than pipeline ranks, except for the rows of the table below.
+A checkpoint of one schedule resumes under any other.
 
 With zb-v, rank 0 holds both the embedding and the output layer. `--account-for-embedding-in-pipeline-split` and
 `--account-for-loss-in-pipeline-split` give it fewer layers.

@@ -192,7 +192,7 @@ REFUSED = {
         "compile",
     ),
     "attention is the model's own; leave it out": ("sparse_attention",),
-    "no monitor is built into the engine; log what `engine.step()` leaves (engine.get_global_grad_norm(), engine.get_lr()) in the script": (
+    "no monitor is built into the engine; log engine.get_global_grad_norm() and engine.get_lr() in the script": (
         "tensorboard",
         "wandb",
         "comet",

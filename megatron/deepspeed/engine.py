@@ -124,7 +124,8 @@ class DeepSpeedEngine(Engine):
 
         Every rank must call. tag: as in `save_checkpoint`; None: the one in load_dir/latest; without such a file,
         (None, {}) and a warning. load_module_only: no optimizer, no schedule, and the counters of steps and samples
-        stay as they are. load_module_strict: False changes nothing but for a warning, since every weight must be there. Raises CheckpointError.
+        stay as they are. load_module_strict: False gives a warning and changes nothing, since every weight
+        must be there. Raises CheckpointError.
         """
         if custom_load_fn is not None:
             raise NotImplementedError(

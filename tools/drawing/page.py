@@ -152,7 +152,8 @@ _REFUSED = """
 |---|---|
 | a `--seq-length` that 2 c does not divide | change one of the two |
 | `--sequence-parallel` with s / c tokens that the tensor-parallel size does not divide | change a size |
-| a2a, if c does not divide the heads of a tensor-parallel rank; a2a+p2p, if the number of neighbours does not | p2p or all_gather |
+| a2a, if c does not divide the heads of a tensor-parallel rank | p2p or all_gather |
+| a2a+p2p, if the number of neighbours does not divide them | p2p or all_gather |
 | a2a+p2p without `--hierarchical-context-parallel-sizes` | give two numbers whose product is c |
 | p2p or all_gather with an `--attention-backend` that computes only whole samples | a2a, or another backend |
 | a number of types that is neither 1 nor the number of layers | one for all layers, or one for each |

@@ -691,7 +691,8 @@ REFUSED = by_flag(
         harmless={"--main-params-dtype": ("fp32",), "--exp-avg-dtype": ("fp32",), "--exp-avg-sq-dtype": ("fp32",)},
     ),
     OtherFlags(
-        "is not built yet; leave it out: on a CPU a layout repeats its numbers, and --fixed-order-grad-reduce makes data-parallel layouts agree",
+        "is not built yet; leave it out: on a CPU a layout repeats its numbers, and --fixed-order-grad-reduce makes "
+        "data-parallel layouts agree",
         switches=("--deterministic-mode",),
     ),
     OtherFlags(
@@ -719,7 +720,8 @@ REFUSED = by_flag(
         values={"--microbatch-group-size-per-virtual-pipeline-stage": "N"},
     ),
     OtherFlags(
-        "is not built yet; use --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers, or the two --account-for-...-in-pipeline-split",
+        "is not built yet; use --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers, or the two "
+        "--account-for-...-in-pipeline-split",
         values={"--pipeline-model-parallel-layout": "TEXT"},
     ),
     OtherFlags(

@@ -1,13 +1,15 @@
 """What a folder lacks is refused by name, in training as in conversion; a head that its architecture lacks gets first values."""
 
 import json
-import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import dist_files
+import megatron_files
 import pytest
 import torch
+from cases import read_record, read_tensors, write_folder
 from local_ranks import run_ranks
 from option_cases import BUNDLES
 from said import tells
@@ -26,11 +28,6 @@ from megatron.core.transformer.expected_parameter_names import PARAMETER_NAMES
 from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from tools import checkpoint_convert
-
-sys.path.append(str(Path(__file__).parents[2] / "support" / "exchange"))
-import dist_files
-import megatron_files
-from cases import read_record, read_tensors, write_folder
 
 SCRIPT = SimpleNamespace(**vars(pretrain_gpt))
 REST = (

@@ -2,18 +2,15 @@
 
 import json
 import struct
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from cases import read_record, read_tensors, write_folder
 
 from megatron.convert import open_foreign, settings_of_folder
 from megatron.core.dist_checkpointing import LocalTensor
 from megatron.core.sharding.boxes import whole
-
-sys.path.append(str(Path(__file__).parents[2] / "support" / "exchange"))
-from cases import read_record, read_tensors, write_folder
 
 HEADS = ("cls.", "lm_head.", "embed_out.")
 PREFIXES = {"bert": "bert.", "llama-tied": "model.", "qwen3": "model.", "gpt2": "transformer.", "gpt_neox": "gpt_neox."}

@@ -11,15 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cases import read_tensors, write_folders
 from whole_run import run
 
 from megatron.convert import strided_checkpoint
 from megatron.convert.formats.safetensors_header import header_of
 from megatron.core.dist_checkpointing import save_sharded
 from tools import checkpoint_convert
-
-sys.path.append(str(Path(__file__).parents[2] / "support" / "exchange"))
-from cases import read_tensors, write_folders
 
 MIB = 1 << 20
 HIDDEN, FFN, LAYERS = 512, 2048, 6

@@ -1,12 +1,12 @@
 """A folder that is written while its checkpoint is read: in parts of any size, of any layout's pieces, and never of damaged ones."""
 
-import sys
 from functools import partial
 from math import prod
 from pathlib import Path
 
 import pytest
 import torch
+from cases import read_tensors, write_folders
 from local_ranks import run_ranks
 
 from megatron.convert import copy_checkpoint, export_checkpoint, open_any, write_hf_folder
@@ -14,9 +14,6 @@ from megatron.convert.export_plan import to_hf_tensors
 from megatron.convert.families.weight_layout import OPERATIONS, HeadCounts, copy_ranges_of
 from megatron.core.dist_checkpointing import CheckpointError, LocalTensor, open_checkpoint, save_checkpoint
 from megatron.core.sharding.boxes import whole
-
-sys.path.append(str(Path(__file__).parents[2] / "support" / "exchange"))
-from cases import read_tensors, write_folders
 
 HEADS = HeadCounts(6, 2, 4)
 CASES = ["gpt2", "llama", "qwen2", "phi3"]  # transposed; rows of groups, with biases; rows of one tensor

@@ -2,11 +2,11 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pretrain_t5
 import pytest
+from cases import prompts, read_record, write_folder
 from whole_run import run
 
 import pretrain_gpt
@@ -15,9 +15,6 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing import open_checkpoint
 from tools import checkpoint_convert
 from tools.generate import main as generate
-
-sys.path.append(str(Path(__file__).parents[2] / "support" / "exchange"))
-from cases import prompts, read_record, write_folder
 
 REST = (
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 30 --micro-batch-size 1 --global-batch-size 1 --eval-iters 0 "

@@ -2,12 +2,12 @@
 
 import json
 import struct
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from adamw_steps import assert_losses
+from cases import read_record, read_tensors, sentences, weight, write_folder
 from local_ranks import run_ranks
 from torch import Tensor
 
@@ -26,9 +26,6 @@ from megatron.core.sharding.boxes import slices
 from megatron.core.sharding.placement import pieces
 from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
-
-sys.path.append(str(Path(__file__).parents[2] / "support" / "exchange"))
-from cases import read_record, read_tensors, sentences, weight, write_folder
 
 RECORD = read_record("bert")
 

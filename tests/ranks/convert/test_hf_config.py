@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import sys
 from functools import cache, partial
 from pathlib import Path
 from tempfile import mkdtemp
@@ -11,7 +10,10 @@ from types import SimpleNamespace
 import numpy as np
 import pretrain_t5
 import pytest
+from cases import BERT_CASES, CASES, T5_CASES, read_record, write_folder
 from local_ranks import run_ranks
+from published import CONFIGS
+from published_parameters import PARAMETERS
 from said import tells
 from script_run import trainer_of
 from sentence_files import write_sentences
@@ -27,11 +29,6 @@ from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.arguments.command_line import parse_args
 from megatron.training.arguments.hf_config import hf_config_problems
 from tools.estimating.estimate import run as estimate
-
-sys.path.append(str(Path(__file__).parents[2] / "support" / "exchange"))
-from cases import BERT_CASES, CASES, T5_CASES, read_record, write_folder
-from published import CONFIGS
-from published_parameters import PARAMETERS
 
 REST = shlex.split(
     "--mock-data --micro-batch-size 1 --lr 0.1 --log-interval 1 --eval-iters 0 --device cpu --train-iters 1"

@@ -1,6 +1,5 @@
 """Folders of other projects trained: five steps of AdamW, float32, bfloat16 and any layout, against tests/support/exchange/record.py."""
 
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import CASES, LENGTH, ids, read_record, read_tensors, write_folders
 from local_ranks import run_ranks
 from tiny_run import GPT, Layout, build_chunks, build_pipeline, forward_step
 
@@ -26,9 +26,6 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.schedules import BatchShape
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.step import train_step
-
-sys.path.append(str(Path(__file__).parents[2] / "support" / "exchange"))
-from cases import CASES, LENGTH, ids, read_record, read_tensors, write_folders
 
 LAYOUT = Layout(tp=2, pp=2, m=2, first=2)
 FAST = ("gemma3", "cohere-norms")

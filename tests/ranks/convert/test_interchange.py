@@ -1,12 +1,12 @@
 """Folders of other projects, read as they lie by any layout: equal to what transformers computed (tests/support/exchange/record.py)."""
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from cases import CASES, LENGTH, ids, read_record, read_tensors, weight, write_folder, write_folders
 from local_ranks import run_ranks
 from whole_run import run
 
@@ -23,9 +23,6 @@ from megatron.core.sharding.boxes import slices
 from megatron.core.sharding.placement import pieces
 from megatron.core.transformer.model_config import ModelConfig
 from tools import checkpoint_convert
-
-sys.path.append(str(Path(__file__).parents[2] / "support" / "exchange"))
-from cases import CASES, LENGTH, ids, read_record, read_tensors, weight, write_folder, write_folders
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,12 @@
 
 import json
 import shlex
-import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from cases import ids, read_record, write_folder
 from local_ranks import run_ranks
 from said import tells
 from script_run import trainer_of
@@ -19,9 +19,6 @@ from megatron.core.inference.load_model import load_gpt
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.transformer.model_config import ModelConfig
 from tools import checkpoint_convert, generate
-
-sys.path.append(str(Path(__file__).parents[2] / "support" / "exchange"))
-from cases import ids, read_record, write_folder
 
 RECIPE = Path(__file__).parents[3] / "examples" / "recipes" / "longer-context.yaml"
 YARN = {"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": 32}  # the folder has 32 positions

@@ -1,11 +1,13 @@
 """Checkpoints of Megatron-LM, read as they lie by any layout: equal to what transformers computes of the same weights."""
 
-import sys
 from pathlib import Path
 
+import dist_files
+import megatron_files
 import numpy as np
 import pytest
 import torch
+from cases import ids, read_record, read_tensors
 from local_ranks import run_ranks
 from whole_run import run
 
@@ -15,11 +17,6 @@ from megatron.core.sharding.boxes import slices
 from megatron.core.sharding.placement import pieces
 from megatron.core.transformer.model_config import ModelConfig
 from tools import checkpoint_convert
-
-sys.path.append(str(Path(__file__).parents[2] / "support" / "exchange"))
-import dist_files
-import megatron_files
-from cases import ids, read_record, read_tensors
 
 # (case, options of `write`): each age of names and order of rows, and each way in which ranks divide the layers.
 FILES = {

@@ -3,7 +3,6 @@
 import itertools
 import json
 import os
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 import pretrain_t5
 import pytest
 import torch
+from cases import read_record, read_tensors, write_folder
 from local_ranks import run_ranks
 from said import tells
 from script_run import trainer_of
@@ -28,9 +28,6 @@ from megatron.core.inference.load_model import load_gpt
 from megatron.core.parallel import collectives
 from megatron.core.transformer.model_config import ModelConfig
 from tools import checkpoint_convert
-
-sys.path.append(str(Path(__file__).parents[2] / "support" / "exchange"))
-from cases import read_record, read_tensors, write_folder
 
 GPT = SimpleNamespace(**vars(pretrain_gpt))
 SMALL = (

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from cases import ids, read_record, read_tensors, weight
 from local_ranks import run_ranks
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
@@ -27,9 +28,6 @@ from megatron.core.inference.generate import generate_batch
 from megatron.core.inference.load_model import load_gpt, single_rank_mesh
 from megatron.core.transformer.model_config import ModelConfig
 from tools import checkpoint_convert
-
-sys.path.append(str(Path(__file__).parents[2] / "support" / "exchange"))
-from cases import ids, read_record, read_tensors, weight
 
 HIDDEN, HEADS, GROUPS, WIDTH, FFN, LAYERS, WORDS, LENGTH = 24, 6, 2, 4, 42, 3, 31, 9
 BASE, EPSILON = 10000.0, 1e-5

@@ -1,7 +1,6 @@
 """A folder whose tokenizer has more ids than its word table has rows, or fewer: it trains on, is resumed and is exported."""
 
 import json
-import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import token_files
+from cases import read_record, read_tensors, write_folder
 from local_ranks import run_ranks
 from said import tells
 from script_run import trainer_of
@@ -19,9 +19,6 @@ from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle, FimConfig
 from megatron.core.datasets.vocab_check import embedding_problem, within_embedding
 from megatron.core.models.common.model_rules import GPT_RULES
 from megatron.core.parallel.mesh import Mesh
-
-sys.path.append(str(Path(__file__).parents[2] / "support" / "exchange"))
-from cases import read_record, read_tensors, write_folder
 
 tokenizers = pytest.importorskip("tokenizers")
 

@@ -1,10 +1,10 @@
 """What the tool writes by torch's distributed-checkpoint writer is what torch reads back, to the bit."""
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from cases import read_record, write_folder
 from torch.distributed import checkpoint as dcp
 
 from megatron.convert import open_foreign
@@ -14,9 +14,6 @@ from megatron.core.inference.load_model import load_gpt, single_rank_mesh
 from megatron.core.parallel.grid import ALONE
 from megatron.core.transformer.model_config import ModelConfig
 from tools import checkpoint_convert
-
-sys.path.append(str(Path(__file__).parents[2] / "support" / "exchange"))
-from cases import read_record, write_folder
 
 
 def read_by_torch(folder: Path) -> dict[str, torch.Tensor]:

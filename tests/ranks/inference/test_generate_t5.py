@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ import pretrain_t5
 import pytest
 import torch
 import whole_run
+from cases import prompts, read_record, write_folder
 from local_ranks import run_ranks
 from said import tells
 from sentence_files import write_sentences
@@ -26,9 +26,6 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.tokenizers import build_tokenizer
 from tools import checkpoint_convert
 from tools.generate import main
-
-sys.path.append(str(Path(__file__).parents[2] / "support" / "exchange"))
-from cases import prompts, read_record, write_folder
 
 pytest.importorskip("tokenizers")
 

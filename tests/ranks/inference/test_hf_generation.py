@@ -1,12 +1,12 @@
 """Generation from folders of other projects: the ids that transformers says, token by token (tests/support/exchange/record.py)."""
 
 import math
-import sys
 from functools import partial
 from itertools import product
 from pathlib import Path
 
 import pytest
+from cases import CASES, T5_CASES, prompts, read_record, write_folder
 from local_ranks import run_ranks
 from torch import Tensor
 
@@ -16,9 +16,6 @@ from megatron.core.inference.generate_t5 import answer_batch
 from megatron.core.inference.load_model import load_gpt, load_t5, single_rank_mesh
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.transformer.model_config import ModelConfig
-
-sys.path.append(str(Path(__file__).parents[2] / "support" / "exchange"))
-from cases import CASES, T5_CASES, prompts, read_record, write_folder
 
 FAST = ("gemma3", "smollm3", "t5")
 NAMES = [*CASES, *T5_CASES]

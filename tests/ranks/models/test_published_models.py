@@ -1,7 +1,6 @@
 """Published models by their names and shapes: every tensor has its place here and every parameter its tensor, at the published count."""
 
 import math
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,9 +17,6 @@ from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.models.T5.t5_stage import T5Model
 from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
-
-sys.path.append(str(Path(__file__).parents[2] / "support" / "exchange"))
-
 
 MODELS = {model.__name__: model for model in (GPTModel, BertModel, T5Model)}
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import read_record, weight, write_folder
 from local_ranks import run_ranks
 from said import tells
 from script_run import trainer_of
@@ -29,9 +30,6 @@ from megatron.core.tokenizers.vocabulary_diff import (
     token_difference,
 )
 from tools import checkpoint_convert, generate
-
-sys.path.append(str(Path(__file__).parents[2] / "support" / "exchange"))
-from cases import read_record, weight, write_folder
 
 SCRIPT = SimpleNamespace(**vars(pretrain_gpt))
 REST_TEXT = (

@@ -2,12 +2,12 @@
 
 import json
 import shutil
-import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from cases import read_record, read_tensors, write_folder
 from local_ranks import run_ranks
 from said import tells
 from script_run import trainer_of
@@ -19,9 +19,6 @@ from megatron.core.dist_checkpointing import format as disk, open_checkpoint
 from megatron.core.parallel.accelerator import Device
 from megatron.training.checkpointing.hf_origin import provenance_of_run
 from tools import checkpoint_convert
-
-sys.path.append(str(Path(__file__).parents[2] / "support" / "exchange"))
-from cases import read_record, read_tensors, write_folder
 
 SCRIPT = SimpleNamespace(**vars(pretrain_gpt))
 REST = (

@@ -1,20 +1,17 @@
 """Whole runs, their copies and their writers ask the system about files through the file layer alone: what a double fails, it fails for all."""
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from cases import CASES, write_folders
 from stopped_runs import ended, job, lines
 from traced_files import traced
 
 from megatron.convert import open_any
 from megatron.core.dist_checkpointing import LocalTensor
 from megatron.core.sharding.boxes import whole
-
-sys.path.append(str(Path(__file__).parents[2] / "support" / "exchange"))
-from cases import CASES, write_folders
 
 COPIES = "--non-persistent-save-interval 1 --non-persistent-ckpt-type "
 RUNS = {

@@ -1,19 +1,16 @@
 """Which of two settings counts: command line, then its file, then the folder, then the script's defaults, then ours."""
 
 import json
-import sys
 from pathlib import Path
 
 import pretrain_t5
 import pytest
+from cases import T5_CASES, read_record, read_tensors, write_folder
 from said import tells
 from whole_run import run
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.training.arguments.command_line import parse_args
-
-sys.path.append(str(Path(__file__).parents[2] / "support" / "exchange"))
-from cases import T5_CASES, read_record, read_tensors, write_folder
 
 REST = (
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 30 --micro-batch-size 1 --global-batch-size 2 --eval-iters 0 "

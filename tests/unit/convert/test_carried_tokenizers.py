@@ -1,18 +1,15 @@
 """A folder's tokenizer goes in and out: the same bytes, the same ids, in a spelling that transformers 4 reads too."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
+from tokenizer_folders import FOLDERS, TEXTS, write_in
 
 from megatron.convert.hf_origin import Provenance, readable_by_transformers_4
 from megatron.core.dist_checkpointing.format import CheckpointError
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
 from tools import checkpoint_convert
-
-sys.path.append(str(Path(__file__).parents[2] / "support" / "exchange"))
-from tokenizer_folders import FOLDERS, TEXTS, write_in
 
 OURS = {
     "tokenizer.json": ("HuggingFaceTokenizer", "tokenizer_model"),

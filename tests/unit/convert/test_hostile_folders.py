@@ -2,19 +2,16 @@
 
 import json
 import struct
-import sys
 from pathlib import Path
 
+import mutated_folders
 import pytest
+from cases import read_record, write_folder
+from mutated_folders import header_of, with_header
 
 from megatron.convert import open_foreign
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing import CheckpointError
-
-sys.path.append(str(Path(__file__).parents[2] / "support" / "exchange"))
-import mutated_folders
-from cases import read_record, write_folder
-from mutated_folders import header_of, with_header
 
 FIRST = "model-00001-of-00002.safetensors"
 

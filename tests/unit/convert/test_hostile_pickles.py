@@ -12,6 +12,9 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import dist_files
+import megatron_files
+import mutated_pickles
 import pytest
 import torch
 
@@ -20,11 +23,6 @@ from megatron.convert.formats import pickle_as_data, read_torch_file
 from megatron.convert.formats.pickle_as_data import PickleError, read_pickle
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing import CheckpointError
-
-sys.path.append(str(Path(__file__).parents[2] / "support" / "exchange"))
-import dist_files
-import megatron_files
-import mutated_pickles
 
 RANK = Path("iter_0000007") / "mp_rank_01" / "model_optim_rng.pt"
 

@@ -1,15 +1,10 @@
 """The arguments in a checkpoint of Megatron-LM: each is read, known to leave the model as it is, refused, or named."""
 
-import sys
-from pathlib import Path
-
+import megatron_files
 import pytest
 
 from megatron.convert.formats.read_megatron_args import settings_of_args, unknown_args_note
 from megatron.core.base.dataclass_flags import ConfigError
-
-sys.path.append(str(Path(__file__).parents[2] / "support" / "exchange"))
-import megatron_files
 
 ARGS = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "max_position_embeddings": 16}
 

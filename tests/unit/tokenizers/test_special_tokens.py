@@ -4,20 +4,16 @@ Oracle: tests/support/exchange/records/special_tokens.json, what 4.57.6 and 5.23
 """
 
 import json
-import sys
-from pathlib import Path
 
+import cases
 import pytest
 from said import tells
+from special_token_folders import FOLDERS, RECORD, TEXTS, library_of, smallest, write_folder
 
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
 from megatron.core.tokenizers.tokenizer_fingerprint import tokenizer_sha256
 from megatron.training.arguments.command_line import parse_args
 from tools import checkpoint_convert
-
-sys.path.append(str(Path(__file__).parents[2] / "support" / "exchange"))
-import cases
-from special_token_folders import FOLDERS, RECORD, TEXTS, library_of, smallest, write_folder
 
 tokenizers = pytest.importorskip("tokenizers")
 
