@@ -279,7 +279,8 @@ How to read the plots: each row is a pipeline rank, and time runs to the right.
 
 - p is the number of pipeline ranks, m the number of microbatches in a step, v the number of chunks (stages) per rank.
 - F is a forward and takes {DEFAULT_COST[Op.F]} unit of time. B is a backward and takes {DEFAULT_COST[Op.B]}.
-  Some schedules split it into two halves of {DEFAULT_COST[Op.I]} unit each: I, the gradient of the input, and W, the gradient of the weights. Transfers take no time.
+  Some schedules split it into two halves of {DEFAULT_COST[Op.I]} unit each: I, the gradient of the input,
+  and W, the gradient of the weights. Transfers take no time.
 - The number is the microbatch. `--` continues the action to its left. A blank is idle time.
 - A capital letter is a rank's first chunk, a lower-case letter a later chunk.
 """
