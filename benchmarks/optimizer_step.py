@@ -31,7 +31,7 @@ from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
-from megatron.core.optimizer.full_matrix import MatrixOwners, full_matrices
+from megatron.core.optimizer.full_matrix import MatrixOwners, full_matrices_over_tp
 from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.optimizer.param_groups import default_group
 from megatron.core.parallel import collectives
@@ -74,7 +74,7 @@ def operations(optimizer: FlatOptimizer, mesh: Mesh) -> int:
     total, config = 0, optimizer.config
     for parameters in (buffer.parameters for buffer in optimizer.buffers):
         whole = config.full_matrix_params({name: p.placement for name, p in parameters.items()}, default_group)
-        for name, tensor in full_matrices({name: parameters[name] for name in whole}, mesh, "cpu").items():
+        for name, tensor in full_matrices_over_tp({name: parameters[name] for name in whole}, mesh, "cpu").items():
             for part in tensor.matrices(parameters[name]):
                 rows, columns = sorted(part.flatten(0, -2).shape)
                 total += config.muon_num_ns_steps * 2 * rows**2 * (2 * columns + rows)

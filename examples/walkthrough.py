@@ -41,7 +41,7 @@ from megatron.core.pipeline_parallel.schedule.plot import plot_text
 from megatron.core.pipeline_parallel.schedule.simulate import make_schedule
 from megatron.core.sharding.placement import Placement, partial_axes
 from megatron.training import get_args, initialize_megatron
-from megatron.training.memory.dry_run import Job, RankParts, alone, batches_of, mesh_of, parts_of
+from megatron.training.memory.dry_run import Job, RankParts, alone, batches_of, build_rank_parts, mesh_of
 from megatron.training.memory.report import amount, table
 from megatron.training.step import train_step
 from tools.estimating.job import read
@@ -94,7 +94,7 @@ def one_rank(job: Job, rank: int) -> Iterator[tuple[Mesh, RankParts]]:
     """Build one rank of the job; yield its mesh, and its chunks, optimizer and pipeline."""
     mesh = mesh_of(job.runtime.config, job.runtime.world_size, rank)
     with alone(job.runtime, mesh) as runtime:
-        yield mesh, parts_of(runtime, job)
+        yield mesh, build_rank_parts(runtime, job)
 
 
 def buffers_of(parts: RankParts) -> list[ParamAndGradBuffer]:

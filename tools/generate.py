@@ -64,7 +64,7 @@ from megatron.core.tokenizers import Tokenizer, TokenizerConfig, build_tokenizer
 from megatron.core.tokenizers.tokenizer_fingerprint import tokenizer_sha256
 from megatron.core.tokenizers.vocabulary_diff import token_difference, vocabulary_of
 from megatron.core.transformer.context_parallel_rules import context_parallel_problems
-from megatron.training.initialize import available_cores
+from megatron.training.initialize import affinity_cores
 from megatron.training.monitor.cpu_contention import CpuContention
 from tools.errors import naming_flag
 from tools.generating.t5 import is_t5, prompt_rules_of, t5_problems
@@ -400,7 +400,7 @@ def run(settings: Settings, world: Axis) -> None:
 
     writer = Writer(tokenizer, genfile, numbered=len(prompts.ids) * generation.num_samples > 1)
     start = time.perf_counter()
-    contention = CpuContention(parallel_state.launched().local_size, available_cores()[0], torch.get_num_threads())
+    contention = CpuContention(parallel_state.launched().local_size, affinity_cores()[0], torch.get_num_threads())
     num_tokens = write_texts(settings, prompts, model, mesh, writer)
     seconds = time.perf_counter() - start
     if note := contention.note_if_due():

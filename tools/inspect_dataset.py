@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.base.dataclass_flags import FlagConfig, option
 from megatron.core.datasets.mmap_indexed_dataset import IndexedDataset
-from megatron.core.datasets.vocab_check import first_unknown
+from megatron.core.datasets.vocab_check import index_of_first_unknown
 from megatron.core.tokenizers import Tokenizer, TokenizerConfig, build_tokenizer
 from tools.errors import missing, run_tool
 from tools.merge_datasets import prefixes_of
@@ -95,7 +95,7 @@ def verify(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> str:
     for first in range(0, len(tokens), _TOKENS_AT_ONCE):
         block = tokens[first : first + _TOKENS_AT_ONCE]
         largest = max(largest, block.max())
-        index = first_unknown(block, vocab_size)
+        index = index_of_first_unknown(block, vocab_size)
         if index is not None:
             position = first + index
             token = tokens[position]

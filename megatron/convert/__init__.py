@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from megatron.convert.export_checkpoint import write_hf_folder as write_hf_folder
     from megatron.convert.families.family import Family as Family, ParamMapping as ParamMapping
     from megatron.convert.families.registry import FAMILIES as FAMILIES
-    from megatron.convert.formats.find_megatron_folder import why_unreadable as why_unreadable
+    from megatron.convert.formats.find_megatron_folder import unsupported_format_hint as unsupported_format_hint
     from megatron.convert.import_checkpoint import copy_checkpoint as copy_checkpoint
     from megatron.convert.open_any_format import (
         describe_model as describe_model,
         is_foreign as is_foreign,
         open_any as open_any,
         open_foreign as open_foreign,
-        settings_of_folder as settings_of_folder,
+        settings_of_foreign_folder as settings_of_foreign_folder,
     )
 
 __getattr__, __dir__ = lazy_names(
@@ -41,8 +41,8 @@ __getattr__, __dir__ = lazy_names(
         ".import_checkpoint": "copy_checkpoint",
         ".families.family": "Family ParamMapping",
         ".families.registry": "FAMILIES",
-        ".formats.find_megatron_folder": "why_unreadable",
-        ".open_any_format": "describe_model is_foreign open_any open_foreign settings_of_folder",
+        ".formats.find_megatron_folder": "unsupported_format_hint",
+        ".open_any_format": "describe_model is_foreign open_any open_foreign settings_of_foreign_folder",
         ".export_checkpoint": "write_hf_folder",
     },
 )

@@ -23,9 +23,9 @@ from megatron.convert.export_plan import (
     FolderPlan,
     PlannedFile,
     bytes_of_tensor,
-    finish_folder,
     plan_folder,
     to_hf_tensors,
+    write_config_and_aux_files,
 )
 from megatron.convert.families.family import ParamMapping
 from megatron.convert.families.weight_layout import CopyRange, copy_ranges_of
@@ -110,7 +110,7 @@ def write_hf_folder(
     # the first rank adds the other files, and gives the folder its name
     with collectives.raise_together(world, device):
         if world.is_first:
-            finish_folder(plan, partial, tokenizer_folder, note)
+            write_config_and_aux_files(plan, partial, tokenizer_folder, note)
             backend_of(partial).rename(partial, out)
             backend_of(out).sync_folder(out.parent)
     return plan.kind

@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from megatron.convert.export_plan import FolderPlan, finish_folder, write_weights_file
+from megatron.convert.export_plan import FolderPlan, write_config_and_aux_files, write_weights_file
 from megatron.convert.families.family import ParamMapping
 from megatron.core.dist_checkpointing.format import TensorRecord
 from megatron.core.dist_checkpointing.local_tensor import LocalTensor
@@ -88,7 +88,7 @@ def write_hf_folder_from_ranks(
             first_error.raise_it()
     with collectives.raise_together(world, device):
         if world.is_first:
-            finish_folder(plan, out, None, note)
+            write_config_and_aux_files(plan, out, None, note)
 
 
 class _FirstError:

@@ -163,7 +163,7 @@ def plan_folder(
     return FolderPlan(kind, config, named_files, head_counts_of(model), records, dtype, origin)
 
 
-def finish_folder(
+def write_config_and_aux_files(
     plan: FolderPlan, partial: Path, tokenizer_folder: Path | None, note: Callable[[str], object]
 ) -> None:
     """Write all but the weights into a folder that has them; arguments as `write_hf_folder`'s. One rank calls."""

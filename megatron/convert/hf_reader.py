@@ -177,7 +177,7 @@ def manifest_with(records: Mapping[str, TensorRecord], folder: HFFolder, root: P
         ABSENT_HEADS: absent_heads,
         "vocab_size": vocab_size,
         "config": {
-            **components_of(folder.config, root / CONFIG, root),
+            **settings_by_component(folder.config, root / CONFIG, root),
             "data": {"seq_length": config.max_position_embeddings},
             "optimizer": {},
             "checkpoint": {"save_optim": False},
@@ -189,7 +189,7 @@ def manifest_with(records: Mapping[str, TensorRecord], folder: HFFolder, root: P
 _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 
 
-def components_of(config: Mapping[str, Any], source: Path, folder: Path | None) -> dict[str, dict[str, Any]]:
+def settings_by_component(config: Mapping[str, Any], source: Path, folder: Path | None) -> dict[str, dict[str, Any]]:
     """Return the settings that a config.json gives to a run, by component.
 
     source: the config.json, for errors. folder: where its tokenizer may be; None: nowhere.

@@ -9,13 +9,13 @@ import torch
 
 from megatron.convert.families.config_json import family_of
 from megatron.convert.formats.find_megatron_folder import check_readable, is_megatron_folder
-from megatron.convert.formats.read_hf_folder import CONFIG, is_hf_folder, read_json
+from megatron.convert.formats.read_hf_folder import CONFIG, has_hf_config, read_json
 from megatron.convert.hf_origin import Provenance
-from megatron.convert.hf_reader import components_of, config_in, open_hf_folder
+from megatron.convert.hf_reader import config_in, open_hf_folder, settings_by_component
 from megatron.convert.megatron_reader import open_megatron, settings_of_megatron
 from megatron.convert.strided_checkpoint import StridedCheckpoint
 from megatron.convert.torchtitan_reader import open_titan
-from megatron.convert.torchtitan_to_hf import is_titan_folder
+from megatron.convert.torchtitan_to_hf import has_dcp_weights
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing import Checkpoint, CheckpointError, open_checkpoint
 from megatron.core.parallel import collectives
@@ -31,17 +31,17 @@ def is_foreign(root: Path | str, iteration: int | None = None) -> bool:
     """
     if is_url(root):
         return False
-    return is_hf_folder(path_of(root)) or is_megatron_folder(path_of(root), iteration)
+    return has_hf_config(path_of(root)) or is_megatron_folder(path_of(root), iteration)
 
 
-def settings_of_folder(root: Path, iteration: int | None = None) -> dict[str, dict[str, Any]]:
+def settings_of_foreign_folder(root: Path, iteration: int | None = None) -> dict[str, dict[str, Any]]:
     """Return the settings that another project's folder gives to a run, by component."""
-    if is_hf_folder(root):
-        return components_of(config_in(root), root / CONFIG, root)
+    if has_hf_config(root):
+        return settings_by_component(config_in(root), root / CONFIG, root)
     return settings_of_megatron(root, iteration)
 
 
-class DescribedModel(NamedTuple):
+class ConfigOnlyModel(NamedTuple):
     """The model that a config.json describes, without weights."""
 
     model: str  # the name of our class
@@ -49,7 +49,7 @@ class DescribedModel(NamedTuple):
     origin: Provenance  # recorded in the checkpoints of a run that starts from it
 
 
-def describe_model(path: Path) -> DescribedModel:
+def describe_model(path: Path) -> ConfigOnlyModel:
     """Return the model that a config.json, or a folder with one, describes.
 
     A folder adds its tokenizer's settings and files; a config.json on its own says nothing of the files beside it.
@@ -65,11 +65,11 @@ def describe_model(path: Path) -> DescribedModel:
     except CheckpointError as error:
         raise ConfigError(f"{source}: {error.wrong}") from error
     model = family_of(config, str(source)).model
-    settings = components_of(config, source, folder)
+    settings = settings_by_component(config, source, folder)
     origin = Provenance.of(config, source.parent)
     if folder is None:
         origin = replace(origin, files={})
-    return DescribedModel(model, settings, origin)
+    return ConfigOnlyModel(model, settings, origin)
 
 
 def open_any(
@@ -100,7 +100,7 @@ def open_foreign(
     kinds = None
     with collectives.raise_together(world, device):
         if world.is_first:
-            kinds = json.dumps([is_hf_folder(root), is_titan_folder(root)])
+            kinds = json.dumps([has_hf_config(root), has_dcp_weights(root)])
     is_hf, is_titan = json.loads(collectives.broadcast_text(kinds, world, device))
     if not is_hf:
         return open_megatron(root, iteration, world, device)

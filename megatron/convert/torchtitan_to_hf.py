@@ -49,7 +49,7 @@ _IN_LAYER = (
 )
 
 
-def is_titan_folder(root: Path) -> bool:
+def has_dcp_weights(root: Path) -> bool:
     """Return whether a folder with a config.json has its weights in chunks of torch.distributed.checkpoint."""
     return is_file(root / METADATA) and not exists(root / WEIGHTS) and not exists(root / INDEX)
 

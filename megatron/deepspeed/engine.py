@@ -107,7 +107,7 @@ class DeepSpeedEngine(Engine):
         self.save(folder / text, client_state=dict(client_state or {}))
         with collectives.raise_together(world, self.device):
             if save_latest and world.is_first:
-                file_layer.write_whole(folder / "latest", text)
+                file_layer.write_atomically(folder / "latest", text)
         return True
 
     def load_checkpoint(

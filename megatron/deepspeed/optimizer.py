@@ -7,7 +7,12 @@ import torch
 from torch import Tensor
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.optimizer.torch_optimizer_wrapper import TORCHS, GroupedOptimizer, Groups, check_arguments
+from megatron.core.optimizer.torch_optimizer_wrapper import (
+    TORCHS,
+    FlatOptimizerWithParamGroups,
+    Groups,
+    check_arguments,
+)
 
 
 def make_groups(section: Mapping[str, Any], parameters: Iterable[Any]) -> tuple[str, Groups]:
@@ -81,10 +86,10 @@ def DeepSpeedCPUAdam(
     return FusedAdam(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
 
 
-class ZeroOptimizer(GroupedOptimizer):
+class ZeroOptimizer(FlatOptimizerWithParamGroups):
     """The optimizer of an engine. `engine.step()` updates, not `step()`; param_groups are those of torch."""
 
-    cur_scale = GroupedOptimizer.loss_scale
+    cur_scale = FlatOptimizerWithParamGroups.loss_scale
 
     def step(self, *_: Any, **__: Any) -> None:
         raise RuntimeError("optimizer.step() is part of engine.step(), which reduces the gradients first; call that")

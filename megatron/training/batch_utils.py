@@ -12,7 +12,7 @@ from megatron.core.ops.attention.masks import Documents
 from megatron.core.ops.shard_sequence import shard_sequence
 from megatron.core.parallel import collectives
 from megatron.core.tensor_parallel.broadcast_batch import broadcast_batch
-from megatron.core.tensor_parallel.cross_entropy import cross_entropy_of
+from megatron.core.tensor_parallel.cross_entropy import plain_cross_entropy_of
 from megatron.training.global_vars import get_runtime
 
 NAMES = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")  # in the order in which scripts unpack them
@@ -69,7 +69,7 @@ def get_batch_on_this_cp_rank(batch: dict[str, Tensor | None]) -> dict[str, Tens
     return shards
 
 
-def mean_over_shared_samples(total: Tensor, count: Tensor) -> Tensor:
+def rank_part_of_mean_loss(total: Tensor, count: Tensor) -> Tensor:
     """Return the mean over the tokens of a microbatch, for Megatron's older form of `loss_func`, (loss, report).
 
     total, count: scalars [], sums over this rank's tokens; so is the result. The ranks that share the samples each get
@@ -90,7 +90,7 @@ def loss_report(losses: Tensor, loss_mask: Tensor, loss_sum: Tensor, num_tokens:
     Nothing is communicated.
     """
     loss_sum = loss_sum.detach()
-    cross_entropy = cross_entropy_of(losses)  # [b, s]; None if the losses are the cross entropy
+    cross_entropy = plain_cross_entropy_of(losses)  # [b, s]; None if the losses are the cross entropy
     if cross_entropy is None:
         return {"lm loss": torch.stack((loss_sum, num_tokens))}
     cross_entropy_sum = (cross_entropy * loss_mask).sum()

@@ -27,7 +27,7 @@ from megatron.training.initialize import as_config_error
 from megatron.training.memory.memory_check import MemoryCapacity, check_capacity, warn_if_over_capacity
 from megatron.training.memory.peak_along_schedule import Forecast
 from megatron.training.model_chunks import ModelProvider, build_optimizer, make_chunks, wrap_in_ddp
-from megatron.training.num_samples import whole_set
+from megatron.training.num_samples import samples_of_whole_set
 from megatron.training.validation_sets import evaluated_sets
 
 DatasetsProvider = Callable[[list[int]], tuple[Any, Any, Any]]
@@ -142,7 +142,7 @@ def build_train_valid_test_data_iterators(
     sizes = requested_samples(train_iters, training.eval_interval, training.eval_iters, batch_size)
     sizes[0] = training.train_samples or sizes[0]
     if data.full_validation:
-        sizes[1] = whole_set(data, training.eval_iters * batch_size)
+        sizes[1] = samples_of_whole_set(data, training.eval_iters * batch_size)
 
     # the data sets
     with collectives.raise_together(runtime.mesh["world"], runtime.device.torch_device), as_config_error():

@@ -13,8 +13,8 @@ from megatron.core import parallel_state
 from megatron.core.base import output_streams
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.lazy_imports import names_of_megatron
-from megatron.core.datasets.vocab_check import within_embedding
-from megatron.core.offload.offload_tiers import OffloadStore
+from megatron.core.datasets.vocab_check import cap_vocab_size
+from megatron.core.offload.offload_tiers import OffloadAllocator
 from megatron.core.ops.cpu_half_precision_matmul import NATIVE, MatmulModes
 from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.dropout import DropoutKeys
@@ -48,7 +48,7 @@ class Runtime:
     dropout_keys: DropoutKeys
     weight_grads: WeightGradStore
     timers: Timers = field(default_factory=Timers)
-    offload_store: OffloadStore | None = None  # for offloaded state
+    offload_store: OffloadAllocator | None = None  # for offloaded state
     matmul_modes: MatmulModes = NATIVE  # how a CPU computes half-precision products
     resources: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # released at the end of the run
     tokenizer_sha256: str | None = None  # of the content of its files
@@ -220,7 +220,7 @@ def get_tokenizer() -> Tokenizer:
     runtime = get_runtime()
     if runtime.tokenizer is None:
         raise ConfigError(f"this script asks for a tokenizer, and there is none: {NO_TOKENIZER}")
-    return within_embedding(runtime.tokenizer, runtime.vocab_size)
+    return cap_vocab_size(runtime.tokenizer, runtime.vocab_size)
 
 
 def get_timers() -> Timers:

@@ -26,9 +26,9 @@ from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.datasets.data_fingerprint import data_sha256
 from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle
-from megatron.core.datasets.vocab_check import embedding_note, embedding_problem, within_embedding
+from megatron.core.datasets.vocab_check import cap_vocab_size, embedding_note, embedding_rows_problem
 from megatron.core.models.common.model_rules import NO_RULES, ModelRules
-from megatron.core.offload.offload_folder import folder_problems, remove_left_behind
+from megatron.core.offload.offload_folder import offload_folder_conflicts, remove_surplus_rank_folders
 from megatron.core.offload.state_offload_config import make_offload_store
 from megatron.core.ops import cpu_half_precision_matmul as matmul
 from megatron.core.ops.compile.compiled_region import agree_on_compiling
@@ -55,12 +55,12 @@ from megatron.training.arguments.command_line import (
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.hf_config import hf_config_problems
 from megatron.training.arguments.monitor_config import watch_notes
-from megatron.training.arguments.validation import apart_from, check, filled_in
+from megatron.training.arguments.validation import check, drop_doubtful_problems, with_default_components
 from megatron.training.checkpointing.save_and_load import saved_matmul_modes
 from megatron.training.fault_tolerance import hang_watch
 from megatron.training.fault_tolerance.exit_conditions import listen_for_requests
 from megatron.training.global_vars import Runtime, print_rank_0, print_rank_last, set_runtime, vocab_size_of
-from megatron.training.memory.memory_check import notes_of
+from megatron.training.memory.memory_check import offload_notes
 
 
 @dataclass(frozen=True)
@@ -242,8 +242,10 @@ def read_settings(
     try:
         parsed = parse_command_line(argv, extra_args_provider, args_defaults, rules.unread)
     except ArgumentsError as error:
-        other_problems = examine(filled_in(error.parts), world_size, rules).problems
-        raise ConfigError(error.problems + apart_from(error.problems, error.parts, other_problems)) from None
+        other_problems = examine(with_default_components(error.parts), world_size, rules).problems
+        raise ConfigError(
+            error.problems + drop_doubtful_problems(error.problems, error.parts, other_problems)
+        ) from None
 
     # check
     config = parsed.config
@@ -264,7 +266,7 @@ def read_settings(
         if note is not None:
             notes.append(note)
     offloads_activations = config.transformer.cpu_offloading_num_layers > 0
-    notes += notes_of(device.name, config.offload.tier, offloads_activations, torch.get_num_threads())
+    notes += offload_notes(device.name, config.offload.tier, offloads_activations, torch.get_num_threads())
 
     # prepare the device
     empty_level = max(config.device.empty_unused_memory_level, int(config.offload.tier == "file"))
@@ -340,7 +342,7 @@ def examine_without_device(config: Config, world_size: int, rules: ModelRules) -
     vocab_size = config.tokenizer.model_vocab_size
     problem = None
     if tokenizer is not None and vocab_size is not None:
-        problem = embedding_problem(tokenizer, vocab_size)
+        problem = embedding_rows_problem(tokenizer, vocab_size)
     if problem:
         problems.append(
             f"{problem}, or --resize-token-embeddings tokens to start from the rows of the words that both have"
@@ -348,7 +350,7 @@ def examine_without_device(config: Config, world_size: int, rules: ModelRules) -
     elif tokenizer is not None and config.fim.fim_data:
         with collected(problems):  # raises if the vocabulary lacks its tokens
             FillInTheMiddle(
-                config.fim, within_embedding(tokenizer, vocab_size_of(config, tokenizer)), config.training.seed
+                config.fim, cap_vocab_size(tokenizer, vocab_size_of(config, tokenizer)), config.training.seed
             )
 
     # the Hugging Face configuration, and the model's own rules
@@ -400,7 +402,7 @@ def file_problems(config: Config, *, reads_text: bool = True) -> list[str]:
         if obstacle:
             problems.append(f"{flag} {folder} cannot be written: {obstacle}; choose another folder")
     if offload_dir is not None:
-        problems += folder_problems(offload_dir, parallel_state.launched_rank())
+        problems += offload_folder_conflicts(offload_dir, parallel_state.launched_rank())
 
     # a file in place of the checkpoint's folder
     if load is not None and not is_url(load) and os.path.isfile(path_of(load)):
@@ -437,7 +439,7 @@ def collected(problems: list[str]) -> Iterator[None]:
 
 def share_cores(launch: Launch) -> list[str]:
     """Set this process's number of threads to its share of the node's cores; returns a note. Sets no core affinity."""
-    cores, bound = available_cores()
+    cores, bound = affinity_cores()
     threads = threads_per_rank(os.environ, launch, cores, bound=bound)
     if threads is None:
         return []
@@ -448,7 +450,7 @@ def share_cores(launch: Launch) -> list[str]:
     ]
 
 
-def available_cores() -> tuple[int, bool]:
+def affinity_cores() -> tuple[int, bool]:
     """Return the number of cores that this process may use, and whether the launcher has restricted them."""
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1, False
@@ -504,7 +506,7 @@ def _remove_left_behind(config: Config, world_size: int) -> list[str]:
     if config.offload.tier != "file" or parallel_state.launched_local_rank() != 0:
         return []
     folder = config.offload.offload_dir
-    removed = remove_left_behind(folder, world_size)
+    removed = remove_surplus_rank_folders(folder, world_size)
     if not removed:
         return []
     names = removed[0]

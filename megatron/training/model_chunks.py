@@ -15,7 +15,7 @@ from megatron.core.distributed.data_parallel import DataParallelConfig, Distribu
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.loss_scaler import make_grad_scaler
 from megatron.core.optimizer.param_groups import GroupRule, default_group, without_embedding_decay
-from megatron.core.parallel.global_state import defer_initialization, get_global_state
+from megatron.core.parallel.global_state import defer_weight_initialization, get_global_state
 from megatron.core.pipeline_parallel.loss_func_results import ForwardStep
 from megatron.core.pipeline_parallel.schedules import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec
@@ -58,11 +58,11 @@ def make_chunks(model_provider: ModelProvider, runtime: Runtime) -> dict[int, nn
         if passes_vp_stage:
             arguments["vp_stage"] = chunk_number
         # torch's own modules create their tensors on the current default device
-        with runtime.device.torch_device, defer_initialization():
+        with runtime.device.torch_device, defer_weight_initialization():
             chunk = model_provider(pre_process=stage == 0, post_process=stage == stages.last, **arguments)
 
         # check that it can be trained
-        place_plain_parameters(chunk, config.transformer.params_dtype, config.parallel.sequence_parallel_on)
+        place_constant_parameters(chunk, config.transformer.params_dtype, config.parallel.sequence_parallel_on)
         if problems := model_problems(chunk, in_pipeline=stages.last > 0):
             raise ConfigError(problems)
         chunks[stage] = chunk
@@ -171,7 +171,7 @@ def stacks_of_stage(model_provider: ModelProvider, config: Config, stage: int) -
     return {name: has_layers for name, has_layers in stacks.items() if name in parameters}
 
 
-def place_plain_parameters(chunk: Any, dtype: torch.dtype, sequence_parallel: bool) -> None:
+def place_constant_parameters(chunk: Any, dtype: torch.dtype, sequence_parallel: bool) -> None:
     """Set the placement of constant parameters of torch's own layers, such as a norm's.
 
     They are whole on every tensor-parallel rank.

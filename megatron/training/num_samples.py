@@ -28,11 +28,11 @@ def samples_to_request(
     )
     train = max(training.train_samples or train, state.requested_train_samples)
     if data.full_validation:
-        valid = whole_set(data, training.eval_iters * batch_size)
+        valid = samples_of_whole_set(data, training.eval_iters * batch_size)
     return [train, valid, test]
 
 
-def whole_set(data: DataConfig, mock_samples: int) -> int | None:
+def samples_of_whole_set(data: DataConfig, mock_samples: int) -> int | None:
     """Return the samples to request of a validation set that --full-validation reads: None for one epoch.
 
     Mock data have no end, so they get a number.

@@ -35,12 +35,12 @@ from megatron.training.arguments.checkpoint_to_load import resume_hint
 from megatron.training.build import DatasetsProvider, build_chunks, refuse_together
 from megatron.training.checkpointing import save_and_load
 from megatron.training.checkpointing.save_folder import prepare_folder, prepare_hf_folder, warn_of_other_checkpoints
-from megatron.training.checkpointing.save_manager import CheckpointManager
+from megatron.training.checkpointing.save_manager import SaveManager
 from megatron.training.evaluate import evaluate, samples_to_evaluate
 from megatron.training.fault_tolerance import hang_watch
 from megatron.training.fault_tolerance.exit_conditions import ExitConditions
 from megatron.training.global_vars import Runtime, is_last_rank, print_rank_0, print_rank_last
-from megatron.training.initialize import as_config_error, available_cores
+from megatron.training.initialize import affinity_cores, as_config_error
 from megatron.training.memory.dry_run import Job
 from megatron.training.memory.memory_monitor import MemoryMonitor
 from megatron.training.memory.peak_along_schedule import Forecast
@@ -53,7 +53,7 @@ from megatron.training.num_samples import check_datasets, notes_of_no_validation
 from megatron.training.rerun.base_check import WrongNumbersError
 from megatron.training.rerun.check_runner import Guard
 from megatron.training.step import NotFiniteError, StepResult, train_step
-from megatron.training.validation_sets import EvaluatedSet, evaluated_sets, reason_left_out, set_lines
+from megatron.training.validation_sets import EvaluatedSet, evaluated_set_notes, evaluated_sets, reason_left_out
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Trainer:
 
         # watch the load of the cores and the memory
         ranks_of_node = parallel_state.launched().local_size
-        cores, _ = available_cores()
+        cores, _ = affinity_cores()
         self.contention = CpuContention(ranks_of_node, cores, torch.get_num_threads())
         self.memory = MemoryMonitor(runtime, self.model, self.optimizer, forecast)
 
@@ -156,7 +156,7 @@ class Trainer:
 
         # prepare for saving, last, since saves report their progress to the monitor
         rank_status.enter("getting ready")
-        self.saves = CheckpointManager(runtime, self.model, self.optimizer, self.state, self.watch.note_progress)
+        self.saves = SaveManager(runtime, self.model, self.optimizer, self.state, self.watch.note_progress)
 
     def _set_schedules(self) -> None:
         """Set learning rate and weight decay from this run's settings.
@@ -256,7 +256,7 @@ class Trainer:
         # print notes, and leave out the sets that are smaller than a batch
         for line in notes_of_no_validation(self.config, datasets):
             print_rank_0(line)
-        for line in set_lines(sets, self.config.data, self.batch_size):
+        for line in evaluated_set_notes(sets, self.config.data, self.batch_size):
             print_rank_0(line)
         large_sets = {}
         for split, sets_of_split in sets.items():

@@ -138,14 +138,17 @@ def run_script(script: Script) -> None:
     rank = parallel_state.launched_rank()
     output_streams.keep_running(rank)
     launcher_watch.end_with_launcher(rank)
-    with keyboard_interrupt.Interrupt(rank) as ctrl_c, hang_watch.watching(rank, parallel_state.launched_world_size()):
+    with (
+        keyboard_interrupt.ExitOnInterrupt(rank) as ctrl_c,
+        hang_watch.watching(rank, parallel_state.launched_world_size()),
+    ):
         try:
             _run(script, began, ctrl_c)
         finally:
             stop_listening()
 
 
-def _run(script: Script, began: float, ctrl_c: keyboard_interrupt.Interrupt) -> None:
+def _run(script: Script, began: float, ctrl_c: keyboard_interrupt.ExitOnInterrupt) -> None:
     """Run one job. Whatever ends it, every rank shuts down in the same order.
 
     began: `time.monotonic()` of the start.
@@ -200,7 +203,7 @@ def _run(script: Script, began: float, ctrl_c: keyboard_interrupt.Interrupt) -> 
             message = interruption
             if message is None and failure_shutdown.explains_itself(error):
                 message = f"stopping, because {error}"
-            write_error_file(message or failure_shutdown.account_of(error))
+            write_error_file(message or failure_shutdown.message_or_traceback(error))
             if message is None:
                 raise
             output_streams.print_stderr(message)

@@ -111,7 +111,7 @@ def reason_left_out(evaluated: EvaluatedSet, batch_size: int) -> str | None:
     return f"{split} set of {len(evaluated.samples)} samples is left out: a global batch has {batch_size}"
 
 
-def set_lines(sets: Mapping[str, Sequence[EvaluatedSet]], data: DataConfig, batch_size: int) -> list[str]:
+def evaluated_set_notes(sets: Mapping[str, Sequence[EvaluatedSet]], data: DataConfig, batch_size: int) -> list[str]:
     """Return the log lines about the sets at the start of a run. sets: by split.
 
     The lines name the sets that are left out, and with --multiple-validation-sets each set with its size and its file.

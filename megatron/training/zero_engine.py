@@ -31,7 +31,7 @@ from megatron.core.offload.state_offload_config import OffloadConfig, make_offlo
 from megatron.core.ops.main_grad_interface import slot_of
 from megatron.core.optimizer import FlatOptimizer, torch_optimizer_wrapper
 from megatron.core.optimizer.loss_scaler import LossScaleConfig, make_grad_scaler
-from megatron.core.optimizer.torch_optimizer_wrapper import GroupedOptimizer
+from megatron.core.optimizer.torch_optimizer_wrapper import FlatOptimizerWithParamGroups
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.sharding.boxes import whole
 from megatron.training.checkpointing.save_and_load import read_tensors, sharded_model_state, sharded_optimizer_state
@@ -76,7 +76,7 @@ class Engine(nn.Module):
     global_steps: updates and skipped ones; skipped_steps: overflows of the loss scale; micro_steps: calls of `step`.
     """
 
-    make_optimizer = GroupedOptimizer
+    make_optimizer = FlatOptimizerWithParamGroups
 
     def __init__(
         self,

@@ -154,7 +154,7 @@ def drawn_flip(root: Path, number: int, seed: int) -> dict[str, Any]:
         at = draw.randrange(path.stat().st_size)
     else:
         manifest = disk.parse_manifest((folder / disk.MANIFEST).read_text(), folder)
-        gaps = [(file, at, gap) for (file, at), gap in disk.gaps_of(manifest).items() if gap]
+        gaps = [(file, at, gap) for (file, at), gap in disk.byte_gaps_in_files(manifest).items() if gap]
         pieces = [piece for record in manifest.tensors.values() for piece in record.pieces if piece.nbytes]
         if where == "tensor":
             piece = draw.choice(pieces)

@@ -161,7 +161,7 @@ MUTATIONS = [
             "updated parameters, used beside their module",
             "core/distributed/bucket.py",
             BESIDE,
-            "            set_residency(GatheringParameter, self._parameters)\n",
+            "            set_residency_class(AllGatherPendingParameter, self._parameters)\n",
             "",
         ),
         (

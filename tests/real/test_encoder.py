@@ -18,7 +18,7 @@ from local_ranks import run_ranks
 from script_run import trainer_of
 
 import pretrain_bert
-from megatron.convert import settings_of_folder
+from megatron.convert import settings_of_foreign_folder
 from megatron.core.models.common.model_rules import BERT_RULES
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig, build_tokenizer
@@ -61,7 +61,7 @@ def expected() -> dict:
 
 
 def tokenizer_of(folder: Path):
-    return build_tokenizer(TokenizerConfig(**settings_of_folder(folder)["tokenizer"]))
+    return build_tokenizer(TokenizerConfig(**settings_of_foreign_folder(folder)["tokenizer"]))
 
 
 def test_the_folders_tokenizer_says_transformers_ids(folder: Path, expected: dict):

@@ -17,7 +17,7 @@ from megatron.core.distributed.buffer_plan import overlaps
 from megatron.core.distributed.contiguous_buffers import ParamAndGradBuffer
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.models.gpt.gpt_stage import GPTModel
-from megatron.core.offload.offload_tiers import OffloadStore
+from megatron.core.offload.offload_tiers import OffloadAllocator
 from megatron.core.offload.state_offload_config import make_offload_store
 from megatron.core.offload.stored_tensor import start_reading
 from megatron.core.ops.attention.masks import Documents
@@ -155,7 +155,7 @@ def build_chunks(
     layout: Layout,
     vocab: int = VOCAB,
     subject: Subject = GPT,
-    offload_store: OffloadStore | None = None,
+    offload_store: OffloadAllocator | None = None,
     frozen: str = "",
     full_matrix_params: Callable[[dict[str, Placement]], Collection[str]] = lambda placements: (),
 ) -> tuple[dict[int, DistributedDataParallel], DropoutKeys, WeightGradStore]:

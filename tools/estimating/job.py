@@ -15,7 +15,7 @@ from megatron.core.tokenizers.tokenizer_config import NO_TOKENIZER
 from megatron.training.arguments.command_line import ArgumentsError, parse_args
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.hf_config import hf_config_problems
-from megatron.training.arguments.validation import apart_from, check, filled_in
+from megatron.training.arguments.validation import check, drop_doubtful_problems, with_default_components
 from megatron.training.global_vars import Runtime
 from megatron.training.initialize import as_config_error, collected
 from megatron.training.memory.dry_run import Job, mesh_of
@@ -61,9 +61,9 @@ def read(words: Sequence[str]) -> JobAndArgs:
     try:
         config, args = parse_args(words, add_flags, defaults)[:2]
     except ArgumentsError as error:
-        config = filled_in(error.parts)
+        config = with_default_components(error.parts)
         further_problems = _problems_of(config, max(1, tool_flags.world_size)) + text_problems(config)
-        raise _refusal(error.problems + apart_from(error.problems, error.parts, further_problems)) from None
+        raise _refusal(error.problems + drop_doubtful_problems(error.problems, error.parts, further_problems)) from None
 
     # check the settings as a run does
     if args.world_size < 1:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron.core.offload.state_offload_config import make_offload_store
 from megatron.training.global_vars import Runtime
-from megatron.training.memory.dry_run import alone, dry_run, mesh_of, parts_of
+from megatron.training.memory.dry_run import alone, build_rank_parts, dry_run, mesh_of
 from megatron.training.memory.memory_tracker import MemoryTracker
 from megatron.training.memory.peak_along_schedule import IN_MEMORY, KINDS, RankMemory, predicted_of
 from megatron.training.memory.report import amount, table
@@ -55,7 +55,7 @@ def measure(words: Sequence[str], steps: int = 2) -> Measured:
     offload_store = make_offload_store(job.runtime.config.offload, rank, torch.device("cpu"))
     try:
         with alone(job.runtime, mesh, offload_store=offload_store) as runtime, MemoryTracker() as tracker:
-            parts = parts_of(runtime, job)
+            parts = build_rank_parts(runtime, job)
             tracker.assign_state(parts.chunks.values(), parts.optimizer)
             peak_of_building = tracker.peak["total"]
             data = _batches_of(runtime) if mesh["tp"].is_first else None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron.core.datasets.mmap_indexed_dataset import token_dtype
-from megatron.core.datasets.vocab_check import first_unknown, tokenizer_name
+from megatron.core.datasets.vocab_check import index_of_first_unknown, tokenizer_name
 from megatron.core.tokenizers import Tokenizer
 from tools.preprocessing.in_time import in_time
 from tools.preprocessing.sources import Chunk
@@ -139,7 +139,7 @@ class Encoder:
     def _check_ids(self, all_ids: list[bytes]) -> None:
         """Raise TokenizerError for an id outside the vocabulary, as of a template: it may overflow the stored dtype."""
         ids = np.frombuffer(b"".join(all_ids), _PACKED)
-        index = first_unknown(ids, self.tokenizer.vocab_size)
+        index = index_of_first_unknown(ids, self.tokenizer.vocab_size)
         if index is not None:
             raise TokenizerError(
                 f"{self._name} gives the id {ids[index]}, which {self._outside}; correct the tokenizer"

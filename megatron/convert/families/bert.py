@@ -3,7 +3,7 @@
 It has heads for masked tokens and for sentence order.
 """
 
-from megatron.convert.families.config_fields import count, dropout_rate, fixed, fixed_if_present, ignored_keys, number
+from megatron.convert.families.config_fields import count, dropout_rate, fixed, fixed_not_written, ignored_keys, number
 from megatron.convert.families.family import (
     LANGUAGE_MODEL,
     LAYER,
@@ -38,9 +38,9 @@ BERT = Family(
         dropout_rate("attention_probs_dropout_prob", "attention_dropout", 0.1),
         fixed("type_vocab_size", 2),
         fixed("tie_word_embeddings", True),
-        fixed_if_present("position_embedding_type", "absolute"),
+        fixed_not_written("position_embedding_type", "absolute"),
         *NOT_ENCODER_DECODER,
-        fixed_if_present("directionality", "bidi"),
+        fixed_not_written("directionality", "bidi"),
         ignored_keys("gradient_checkpointing", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers"),
         ignored_keys("pooler_size_per_head", "pooler_type"),
         UNUSED_KEYS,

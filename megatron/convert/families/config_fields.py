@@ -145,7 +145,7 @@ def fixed(key: str, value: Any, *synonyms: Any, default: Any = _NEEDED) -> Field
     return Field((key,), read, lambda model: {key: value})
 
 
-def fixed_if_present(key: str, value: Any) -> Field:
+def fixed_not_written(key: str, value: Any) -> Field:
     """A key of which one value is supported, and which is not written."""
     return fixed(key, value)._replace(write=lambda model: {})
 

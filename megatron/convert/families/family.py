@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatron.convert.families.config_fields import ConfigReader, Field, ModelSettings, fixed_if_present, ignored_keys
+from megatron.convert.families.config_fields import ConfigReader, Field, ModelSettings, fixed_not_written, ignored_keys
 
 
 class ParamMapping(NamedTuple):
@@ -140,11 +140,11 @@ UNUSED_KEYS = ignored_keys(
 )
 # One stack of layers, without cross attention: what models of all families but T5 are.
 NOT_ENCODER_DECODER = (
-    fixed_if_present("is_encoder_decoder", False),
-    fixed_if_present("add_cross_attention", False),
-    fixed_if_present("is_decoder", False),
-    fixed_if_present("use_bfloat16", False),
-    fixed_if_present("pruned_heads", {}),
+    fixed_not_written("is_encoder_decoder", False),
+    fixed_not_written("add_cross_attention", False),
+    fixed_not_written("is_decoder", False),
+    fixed_not_written("use_bfloat16", False),
+    fixed_not_written("pruned_heads", {}),
 )
 
 _ACTIVATIONS = {

@@ -13,7 +13,7 @@ from megatron.convert.families.config_fields import (
     count,
     dropout_rate,
     fixed,
-    fixed_if_present,
+    fixed_not_written,
     heads,
     ignored_keys,
     number,
@@ -116,16 +116,19 @@ def _fields(
 _ATTENTION_BIAS = bias("attention_bias", "add_qkv_bias", "add_attention_output_bias")
 _BIASES = (_ATTENTION_BIAS, bias("mlp_bias", "add_mlp_bias"))
 # Keys of published files that transformers does not read: they state what its code does, and no other value is accepted.
-_KEYS_OF_SMOLLM = (fixed_if_present("rope_interleaved", False), ignored_keys("is_llama_config"))
+_KEYS_OF_SMOLLM = (fixed_not_written("rope_interleaved", False), ignored_keys("is_llama_config"))
 _KEYS_OF_PHI_4 = (
-    *(fixed_if_present(name, False) for name in ("attention_bias", "mlp_bias", "lm_head_bias")),
-    *(fixed_if_present(name, 1) for name in ("full_attn_mod", "interpolate_factor")),
+    *(fixed_not_written(name, False) for name in ("attention_bias", "mlp_bias", "lm_head_bias")),
+    *(fixed_not_written(name, 1) for name in ("full_attn_mod", "interpolate_factor")),
 )
 _KEYS_OF_COMMAND_R7B = (
-    *(fixed_if_present(name, True) for name in ("use_embedding_sharing", "use_gated_activation", "use_parallel_block")),
-    fixed_if_present("order_of_interleaved_layers", "local_attn_first"),
-    fixed_if_present("position_embedding_type", "rope_gptj"),
-    fixed_if_present("layer_switch", 4),
+    *(
+        fixed_not_written(name, True)
+        for name in ("use_embedding_sharing", "use_gated_activation", "use_parallel_block")
+    ),
+    fixed_not_written("order_of_interleaved_layers", "local_attn_first"),
+    fixed_not_written("position_embedding_type", "rope_gptj"),
+    fixed_not_written("layer_switch", 4),
     fixed("rotary_pct", 1.0, 1)._replace(write=lambda model: {}),
     ignored_keys("use_parallel_embedding", "cache_implementation"),
 )

@@ -9,7 +9,7 @@ from megatron.convert.families.config_fields import (
     count,
     dropout_rate,
     fixed,
-    fixed_if_present,
+    fixed_not_written,
     ignored_keys,
     number,
 )
@@ -158,7 +158,7 @@ T5 = Family(
         _output_layer(),
         fixed("is_encoder_decoder", True),
         _start_id(),
-        *(fixed_if_present(name, False) for name in ("add_cross_attention", "is_decoder", "use_bfloat16")),
+        *(fixed_not_written(name, False) for name in ("add_cross_attention", "is_decoder", "use_bfloat16")),
         ignored_keys("initializer_factor", "n_positions", "output_past"),
         UNUSED_KEYS,
     ),

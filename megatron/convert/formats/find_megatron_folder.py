@@ -119,7 +119,7 @@ def check_readable(root: Path) -> None:
     """Refuse a checkpoint of another trainer, naming the command that makes it readable. Raises ConfigError."""
     if not is_folder(root):
         return
-    reason = why_unreadable(root)
+    reason = unsupported_format_hint(root)
     if reason is not None:
         raise ConfigError(f"{root} {reason}")
 
@@ -128,7 +128,7 @@ _TO_HF = "then give --load OUT, with the model's config.json and tokenizer besid
 _DEEPSPEED = re.compile(r"(bf16_)?(zero_pp_rank_\d+_)?mp_rank_\d+.*_(optim|model)_states\.pt|layer_\d+-model_.*\.pt")
 
 
-def why_unreadable(root: Path) -> str | None:
+def unsupported_format_hint(root: Path) -> str | None:
     """Return what is in a folder that no reader here supports, and the command that converts it.
 
     None for other folders. The text is the end of a sentence that begins with the folder's name.

@@ -201,7 +201,7 @@ _REPLICATED = re.compile(
 )
 
 
-def join_rule_of(name: str, heads: HeadCounts, version: float, is_gated: bool) -> Join | None:
+def find_join_rule(name: str, heads: HeadCounts, version: float, is_gated: bool) -> Join | None:
     """Return how a parameter's shards are joined; None for a name that no model of ours has.
 
     name: with {i} for the layer. version: checkpoint_version.
@@ -221,4 +221,4 @@ def join_rule_of(name: str, heads: HeadCounts, version: float, is_gated: bool) -
 
 def is_known(name: str, heads: HeadCounts, is_gated: bool) -> bool:
     """Return whether a model of ours has this parameter. name: with {i} for the layer."""
-    return join_rule_of(name, heads, 3.0, is_gated) is not None
+    return find_join_rule(name, heads, 3.0, is_gated) is not None

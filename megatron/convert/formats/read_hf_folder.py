@@ -34,7 +34,7 @@ class HFFolder:
     notes: tuple[str, ...] = ()
 
 
-def is_hf_folder(root: Path) -> bool:
+def has_hf_config(root: Path) -> bool:
     """Return whether a folder has a config.json, and no checkpoints of ours.
 
     False for a name that the system refuses.

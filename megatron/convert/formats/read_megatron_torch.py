@@ -17,8 +17,8 @@ from megatron.convert.formats.find_megatron_folder import rank_files
 from megatron.convert.formats.megatron_param_mapping import (
     TIED_COPY,
     TensorPart,
+    find_join_rule,
     has_bert_heads,
-    join_rule_of,
     map_param_name,
     take_first,
 )
@@ -89,7 +89,7 @@ def read_classic(path: Path) -> MegatronModel:
     return _joined(path, ranks, settings, args, version)
 
 
-def args_of(path: Path) -> tuple[ModelSettings, dict[str, Any], int]:
+def args_and_vocab_size(path: Path) -> tuple[ModelSettings, dict[str, Any], int]:
     """Return (the model's settings, the run's args, the padded vocabulary size) of an iteration's folder."""
     files = rank_files(path)
     file = read_torch_file(path / files[0, 0], files[0, 0])
@@ -235,7 +235,7 @@ def _join_shards(
     path: Path, name: str, tensors: list[TensorInFile], heads: HeadCounts, version: float, is_gated: bool
 ) -> list[TensorPart]:
     """name: with {i} for the layer. tensors: by tensor-parallel rank."""
-    join = join_rule_of(name, heads, version, is_gated)
+    join = find_join_rule(name, heads, version, is_gated)
     if join is None:
         raise ValueError("a model here has no such tensor")
     if len({tensor.dtype for tensor in tensors}) > 1:

@@ -20,7 +20,13 @@ from megatron.convert.formats.pickle_as_data import MOST_BYTES, GlobalName, Pick
 from megatron.convert.formats.read_hf_folder import path_inside
 from megatron.convert.formats.read_torch_file import Span, TorchFile, read_torch_file
 from megatron.convert.formats.safetensors_header import FETCH_AGAIN, TensorInFile
-from megatron.core.dist_checkpointing.format import ITEM_BYTES, CheckpointError, Piece, TensorRecord, is_filled
+from megatron.core.dist_checkpointing.format import (
+    ITEM_BYTES,
+    CheckpointError,
+    Piece,
+    TensorRecord,
+    is_covered_exactly_once,
+)
 from megatron.core.sharding.boxes import Box, is_within, size_of
 from megatron.core.storage.file_layer import backend_of, read_start
 
@@ -73,7 +79,7 @@ class DcpFolder:
         if tensor.dtype not in ITEM_BYTES:
             raise ValueError(f"it has dtype {tensor.dtype:.30}; read are {', '.join(ITEM_BYTES)}")
         pieces = tuple(Piece(box, stored.file, 0, 0, "") for box, stored in tensor.chunks)
-        if not is_filled(TensorRecord(tensor.dtype, tensor.shape, pieces)):
+        if not is_covered_exactly_once(TensorRecord(tensor.dtype, tensor.shape, pieces)):
             raise ValueError(f"its {len(pieces)} chunks do not cover its shape {tensor.shape} once")
         for box, stored in sorted(tensor.chunks):
             file = self.file(stored)

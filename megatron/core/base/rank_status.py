@@ -287,7 +287,7 @@ def end_wait() -> None:
         _writer.end_wait()
 
 
-def seconds_waited() -> float:
+def seconds_in_collectives() -> float:
     """Return the seconds that this process has spent in calls."""
     return 0.0 if _writer is None else _writer.waited / 1e9
 

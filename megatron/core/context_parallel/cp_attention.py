@@ -12,7 +12,7 @@ from megatron.core.base.registry import Registry
 from megatron.core.context_parallel.block_attention import FlashBlocks, TiledBlocks, flash_refuses
 from megatron.core.context_parallel.ring_attention import (
     Gathered,
-    KVTransfer,
+    KVCommStrategy,
     Ring,
     attention_over_blocks,
     to_sample_order,
@@ -93,7 +93,7 @@ class Method:
 # ---------------------------------------------------------------- ring attention and gathered keys
 
 
-def blockwise_attention(make_transfer: Callable[[Axis], KVTransfer], inputs: AttentionInputs, axis: Axis) -> Tensor:
+def blockwise_attention(make_transfer: Callable[[Axis], KVCommStrategy], inputs: AttentionInputs, axis: Axis) -> Tensor:
     """Compute the attention of this rank's rows, block by block of the keys that come: -> [s / c, b, n, d].
 
     make_transfer: the way in which keys come. Every rank of the axis must call. Raises ConfigError for a backend that

@@ -20,7 +20,7 @@ from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.sequence_shard import SequenceShard
 
 
-class ShardedKeyValueCache(KeyValueCache):
+class AllGatherKeyValueCache(KeyValueCache):
     """A cache whose first forward has a part of the columns on each rank of `sharing`.
 
     `new` is then the length of that part. Every rank of the axis must call `take`, `append` and `broadcast_last_column`

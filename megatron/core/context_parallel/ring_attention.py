@@ -36,7 +36,7 @@ VisitBackward = Callable[[ChunkNumbers, Tensor, AsyncHandle[Tensor] | None], Ten
 # ---------------------------------------------------------------- how keys and values get to a rank
 
 
-class KVTransfer(Protocol):
+class KVCommStrategy(Protocol):
     """A way for the keys and values kv [2, b, groups, s / c, d] of all ranks to get to each rank.
 
     Every rank of the axis must call `forward`, and then `backward`.
@@ -154,7 +154,7 @@ def attention_over_blocks(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    transfer: KVTransfer,
+    transfer: KVCommStrategy,
     kernel: FlashBlocks | TiledBlocks,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
@@ -178,7 +178,7 @@ class _OverBlocks(torch.autograd.Function):
         v: Tensor,
         sinks: Tensor | None,
         bias: Tensor | None,
-        transfer: KVTransfer,
+        transfer: KVCommStrategy,
         kernel: FlashBlocks | TiledBlocks,
     ) -> Tensor:
         """q: [s / c, b, n, d]; k, v: [s / c, b, groups, d]; sinks: [n]; bias: [n, s / c, s] -> [s / c, b, n, d]"""

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron.core.datasets.mmap_indexed_dataset import missing_file
+from megatron.core.datasets.mmap_indexed_dataset import missing_file_problem
 
 MAX_DATASETS = np.iinfo(np.int16).max - 1
 
@@ -83,7 +83,7 @@ class Blend:
         hint = f"; is {numbers[0]} a weight? then every prefix needs one before it: 0.3 A 0.7 B" if numbers else ""
         problems = []
         for prefix in self.prefixes:
-            problem = missing_file(prefix)
+            problem = missing_file_problem(prefix)
             if problem is not None:
                 problems.append(f"--data-path {prefix}: {problem}{hint}")
         return problems

@@ -11,7 +11,7 @@ from megatron.core.datasets import blend, gpt_samples
 from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig
 from megatron.core.datasets.bert_dataset_builder import build_bert_datasets
 from megatron.core.datasets.blended_dataset import BlendedDataset
-from megatron.core.datasets.blended_megatron_dataset_config import Blend, _check_pad, words_of
+from megatron.core.datasets.blended_megatron_dataset_config import Blend, _check_pad, data_path_words
 from megatron.core.datasets.build_datasets import samples_of_files
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
@@ -112,7 +112,7 @@ class BlendedMegatronDatasetBuilder:
         return datasets
 
     def _build_split(self, data: DataConfig, split: Any, split_blend: Blend, size: int | None) -> Any:
-        files = blend.parse_blend(words_of(split_blend))
+        files = blend.parse_blend(data_path_words(split_blend))
         if split == Split.valid and data.multiple_validation_sets and len(files.prefixes) > 1:
             return [self._build_split(data, split, [prefix], size) for prefix in files.prefixes]
 

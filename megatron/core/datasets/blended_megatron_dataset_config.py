@@ -57,14 +57,14 @@ class BlendedMegatronDatasetConfig:
         """The same settings as a `DataConfig`. Raises ConfigError for settings that are not built."""
         if problems := problems_of_not_built(self, NOT_BUILT):
             raise ConfigError(problems)
-        train, valid, test = [words_of(blend) for blend in self.blend_per_split or (None, None, None)]
+        train, valid, test = [data_path_words(blend) for blend in self.blend_per_split or (None, None, None)]
         has_own_splits = any((train, valid, test))
 
         def flag(name: str) -> bool:  # some are fields of subclasses alone
             return bool(getattr(self, name, False))
 
         return DataConfig(
-            data_path=words_of(self.blend),
+            data_path=data_path_words(self.blend),
             train_data_path=train,
             valid_data_path=valid,
             test_data_path=test,
@@ -92,7 +92,7 @@ def _check_pad(config: BlendedMegatronDatasetConfig) -> None:
         )
 
 
-def words_of(blend: Blend) -> list[str] | None:
+def data_path_words(blend: Blend) -> list[str] | None:
     """Return a blend as the words of --data-path. A weight of 0 leaves its data set out."""
     if not blend:
         return None

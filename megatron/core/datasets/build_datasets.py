@@ -33,7 +33,7 @@ from megatron.core.datasets.data_usage_report import DataUsage, usage_lines
 from megatron.core.datasets.index_cache import IndexCache, content_fingerprint
 from megatron.core.datasets.index_map import SPLIT_NAMES, parse_split, split_ranges
 from megatron.core.datasets.mmap_indexed_dataset import IndexedDataset
-from megatron.core.datasets.read_megatron_index_cache import Described, MegatronCache, descriptions, order_problem
+from megatron.core.datasets.read_megatron_index_cache import Described, MegatronCache, blend_order_problem, descriptions
 from megatron.core.storage.atomic_file import remove_abandoned
 
 Say = Callable[[str], None]
@@ -240,7 +240,7 @@ class SplitPlan:
             name=f"BlendedDataset-{self.split}",
             fields={"weights": sizes if size is None else shares, "size": size},
             arrays=order.array_names,
-            problem=lambda arrays: order_problem(arrays, indices()),
+            problem=lambda arrays: blend_order_problem(arrays, indices()),
         )
         description = f"the order of a blend of {len(self.file_splits)} data sets"
         arrays = _load_megatron_cache(megatron_cache, description, build_context, described)

@@ -52,7 +52,7 @@ def micro_batch_ids(
         yield range(first, first + micro_batch_size)
 
 
-class Cyclic:
+class CyclicDataset:
     """An endless data set: each epoch is shuffled with its number as seed.
 
     The epochs are laid end to end, so the next sample depends only on the number of consumed samples, in any layout.
@@ -128,5 +128,5 @@ def loader(kind: str, dataset: Samples | Iterable, split: str, **reading: int) -
     if kind == "external":
         return iter(dataset)
     if kind == "cyclic" and split == "train":
-        dataset = Cyclic(dataset)
+        dataset = CyclicDataset(dataset)
     return batches(dataset, **reading)

@@ -54,7 +54,7 @@ class IndexedDataset:
 
     def __init__(self, prefix: str | Path, *, multimodal: bool = False, mmap: bool = True):
         self.prefix = str(prefix)
-        if problem := missing_file(self.prefix):
+        if problem := missing_file_problem(self.prefix):
             raise FileNotFoundError(problem)
         index = _read_index(self.index_path, multimodal)
         self.dtype = index.dtype
@@ -129,7 +129,7 @@ class IndexedDataset:
             )
 
 
-def missing_file(prefix: str) -> str | None:
+def missing_file_problem(prefix: str) -> str | None:
     """Say which file of `prefix` does not exist, and which prefix may be meant; None if both exist.
 
     Meant may be: the prefix with the name that preprocessing appends, or the prefix without a file's ending.

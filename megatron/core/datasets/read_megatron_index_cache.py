@@ -136,7 +136,7 @@ def _holds_each(array: np.ndarray, first: int, past: int) -> bool:
     return bool((counts == counts[0]).all())
 
 
-def order_problem(arrays: list[np.ndarray], expected: tuple[np.ndarray, ...]) -> str | None:
+def blend_order_problem(arrays: list[np.ndarray], expected: tuple[np.ndarray, ...]) -> str | None:
     """Say why `arrays` are not the order of a blend, which follows from its weights alone.
 
     Both are the two arrays of `BlendIndices`, [samples] each. None if they are equal to `expected`.

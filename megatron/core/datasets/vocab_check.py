@@ -44,7 +44,7 @@ def ids_without_row(tokenizer: Any) -> Mapping[int, str]:
     return tokenizer.without_row if isinstance(tokenizer, LimitedTokenizer) else {}
 
 
-def within_embedding(tokenizer: Any, rows: int) -> Any:
+def cap_vocab_size(tokenizer: Any, rows: int) -> Any:
     """Return the tokenizer, limited to the ids for which an embedding of so many rows has one."""
     return tokenizer if tokenizer.vocab_size <= rows else LimitedTokenizer(tokenizer, rows)
 
@@ -52,7 +52,7 @@ def within_embedding(tokenizer: Any, rows: int) -> Any:
 _IN_SAMPLES = ("eod", "cls", "sep", "mask", "bos", "eos")  # tokens that data sets put into samples
 
 
-def embedding_problem(tokenizer: Any, rows: int) -> str | None:
+def embedding_rows_problem(tokenizer: Any, rows: int) -> str | None:
     """Say why a model with so many embedding rows cannot be trained with this tokenizer; None if it can.
 
     Ids without a row may only be added tokens, which a text seldom has, and none that every sample has: a model that
@@ -86,7 +86,7 @@ def embedding_problem(tokenizer: Any, rows: int) -> str | None:
 
 def embedding_note(tokenizer: Any, rows: int) -> str | None:
     """Return a line about ids without an embedding row; None if each has one."""
-    without_row = ids_without_row(within_embedding(tokenizer, rows))
+    without_row = ids_without_row(cap_vocab_size(tokenizer, rows))
     if not without_row:
         return None
     examples = ", ".join(f"{token} ({i})" for i, token in list(without_row.items())[:3])
@@ -94,7 +94,7 @@ def embedding_note(tokenizer: Any, rows: int) -> str | None:
     return f"the model's word table has {rows} rows, and the tokenizer {num_ids} ids: a text with {examples} is refused"
 
 
-def first_unknown(tokens: np.ndarray, vocab_size: float) -> int | None:
+def index_of_first_unknown(tokens: np.ndarray, vocab_size: float) -> int | None:
     """Return the position of the first id that is negative or not below `vocab_size`; None if there is none.
 
     tokens: integers [n]. It takes 10 microseconds for 2,048 tokens.
@@ -119,7 +119,7 @@ def concatenate_checked(
     by id. Raises ConfigError for an id that is negative or past the vocabulary, with its place.
     """
     tokens = np.concatenate(parts)
-    position = first_unknown(tokens, vocab_size)
+    position = index_of_first_unknown(tokens, vocab_size)
     if position is None:
         return tokens
     token = without_row.get(int(tokens[position]))

@@ -30,7 +30,7 @@ from megatron.core.base import rank_status
 from megatron.core.dist_checkpointing import format, writer_process
 from megatron.core.dist_checkpointing.format import CheckpointError
 from megatron.core.dist_checkpointing.local_tensor import LocalTensor
-from megatron.core.dist_checkpointing.save_sharded import check_savable
+from megatron.core.dist_checkpointing.save_sharded import check_tensors_and_state
 from megatron.core.dist_checkpointing.write_and_publish import SaveRequest
 from megatron.core.dist_checkpointing.write_balance import balance_writes
 from megatron.core.dist_checkpointing.writer_sockets import MessageSocket
@@ -225,7 +225,7 @@ class AsyncSaver:
         # check, and allocate memory, on all ranks
         request = SaveRequest(path_of(root), iteration, state, print)
         with collectives.raise_together(self._world, self._device):
-            check_savable(request, tensors, is_first=self._world.is_first)
+            check_tensors_and_state(request, tensors, is_first=self._world.is_first)
             self.reserve(tensors)
 
         # copy: the state may change as soon as this returns

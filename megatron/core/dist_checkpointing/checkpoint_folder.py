@@ -87,13 +87,13 @@ def latest_iteration(root: Path) -> int | None:
         raise CheckpointError(path, wrong, _other_iterations(root))
     iteration = int(match[1])
     line_ends = text.count("\n")
-    if line_ends >= _MIN_CHECKED_ENDS and text != pointer_text(iteration):
+    if line_ends >= _MIN_CHECKED_ENDS and text != pointer_text_with_check_digit(iteration):
         wrong = f"is damaged: it says {iteration}, and its {line_ends} line ends are the check digit of another number"
         raise CheckpointError(path, wrong, _other_iterations(root))
     return iteration
 
 
-def pointer_text(iteration: int) -> str:
+def pointer_text_with_check_digit(iteration: int) -> str:
     """Return the content of the pointer to an iteration: the number, and line ends as a check digit.
 
     Any one flipped bit shows in the number of line ends; programs and shells that read the number do not see them. A

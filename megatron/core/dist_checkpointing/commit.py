@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.checkpoint_folder import (
     damaged_folder,
     is_complete,
     iterations_in,
-    pointer_text,
+    pointer_text_with_check_digit,
     remove,
     replaced_folder,
 )
@@ -59,7 +59,7 @@ def is_ours(final: Path) -> bool:
     """
     if file_layer.is_file(final / format.MANIFEST):
         return True
-    return file_layer.is_object(final) and object_store_commit.holds_saved_objects(final)
+    return file_layer.is_object(final) and object_store_commit.holds_only_saved_objects(final)
 
 
 def publish(partial: Path, iteration: int) -> None:
@@ -76,7 +76,7 @@ def publish(partial: Path, iteration: int) -> None:
 
     # write the new pointer under a temporary name: a full disk must fail before anything is renamed
     pointer = root / (format.LATEST + format.PARTIAL)
-    file_layer.write_synced(pointer, pointer_text(iteration))
+    file_layer.write_synced(pointer, pointer_text_with_check_digit(iteration))
 
     # free the final name
     if file_layer.exists(final):
@@ -128,7 +128,7 @@ def set_aside(folder: Path) -> Path:
     Return its new path.
     """
     if file_layer.is_object(folder):
-        return object_store_commit.set_aside_objects(folder)
+        return object_store_commit.set_aside_damaged_manifest(folder)
     free = damaged_folder(folder)
     file_layer.backend_of(folder).rename(folder, free)
     return free
@@ -140,7 +140,7 @@ def clear_leftovers(root: Path) -> list[str]:
     The only complete folder of an iteration stays. Only one process may save below `root`.
     """
     if file_layer.is_object(root):
-        return object_store_commit.clear_objects(root)
+        return object_store_commit.try_clear_leftover_objects(root)
     pointer = root / (format.LATEST + format.PARTIAL)
     problems = []
     for path in [pointer, *_folders_with(root, format.PARTIAL), *_folders_with(root, format.REPLACED)]:

@@ -293,7 +293,7 @@ def check_complete(manifest: Manifest, file: Path | str, advice: str = DAMAGED) 
 
     The pieces of each file must fill it, too.
     """
-    broken = [(name, record) for name, record in manifest.tensors.items() if not is_filled(record)]
+    broken = [(name, record) for name, record in manifest.tensors.items() if not is_covered_exactly_once(record)]
     problems = [_cover_problem(name, record) for name, record in broken[:_MAX_SHOWN]]
     problems += [name for name, _ in broken[_MAX_SHOWN:]]  # these are counted, not shown
     if not problems:
@@ -302,7 +302,7 @@ def check_complete(manifest: Manifest, file: Path | str, advice: str = DAMAGED) 
         raise CheckpointError(file, problems, advice)
 
 
-def is_filled(record: TensorRecord) -> bool:
+def is_covered_exactly_once(record: TensorRecord) -> bool:
     """Return whether the boxes of a tensor are disjoint and cover it, in time linear in their number.
 
     The indicator function of a box is the cumulative sum, along each dimension, of +1 and -1 at its 2^d corners. So
@@ -369,7 +369,7 @@ def _first_overlap(pieces: tuple[Piece, ...]) -> tuple[Piece, Piece] | None:
     return None
 
 
-def gaps_of(manifest: Manifest) -> dict[tuple[str, int], int]:
+def byte_gaps_in_files(manifest: Manifest) -> dict[tuple[str, int], int]:
     """Return (file, byte) of each piece's start and each file's end -> bytes since the end of the previous piece.
 
     Negative if pieces overlap.
@@ -388,7 +388,7 @@ def gaps_of(manifest: Manifest) -> dict[tuple[str, int], int]:
 def _file_problems(manifest: Manifest) -> list[str]:
     """Return the bytes of a file that are in two pieces, or in none though no alignment needs them."""
     problems = []
-    for (file, position), gap in gaps_of(manifest).items():
+    for (file, position), gap in byte_gaps_in_files(manifest).items():
         allowed = 0 if position == manifest.files[file] else ALIGNMENT - 1  # a file ends with its last piece
         if 0 <= gap <= allowed:
             continue

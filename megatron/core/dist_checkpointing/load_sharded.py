@@ -151,7 +151,7 @@ class Checkpoint:
 
     @cached_property
     def _gaps(self) -> dict[tuple[str, int], int]:
-        return format.gaps_of(self.manifest)
+        return format.byte_gaps_in_files(self.manifest)
 
     def _span(self, piece: Piece) -> FileSpan:
         """Return the bytes of a piece, with the zeros before it that align it."""

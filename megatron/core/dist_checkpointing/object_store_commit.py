@@ -43,7 +43,7 @@ def object_path(partial: Path, rank: int) -> Path:
     return partial.with_suffix("") / format.file_name(rank, f".{mark}.bin")
 
 
-def holds_saved_objects(final: Path) -> bool:
+def holds_only_saved_objects(final: Path) -> bool:
     """Return whether everything in a folder was written by saves of ours."""
     return all(_OBJECT.fullmatch(name) for name in file_layer.backend_of(final).names(final))
 
@@ -52,10 +52,10 @@ def publish_objects(partial: Path, iteration: int) -> None:
     """Make the manifest in `partial` the one of its iteration, and the iteration the latest."""
     text = checkpoint_folder.read_manifest(partial)
     file_layer.write_synced(partial.with_suffix("") / format.MANIFEST, text)
-    file_layer.write_synced(partial.parent / format.LATEST, checkpoint_folder.pointer_text(iteration))
+    file_layer.write_synced(partial.parent / format.LATEST, checkpoint_folder.pointer_text_with_check_digit(iteration))
 
 
-def set_aside_objects(final: Path) -> Path:
+def set_aside_damaged_manifest(final: Path) -> Path:
     """Move the manifest of a damaged checkpoint to a folder of its own, and return that. The objects stay."""
     free = checkpoint_folder.damaged_folder(final)
     manifest = final / format.MANIFEST
@@ -80,7 +80,7 @@ def delete_objects(final: Path) -> None:
     _clear(partial)
 
 
-def clear_objects(root: Path) -> list[str]:
+def try_clear_leftover_objects(root: Path) -> list[str]:
     """Remove the leftovers of killed saves and removals; return problems for a warning."""
     try:
         names = file_layer.backend_of(root).names(root)

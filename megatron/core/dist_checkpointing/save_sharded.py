@@ -66,13 +66,13 @@ def save_checkpoint(
     ranks = _AxisSaveGroup(world, device)
     request = SaveRequest(path_of(root), iteration, state, warn)
     with save_step(request.root, ranks):
-        check_savable(request, tensors, is_first=world.is_first)
+        check_tensors_and_state(request, tensors, is_first=world.is_first)
     items = {name: write_item_of(local) for name, local in balance_writes(tensors).items()}
     write_and_publish(request, items, ranks)
     return request.partial.with_suffix("")
 
 
-def check_savable(request: SaveRequest, tensors: dict[str, LocalTensor], *, is_first: bool) -> None:
+def check_tensors_and_state(request: SaveRequest, tensors: dict[str, LocalTensor], *, is_first: bool) -> None:
     """Raise CheckpointError for what cannot be saved, before anything is written.
 
     tensors: name -> this rank's part, as `LocalTensor` has it. is_first: on the rank whose state counts.

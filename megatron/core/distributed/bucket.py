@@ -33,11 +33,11 @@ from megatron.core.distributed.collective_order import CollectiveOrderCheck
 from megatron.core.distributed.contiguous_buffers import ParamAndGradBuffer
 from megatron.core.distributed.param_grad_state import ParamSlot
 from megatron.core.distributed.released_tensors import (
-    GatheringParameter,
-    LazyGradient,
+    AllGatherPendingParameter,
+    LazyZeroGradient,
     ReleasedGradient,
     ReleasedParameter,
-    set_residency,
+    set_residency_class,
 )
 from megatron.core.offload.stored_tensor import start_reading, start_writing
 from megatron.core.parallel import collectives
@@ -81,7 +81,7 @@ class Bucket:
         self._is_opened = False  # gradients were allocated in this step
         buffer.buckets.append(self)
         if self._params is not None:
-            set_residency(ReleasedParameter, self._parameters)
+            set_residency_class(ReleasedParameter, self._parameters)
         if self._shards_grads:
             self._mark_grads_released()
 
@@ -102,7 +102,7 @@ class Bucket:
         if self._shards_grads:
             self._release_grads()
             self.grad_shard.zero_()
-        elif self.buffer.grads_are_lazy and self._is_opened and not self.buffer.keeps_grads:
+        elif self.buffer.grads_need_no_buffer and self._is_opened and not self.buffer.keeps_grads:
             self._release_grads()
         else:
             self._clear()
@@ -124,7 +124,7 @@ class Bucket:
         self._is_opened = True
         if self._grads is not None and not self._grads.is_open:
             self._grads.open()
-            set_residency(Tensor, self._main_grads)
+            set_residency_class(Tensor, self._main_grads)
             self._clear()
 
     def complete(self) -> None:
@@ -219,10 +219,10 @@ class Bucket:
         self._mark_grads_released()
 
     def _mark_grads_released(self) -> None:
-        if self.buffer.grads_are_lazy:
-            set_residency(LazyGradient, self._main_grads)
+        if self.buffer.grads_need_no_buffer:
+            set_residency_class(LazyZeroGradient, self._main_grads)
         elif not self.buffer.poison:  # poisoned gradients read as NaN without a class
-            set_residency(ReleasedGradient, self._main_grads)
+            set_residency_class(ReleasedGradient, self._main_grads)
 
     def _record_collective(self, verb: str) -> None:
         """Record a collective that a branch on data could keep other ranks from making."""
@@ -261,7 +261,7 @@ class Bucket:
             out = self.buffer.params.data[self._span]  # [bucket]
             self._gathering = collectives.start_all_gather(own_shard, shard_axis, out=out)
             # A forward that uses one outside its module, where no hook waits, waits by its class.
-            set_residency(GatheringParameter, self._parameters)
+            set_residency_class(AllGatherPendingParameter, self._parameters)
 
     @memory_kind("communication")
     def finish_gather(self) -> None:
@@ -269,7 +269,7 @@ class Bucket:
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
-            set_residency(nn.Parameter, self._parameters)
+            set_residency_class(nn.Parameter, self._parameters)
 
     def release_params(self) -> None:
         """Release all but this rank's shard (stage 3)."""
@@ -277,7 +277,7 @@ class Bucket:
         self._reading = None
         if self._params is not None and self._params.is_open:
             self._params.release()
-            set_residency(ReleasedParameter, self._parameters)
+            set_residency_class(ReleasedParameter, self._parameters)
 
     @memory_kind("communication")
     def keep_values(self) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megatron.core.distributed.buffer_plan import BufferPlan, ParamRange, overlaps
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
-from megatron.core.offload.offload_tiers import OffloadStore
+from megatron.core.offload.offload_tiers import OffloadAllocator
 from megatron.core.offload.stored_tensor import Stored, start_writing
 from megatron.core.ops.main_grad_interface import set_slot
 from megatron.core.parallel.mesh import GradAxes
@@ -122,7 +122,7 @@ class ParamAndGradBuffer:
         3       releasable  releasable  memory of its own memory of its own
 
     A releasable buffer is one `ReleasableBuffer` per bucket: `params_of`, `grads_of`. On a CPU, whole gradients that no
-    other rank shares are releasable too (`grads_are_lazy`): resident from the first gradient of their bucket until the
+    other rank shares are releasable too (`grads_need_no_buffer`): resident from the first gradient of their bucket until the
     next step begins. They then use the memory of the activations, which the backward frees as it goes.
 
     axes: the ranks that sum gradients; each rank of `axes.shard` has a shard of every bucket (`param_shard`,
@@ -137,7 +137,7 @@ class ParamAndGradBuffer:
         parameters: Mapping[str, nn.Parameter],
         axes: GradAxes,
         config: DataParallelConfig,
-        offload_store: OffloadStore | None = None,
+        offload_store: OffloadAllocator | None = None,
     ):
         self.plan = plan
         self.axes = axes
@@ -162,13 +162,13 @@ class ParamAndGradBuffer:
         self.owned_runs = plan.shard_runs(axes.shard.rank * axes.outer.size + axes.outer.rank)
 
         # whole buffers; None: one releasable buffer per bucket instead, made by _adopt_parameters
-        self.grads_are_lazy = grads_are_lazy(axes, config) and self.device.type == "cpu"
+        self.grads_need_no_buffer = grads_need_no_buffer(axes, config) and self.device.type == "cpu"
         self.keeps_grads = False  # lazily allocated gradients stay allocated from step to step
         self.params: MemoryBuffer | None = None
         if not self.zero.shards_params:
             self.params = MemoryBuffer(plan.numel, self.dtype, self.device)
         self.grads: MemoryBuffer | None = None
-        if not (self.zero.shards_grads or self.grads_are_lazy):
+        if not (self.zero.shards_grads or self.grads_need_no_buffer):
             self.grads = MemoryBuffer(plan.numel, self.grad_dtype, self.device)
         self.params_of: tuple[ReleasableBuffer, ...] = ()
         self.grads_of: tuple[ReleasableBuffer, ...] = ()
@@ -194,7 +194,7 @@ class ParamAndGradBuffer:
 
     def open_grads(self) -> None:
         """Allocate lazily allocated gradients, and set zeros where this step has added none."""
-        if self.grads_are_lazy:
+        if self.grads_need_no_buffer:
             for bucket in self.buckets:
                 bucket.complete()
 
@@ -216,13 +216,13 @@ class ParamAndGradBuffer:
             return Shard([(0, self.plan.numel)], [self.grads.data], self.grad_dtype)
         if self.grad_dtype != self.master_dtype:  # the sums are wider than the gradients
             return self._make_shard(None, self.master_dtype)
-        if self.grads_are_lazy:
+        if self.grads_need_no_buffer:
             bucket_runs = [(bucket.start, bucket.stop) for bucket in self.plan.buckets]
             return Shard(bucket_runs, [grads.data for grads in self.grads_of], self.grad_dtype)
         return self._make_shard(self.grads, self.master_dtype)
 
     def _make_shard(
-        self, buffer: MemoryBuffer | None, dtype: torch.dtype, offload_store: OffloadStore | None = None
+        self, buffer: MemoryBuffer | None, dtype: torch.dtype, offload_store: OffloadAllocator | None = None
     ) -> Shard:
         """Return this rank's shard: views of a whole buffer, or zeros if there is no whole buffer."""
         if buffer is not None:
@@ -268,7 +268,7 @@ class ParamAndGradBuffer:
                 self._keep_shard(bucket.start, params)
                 self.params_of += (params,)
             if grads is not None:
-                if not self.grads_are_lazy:  # `_make_grad_shard` makes views of lazy ones, which must be resident
+                if not self.grads_need_no_buffer:  # `_make_grad_shard` makes views of lazy ones, which must be resident
                     grads.release()
                 self.grads_of += (grads,)
 
@@ -284,7 +284,7 @@ class ParamAndGradBuffer:
         params.release()
 
 
-def grads_are_lazy(axes: GradAxes, config: DataParallelConfig) -> bool:
+def grads_need_no_buffer(axes: GradAxes, config: DataParallelConfig) -> bool:
     """Return whether gradients are whole and need no contiguous memory, since no other rank adds to them."""
     return axes.reduce.size == 1 and not (config.zero.shards_grads or config.fixed_order_grad_reduce)
 

@@ -37,14 +37,14 @@ from megatron.core.distributed.bucket import Bucket
 from megatron.core.distributed.buffer_plan import BucketSpec, ParamSpec, overlaps, plan_buffers
 from megatron.core.distributed.collective_order import CollectiveOrderCheck
 from megatron.core.distributed.comm_volume import BufferSizes
-from megatron.core.distributed.contiguous_buffers import ACROSS_STAGES, ParamAndGradBuffer, grads_are_lazy
+from megatron.core.distributed.contiguous_buffers import ACROSS_STAGES, ParamAndGradBuffer, grads_need_no_buffer
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.distributed.fixed_order_reduce import ReduceInFixedOrder
 from megatron.core.distributed.grad_count import GradCounter
 from megatron.core.distributed.param_grad_state import ParamSlot, declared_num_grads, is_tied
 from megatron.core.distributed.zero import GradReduce, ParamGather, ReduceEachMicrobatch, ReduceOnce
 from megatron.core.distributed.zero3_param_fetcher import ParamFetcher, units_of
-from megatron.core.offload.offload_tiers import OffloadStore
+from megatron.core.offload.offload_tiers import OffloadAllocator
 from megatron.core.offload.stored_tensor import Stored
 from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.main_grad_interface import (
@@ -83,7 +83,7 @@ class DistributedDataParallel(DataParallelBase):
         config: DataParallelConfig | None = None,
         weight_grads: WeightGradStore | None = None,
         *,
-        offload_store: OffloadStore | None = None,
+        offload_store: OffloadAllocator | None = None,
         unsplit: Collection[str] = (),
         fills_grad: bool = False,
     ):
@@ -152,7 +152,7 @@ class DistributedDataParallel(DataParallelBase):
         """Return how the buffer with this key is cut into buckets and shards."""
         axes = self._grad_axes(key)
         shards = axes.shard.size * axes.outer.size
-        by_unit = self.settings.zero.shards_params or grads_are_lazy(axes, self.settings)
+        by_unit = self.settings.zero.shards_params or grads_need_no_buffer(axes, self.settings)
         return BucketSpec(self.settings.bucket_numel(axes.reduce.size), shards, by_unit=by_unit)
 
     def _choose_strategies(self) -> None:

@@ -4,9 +4,9 @@ A released tensor changes its class, and changes it back when it is resident aga
 
     class                 resident again             a use of its values
     ReleasedParameter     its unit's next use        is an error               parameter of stage 3
-    GatheringParameter    finish_gather()            waits for the gather      updated parameter of stages 1 and 2
+    AllGatherPendingParameter    finish_gather()            waits for the gather      updated parameter of stages 1 and 2
     ReleasedGradient      its next gradient          is an error               main_grad of stages 2 and 3
-    LazyGradient          its first gradient         allocates zeros           main_grad of stages 0 and 1
+    LazyZeroGradient          its first gradient         allocates zeros           main_grad of stages 0 and 1
 
 torch calls `__torch_function__` of such a class before it touches the memory; without that, the process would crash.
 Shape, dtype and the like can always be read. The price is one assignment per release, and nothing for resident tensors.
@@ -77,7 +77,7 @@ class ReleasedParameter(NonResidentTensor, nn.Parameter):
         )
 
 
-class GatheringParameter(NonResidentTensor, nn.Parameter):
+class AllGatherPendingParameter(NonResidentTensor, nn.Parameter):
     """A parameter whose updated values are in flight (stages 1 and 2).
 
     Any use waits for them, also outside its module's forward.
@@ -103,7 +103,7 @@ class ReleasedGradient(NonResidentTensor, Tensor):
         )
 
 
-class LazyGradient(NonResidentTensor, Tensor):
+class LazyZeroGradient(NonResidentTensor, Tensor):
     """A `main_grad` of a step that has added no gradient yet. Any use allocates it."""
 
     @staticmethod
@@ -113,11 +113,11 @@ class LazyGradient(NonResidentTensor, Tensor):
             gradient.slot.bucket.open()
 
 
-_PARAMETER_CLASSES = {nn.Parameter, ReleasedParameter, GatheringParameter}
-_GRADIENT_CLASSES = {Tensor, ReleasedGradient, LazyGradient}
+_PARAMETER_CLASSES = {nn.Parameter, ReleasedParameter, AllGatherPendingParameter}
+_GRADIENT_CLASSES = {Tensor, ReleasedGradient, LazyZeroGradient}
 
 
-def set_residency(kind: type, tensors: Iterable[Tensor]) -> None:
+def set_residency_class(kind: type, tensors: Iterable[Tensor]) -> None:
     """Change the class of these tensors, of any shapes; nn.Parameter and Tensor mean resident.
 
     Tensors of a script's own classes are left alone.

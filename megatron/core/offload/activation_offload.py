@@ -1,4 +1,4 @@
-"""Saved activations of a stage's layers, offloaded to an `OffloadStore` or kept in slots of one device buffer.
+"""Saved activations of a stage's layers, offloaded to an `OffloadAllocator` or kept in slots of one device buffer.
 
     forward    layer 0 | layer 1          | layer 2            a layer's activations are copied while the next computes
                          layer 0 offloads   layer 1 offloads
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from megatron.core.base.async_handle import AsyncHandle
 from megatron.core.base.memory_category import ACTIVATIONS, set_memory_kind
 from megatron.core.offload.contiguous_activation_buffer import SlotBuffer, as_flat, strides_like
-from megatron.core.offload.offload_tiers import HostOffloadStore, OffloadStore
+from megatron.core.offload.offload_tiers import HostOffloadStore, OffloadAllocator
 from megatron.core.offload.stored_tensor import Stored, start_reading, start_writing
 from megatron.core.parallel.accelerator import to_device
 
@@ -49,7 +49,7 @@ class StageActivations:
         *,
         smallest: int = 0,
         contiguous: bool = False,
-        offload_store: OffloadStore | None = None,
+        offload_store: OffloadAllocator | None = None,
     ):
         self.offloaded = offloaded
         self.smallest = smallest
@@ -61,7 +61,7 @@ class StageActivations:
         # A weak reference to the last layer: only the autograd graph may keep a layer's storages.
         self._last: Callable[[], _LayerStorages | None] = lambda: None
 
-    def set_store(self, store: OffloadStore) -> None:
+    def set_store(self, store: OffloadAllocator) -> None:
         """Offload to another store. Call before anything is offloaded."""
         self._store = store
 
@@ -268,7 +268,7 @@ class OffloadSlots:
     copies to host memory on a side stream.
     """
 
-    def __init__(self, store: OffloadStore, device: torch.device):
+    def __init__(self, store: OffloadAllocator, device: torch.device):
         self.device = device
         self.side = store.side_stream(device)
         self.slots: list[Stored] = []  # free and used

@@ -26,7 +26,7 @@ def folder_of(root: Path | str, rank: int) -> Path:
     return Path(root) / f"rank_{rank:05d}"
 
 
-def folder_problems(root: Path | str, rank: int) -> list[str]:
+def offload_folder_conflicts(root: Path | str, rank: int) -> list[str]:
     """Return why a rank cannot use its folder below `root`. Creates nothing."""
     folder = folder_of(root, rank)
     if not folder.exists():
@@ -52,7 +52,7 @@ class RankFolder:
 
     def __init__(self, root: Path | str, rank: int):
         self.path = folder_of(root, rank).absolute()  # a script may change the working directory
-        problems = folder_problems(root, rank)
+        problems = offload_folder_conflicts(root, rank)
         if problems:
             raise ConfigError(problems)
         try:
@@ -101,7 +101,7 @@ class RankFolder:
             self.path.rmdir()
 
 
-def remove_left_behind(root: Path | str, ranks: int) -> list[str]:
+def remove_surplus_rank_folders(root: Path | str, ranks: int) -> list[str]:
     """Remove folders of killed runs with more than `ranks` ranks, which no rank would take over; return their names."""
     removed = []
     for folder in sorted(Path(root).glob("rank_*")):

@@ -1,4 +1,4 @@
-"""Stores for offloaded state: an `OffloadStore` in host memory, or in a file.
+"""Stores for offloaded state: an `OffloadAllocator` in host memory, or in a file.
 
     stored = store.zeros(1000, torch.float32)     a Tensor, or a FileTensor with the same interface
     (`offload/stored_tensor.py`)
@@ -91,7 +91,7 @@ class SideStream:
         return AsyncHandle(wait_on_compute_stream, source)  # `source` stays alive until then
 
 
-class OffloadStore(Protocol):
+class OffloadAllocator(Protocol):
     """A place for offloaded tensors. name: "host" or "file"."""
 
     name: str

@@ -7,7 +7,7 @@ import torch
 
 from megatron.core.base.dataclass_flags import FlagConfig, Share, option
 from megatron.core.offload.checksummed_file import BLOCK
-from megatron.core.offload.offload_tiers import FileOffloadStore, HostOffloadStore, OffloadStore
+from megatron.core.offload.offload_tiers import FileOffloadStore, HostOffloadStore, OffloadAllocator
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class OffloadConfig(FlagConfig):
 
 def make_offload_store(
     config: OffloadConfig, rank: int, device: torch.device, block: int = BLOCK
-) -> OffloadStore | None:
+) -> OffloadAllocator | None:
     """Return the store for these settings; None without offload. Raises ConfigError if its folder cannot be used."""
     if config.tier == "file":
         return FileOffloadStore(config.offload_dir, rank, block, pinned=device.type != "cpu")

@@ -59,7 +59,7 @@ class DropoutKeys:
         return self._words[device, len(samples)][:rows]
 
 
-def keys_of(module: nn.Module) -> DropoutKeys | None:
+def own_dropout_keys(module: nn.Module) -> DropoutKeys | None:
     """Return the dropout keys of a module, ours or a script's; None: it has none.
 
     (A ModuleDict's `keys` are its names.)

@@ -23,12 +23,12 @@ from megatron.core.base.memory_category import memory_kind
 from megatron.core.distributed.buffer_plan import ParamRange, overlaps, runs
 from megatron.core.distributed.contiguous_buffers import ParamAndGradBuffer, Shard
 from megatron.core.offload.offload_fraction import cut_by_fraction
-from megatron.core.offload.offload_tiers import OffloadStore
+from megatron.core.offload.offload_tiers import OffloadAllocator
 from megatron.core.offload.stored_tensor import Stored, copy_stored
 from megatron.core.optimizer import optimizer_registry
 from megatron.core.optimizer.adam_and_sgd import UpdateStep, make_update
 from megatron.core.optimizer.cpu_offloading.sliced_update import Segment, SlicedUpdater
-from megatron.core.optimizer.full_matrix import FullMatrix, full_matrices
+from megatron.core.optimizer.full_matrix import FullMatrix, full_matrices_over_tp
 from megatron.core.optimizer.loss_scaler import GradScaler
 from megatron.core.optimizer.param_groups import GroupRule, ParamGroup, default_group
 from megatron.core.optimizer.split_master import SplitMaster
@@ -59,7 +59,7 @@ class FlatOptimizer:
         scaler: GradScaler | None = None,
         fixed_order: bool = False,
         device: torch.device | str = "cpu",
-        offload_store: OffloadStore | None = None,
+        offload_store: OffloadAllocator | None = None,
         offload_fraction: float = 1.0,
     ):
         self.buffers = list(buffers)
@@ -83,7 +83,7 @@ class FlatOptimizer:
         replica_axes = {name: buffer.axes.replica for buffer in self.buffers for name in buffer.parameters}
         self._full_matrices: dict[str, FullMatrix] = {}
         if matrices:
-            self._full_matrices = full_matrices(matrices, mesh, self.device, copies=replica_axes)
+            self._full_matrices = full_matrices_over_tp(matrices, mesh, self.device, copies=replica_axes)
 
         # masters and moments of the elements that this rank owns, one shard per buffer
         self._storages = [
@@ -394,7 +394,7 @@ class _StateStorage:
     def __init__(
         self,
         buffer: ParamAndGradBuffer,
-        offload_store: OffloadStore | None,
+        offload_store: OffloadAllocator | None,
         fraction: float,
         *,
         splits_masters: bool = False,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megatron.core.base.async_handle import AsyncHandle
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.optimizer.matrix_owners import assign_owners
+from megatron.core.optimizer.matrix_owners import owners_by_turn
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import ALONE, Axis
 from megatron.core.parallel.mesh import Mesh
@@ -55,7 +55,7 @@ class MatrixOwners:
         """
         in_flight: deque[tuple[int, AsyncHandle[Tensor]]] = deque()
         limit = min(_IN_FLIGHT, self.axis.size - 1)
-        for turn in assign_owners(tuple(work), self.axis.size):
+        for turn in owners_by_turn(tuple(work), self.axis.size):
             # this rank computes the result of its own matrix of this turn, if it has one
             own_results = {i: compute(i) for i, rank in turn if rank == self.axis.rank}
             # then each owner sends its result
@@ -144,7 +144,7 @@ class FullMatrix:
         return tuple(blocks) or (self.shape[0],)
 
 
-def full_matrices(
+def full_matrices_over_tp(
     parameters: Mapping[str, nn.Parameter],
     mesh: Mesh,
     device: torch.device | str,

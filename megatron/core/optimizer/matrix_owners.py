@@ -12,7 +12,7 @@ from heapq import heapreplace
 
 
 @lru_cache(maxsize=16)
-def assign_owners(work: tuple[int, ...], ranks: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+def owners_by_turn(work: tuple[int, ...], ranks: int) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Return turns of (matrix, its owner's position): in each turn an owner has one matrix at most.
 
     work: of each matrix, in any unit. The largest work left goes to the rank with the least so far; no rank has more

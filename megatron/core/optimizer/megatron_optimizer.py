@@ -19,10 +19,10 @@ from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.loss_scaler import LossScaleConfig, make_grad_scaler
 from megatron.core.optimizer.optimizer_config import NOT_BUILT, OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGroup, default_group
-from megatron.core.optimizer.torch_optimizer_wrapper import GroupedOptimizer, by_number
+from megatron.core.optimizer.torch_optimizer_wrapper import FlatOptimizerWithParamGroups, by_number
 
 
-class MegatronOptimizer(GroupedOptimizer):
+class MegatronOptimizer(FlatOptimizerWithParamGroups):
     """Updates all chunks of this rank. `param_groups`: their `lr` and `weight_decay` are those of the next step."""
 
     def __init__(self, config: OptimizerConfig, chunks: Sequence[Any], group_of: Callable[[str, Any], ParamGroup]):

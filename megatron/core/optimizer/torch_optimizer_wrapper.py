@@ -3,7 +3,7 @@
     name, groups = groups_of_torch(torch.optim.AdamW(model.parameters()))       or groups of one's own
     numbers = group_numbers(model, groups)                                      before the model is wrapped
     flat = FlatOptimizer(wrapped.buffers, config_of_groups(name, groups, clip), mesh, group_of=by_number(numbers))
-    optimizer = GroupedOptimizer(flat, groups)
+    optimizer = FlatOptimizerWithParamGroups(flat, groups)
     optimizer.update(divisor)
 
 Masters, moments and shards are `FlatOptimizer`'s; each update reads rates, decays and Adam's betas from the groups.
@@ -150,7 +150,7 @@ def group_numbers(model: nn.Module, groups: Groups) -> dict[str, int]:
     return numbers
 
 
-class GroupedOptimizer:
+class FlatOptimizerWithParamGroups:
     """`FlatOptimizer` with `param_groups` as torch has them. Its parameters' groups must be `by_number`."""
 
     def __init__(self, flat: FlatOptimizer, groups: Groups):

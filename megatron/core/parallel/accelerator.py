@@ -123,7 +123,7 @@ class Device:
             round_no_large_pinned_memory()
             return
         self._malloc_threshold = _MALLOC_THRESHOLDS[empty_level]
-        set_malloc(self._malloc_threshold)
+        let_malloc_keep_freed_blocks(self._malloc_threshold)
         if ranks > 1:
             align_to_pages()
         matmul = torch.backends.mkldnn.matmul
@@ -161,11 +161,11 @@ class Device:
         if threshold is None:
             yield
             return
-        set_malloc(_MALLOC_THRESHOLDS[-1])
+        let_malloc_keep_freed_blocks(_MALLOC_THRESHOLDS[-1])
         try:
             yield
         finally:
-            set_malloc(threshold)
+            let_malloc_keep_freed_blocks(threshold)
 
     def return_freed(self) -> None:
         """Return to the system what the model's start or a compilation has freed, on a CPU with glibc.
@@ -376,7 +376,7 @@ _M_ARENA_MAX = -8
 _MALLOC_THRESHOLDS = (2**31 - 1, 1 << 20, 1 << 17)
 
 
-def set_malloc(threshold: int) -> None:
+def let_malloc_keep_freed_blocks(threshold: int) -> None:
     """Let malloc keep freed blocks smaller than `threshold` bytes for reuse. A no-op unless on Linux with glibc.
 
     By default glibc returns each large block to the system, and the next tensor faults in zeroed pages again: a

@@ -24,7 +24,7 @@ class GlobalState:
     sequence_parallel: bool = False
     matmul_modes: Any = None  # the `MatmulModes` of a run; None: native
     virtual_rank: int | None = None  # the running model chunk
-    defers_initialization: bool = False  # inside `defer_initialization`
+    defers_initialization: bool = False  # inside `defer_weight_initialization`
     samples: int = 0  # consumed by `get_forward_backward_func`
     rng_tracker: Any = None  # of Megatron's named random states
     seed: int | None = None  # of this stage, for the tracker's first use
@@ -98,7 +98,7 @@ def set_mesh_of_process(mesh: Mesh | None) -> None:
 
 
 @contextlib.contextmanager
-def defer_initialization() -> Iterator[None]:
+def defer_weight_initialization() -> Iterator[None]:
     """Let layers made inside the block leave initial values to `initialize_parameters`, which seeds by name."""
     state = get_global_state()
     state.defers_initialization = True

@@ -82,10 +82,10 @@ class SequenceShard:
             if chunk_first < chunk_stop:
                 shift = (chunk - index) * chunk_size  # from the rows inside a layer to the rows of the sample
                 ranges.append((chunk_first + shift, chunk_stop + shift))
-        return joined_ranges(ranges)
+        return join_adjacent_ranges(ranges)
 
 
-def joined_ranges(ranges: Iterable[Range]) -> list[Range]:
+def join_adjacent_ranges(ranges: Iterable[Range]) -> list[Range]:
     """Join ranges of which each begins where the one before ends: (0, 4) (4, 8) (12, 16) -> (0, 8) (12, 16)."""
     joined: list[Range] = []
     for start, stop in ranges:

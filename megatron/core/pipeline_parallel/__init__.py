@@ -20,12 +20,12 @@ if TYPE_CHECKING:
         Action as Action,
         Op as Op,
         Schedule as Schedule,
-        defer_weight_grads as defer_weight_grads,
         forward_only as forward_only,
         forwards_over as forwards_over,
         gpipe as gpipe,
         interleaved as interleaved,
         one_f_one_b as one_f_one_b,
+        split_and_defer_weight_grads as split_and_defer_weight_grads,
         stages_in as stages_in,
         zb_h1 as zb_h1,
         zb_interleaved as zb_interleaved,
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
         peak_bytes as peak_bytes,
         peak_live as peak_live,
         peak_live_in_theory as peak_live_in_theory,
-        show as show,
+        show_around as show_around,
     )
     from megatron.core.pipeline_parallel.schedule.zb_v import zb_v as zb_v
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func as get_forward_backward_func
@@ -67,10 +67,10 @@ __getattr__, __dir__ = lazy_names(
         ".layer_split": "split_layers",
         ".schedule.registry": "SCHEDULES stage_map default_chunks",
         ".schedule.actions": "stages_in Op Action Schedule gpipe one_f_one_b interleaved zb_h1 zb_interleaved "
-        "defer_weight_grads forward_only forwards_over",
+        "split_and_defer_weight_grads forward_only forwards_over",
         ".schedule.zb_v": "zb_v",
         ".schedule.lower": "add_transfers add_reduce check_rendezvous partner DIRECTION_OF",
-        ".schedule.simulate": ("make_schedule bubble bubble_in_theory peak_live peak_live_in_theory peak_bytes show"),
+        ".schedule.simulate": ("make_schedule bubble bubble_in_theory peak_live peak_live_in_theory peak_bytes show_around"),
         ".schedule.plot": "plot_text plot_svg chrome_trace",
         ".schedules": "get_forward_backward_func",
     },

@@ -31,7 +31,7 @@ from megatron.core.parallel.stage_map import StageMap
 from megatron.core.pipeline_parallel.loss_func_results import ForwardStep, LossTotals, read_loss, read_step
 from megatron.core.pipeline_parallel.schedule.actions import Action, Op, Schedule
 from megatron.core.pipeline_parallel.schedule.lower import BEGIN_OF, DIRECTION_OF, partner
-from megatron.core.pipeline_parallel.schedule.simulate import show
+from megatron.core.pipeline_parallel.schedule.simulate import show_around
 from megatron.core.pipeline_parallel.stage_transport import Transfer, Transport
 
 Key = tuple[int, int]  # (stage, microbatch)
@@ -87,7 +87,7 @@ class Executor:
                     with self.around(action):
                         _HANDLERS[action.op](self, action)
                 except Exception as error:
-                    error.add_note(f"while running pipeline action {action}:\n{show(schedule, rank, index)}")
+                    error.add_note(f"while running pipeline action {action}:\n{show_around(schedule, rank, index)}")
                     raise
         in_flight = {
             "inputs": self.inputs,

@@ -23,7 +23,7 @@ from megatron.core.base.memory_category import memory_kind
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.offload.activation_offload import HoldsActivations
 from megatron.core.ops.deferred_wgrad import WeightGradStore
-from megatron.core.ops.dropout import DropoutKeys, keys_of
+from megatron.core.ops.dropout import DropoutKeys, own_dropout_keys
 from megatron.core.ops.main_grad_interface import DataParallelBase
 from megatron.core.parallel import collectives
 from megatron.core.parallel.global_state import get_global_state
@@ -231,7 +231,7 @@ def _keys_in(chunks: Mapping[int, nn.Module]) -> set[DropoutKeys]:
     """Return the dropout keys of all layers of the chunks."""
     keys: set[DropoutKeys | None] = set()
     for chunk in chunks.values():
-        keys |= {keys_of(module) for module in _modules_of(chunk)}
+        keys |= {own_dropout_keys(module) for module in _modules_of(chunk)}
     return keys - {None}
 
 

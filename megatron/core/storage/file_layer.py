@@ -138,7 +138,7 @@ def write_synced(path: Path, text: str) -> None:
         backend_of(path).sync(file)
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a file that appears, or replaces the previous one, only once all of it is on the disk."""
     if is_object(path):
         write_synced(path, text)

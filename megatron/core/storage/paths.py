@@ -58,7 +58,7 @@ def same_folder(first: str, second: str) -> bool:
     return os.path.realpath(first_path) == os.path.realpath(second_path)
 
 
-def holds(root: str, folder: str) -> bool:
+def is_direct_parent(root: str, folder: str) -> bool:
     """Return whether `folder` is directly in `root`, by whatever path; both as a user gives them."""
     if is_url(root) or is_url(folder):
         return is_url(root) and is_url(folder) and ObjectPath(root) == ObjectPath(folder).parent

@@ -28,7 +28,7 @@ from megatron.core.parallel.grid import Axis
 from megatron.core.tensor_parallel.token_id_check import check_token_ids
 
 
-def cross_entropy_of(losses: Tensor) -> Tensor | None:
+def plain_cross_entropy_of(losses: Tensor) -> Tensor | None:
     """Return the cross entropy alone, shaped as the losses, [b, s].
 
     A model hangs it on losses that have terms of training; None: the losses are the cross entropy.

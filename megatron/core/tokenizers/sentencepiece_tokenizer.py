@@ -122,7 +122,7 @@ class SpecialPieceTokenizer(PieceTokenizer):
         return " ".join(words)
 
 
-class T5PieceTokenizer(SpecialPieceTokenizer):
+class HFT5SentencePieceTokenizer(SpecialPieceTokenizer):
     """The sentencepiece model of a published T5, with the ids of transformers.
 
     After the pieces come the sentinels in reverse, <extra_id_0> last. `</s>` ends every text, and nothing begins it.
@@ -178,7 +178,7 @@ def sentence_piece_tokenizer(config: Any) -> SpecialPieceTokenizer:
     path = config.tokenizer_model
     sentinels = _t5_sentinels(path)
     if sentinels is not None and model.eos_id() >= 0:
-        return T5PieceTokenizer("SentencePieceTokenizer", path, model, config.vocab_extra_ids or sentinels)
+        return HFT5SentencePieceTokenizer("SentencePieceTokenizer", path, model, config.vocab_extra_ids or sentinels)
     return SpecialPieceTokenizer("SentencePieceTokenizer", path, model, config.vocab_extra_ids)
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.context_parallel.cp_attention import ContextParallel
-from megatron.core.context_parallel.cp_prefill_cache import ShardedKeyValueCache
-from megatron.core.offload.offload_tiers import OffloadStore
+from megatron.core.context_parallel.cp_prefill_cache import AllGatherKeyValueCache
+from megatron.core.offload.offload_tiers import OffloadAllocator
 from megatron.core.ops.attention.kv_cache import KeyValueCache
 from megatron.core.ops.dropout import DropoutKeys, HiddenDropout
 from megatron.core.ops.shard_sequence import positions_of
@@ -34,7 +34,7 @@ class LayerContext:
     tp: TensorParallel  # the ranks that share a layer; dtype, device and matmul modes of its tensors
     keys: DropoutKeys
     ends: Axis | None = None  # the first and the last stage, which share a tied embedding weight
-    offload_store: OffloadStore | None = None  # storage of offloaded activations; None: host memory
+    offload_store: OffloadAllocator | None = None  # storage of offloaded activations; None: host memory
     cp: ContextParallel = ContextParallel()  # the ranks that share each sample
     # Rotary angles follow the batch's position_ids, which restart at each document; False: the index in the sample.
     restarts_positions: bool = False
@@ -46,7 +46,7 @@ class LayerContext:
         dtype: torch.dtype,
         keys: DropoutKeys | None = None,
         *,
-        offload_store: OffloadStore | None = None,
+        offload_store: OffloadAllocator | None = None,
         cp_types: tuple[str, ...] = ("p2p",),
         longest: int | None = None,
         restarts_positions: bool = False,
@@ -88,7 +88,7 @@ class LayerContext:
         """Return the key/value cache of a chunk's layers; arguments as of `KeyValueCache`."""
         if self.cp.axis.size == 1:
             return KeyValueCache(starts, capacity, device)
-        return ShardedKeyValueCache(starts, capacity, device, self.cp.axis)
+        return AllGatherKeyValueCache(starts, capacity, device, self.cp.axis)
 
     def hidden_dropout(self, probability: float, site: str, layer: int) -> HiddenDropout:
         """Return the dropout of hidden states. site: a unique name for each place in a layer, which seeds its masks."""

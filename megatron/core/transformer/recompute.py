@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.core.offload.activation_offload import InputSaver
 from megatron.core.ops.dropout import DropoutKeys
-from megatron.core.ops.torch_function_overrides import determinism_check
+from megatron.core.ops.torch_function_overrides import checkpoint_determinism_check
 from megatron.core.parallel.grid import Axis
 from megatron.core.storage.resize_storage import resize
 from megatron.core.tensor_parallel.saved_activations import SavedActivation, keep_copy
@@ -51,7 +51,7 @@ def recompute_in_backward(
         *inputs,
         use_reentrant=False,
         preserve_rng_state=False,
-        determinism_check=determinism_check(),
+        checkpoint_determinism_check=checkpoint_determinism_check(),
     )
 
 

@@ -58,7 +58,7 @@ class RelativePositionEmbedding(nn.Module):
         return self.weight.clone()  # ZeRO stage 3 frees the parameter after its module's forward
 
 
-class RelativePositionBias:
+class RelativeBiasFromWeight:
     """The bias that a stack's weight adds to the attention scores of this rank's heads."""
 
     def __init__(self, config: ModelConfig, axis: Axis, *, bidirectional: bool):

@@ -16,7 +16,7 @@ from megatron.core.base.dataclass_flags import (
 from megatron.core.ops.attention.kernels import KERNELS, attention_function
 from megatron.core.sharding.placement import Normal, XavierUniform
 from megatron.core.transformer.layer_freq_pattern import layer_pattern, read_pattern
-from megatron.core.transformer.sliding_window_config import read_window, window_left, window_pair, window_problems
+from megatron.core.transformer.sliding_window_config import parse_window_size, read_window, window_left, window_problems
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class ShapeConfig(FlagConfig):
     def parsed_patterns(self) -> dict[str, Any]:
         """The settings of windows in the types of Megatron's parser: a pair; a number or a list."""
         return {
-            "window_size": window_pair(self.window_size) if self.window_size else None,
+            "window_size": parse_window_size(self.window_size) if self.window_size else None,
             "window_attn_skip_freq": layer_pattern(self.window_attn_skip_freq) if self.window_attn_skip_freq else None,
         }
 

@@ -14,7 +14,7 @@ def window_left(size: str | None, skip_freq: str | None, layer: int) -> int | No
     """
     if size is None:
         return None
-    left, _ = window_pair(size)
+    left, _ = parse_window_size(size)
     if left < 0 or is_exception(skip_freq, layer, marked=0):
         return None
     return left
@@ -34,7 +34,7 @@ def window_problems(size: str | None, skip_freq: str | None, num_layers: int) ->
 def read_window(text: str) -> str:
     """Return a window in one spelling: "4095,0", also for "(4095,0)" and "4095, 0"."""
     try:
-        left, right = window_pair(text)
+        left, right = parse_window_size(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not L,0 with L keys before the query, such as 4095,0") from None
     if left < -1:
@@ -44,7 +44,7 @@ def read_window(text: str) -> str:
     return f"{left},{right}"
 
 
-def window_pair(size: str | tuple[int, int]) -> tuple[int, int]:
+def parse_window_size(size: str | tuple[int, int]) -> tuple[int, int]:
     """Return (left, right), as (4095, 0), from any of its spellings, or from itself. Raises ValueError for others."""
     left, right = (int(part) for part in str(size).strip(" ()").split(","))
     return left, right

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.convert import is_foreign, settings_of_folder
+from megatron.convert import is_foreign, settings_of_foreign_folder
 from megatron.core.base.dataclass_flags import (
     ConfigError,
     FlagParser,
@@ -91,7 +91,7 @@ def taken_from_checkpoint(given: Mapping[str, Any], parser: FlagParser, defaults
         return Taken([], {}, [f"{flag}: {config.load} holds no checkpoint yet, so nothing is taken from it"])
     step = next(iter(start.iterations), None)
     if is_foreign(start.root, step):
-        saved = settings_of_folder(path_of(start.root), step)
+        saved = settings_of_foreign_folder(path_of(start.root), step)
         where = start.root
     else:
         saved, iteration = _saved_settings(path_of(start.root), start.iterations)
@@ -175,12 +175,12 @@ def _wanted(
         for name in _LAYOUT:
             yield name, layout.get(name, _DEFAULTS[name])
     if config.use_checkpoint_args:
-        yield from of_model_and_tokenizer(config, given, saved)
+        yield from model_and_tokenizer_settings(config, given, saved)
         if "seq_length" in saved.get("data", {}):
             yield "seq_length", saved["data"]["seq_length"]
 
 
-def of_model_and_tokenizer(
+def model_and_tokenizer_settings(
     config: CheckpointConfig, given: Mapping[str, Any], saved: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[tuple[str, Any]]:
     """Yield (setting, the saved value) of the model and of the tokenizer.

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.convert import is_foreign, why_unreadable
+from megatron.convert import is_foreign, unsupported_format_hint
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing.checkpoint_folder import find, latest_iteration, read_manifest, saved_iterations
 from megatron.core.dist_checkpointing.commit import is_ours
@@ -192,7 +192,7 @@ def loads_what_it_saves(config: CheckpointConfig) -> bool:
     return same_folder(config.load, config.save)
 
 
-def latest_in(root: str) -> str | None:
+def latest_iteration_in(root: str) -> str | None:
     """Return the iteration that --load `root` would resume from; None if there is no checkpoint."""
     try:
         return str(find(path_of(root)).iteration)
@@ -204,7 +204,7 @@ def resume_hint(save: str | None) -> str:
     """Return a sentence on how to resume a run that ended early, for its last message."""
     if save is None:
         return "nothing is saved without --save"
-    saved = latest_in(save)
+    saved = latest_iteration_in(save)
     if saved is None:
         return f"there is no checkpoint in {save} yet"
     return f"the last checkpoint is that of iteration {saved}: --load {save} goes on from there"
@@ -231,7 +231,7 @@ def mistake_in(root: Path) -> str | None:
     if is_url(root):  # there a killed save leaves objects under the iteration's own name
         names = [name for name in names if is_file(root / name / MANIFEST) or not is_ours(root / name)]
     if names and not is_url(root):
-        problem = why_unreadable(root)
+        problem = unsupported_format_hint(root)
         if problem is not None:
             return problem
     iterations = sorted(number for name in names if (number := iteration_of(name)) is not None)

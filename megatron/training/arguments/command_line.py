@@ -37,7 +37,7 @@ from megatron.training.arguments.config import COMPONENTS, Config
 from megatron.training.arguments.help import add_help_flags, flag_groups, meaning_of_shorthand
 from megatron.training.arguments.hf_config import taken_from_hf_config
 from megatron.training.arguments.ignored_and_refused_flags import NO_EFFECT, OTHERS, REFUSED, SHORTHAND, WARNED
-from megatron.training.arguments.script_flags import own_flags
+from megatron.training.arguments.script_flags import script_flag_values
 from megatron.training.arguments.yaml_arguments import YAML_FLAG, read_yaml
 
 
@@ -195,7 +195,7 @@ def parse_args(
     parts, build_problems = _build_all(settings, unreadable)
     if problems or build_problems:
         raise ArgumentsError(problems + build_problems, parts)
-    config = Config(**parts, own=own_flags(parser, settings, names))
+    config = Config(**parts, own=script_flag_values(parser, settings, names))
 
     # collect the notes
     no_effect: dict[str, str] = {}

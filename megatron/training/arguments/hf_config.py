@@ -12,7 +12,7 @@ from megatron.convert import describe_model, is_foreign
 from megatron.core.base.dataclass_flags import ConfigError, FlagParser, build, flag_of, option_fields
 from megatron.core.models.common.model_rules import ModelRules
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.training.arguments.checkpoint_args import NOTHING_TAKEN, Taken, as_flags, of_model_and_tokenizer
+from megatron.training.arguments.checkpoint_args import NOTHING_TAKEN, Taken, as_flags, model_and_tokenizer_settings
 from megatron.training.arguments.config import CheckpointConfig, Config, shown
 from megatron.training.arguments.config_diff import compare
 
@@ -33,7 +33,7 @@ def taken_from_hf_config(given: Mapping[str, Any], parser: FlagParser, defaults:
         raise ConfigError([f"--hf-config {path}: {problem}" for problem in problems])
     saved = describe_model(Path(path)).settings
     config = build(CheckpointConfig, dict(given))
-    wanted = dict(of_model_and_tokenizer(config, given, saved))
+    wanted = dict(model_and_tokenizer_settings(config, given, saved))
 
     # without a tokenizer, NullTokenizer gets the model's vocabulary size; it adds one token, the end of a document
     kind = given.get("tokenizer_type", wanted.get("tokenizer_type", "NullTokenizer"))

@@ -42,7 +42,7 @@ class OwnFlags:
         return groups
 
 
-def own_flags(parser: FlagParser, settings: Mapping[str, Any], ours: Collection[str]) -> OwnFlags:
+def script_flag_values(parser: FlagParser, settings: Mapping[str, Any], ours: Collection[str]) -> OwnFlags:
     """Return the flags that a script added to `parser`, with values from `settings` or their defaults.
 
     Aliases of the settings `ours` are left out.

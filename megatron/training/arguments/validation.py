@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing.format import iteration_of
 from megatron.core.optimizer.lr_schedule import RunLength, learning_rate_schedule
 from megatron.core.pipeline_parallel.schedule.registry import SCHEDULES
 from megatron.core.pipeline_parallel.schedule.simulate import make_schedule
-from megatron.core.storage.paths import holds, is_url, path_of, same_folder
+from megatron.core.storage.paths import is_direct_parent, is_url, path_of, same_folder
 from megatron.core.transformer.context_parallel_rules import context_parallel_problems
 from megatron.core.transformer.model_config import tensor_parallel_problems
 from megatron.training.arguments.config import COMPONENTS, Config
@@ -58,7 +58,7 @@ def _checkpoint_problems(config: Config, _: int) -> Iterator[str]:
 
     # loading
     if checkpoint.load is None and checkpoint.ckpt_step is not None:
-        yield "--ckpt-step needs --load, the folder that holds the iteration"
+        yield "--ckpt-step needs --load, the folder that is_direct_parent the iteration"
     if checkpoint.load is None and checkpoint.finetune and checkpoint.pretrained_checkpoint is None:
         yield "--finetune needs weights to load: give --load DIR, or leave it out to start from initial weights"
     if checkpoint.finetune and config.learning_rate.use_checkpoint_opt_param_scheduler:
@@ -84,14 +84,14 @@ def _checkpoint_problems(config: Config, _: int) -> Iterator[str]:
         hf = config.hf.save_hf
         if folder and hf and same_folder(folder, hf):
             yield f"--save-hf is the folder of {flag_of(name)}, {folder}; give a folder of its own"
-        elif folder and hf and name != "save" and holds(hf, folder):
+        elif folder and hf and name != "save" and is_direct_parent(hf, folder):
             yield (
                 f"{flag_of(name)} {folder} is one of the folders of --save-hf {hf}, and this run would replace it where "
                 "it comes to that iteration; give --save-hf another folder"
             )
     save = checkpoint.save
     hf = config.hf.save_hf
-    if save and hf and iteration_of(path_of(hf).name) is not None and holds(save, hf):
+    if save and hf and iteration_of(path_of(hf).name) is not None and is_direct_parent(save, hf):
         yield f"--save-hf {hf} has the name of a checkpoint of --save {save}; give another, such as {save}/hf"
 
     # offload
@@ -172,7 +172,7 @@ def flags_in(problems: Iterable[str]) -> set[str]:
     return {flag for problem in problems for flag in re.findall(r"--[\w-]*\w", problem)}
 
 
-def filled_in(parts: Mapping[str, Any]) -> Config:
+def with_default_components(parts: Mapping[str, Any]) -> Config:
     """Return a config of these components and defaults for the others.
 
     With it rules are checked although a component is invalid.
@@ -181,10 +181,10 @@ def filled_in(parts: Mapping[str, Any]) -> Config:
     return Config(**parts, **defaults)
 
 
-def apart_from(known: Sequence[str], parts: Mapping[str, Any], found: Sequence[str]) -> list[str]:
+def drop_doubtful_problems(known: Sequence[str], parts: Mapping[str, Any], found: Sequence[str]) -> list[str]:
     """Return the problems in `found` that are real.
 
-    Others come of the defaults that `filled_in` used for components missing in `parts`.
+    Others come of the defaults that `with_default_components` used for components missing in `parts`.
 
     A problem is dropped if it names a flag of a missing component, or of the problems `known`.
     """
@@ -294,7 +294,7 @@ def _optimizer_problems(config: Config, _: int) -> Iterator[str]:
         yield f"--optimizer {config.optimizer.optimizer} updates whole matrices, and a rank has parts of them under {reason}"
 
 
-_MOST_ACTIONS = 1_000_000  # of a schedule; every rank holds all of it, about 300 MB with its transfers
+_MOST_ACTIONS = 1_000_000  # of a schedule; every rank is_direct_parent all of it, about 300 MB with its transfers
 
 
 def _layer_problems(config: Config) -> Iterator[str]:

@@ -41,8 +41,8 @@ from megatron.training.arguments.config_diff import (
 )
 from megatron.training.checkpointing.registry_compatibility import (
     attention_problem,
-    began_to_restart,
     optimizer_problem,
+    rotary_restart_began,
     tokenizer_problem,
 )
 from megatron.training.checkpointing.train_state import TrainState
@@ -56,7 +56,7 @@ _MAX_SHOWN = 3  # parameters in a message
 # ---------------------------------------------------------------- parameters
 
 
-def check_same_parameters(
+def refuse_unexpected_parameters(
     model: dict[str, LocalTensor], checkpoint: Checkpoint, world: Axis, device: torch.device
 ) -> None:
     """Refuse a checkpoint with parameters that this run's model lacks on all ranks.
@@ -418,7 +418,7 @@ def _optimizer_state_problem(config: Config, saved: dict[str, Any]) -> str | Non
 # ---------------------------------------------------------------- what has changed, for the log
 
 
-def note_changes(runtime: Runtime, saved: dict[str, Any], *, resumes: bool = True) -> None:
+def print_changed_settings(runtime: Runtime, saved: dict[str, Any], *, resumes: bool = True) -> None:
     """Print the settings that differ from the checkpoint's and change the course of the run.
 
     resumes: False for a run that loads the weights alone; then only the script's own flags are printed.
@@ -448,7 +448,7 @@ def note_changes(runtime: Runtime, saved: dict[str, Any], *, resumes: bool = Tru
     # tokenizer, rotary angles, data, dropout masks
     if _is_other(saved, "tokenizer_sha256", runtime.tokenizer_sha256):
         print_rank_0(f"{what} with another tokenizer: {_flags_then_and_now(runtime, saved, 'tokenizer', BY_TOKENIZER)}")
-    if resumes and began_to_restart(config, saved):
+    if resumes and rotary_restart_began(config, saved):
         print_rank_0(
             f"{what} with rotary angles that restart, by --reset-position-ids; in the checkpoint's run they did not"
         )

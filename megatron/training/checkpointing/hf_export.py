@@ -16,7 +16,7 @@ import torch
 
 from megatron.convert.export_distributed import gather_tensor_records, write_hf_folder_from_ranks
 from megatron.convert.export_plan import plan_folder
-from megatron.convert.formats.read_hf_folder import is_hf_folder
+from megatron.convert.formats.read_hf_folder import has_hf_config
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.registry import FUNCTIONS
 from megatron.core.dist_checkpointing.checkpoint_folder import remove
@@ -83,7 +83,7 @@ class HFExports:
     def _exists(self) -> bool:
         world = self._runtime.mesh["world"]
         device = self._runtime.device.torch_device
-        exists = int(world.is_first and is_hf_folder(self._folder))
+        exists = int(world.is_first and has_hf_config(self._folder))
         return bool(collectives.broadcast(torch.tensor([exists], device=device), world).item())
 
     @property
@@ -144,7 +144,7 @@ def check_contents(root: Path) -> None:
     """Refuse a folder that holds anything but exports of this run. Call on one rank. Raises ConfigError."""
     others = []
     for name in file_layer.backend_of(root).names(root):
-        is_export = iteration_of(name) is not None and is_hf_folder(root / name)
+        is_export = iteration_of(name) is not None and has_hf_config(root / name)
         if not is_export and not _LEFTOVER.fullmatch(name):
             others.append(name)
     if others:
@@ -154,7 +154,7 @@ def check_contents(root: Path) -> None:
         )
 
 
-def clear_partial(root: Path) -> None:
+def clean_up_killed_export(root: Path) -> None:
     """Remove the leftovers of a killed run, and give the folder that it was replacing its name back.
 
     Call on one rank.

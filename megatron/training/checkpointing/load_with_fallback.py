@@ -68,7 +68,7 @@ def load_undamaged(
     raise CheckpointError(root, [f"iteration {number} is damaged: {damage}" for number, damage in damages], advice)
 
 
-def newest_readable(start: Start) -> Checkpoint:
+def newest_with_good_manifest(start: Start) -> Checkpoint:
     """Return the first of `start.iterations` whose manifest is undamaged; reads no tensors. Call on one rank."""
     root = path_of(start.root)
     for iteration in start.iterations[:-1]:

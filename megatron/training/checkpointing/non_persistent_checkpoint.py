@@ -142,7 +142,7 @@ def save_local_checkpoint(
     # every rank has written: point to the copy, then remove the previous one
     with collectives.raise_together(world, device):
         if world.is_first:
-            file_layer.write_whole(path_of(config.save) / _POINTER, json.dumps(proposal))
+            file_layer.write_atomically(path_of(config.save) / _POINTER, json.dumps(proposal))
     with collectives.raise_together(world, device):
         if owns_folder:
             remove(folder / _other_slot(pointer.slot))
@@ -210,7 +210,7 @@ class RankCheckpoint:
             self.inner.read_into(pieces_as_tensors(tensors))
 
 
-def newest_local_checkpoint(
+def local_checkpoint_to_resume(
     config: CheckpointConfig, newest: int | None, world: Axis, device: torch.device
 ) -> LocalCheckpointPointer | None:
     """Return the copy to resume from, if there is one after the checkpoint of iteration `newest`.
@@ -240,7 +240,7 @@ def _usable_pointer(config: CheckpointConfig, newest: int | None) -> LocalCheckp
     return pointer if is_newer else None
 
 
-def local_checkpoint_state(config: CheckpointConfig, newest: int | None) -> dict[str, Any] | None:
+def local_checkpoint_common_state(config: CheckpointConfig, newest: int | None) -> dict[str, Any] | None:
     """Return the state of the copy that the run would resume from; None if there is none. Call on the first rank.
 
     Raises CheckpointError.

@@ -72,7 +72,7 @@ def tokenizer_problem(config: Config, state: Mapping[str, Any], source: str) -> 
     )
 
 
-def began_to_restart(config: Config, state: Mapping[str, Any]) -> bool:
+def rotary_restart_began(config: Config, state: Mapping[str, Any]) -> bool:
     """Return whether --reset-position-ids restarts rotary angles now, but did not in the checkpoint's older version."""
     before = state["config"].get("data", {}).get("reset_position_ids")
     return bool(before) and config.restarts_angles and function_before(state, "reset_position_ids") is None

@@ -35,7 +35,7 @@ from megatron.training.arguments.checkpoint_to_load import Start, loads_what_it_
 from megatron.training.arguments.config import CheckpointConfig
 from megatron.training.checkpointing import compatibility, non_persistent_checkpoint, tokenizer_compatibility
 from megatron.training.checkpointing.hf_origin import provenance_of_new_run, provenance_of_run
-from megatron.training.checkpointing.load_with_fallback import load_undamaged, newest_readable
+from megatron.training.checkpointing.load_with_fallback import load_undamaged, newest_with_good_manifest
 from megatron.training.checkpointing.model_name import model_name
 from megatron.training.checkpointing.non_persistent_checkpoint import RankCheckpoint
 from megatron.training.checkpointing.registry_compatibility import functions_of
@@ -173,8 +173,8 @@ def saved_matmul_modes(config: CheckpointConfig, world: Axis, device: torch.devi
         with contextlib.suppress(ValueError, OSError):
             start = where_to_start(config)
             if start is not None and not start.weights_only:
-                modes = newest_readable(start).state.get("products")
-            local_state = non_persistent_checkpoint.local_checkpoint_state(config, _newest_iteration(start))
+                modes = newest_with_good_manifest(start).state.get("products")
+            local_state = non_persistent_checkpoint.local_checkpoint_common_state(config, _newest_iteration(start))
             if local_state is not None:
                 modes = local_state.get("products")
     return json.loads(collectives.broadcast_text(json.dumps(modes), world, device))
@@ -245,7 +245,7 @@ def _load_local_checkpoint(
     config = runtime.config.checkpoint
     world = runtime.mesh["world"]
     device = runtime.device.torch_device
-    pointer = non_persistent_checkpoint.newest_local_checkpoint(config, _newest_iteration(start), world, device)
+    pointer = non_persistent_checkpoint.local_checkpoint_to_resume(config, _newest_iteration(start), world, device)
     if pointer is None:
         return None
     instead = "initial weights" if start is None else f"the checkpoint of iteration {start.iterations[0]}"
@@ -299,7 +299,7 @@ def _load_checkpoint(
     parameters = sharded_model_state(chunks, mesh)
     absent: set[str] = set()
     if is_global:  # a rank's part names the boxes of its pieces, and reading it fails unless they are those wanted
-        compatibility.check_same_parameters(parameters, checkpoint, world, device)
+        compatibility.refuse_unexpected_parameters(parameters, checkpoint, world, device)
         compatibility.check_same_positions(runtime.config, parameters, checkpoint, world, device)
         absent = compatibility.absent_parameters(
             runtime.config, parameters, checkpoint, source, world, device, load_optimizer=load_optimizer
@@ -331,7 +331,7 @@ def _load_checkpoint(
             optimizer.scaler.load_state(checkpoint.state.get("grad_scaler", {}))
     what = "checkpoint" if load_optimizer else "weights"
     print_rank_0(f"loaded {what} of iteration {checkpoint.iteration} from {start.root}")
-    compatibility.note_changes(runtime, checkpoint.state, resumes=resumes)
+    compatibility.print_changed_settings(runtime, checkpoint.state, resumes=resumes)
 
     # the position of the run
     origin = provenance_of_run(runtime, checkpoint, source, is_other_tokenizer=is_other_tokenizer or resizes)

@@ -19,7 +19,7 @@ from megatron.core.storage.file_lock import locked
 from megatron.core.storage.paths import path_of
 from megatron.training.arguments.checkpoint_to_load import loads_what_it_saves
 from megatron.training.arguments.config import CheckpointConfig
-from megatron.training.checkpointing.hf_export import check_contents, clear_partial
+from megatron.training.checkpointing.hf_export import check_contents, clean_up_killed_export
 from megatron.training.checkpointing.non_persistent_checkpoint import check_folders
 from megatron.training.global_vars import print_rank_0
 
@@ -46,7 +46,7 @@ def prepare_hf_folder(folder: str | None, world: Axis, device: torch.device, hel
                 if file_layer.is_folder(root):
                     check_contents(root)
                 if _make_and_lock("-hf", folder, root, held):
-                    clear_partial(root)
+                    clean_up_killed_export(root)
 
 
 @contextlib.contextmanager

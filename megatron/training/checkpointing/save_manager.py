@@ -20,7 +20,7 @@ from megatron.training.global_vars import Runtime, print_rank_0
 _NOTABLE_WAIT = 0.001  # seconds
 
 
-class CheckpointManager:
+class SaveManager:
     """A manager saves one run. Every rank has one and makes the same calls, except `poll` and `close`.
 
     As a context around the training steps it first writes a Hugging Face folder that a killed run has not written, and
@@ -134,7 +134,7 @@ class CheckpointManager:
             kind = config.non_persistent_ckpt_type
             print_rank_0(f"{kind} copy of iteration {iteration} for restarts: {time.monotonic() - start:.3f} s")
 
-    def __enter__(self) -> "CheckpointManager":
+    def __enter__(self) -> "SaveManager":
         self.export_if_missing(last=False)
         return self
 

@@ -66,7 +66,7 @@ def report(error: BaseException, farewell: str | None = None) -> int:
     store = parallel_state.job_store()
     code = code_of(error) if farewell is None else keyboard_interrupt.CODE
     is_own_error = farewell is not None or not isinstance(error, PeerError)
-    message = farewell or f"rank {rank} failed:{account_of(error)}"
+    message = farewell or f"rank {rank} failed:{message_or_traceback(error)}"
     if is_own_error and _claim_report(store):
         # the first rank with an error of its own
         _print_and_record(message)
@@ -87,7 +87,7 @@ def report(error: BaseException, farewell: str | None = None) -> int:
         _print_and_record(text, follows=True, more=lambda: _first_message(store))
         code = max(code, _code_after(failed))
     elif is_own_error:
-        _print_and_record(f"rank {rank} failed as well:{account_of(error)}")
+        _print_and_record(f"rank {rank} failed as well:{message_or_traceback(error)}")
     else:
         why = f"another rank has ended without a message ({error})"
         _print_and_record(f"rank {rank}: stopping, because {why}", follows=True)
@@ -107,7 +107,7 @@ def _code_after(failed: str) -> int:
     return WRONG_NUMBERS if failed.endswith(_IS_WRONG) else 1
 
 
-def account_of(error: BaseException) -> str:
+def message_or_traceback(error: BaseException) -> str:
     """Return the error's message alone if that says what to change, else with its traceback."""
     if explains_itself(error):
         return f" {error}"

@@ -20,7 +20,7 @@ _ONE_PRESS = 1.0  # seconds within which signals count once
 _PATIENCE = 5.0  # seconds that the run has to react to the first signal
 
 
-class Interrupt:
+class ExitOnInterrupt:
     """Handle SIGINT within a `with` block; an uncaught KeyboardInterrupt becomes exit code 130 at the end of the block.
 
     Active only in the main thread, and only if Python's default handler is installed: background jobs ignore the
@@ -33,7 +33,7 @@ class Interrupt:
         self._rank = rank
         self._thread: threading.Thread | None = None
 
-    def __enter__(self) -> "Interrupt":
+    def __enter__(self) -> "ExitOnInterrupt":
         is_main = threading.current_thread() is threading.main_thread()
         if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             return self

@@ -1,7 +1,7 @@
 """Memory is predicted by running the training step of one rank in this process, on tensors without values.
 
     dry_run(job, rank)     run the step; return what each pipeline action adds to the memory, and its peak
-    alone, parts_of        build the same rank with real tensors, for a measurement (tools/estimate_memory.py --measure)
+    alone, build_rank_parts        build the same rank with real tensors, for a measurement (tools/estimate_memory.py --measure)
 
 The model comes from the script's own provider and the step is `train_step` itself. The other ranks are replaced by
 `FakeGroup`s, so any layout runs on one process.
@@ -146,7 +146,7 @@ class RankParts(NamedTuple):
         return total
 
 
-def parts_of(runtime: Runtime, job: Job) -> RankParts:
+def build_rank_parts(runtime: Runtime, job: Job) -> RankParts:
     """Build a rank's chunks, optimizer and pipeline by the code of a run. All parameters are zero."""
     modules = make_chunks(job.model_provider, runtime)
     with torch.no_grad():
@@ -294,7 +294,7 @@ def dry_run(job: Job, rank: int, *, values: bool = False) -> Profile:
         tracker = stack.enter_context(MemoryTracker(shapes_only=not values))
 
         # build the rank
-        parts = parts_of(runtime, job)
+        parts = build_rank_parts(runtime, job)
         for chunk in parts.chunks.values():
             for buffer in chunk.buffers:
                 # The first backward allocates a lazy gradient buffer. Only some of the backwards are run, and their

@@ -251,7 +251,7 @@ _ONE_THREAD = (
 )
 
 
-def notes_of(runtime_device: str, tier: str, activations: bool = False, threads: int = 2) -> list[str]:
+def offload_notes(runtime_device: str, tier: str, activations: bool = False, threads: int = 2) -> list[str]:
     """Return consequences of offload that a user may not expect.
 
     activations: they are offloaded too. threads: of this rank.

@@ -16,7 +16,7 @@ from megatron.training.memory.bytes_by_tier import amount, bytes_line
 from megatron.training.memory.memory_check import disk_space_left, state_bytes
 from megatron.training.memory.memory_tracker import MemoryTracker
 from megatron.training.memory.peak_along_schedule import DEVICE, IN_MEMORY, KINDS, Forecast
-from megatron.training.memory.report import short_report, table
+from megatron.training.memory.report import abridged_stage_table, table
 
 _STEADY = 2  # the first step of a run, counted from 1, with all buffers allocated
 
@@ -35,7 +35,7 @@ class MemoryMonitor:
         self._steps = 0
         self.predicted = forecast.ranks
         if self.predicted:
-            lines = short_report(self.predicted)
+            lines = abridged_stage_table(self.predicted)
         else:  # the dry run failed: the script may do something that cannot run without values
             state = bytes_line(state_bytes(runtime, chunks))
             lines = [

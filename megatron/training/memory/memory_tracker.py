@@ -110,7 +110,7 @@ class MemoryTracker(TorchDispatchMode):
                 self.assign("gradients", [buffer.grads.data] if buffer.grads else [])
                 self.assign("gradients", buffer.grad_shard.tensors)
                 # memory of gathered parameters and unreduced gradients, which its owner resizes
-                kind = "gradients" if buffer.grads_are_lazy else "communication"
+                kind = "gradients" if buffer.grads_need_no_buffer else "communication"
                 for resized in (*buffer.params_of, *buffer.grads_of):
                     self._add(resized.data.untyped_storage(), kind, keeps_kind=True)
 

@@ -65,7 +65,7 @@ def full_report(job: Job, ranks: list[RankMemory]) -> list[str]:
     ]
 
 
-def short_report(ranks: list[RankMemory]) -> list[str]:
+def abridged_stage_table(ranks: list[RankMemory]) -> list[str]:
     """Return the log lines at the start of a run.
 
     Up to 8 stages are all shown; of more, the first two, the last two, and the stage that needs most.

@@ -19,7 +19,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from megatron.core.ops.torch_function_overrides import blocks_to_compute, determinism_check
+from megatron.core.ops.torch_function_overrides import blocks_to_compute, checkpoint_determinism_check
 
 META = torch.device("meta")
 
@@ -214,7 +214,7 @@ _ANSWERS: dict[Any, Callable] = {
 _DECISIONS: dict[Any, Callable] = {
     # The largest block stands for all, since the memory of each is freed at its end.
     blocks_to_compute: lambda blocks, size: sorted(blocks, key=size, reverse=True)[:1],
-    determinism_check: lambda: "none",  # it compares devices, and those of shapes have two names
+    checkpoint_determinism_check: lambda: "none",  # it compares devices, and those of shapes have two names
 }
 _DISTINCT = (Tensor.unique, torch.unique, Tensor.unique_consecutive)
 

@@ -25,14 +25,14 @@ class StragglerDetector:
         self._shown = shown
         self._busy = 0.0  # seconds
         self._steps = 0
-        self._waited_before = rank_status.seconds_waited()
+        self._waited_before = rank_status.seconds_in_collectives()
 
     def begin_step(self) -> None:
-        self._waited_before = rank_status.seconds_waited()
+        self._waited_before = rank_status.seconds_in_collectives()
 
     def end_step(self, seconds: float) -> None:
         """End a step that took `seconds`."""
-        waited = rank_status.seconds_waited() - self._waited_before
+        waited = rank_status.seconds_in_collectives() - self._waited_before
         self._busy += seconds - waited
         self._steps += 1
 

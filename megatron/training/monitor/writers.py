@@ -70,7 +70,7 @@ def curve_points(record: Record) -> dict[str, float]:
     return dict(record.values)
 
 
-def lost_text(record: Record) -> str:
+def lost_output_text(record: Record) -> str:
     """Return the text of a record of a lost output."""
     return f"{record.labels['output']} cannot be written: {record.labels['why']}"
 
@@ -112,7 +112,7 @@ class TensorBoardWriter(_LibraryWriter):
         if self._has_failed:
             return
         points = curve_points(record)
-        text = lost_text(record) if record.kind == "lost output" else None
+        text = lost_output_text(record) if record.kind == "lost output" else None
         with self._library_call():
             for name, value in points.items():
                 self._writer.add_scalar(name, value, record.iteration)
@@ -148,7 +148,7 @@ class WandbWriter(_LibraryWriter):
         points = curve_points(record)
         if record.kind == "step":
             points["samples vs steps"] = record.samples
-        text = lost_text(record) if record.kind == "lost output" else None
+        text = lost_output_text(record) if record.kind == "lost output" else None
         with self._library_call():
             if points:
                 self._run.log(points, step=record.iteration)

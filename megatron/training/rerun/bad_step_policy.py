@@ -24,7 +24,7 @@ from megatron.training.global_vars import Runtime, print_rank_0
 from megatron.training.rerun.base_check import WrongNumbersError
 from megatron.training.rerun.nan_locator import first_nonfinite_tensor
 from megatron.training.rerun.spike_detector import SpikeDetector
-from megatron.training.rerun.step_dump import dump_step
+from megatron.training.rerun.step_dump import dump_step_for_replay
 from megatron.training.step import NotFiniteError, StepFigures, StepWork
 
 # Relative, for a norm computed again: some devices' backward kernels add in varying order. The value is Megatron's.
@@ -83,7 +83,7 @@ class BadStepPolicy:
 
         # write it to disk
         if self.config.bad_step_dir is not None:
-            text += f". {dump_step(self.runtime, self.state, work, figures, finding.text)}"
+            text += f". {dump_step_for_replay(self.runtime, self.state, work, figures, finding.text)}"
 
         # stop, skip or report
         if action == "stop":

@@ -33,7 +33,7 @@ class ReplicaCheck(Check):
             return
         for chunk in self.chunks:
             chunk.finish_param_gather()
-        self.stop_if(show_differences(differences_of_copies(self.chunks, self.mesh)))
+        self.stop_if(show_differences(param_replica_differences(self.chunks, self.mesh)))
 
 
 class Difference(NamedTuple):
@@ -62,7 +62,7 @@ def show_differences(differences: list[Difference]) -> str:
 
 
 @torch.no_grad()
-def differences_of_copies(chunks: list[DistributedDataParallel], mesh: Mesh) -> list[Difference]:
+def param_replica_differences(chunks: list[DistributedDataParallel], mesh: Mesh) -> list[Difference]:
     """Return the parameters whose copies differ over an axis of this rank.
 
     Every rank must call, with all parameters gathered. Communication: over each axis with copies, an all-reduce of

@@ -28,7 +28,7 @@ from megatron.training.step import StepFigures, StepWork
 BATCH = "batch/"  # prefix of the names of a step's batches
 
 
-def dump_step(runtime: Runtime, state: TrainState, work: StepWork, figures: StepFigures, text: str) -> str:
+def dump_step_for_replay(runtime: Runtime, state: TrainState, work: StepWork, figures: StepFigures, text: str) -> str:
     """Write the dump below --bad-step-dir, and return a sentence about it. Every rank must call.
 
     A failure to write is told in that sentence, not raised: the error that follows matters more.

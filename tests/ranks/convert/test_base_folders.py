@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import read_record, read_tensors, write_folder
 
-from megatron.convert import open_foreign, settings_of_folder
+from megatron.convert import open_foreign, settings_of_foreign_folder
 from megatron.core.dist_checkpointing import LocalTensor
 from megatron.core.sharding.boxes import whole
 
@@ -82,6 +82,6 @@ def test_a_vocab_txt_is_the_tokenizer_of_a_folder_without_a_tokenizer_json(
     if config is not None:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": config}))
     expected = {"model_vocab_size": 31, "tokenizer_type": kind, "vocab_file": str(tmp_path / "vocab.txt")}
-    assert settings_of_folder(tmp_path)["tokenizer"] == expected
+    assert settings_of_foreign_folder(tmp_path)["tokenizer"] == expected
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert settings_of_folder(tmp_path)["tokenizer"]["tokenizer_type"] == "HuggingFaceTokenizer"
+    assert settings_of_foreign_folder(tmp_path)["tokenizer"]["tokenizer_type"] == "HuggingFaceTokenizer"

@@ -188,7 +188,7 @@ def test_a_kill_in_an_export_leaves_nothing_that_looks_whole_and_the_same_comman
 ):
     """At each file of weights, and before the last file is there."""
     flags = f"--save {tmp_path}/own --load {tmp_path}/own --save-hf {tmp_path}/hf --save-hf-max-shard-size 1KB --train-iters 1"
-    for name, count in (("write_weights_file", 2), ("finish_folder", 1)):
+    for name, count in (("write_weights_file", 2), ("write_config_and_aux_files", 1)):
         with monkeypatch.context() as patched:
             patched.setattr(export_distributed, name, dying(getattr(export_distributed, name), count))
             with pytest.raises(Killed):

@@ -16,7 +16,7 @@ from whole_run import run
 
 import pretrain_gpt
 from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle, FimConfig
-from megatron.core.datasets.vocab_check import embedding_problem, within_embedding
+from megatron.core.datasets.vocab_check import cap_vocab_size, embedding_rows_problem
 from megatron.core.models.common.model_rules import GPT_RULES
 from megatron.core.parallel.mesh import Mesh
 
@@ -144,7 +144,7 @@ def tokenizer_of(**more: object) -> SimpleNamespace:
     ],
 )
 def test_only_added_tokens_that_no_sample_needs_may_lack_a_row(more: dict, rows: int, told: str | None):
-    problem = embedding_problem(tokenizer_of(**more), rows)
+    problem = embedding_rows_problem(tokenizer_of(**more), rows)
     assert problem is None if told is None else tells(problem, told)
 
 
@@ -152,4 +152,4 @@ def test_a_token_for_the_middle_needs_a_row():
     settings = {"fim_data": True} | {f"fim_{kind}_token": "w5" for kind in ("prefix", "middle", "suffix", "pad", "eod")}
     config = FimConfig(**settings | {"fim_suffix_token": "<image>"})
     with pytest.raises(ValueError, match=r"--fim-suffix-token <image> is token 10.* 10 rows"):
-        FillInTheMiddle(config, within_embedding(tokenizer_of(), 10), 1)
+        FillInTheMiddle(config, cap_vocab_size(tokenizer_of(), 10), 1)

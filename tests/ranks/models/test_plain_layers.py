@@ -9,7 +9,7 @@ from tiny_run import GPT, GPT2, SEQ, Layout, assert_equal, run
 from torch import nn
 
 from megatron.core.models.gpt.gpt_stage import GPTModel
-from megatron.training.model_chunks import model_problems, place_plain_parameters
+from megatron.training.model_chunks import model_problems, place_constant_parameters
 
 
 def with_plain_norms(config, **parts):
@@ -19,7 +19,7 @@ def with_plain_norms(config, **parts):
         norm = layer.input_layernorm = nn.LayerNorm(config.hidden_size)
         for p in norm.parameters():
             p.sequence_parallel = divided
-    place_plain_parameters(model, torch.float64, divided)
+    place_constant_parameters(model, torch.float64, divided)
     return model
 
 
@@ -32,6 +32,6 @@ def test_a_plain_norm_trains_in_any_layout_as_in_one_process(layout: Layout):
 
 @pytest.mark.parametrize("layer", [nn.LayerNorm(4, bias=False), nn.Linear(4, 4, bias=False)], ids=str)
 def test_what_says_nothing_of_the_sequence_or_is_random_has_no_placement(layer: nn.Module):
-    place_plain_parameters(layer, torch.float32, sequence_parallel=True)
+    place_constant_parameters(layer, torch.float32, sequence_parallel=True)
     (problem,) = model_problems(layer, in_pipeline=False)
     assert tells(problem, "placement weight") and "parameter.sequence_parallel = True" in problem

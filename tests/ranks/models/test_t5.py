@@ -23,7 +23,7 @@ from megatron.convert.export_plan import to_hf_tensors
 from megatron.convert.families.config_json import family_of
 from megatron.convert.formats.read_hf_folder import read_json
 from megatron.convert.hf_reader import head_counts_of, param_mappings
-from megatron.convert.open_any_format import settings_of_folder
+from megatron.convert.open_any_format import settings_of_foreign_folder
 from megatron.core.dist_checkpointing import placed_tensor
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.inference.load_model import single_rank_mesh
@@ -162,7 +162,7 @@ def test_a_config_of_transformers_5_ties_a_head_that_is_the_table_alone(
     drawn_as = {"lm_head.weight": "shared.weight"} if is_tied else {}
     monkeypatch.setattr("cases.weight", lambda name, shape: weight(drawn_as.get(name, name), shape))
     write_folder(tmp_path, {"config": record["config"], "shapes": shapes})
-    checkpoint, settings = open_foreign(tmp_path), settings_of_folder(tmp_path)["transformer"]
+    checkpoint, settings = open_foreign(tmp_path), settings_of_foreign_folder(tmp_path)["transformer"]
     assert settings["untie_embeddings_and_output_weights"] is not is_tied
     assert settings["scale_decoder_outputs"] is not is_tied
     assert checkpoint.state["config"]["transformer"] == settings

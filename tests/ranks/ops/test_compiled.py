@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.core.ops.activations import OTHER_ACTIVATIONS, gated_region
 from megatron.core.ops.attention.kernels import plain_attention
-from megatron.core.ops.attention.tiled_compiled import tiled_attention
+from megatron.core.ops.attention.tiled_compiled import tiled_causal_attention
 from megatron.core.ops.compile import compiled_region
 from megatron.core.ops.compile.compiled_region import CompileConfig, compile_cost, compiles
 from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
@@ -117,7 +117,8 @@ def test_attention_in_tiles_is_the_plain_one(dropout: float, traced: None, monke
     masks = AttentionDropout(dropout, keys, 1, 0)
     heads = [values(2, n, 10, 6, seed=n) for n in (4, 2, 2)]
     plain, tiled = (
-        both_directions(lambda q, k, v, f=f: f(q, k, v, None, masks), heads) for f in (plain_attention, tiled_attention)
+        both_directions(lambda q, k, v, f=f: f(q, k, v, None, masks), heads)
+        for f in (plain_attention, tiled_causal_attention)
     )
     assert max(map(error, tiled, plain)) < 1e-12
 

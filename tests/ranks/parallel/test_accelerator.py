@@ -28,7 +28,7 @@ from megatron.core.tensor_parallel import linear_autograd
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.tensor_parallel.random import RngTracker, recomputed_with_states
 from megatron.training.fault_tolerance import failure_shutdown
-from megatron.training.memory.memory_check import notes_of
+from megatron.training.memory.memory_check import offload_notes
 
 
 class StreamGroup:
@@ -389,4 +389,4 @@ def test_a_step_computes_on_one_device_and_its_host_waits_where_it_must():
     ("tier", "threads", "says"), [("host", 1, 1), ("file", 1, 1), ("host", 8, 0), ("device", 1, 0)]
 )
 def test_one_thread_for_the_hosts_update_is_said(tier: str, threads: int, says: int):
-    assert len(notes_of("xpu", tier, threads=threads)) == says
+    assert len(offload_notes("xpu", tier, threads=threads)) == says

@@ -28,7 +28,7 @@ from megatron.core.pipeline_parallel.schedule.actions import (
     stages_in,
 )
 from megatron.core.pipeline_parallel.schedule.lower import add_transfers
-from megatron.core.pipeline_parallel.schedule.simulate import show
+from megatron.core.pipeline_parallel.schedule.simulate import show_around
 from megatron.core.pipeline_parallel.schedules import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec, Transport
 from megatron.training.step import train_step
@@ -491,7 +491,7 @@ def test_an_error_in_a_forward_carries_its_action_and_the_grid_around_it(rank: i
     error = error_of(work, {"pp": 2})
     assert (type(error), str(error)) == (ZeroDivisionError, "by nought")
     index = [str(a) for a in schedule[rank]].index(action)
-    assert error.__notes__ == [f"while running pipeline action {action}:\n{show(schedule, rank, index)}"]
+    assert error.__notes__ == [f"while running pipeline action {action}:\n{show_around(schedule, rank, index)}"]
     assert action in error.__notes__[0].split("\n", 1)[1]
 
 

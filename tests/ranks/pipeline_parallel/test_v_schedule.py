@@ -11,7 +11,7 @@ from tiny_run import pieces_of_chunks, put_together
 import pretrain_gpt
 from megatron.core.parallel.stage_map import StageMap
 from megatron.core.pipeline_parallel import SCHEDULES
-from megatron.core.pipeline_parallel.schedule.actions import defer_weight_grads
+from megatron.core.pipeline_parallel.schedule.actions import split_and_defer_weight_grads
 from megatron.core.pipeline_parallel.schedule.lower import add_reduce, add_transfers, check_rendezvous
 from megatron.core.pipeline_parallel.schedule.registry import stage_map
 from megatron.core.pipeline_parallel.schedule.simulate import make_schedule
@@ -56,7 +56,7 @@ def test_its_map_is_that_of_its_lists():
         there = tuple(range(p))
         assert stage_map("v", p, 2) == StageMap(there + there[::-1])
         made = make_schedule("v", p, 3, 2)
-        for schedule in (made, defer_weight_grads(made, delay=lambda rank: 2)):
+        for schedule in (made, split_and_defer_weight_grads(made, delay=lambda rank: 2)):
             lowered = add_reduce(add_transfers(schedule))
             check_rendezvous(lowered)
             positions = [str(action) for action in lowered[0]]

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.core import tensor_parallel as mt
 from megatron.core.models.gpt.gpt_stage import GPTModel
-from megatron.core.parallel.global_state import defer_initialization
+from megatron.core.parallel.global_state import defer_weight_initialization
 from megatron.core.sharding.boxes import slices
 from megatron.core.sharding.initial_values import initialize_parameters, normal_box
 from megatron.core.sharding.placement import Constant, pieces
@@ -317,7 +317,7 @@ def test_a_function_of_a_tensor_fills_a_named_model_the_same_in_every_layout():
 
     def work(mesh, seed):
         torch.manual_seed(seed)
-        with defer_initialization():
+        with defer_weight_initialization():
             block = torch.nn.ModuleDict(
                 {"up": mt.ColumnParallelLinear(H, F, init_method=torch.nn.init.kaiming_normal_)}
             )

@@ -20,7 +20,7 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.training.arguments.rerun_config import GuardConfig
 from megatron.training.rerun.base_check import WrongNumbersError
 from megatron.training.rerun.bit_flip_check import StateCheck, changes_since, hashes_of, resident_state
-from megatron.training.rerun.replica_check import differences_of_copies
+from megatron.training.rerun.replica_check import param_replica_differences
 
 HALF = replace(TINY_GPT2, fp64=False, bf16=True)
 STAGES = {
@@ -53,7 +53,7 @@ def trained(mesh: Mesh, config, layout: Layout, optimizer: OptimizerConfig | Non
 
 def copies_of_norms(mesh: Mesh, layout: Layout) -> None:
     tiny = trained(mesh, TINY_LLAMA, layout)
-    assert differences_of_copies(tiny.model, mesh) == []
+    assert param_replica_differences(tiny.model, mesh) == []
     name = "final_norm.weight"
     (name, norm) = next((n, p) for n, p in tiny.model[0].module.named_parameters() if "norm" in n)
     shards = tiny.model[0].param_shards()
@@ -62,7 +62,7 @@ def copies_of_norms(mesh: Mesh, layout: Layout) -> None:
     if mesh["world"].rank == culprit:
         assert held.numel()
         flip(held, 3)
-    found = {(one.name, one.axis): one.ranks for one in differences_of_copies(tiny.model, mesh)}
+    found = {(one.name, one.axis): one.ranks for one in param_replica_differences(tiny.model, mesh)}
     axes = [mesh["tp"], mesh["dp"]] if layout.data_parallel.stage < 3 else [mesh["tp"]]
     if any(culprit in axis.ranks for axis in axes if axis.size > 1):
         ((_, axis), ranks), *more = found.items()
@@ -90,7 +90,7 @@ def drifting(mesh: Mesh, layout: Layout) -> list:
     tiny = TinyTrainer(mesh, TINY_LLAMA, layout, global_batch=4, subject=replace(GPT, make=make))
     tiny.step(0)
     tiny.finish_param_gather()
-    return [(one.name, one.axis, one.ranks) for one in differences_of_copies(tiny.model, mesh)]
+    return [(one.name, one.axis, one.ranks) for one in param_replica_differences(tiny.model, mesh)]
 
 
 def test_a_copy_that_is_used_apart_drifts_and_is_named():

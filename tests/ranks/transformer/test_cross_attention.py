@@ -6,7 +6,7 @@ from local_ranks import run_ranks
 from torch.nn import functional
 
 from megatron.core.models.T5.t5_spec import get_t5_decoder_with_local_block_spec
-from megatron.core.parallel.global_state import defer_initialization, get_global_state
+from megatron.core.parallel.global_state import defer_weight_initialization, get_global_state
 from megatron.core.sharding.initial_values import initialize_parameter
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -21,7 +21,7 @@ def decoded(mesh, dropout=0.0):
     options = {"params_dtype": torch.float64, "attention_dropout": dropout, "hidden_dropout": dropout}
     config = TransformerConfig(num_layers=2, hidden_size=H, num_attention_heads=N, init_method_std=0.3, **options)
     get_global_state().seed = 1
-    with defer_initialization():
+    with defer_weight_initialization():
         block = TransformerBlock(config, get_t5_decoder_with_local_block_spec(2))
     for path, parameter in block.named_parameters():
         initialize_parameter(parameter, 3, path, mesh)

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TERowParallelLinear
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.parallel.global_state import defer_initialization, get_global_state
+from megatron.core.parallel.global_state import defer_weight_initialization, get_global_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.sharding.initial_values import initialize_parameter
 from megatron.core.sharding.placement import Constant, Placement
@@ -137,7 +137,7 @@ def trained(mesh, name, steps=2, sp=False):
     )
     get_global_state().seed = 1
     ends = {"pre_process": pp.rank == 0, "post_process": pp.rank == pp.size - 1}
-    with defer_initialization():
+    with defer_weight_initialization():
         model = GPTModel(config, spec_of(name), VOCAB, SEQ, **ends)
     for path, parameter in model.named_parameters():
         if not hasattr(parameter, "placement"):

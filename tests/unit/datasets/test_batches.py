@@ -11,7 +11,7 @@ import torch
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.datasets import DataConfig
-from megatron.core.datasets.data_loader import Cyclic, batches, loader
+from megatron.core.datasets.data_loader import CyclicDataset, batches, loader
 from megatron.training.evaluate import window
 
 
@@ -163,6 +163,6 @@ def test_validation_is_read_in_order_and_an_external_loader_is_passed_through():
 
 def test_settings_that_cannot_work_are_refused():
     with pytest.raises(ValueError, match="samples"):
-        Cyclic(Numbers(0))
+        CyclicDataset(Numbers(0))
     with pytest.raises(ConfigError, match=r"(?s)--num-workers.*-1"):
         DataConfig(num_workers=-1)

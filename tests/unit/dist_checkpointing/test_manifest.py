@@ -159,7 +159,7 @@ def test_boxes_fill_a_tensor_exactly_if_every_element_lies_in_one():
         for box in boxes:
             count[slices(box)] += 1
         record = manifest_of(*boxes, shape=shape).tensors["w"]
-        assert disk.is_filled(record) == bool(count.eq(1).all()), boxes
+        assert disk.is_covered_exactly_once(record) == bool(count.eq(1).all()), boxes
 
 
 def test_the_sweep_finds_what_all_pairs_find():

@@ -8,7 +8,11 @@ import pytest
 from small_checkpoints import refused, save_one
 
 from megatron.core.dist_checkpointing import format as disk, open_checkpoint
-from megatron.core.dist_checkpointing.checkpoint_folder import latest_iteration, pointer_text, saved_iterations
+from megatron.core.dist_checkpointing.checkpoint_folder import (
+    latest_iteration,
+    pointer_text_with_check_digit,
+    saved_iterations,
+)
 from megatron.core.dist_checkpointing.commit import clear_leftovers
 from megatron.core.dist_checkpointing.retention import delete_older
 from megatron.core.storage import file_layer
@@ -112,7 +116,7 @@ def test_a_folder_that_cannot_be_removed_is_told_of(root, monkeypatch):
 
 @pytest.mark.parametrize("iteration", [7, 12345])
 def test_no_bit_of_the_pointer_can_change_unseen(root, iteration):
-    pointer, content = root / disk.LATEST, pointer_text(iteration).encode()
+    pointer, content = root / disk.LATEST, pointer_text_with_check_digit(iteration).encode()
     for bit in range(8 * len(content)):
         changed = bytearray(content)
         changed[bit // 8] ^= 1 << bit % 8

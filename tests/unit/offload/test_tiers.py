@@ -21,7 +21,7 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed.bucket import Bucket
 from megatron.core.offload import checksummed_file
 from megatron.core.offload.checksummed_file import BlockFile, OffloadError
-from megatron.core.offload.offload_folder import RankFolder, folder_problems, remove_left_behind
+from megatron.core.offload.offload_folder import RankFolder, offload_folder_conflicts, remove_surplus_rank_folders
 from megatron.core.offload.offload_fraction import cut_by_fraction, cut_in_slices
 from megatron.core.offload.offload_tiers import FileOffloadStore, FileTensor, HostOffloadStore
 from megatron.core.offload.state_offload_config import OffloadConfig
@@ -231,7 +231,7 @@ def test_a_folder_is_one_run_s_own_until_it_is_given_back(tmp_path):
     FileOffloadStore(tmp_path, 1).close()
     with pytest.raises(ConfigError, match=rf"(?s)rank_00000.*{os.getpid()}"):
         FileOffloadStore(tmp_path, 0)
-    assert len(folder_problems(tmp_path, 0)) == 1 and folder_problems(tmp_path, 1) == []
+    assert len(offload_folder_conflicts(tmp_path, 0)) == 1 and offload_folder_conflicts(tmp_path, 1) == []
     first.close()
     assert list(tmp_path.iterdir()) == []
     FileOffloadStore(tmp_path, 0).close()
@@ -263,7 +263,7 @@ def test_what_a_killed_process_left_is_taken_over(tmp_path):
     """
     killed = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, check=False)
     assert killed.returncode == -signal.SIGKILL and (tmp_path / "rank_00000" / "state").stat().st_size == 1024
-    assert folder_problems(tmp_path, 0) == []
+    assert offload_folder_conflicts(tmp_path, 0) == []
     folder = RankFolder(tmp_path, 0)
     assert not (folder.path / "state").exists()
     folder.remove()
@@ -278,7 +278,7 @@ def test_what_a_killed_run_of_more_ranks_left_is_removed(tmp_path):
             (tmp_path / name / file).write_text("{}")
     (tmp_path / "rank_00005" / "thesis.tex").touch()
     living = RankFolder(tmp_path, 3)
-    assert remove_left_behind(tmp_path, 2) == ["rank_00002"]
+    assert remove_surplus_rank_folders(tmp_path, 2) == ["rank_00002"]
     assert {path.name for path in tmp_path.iterdir()} == {"rank_00001", "rank_00003", "rank_00005", "rank_x"}
     living.remove()
 

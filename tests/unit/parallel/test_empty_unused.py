@@ -15,14 +15,14 @@ from megatron.core.parallel.accelerator import Device
 @pytest.mark.parametrize(("level", "threshold"), [(0, 2**31 - 1), (1, 2**20), (2, 2**17)])
 def test_a_cpu_keeps_freed_blocks_below_a_size(level: int, threshold: int, monkeypatch):
     told = []
-    monkeypatch.setattr(device, "set_malloc", told.append)
+    monkeypatch.setattr(device, "let_malloc_keep_freed_blocks", told.append)
     Device("cpu").prepare(bf16=False, empty_level=level)
     assert told == [threshold]
 
 
 def test_what_stays_for_the_run_goes_back_when_freed_also_after_an_error(monkeypatch):
     told = []
-    monkeypatch.setattr(device, "set_malloc", told.append)
+    monkeypatch.setattr(device, "let_malloc_keep_freed_blocks", told.append)
     cpu = Device("cpu")
     with cpu.memory_that_stays():
         pass

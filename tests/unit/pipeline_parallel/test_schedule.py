@@ -17,11 +17,11 @@ from megatron.core.pipeline_parallel.schedule import actions as schedule_module
 from megatron.core.pipeline_parallel.schedule.actions import (
     Action,
     Op,
-    defer_weight_grads,
     forward_only,
     gpipe,
     interleaved,
     one_f_one_b,
+    split_and_defer_weight_grads,
     zb_h1,
     zb_interleaved,
 )
@@ -107,7 +107,7 @@ def test_zb_h1_lists():
 
 def test_deferring_works_with_chunks():
     assert_lists(
-        defer_weight_grads(interleaved(1, 2, 2), delay=lambda rank: 2),
+        split_and_defer_weight_grads(interleaved(1, 2, 2), delay=lambda rank: 2),
         "F0.0 F1.0 I1.0 F0.1 I0.0 F1.1 I1.1 W1.0 I0.1 W0.0 W1.1 W0.1",
     )
 
@@ -140,7 +140,7 @@ def test_deferring_keeps_the_order_of_all_but_the_weight_gradients():
     for p, m, v in CHUNKED:
         for unsplit in (interleaved(p, m, v), one_f_one_b(p, m)):
             for delay in (0, 1, m * v):
-                split = defer_weight_grads(unsplit, delay=lambda rank, delay=delay: delay)
+                split = split_and_defer_weight_grads(unsplit, delay=lambda rank, delay=delay: delay)
                 assert [
                     [a._replace(op=Op.B) if a.op is Op.I else a for a in row if a.op is not Op.W] for row in split
                 ] == unsplit

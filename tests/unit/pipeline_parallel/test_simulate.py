@@ -1,4 +1,4 @@
-"""Schedules on paper: times, memory, refusals of lists that cannot run, and what their drawings show."""
+"""Schedules on paper: times, memory, refusals of lists that cannot run, and what their drawings show_around."""
 
 import json
 from xml.etree import ElementTree
@@ -10,7 +10,7 @@ from schedules import COVERING, FLAT, costs, parse, refusal
 from megatron.core.pipeline_parallel.schedule.actions import Op, forward_only, gpipe, interleaved, one_f_one_b, zb_h1
 from megatron.core.pipeline_parallel.schedule.plot import chrome_trace, plot_svg, plot_text
 from megatron.core.pipeline_parallel.schedule.registry import SCHEDULES, default_chunks, problems_of
-from megatron.core.pipeline_parallel.schedule.simulate import make_schedule, peak_bytes, show, simulate
+from megatron.core.pipeline_parallel.schedule.simulate import make_schedule, peak_bytes, show_around, simulate
 
 
 def test_gpipe_pays_each_transfer_once_per_boundary_and_direction():
@@ -108,7 +108,7 @@ def test_costs_must_be_positive():
 
 def test_show_points_at_one_action_of_one_rank():
 
-    assert show(one_f_one_b(2, 3), rank=1, index=1, around=2).splitlines() == [
+    assert show_around(one_f_one_b(2, 3), rank=1, index=1, around=2).splitlines() == [
         "rank 0 at 1 |     F0.0    F0.1    B0.0    F0.2",
         "rank 1 at 1 |     F1.0 -> B1.0    F1.1    B1.1",
     ]

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[3]
 OURS = {
     "megatron/core/ops/compile/compiled_region.py _whole_of": "compiled_layer",
     "megatron/core/base/dataclass_flags.py field_of_action": "config_field",
-    "megatron/core/datasets/vocab_check.py embedding_problem": "added_tokens",
+    "megatron/core/datasets/vocab_check.py embedding_rows_problem": "added_tokens",
     "megatron/core/datasets/ambiguous_pad_token.py pad_is_text": "pad_is_text",  # a script's tokenizer may say it
     "megatron/core/distributed/zero_init.py shard_of": "shard",
     "megatron/core/distributed/param_grad_state.py is_tied": "is_tied",  # a script's model
@@ -39,8 +39,8 @@ OURS = {
     "megatron/core/ops/main_grad_interface.py slot_of": "slot",
     "megatron/core/base/registry.py function_of": "computes",  # a script's entry of a table
     "megatron/core/sharding/placement.py placement_of": "placement",  # a script's layer
-    "megatron/core/ops/dropout.py keys_of": "keys",  # a script's layer
-    "megatron/core/tensor_parallel/cross_entropy.py cross_entropy_of": "cross_entropy",
+    "megatron/core/ops/dropout.py own_dropout_keys": "keys",  # a script's layer
+    "megatron/core/tensor_parallel/cross_entropy.py plain_cross_entropy_of": "cross_entropy",
     "megatron/core/tokenizers/tokenizer_fingerprint.py tokenizer_sha256": "hashed_changes",
     "megatron/core/transformer/compiled_layer.py _may_be_left_out": "may_be_left_out",
     "megatron/training/model_chunks.py _is_shared": "shared_embedding",  # Megatron's name

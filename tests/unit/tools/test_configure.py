@@ -14,7 +14,7 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.parallel.collectives import bytes_sent
 from megatron.training.arguments.command_line import parse_args
 from megatron.training.arguments.validation import check
-from megatron.training.memory.dry_run import alone, batches_of, mesh_of, parts_of
+from megatron.training.memory.dry_run import alone, batches_of, build_rank_parts, mesh_of
 from megatron.training.model_flops import ModelShape
 from megatron.training.step import train_step
 from tools import configure, estimate_memory
@@ -93,7 +93,7 @@ def recorded(job: Work, layout: Layout, rank: int) -> Counter[str]:
     of_run = read([*estimate_words(job), *flags(job, layout), "--device", "cpu"]).job
     mesh, found = mesh_of(of_run.runtime.config, job.ranks, rank), Counter()
     with alone(of_run.runtime, mesh) as runtime:
-        parts = parts_of(runtime, of_run)
+        parts = build_rank_parts(runtime, of_run)
         data = dict.fromkeys(parts.chunks, batches_of(runtime) if mesh["tp"].is_first else None)
         with mesh.ledger.record() as calls:
             train_step(parts.pipeline, parts.optimizer, data, first_sample=0, lr=0.0, check_finite=False)

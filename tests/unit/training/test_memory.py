@@ -26,7 +26,7 @@ from megatron.training.memory.peak_along_schedule import (
     peak_along_schedule,
     worst,
 )
-from megatron.training.memory.report import amount, short_report
+from megatron.training.memory.report import abridged_stage_table, amount
 from tools import estimate_memory
 from tools.estimating.job import read
 from tools.script import script_at
@@ -159,7 +159,7 @@ def test_offloaded_inputs_wait_on_the_host():
     )
     away = ranks_of(words)[1]
     assert away.by_tier["host"]["activations"] == 3 * 2 * 32 * 2 * 64 * 2
-    assert any("in host memory: activations" in line for line in short_report([away]))
+    assert any("in host memory: activations" in line for line in abridged_stage_table([away]))
 
 
 def test_profiles_say_what_a_rank_runs_where_it_is_not_the_first_of_its_stage():

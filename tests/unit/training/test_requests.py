@@ -82,5 +82,5 @@ def test_a_second_ctrl_c_ends_a_run_that_cannot_say_it(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Lost())
     monkeypatch.setattr(os, "write", lambda handle, text: Lost().write(text))
     monkeypatch.setattr(os, "_exit", ended.append)
-    keyboard_interrupt.Interrupt(0)._end("once more")
+    keyboard_interrupt.ExitOnInterrupt(0)._end("once more")
     assert ended == [keyboard_interrupt.CODE]

@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional
 
 from megatron.core import parallel_state
-from megatron.core.parallel.accelerator import Device, set_malloc
+from megatron.core.parallel.accelerator import Device, let_malloc_keep_freed_blocks
 from tools.benchmarking.batches import CLIP, LR, SEED, WEIGHT_DECAY, Batches, Phases
 from tools.benchmarking.peers import parallel
 from tools.benchmarking.peers.plain import PlainModel
@@ -89,7 +89,7 @@ class Plain:
         self.where = self.device.torch_device
         self.autocast = work.bf16 if contender.bf16 is None else contender.bf16
         if contender.same_allocator:
-            set_malloc(KEEPS_FREED)
+            let_malloc_keep_freed_blocks(KEEPS_FREED)
         self.replica = 0
         if work.ranks > 1:
             parallel_state.start_distributed(self.device.backend, 2)

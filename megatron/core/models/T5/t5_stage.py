@@ -32,7 +32,7 @@ from megatron.core.transformer.layer_build_context import LayerContext, MakePart
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.norm import make_norm
 from megatron.core.transformer.parallel_transformer import ParallelTransformer
-from megatron.core.transformer.relative_position_bias import RelativePositionBias, RelativePositionEmbedding
+from megatron.core.transformer.relative_position_bias import RelativeBiasFromWeight, RelativePositionEmbedding
 from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
 
 
@@ -135,8 +135,8 @@ class EncoderDecoder(nn.Module):
         if self.has_relative_positions and pre_process:
             self.encoder_relative_pos_emb = RelativePositionEmbedding(config, context)
             self.decoder_relative_pos_emb = RelativePositionEmbedding(config, context)
-        self._encoder_bias = RelativePositionBias(config, context.tp.axis, bidirectional=True)
-        self._decoder_bias = RelativePositionBias(config, context.tp.axis, bidirectional=False)
+        self._encoder_bias = RelativeBiasFromWeight(config, context.tp.axis, bidirectional=True)
+        self._decoder_bias = RelativeBiasFromWeight(config, context.tp.axis, bidirectional=False)
 
         # the layers of both stacks on this stage
         layers = list(layers)
@@ -234,7 +234,7 @@ class EncoderDecoder(nn.Module):
         positions = self.context.positions(ids.shape[1], ids.device).expand_as(ids)
         return self.embedding(ids, positions, None, dropout)
 
-    def _position_bias(self, bias: RelativePositionBias, weight: Tensor, x: Tensor) -> Tensor:
+    def _position_bias(self, bias: RelativeBiasFromWeight, weight: Tensor, x: Tensor) -> Tensor:
         """Return the bias [heads/t, rows, s] for this rank's rows of a text with hidden states x [rows, b, h].
 
         weight: [buckets, heads]. Every rank of tp must call.

@@ -65,7 +65,7 @@ class WordBias(nn.Module):
         return logits.add_(self.bias)  # in place, since no backward needs the logits without the bias
 
 
-class BertHead(nn.Module):
+class BertHeadTransform(nn.Module):
     """Transform hidden states before the output layer: norm(f(W x + b)). forward(x [s, b, h]) -> the same shape"""
 
     def __init__(self, config: ModelConfig, context: LayerContext):
@@ -110,7 +110,7 @@ class BertModel(LanguageModelStage):
         self.pooler = None
         self.binary_head = None
         if self.post_process:
-            self.lm_head = BertHead(config, context)
+            self.lm_head = BertHeadTransform(config, context)
             self.word_bias = WordBias(config, vocab_size, context)
             if add_binary_head:
                 self.pooler = Pooler(config, context)

@@ -21,7 +21,7 @@ from megatron.core.base.registry import Registry
 from megatron.core.ops.attention.masks import Documents, Mask, Window, hidden_keys, with_window
 from megatron.core.ops.attention.sliding_window import attention_in_band
 from megatron.core.ops.attention.softcap_and_sinks import SoftmaxOptions
-from megatron.core.ops.attention.tiled_compiled import tiled_attention
+from megatron.core.ops.attention.tiled_compiled import tiled_causal_attention
 from megatron.core.ops.attention.tiled_eager import eager_tiled_attention
 from megatron.core.ops.dropout import AttentionDropout
 
@@ -180,7 +180,7 @@ def _not_for_fused(case: AttentionCase) -> str | None:
 
 SOFTMAX = "softmax(q k / sqrt(d)) v"  # the function of all kernels here: each scores, masks and drops alike
 _PLAIN = Kernel(plain_attention, takes_softmax_options=True, computes=SOFTMAX)
-_TILED = Kernel(tiled_attention, _not_for_tiles, instead="tiled-eager", computes=SOFTMAX)
+_TILED = Kernel(tiled_causal_attention, _not_for_tiles, instead="tiled-eager", computes=SOFTMAX)
 _EAGER_TILES = Kernel(
     eager_tiled_attention, _not_for_eager_tiles, instead="unfused", takes_softmax_options=True, computes=SOFTMAX
 )

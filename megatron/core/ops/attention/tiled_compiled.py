@@ -18,7 +18,7 @@ from megatron.core.ops.dropout_masks import MaskWords, keep_mask
 from megatron.core.parallel.accelerator import is_accelerator
 
 
-def tiled_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: AttentionDropout) -> Tensor:
+def tiled_causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: AttentionDropout) -> Tensor:
     """`plain_attention` of q [b, n, s, d] and k, v [b, groups, s, d] under a causal mask -> [b, n, s, d].
 
     Asserts that there is no other mask and that there are as many queries as keys.

@@ -84,7 +84,7 @@ def agree_on_compiling(config: CompileConfig, device: torch.device | str, world:
     reason = why_not(kind)
     cannot = torch.tensor(float(reason is not None), device=device)
     if not collectives.all_reduce(cannot, world, "max").item():
-        return [f"--compile {config.compile}: compiled code is kept in {cache_folder()}"]
+        return [f"--compile {config.compile}: compiled code is kept in {inductor_cache_folder()}"]
     _lacking.add(kind)
     return [f"--compile {config.compile} is off: {reason or 'another rank lacks what it needs'}"]
 
@@ -116,7 +116,7 @@ def _whole_of(layer: nn.Module) -> _Whole | None:
     return getattr(layer, "compiled_layer", None)
 
 
-def cache_folder() -> Path:
+def inductor_cache_folder() -> Path:
     """Return the folder in which compiled code outlives the process.
 
     It is TORCHINDUCTOR_CACHE_DIR, else a folder in the user's cache folder.
@@ -162,7 +162,7 @@ def compile_log_line() -> str | None:
     _logged_programs = cost.programs
     return (
         f"compiled: {cost.programs} programs so far, in {cost.seconds:.1f} s; a later start reads them from "
-        f"{cache_folder()}"
+        f"{inductor_cache_folder()}"
     )
 
 
@@ -173,7 +173,7 @@ def _compile(formula: Formula) -> Formula:
     """
     global _import_seconds
     began = time.perf_counter()
-    cache_folder()
+    inductor_cache_folder()
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     # As an argument: a setting of torch's is one of the thread that made it, and ranks and backwards have threads of
     # their own.

@@ -100,7 +100,7 @@ def zb_h1(p: int, m: int, v: int = 1) -> Schedule:
         rank 2 |    F0I0F1I1F2I2W0F3I3W1W2W3|
     """
     check_sizes("zb-h1", p, m, v, chunks=1)
-    return defer_weight_grads(one_f_one_b(p, m), delay=lambda rank: rank)
+    return split_and_defer_weight_grads(one_f_one_b(p, m), delay=lambda rank: rank)
 
 
 def zb_interleaved(p: int, m: int, v: int) -> Schedule:
@@ -110,10 +110,10 @@ def zb_interleaved(p: int, m: int, v: int) -> Schedule:
     flight than rank 0, so it can defer r of its W.
     """
     _check_groups("zb-interleaved", p, m, v, instead="zb-v or zb-h1")
-    return defer_weight_grads(interleaved(p, m, v), delay=lambda rank: rank)
+    return split_and_defer_weight_grads(interleaved(p, m, v), delay=lambda rank: rank)
 
 
-def defer_weight_grads(schedule: Schedule, delay: Callable[[int], int]) -> Schedule:
+def split_and_defer_weight_grads(schedule: Schedule, delay: Callable[[int], int]) -> Schedule:
     """Return the schedule with each B split into I and W: a W follows the I of `delay(rank)` backwards later.
 
     With delay 1 on this rank:   F0 B0 F1 B1 B2   ->   F0 I0 F1 I1 W0 I2 W1 W2

@@ -136,7 +136,7 @@ def peak_inputs(schedule: Schedule, stage: int) -> int:
     return max(accumulate(steps), default=0)
 
 
-def show(schedule: Schedule, rank: int, index: int, around: int = 3) -> str:
+def show_around(schedule: Schedule, rank: int, index: int, around: int = 3) -> str:
     """Return the actions around position `index`, one row per rank, with an arrow at that of `rank`.
 
     It is for error messages. Lowered schedules are allowed. Columns are positions in the lists, not times.
@@ -153,7 +153,7 @@ def locate(schedule: Schedule) -> dict[Action, tuple[int, int]]:
                 first_rank, first_index = position[action]
                 raise ValueError(
                     f"schedule: {action} is on rank {first_rank} (position {first_index}) and again on rank "
-                    f"{rank} (position {index}); an action must occur once\n{show(schedule, rank, index)}"
+                    f"{rank} (position {index}); an action must occur once\n{show_around(schedule, rank, index)}"
                 )
             position[action] = rank, index
     return position
