@@ -12,11 +12,11 @@ import atexit
 import gc
 import json
 import os
-import runpy
 import select
 import signal
 import subprocess
 import sys
+import types
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -156,7 +156,11 @@ def _become(request: dict) -> None:
     os.environ.update(request["environment"])
     sys.argv = request["command"]
     sys.path[0] = str(Path(sys.argv[0]).parent)
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    main = types.ModuleType("__main__")
+    main.__file__ = sys.argv[0]
+    # Results of worker processes name classes of the script by the second name; the server had multiprocessing imported already.
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main
+    exec(compile(Path(sys.argv[0]).read_bytes(), sys.argv[0], "exec"), main.__dict__)
 
 
 if __name__ == "__main__":
