@@ -16,7 +16,7 @@ from megatron.core.enums import ModelType
 from megatron.core.models.bert.bert_stage import BertModel
 from megatron.core.tensor_parallel.broadcast_batch import broadcast_batch
 from megatron.training import get_runtime, get_timers, get_tokenizer, pretrain
-from megatron.training.batch_utils import get_batch_on_this_cp_rank, loss_report, rank_part_of_mean_loss
+from megatron.training.batch_utils import get_batch_on_this_cp_rank, lm_loss_and_objective, rank_part_of_mean_loss
 
 
 def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> nn.Module:
@@ -92,7 +92,7 @@ def loss_func(
     loss_sum = (losses * loss_mask).sum()  # []
     num_tokens = loss_mask.sum()  # []
     loss = rank_part_of_mean_loss(loss_sum, num_tokens)
-    report = loss_report(losses, loss_mask, loss_sum, num_tokens)
+    report = lm_loss_and_objective(losses, loss_mask, loss_sum, num_tokens)
     if binary_logits is None:
         return loss, report
 

@@ -14,7 +14,7 @@ from megatron.core.datasets.gpt_samples import build_gpt_datasets
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.training import get_runtime, get_timers, get_tokenizer, pretrain
-from megatron.training.batch_utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank, loss_report
+from megatron.training.batch_utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank, lm_loss_and_objective
 
 
 def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> nn.Module:
@@ -53,7 +53,7 @@ def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[s
     loss_mask = loss_mask.to(losses.dtype)
     loss_sum = (losses * loss_mask).sum()  # []
     num_tokens = loss_mask.sum()  # []
-    return loss_sum, num_tokens, loss_report(losses, loss_mask, loss_sum, num_tokens)
+    return loss_sum, num_tokens, lm_loss_and_objective(losses, loss_mask, loss_sum, num_tokens)
 
 
 def forward_step(data_iterator: Iterator | None, model: nn.Module) -> tuple[Tensor, Any]:

@@ -35,7 +35,7 @@ import torch
 import pretrain_gpt
 from megatron.core.base import rank_status
 from megatron.training import step as train_step
-from megatron.training.batch_cache import BatchCache
+from megatron.training.batch_cache import RewindableBatches
 from megatron.training.fault_tolerance import hang_watch
 from megatron.training.initialize import initialize_megatron
 from megatron.training.trainer import Trainer
@@ -117,7 +117,7 @@ def alone(run: Run, collectives: int) -> None:
     run.trainer.guard.judge, train_step.non_finite_problem = judge, non_finite_problem
     step = min(run.turn(None, 1)[0] for _ in range(20))
     microbatches = run.trainer.pipeline.batch.num_microbatches
-    kept = BatchCache(itertools.repeat({}))
+    kept = RewindableBatches(itertools.repeat({}))
 
     def keep() -> None:
         kept.begin()

@@ -48,7 +48,7 @@ from megatron.core.inference import (
     layout_problems,
     load_gpt,
     load_t5,
-    notes_on,
+    notes_on_checkpoint,
     read_saved_settings,
 )
 from megatron.core.inference.generate import generate_batch
@@ -62,7 +62,7 @@ from megatron.core.sharding.initial_values import seed_of
 from megatron.core.storage.paths import path_of
 from megatron.core.tokenizers import Tokenizer, TokenizerConfig, build_tokenizer
 from megatron.core.tokenizers.tokenizer_fingerprint import tokenizer_sha256
-from megatron.core.tokenizers.vocabulary_diff import token_difference, vocabulary_of
+from megatron.core.tokenizers.vocabulary_diff import changed_or_lost_tokens, vocabulary_of
 from megatron.core.transformer.context_parallel_rules import context_parallel_problems
 from megatron.training.initialize import affinity_cores
 from megatron.training.monitor.cpu_contention import CpuContention
@@ -285,7 +285,7 @@ def check_folder_vocabulary(state: dict[str, Any], source: str, tokenizer: Token
         return
     if folder_vocabulary is None:
         return
-    differing = token_difference(folder_vocabulary, vocabulary)
+    differing = changed_or_lost_tokens(folder_vocabulary, vocabulary)
     if differing:
         raise ConfigError(
             f"{source} holds a model of another tokenizer than {tokenizer.name}: {differing}; leave the flags of the tokenizer "
@@ -394,7 +394,7 @@ def run(settings: Settings, world: Axis) -> None:
     prompts = prompts.broadcast(world, device.torch_device)
 
     model, mesh = load_model(generation, checkpoint, device)
-    for note in notes_on(checkpoint.state):
+    for note in notes_on_checkpoint(checkpoint.state):
         log(note)
     log(f"iteration {checkpoint.iteration} of {generation.load} on {device.name}")
 

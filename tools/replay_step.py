@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing import Checkpoint, CheckpointError, LocalT
 from megatron.core.dist_checkpointing.lost_buffers import lost_buffers
 from megatron.core.sharding.boxes import whole
 from megatron.training.arguments.config import COMPONENTS
-from megatron.training.batch_cache import BatchCache
+from megatron.training.batch_cache import RewindableBatches
 from megatron.training.global_vars import print_rank_0, set_runtime
 from megatron.training.initialize import initialize_megatron
 from megatron.training.rerun.nan_locator import first_nonfinite_tensor
@@ -161,7 +161,7 @@ def replay(root: str, model: str, further_flags: list[str]) -> None:
         num_microbatches = step["samples"] // runtime.samples_at_once
         work = StepWork(trainer.pipeline, trainer.optimizer, data, step["first_sample"], num_microbatches)
         for batches in data.values():
-            if isinstance(batches, BatchCache):
+            if isinstance(batches, RewindableBatches):
                 batches.begin()
 
         # rerun the step twice: for its numbers, then with a check of each tensor

@@ -28,7 +28,7 @@ from megatron.convert.export_plan import (
     write_config_and_aux_files,
 )
 from megatron.convert.families.family import ParamMapping
-from megatron.convert.families.weight_layout import CopyRange, copy_ranges_of
+from megatron.convert.families.weight_layout import FlatCopyRange, copy_ranges_of
 from megatron.convert.formats.safetensors_header import header_of
 from megatron.convert.hf_origin import check_tokenizer_folder
 from megatron.core.base.dataclass_flags import ConfigError
@@ -152,7 +152,7 @@ def _read_ahead(items: Iterator[_T], reader: Executor) -> Iterator[_T]:
         yield item
 
 
-def _copy_ranges(checkpoint: Checkpoint, plan: FolderPlan, mapping: ParamMapping) -> list[CopyRange] | None:
+def _copy_ranges(checkpoint: Checkpoint, plan: FolderPlan, mapping: ParamMapping) -> list[FlatCopyRange] | None:
     """Return the ranges that can be copied while the parameter is read; None if it must be read in full first."""
     if not checkpoint.has_runs(plan.name_of(mapping)):
         return None
@@ -180,7 +180,7 @@ def _write(
 
     # where each parameter's tensors begin in the file
     offsets: dict[ParamMapping, int] = {}
-    ranges: dict[ParamMapping, list[CopyRange]] = {}
+    ranges: dict[ParamMapping, list[FlatCopyRange]] = {}
     end = len(header)
     for mapping in planned.mappings:
         offsets[mapping] = end

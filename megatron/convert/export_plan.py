@@ -33,7 +33,7 @@ from megatron.core.base.registry import FUNCTIONS
 from megatron.core.dist_checkpointing.format import ITEM_BYTES, CheckpointError, TensorRecord
 from megatron.core.ops.attention.kernels import SOFTMAX
 from megatron.core.sharding.boxes import slices
-from megatron.core.storage.file_layer import backend_of, write_all, write_synced
+from megatron.core.storage.file_layer import backend_of, write_all, write_and_sync_content
 from megatron.core.transformer.model_config import ModelConfig
 
 _PREFIX = "model/"  # of a parameter's name in a checkpoint
@@ -177,9 +177,9 @@ def write_config_and_aux_files(
         sizes = {"total_size": sum(file.nbytes for file in plan.files.values())}
         weight_map = {name: file for file, planned in plan.files.items() for name in planned.tensors}
         index = {"metadata": sizes, "weight_map": weight_map}
-        write_synced(partial / INDEX, json.dumps(index, indent=2) + "\n")
+        write_and_sync_content(partial / INDEX, json.dumps(index, indent=2) + "\n")
     # config.json is last: a folder without it is not taken for a model.
-    write_synced(partial / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
+    write_and_sync_content(partial / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
     backend_of(partial).sync_folder(partial)
 
 

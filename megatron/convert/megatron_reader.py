@@ -13,7 +13,7 @@ from megatron.convert.families.weight_layout import shape_of
 from megatron.convert.formats.find_megatron_folder import find_megatron
 from megatron.convert.formats.read_megatron_args import unknown_args_note
 from megatron.convert.formats.read_megatron_torch import MegatronModel, args_and_vocab_size, read_classic
-from megatron.convert.formats.read_megatron_torch_dist import args_of_dist, read_dist
+from megatron.convert.formats.read_megatron_torch_dist import args_and_vocab_size_of_dist, read_dist
 from megatron.convert.formats.safetensors_header import FETCH_AGAIN
 from megatron.convert.strided_checkpoint import StridedCheckpoint, StridedPiece, piece_of
 from megatron.core.dist_checkpointing.format import CheckpointError, Manifest, TensorRecord
@@ -111,7 +111,7 @@ def manifest_of_megatron(model: MegatronModel, iteration: int, path: Path) -> Ma
 def settings_of_megatron(root: Path, iteration: int | None = None) -> dict[str, dict[str, Any]]:
     """Return the settings that a checkpoint's args give to a run, by component."""
     folder = find_megatron(root, iteration)
-    read_args = args_and_vocab_size if folder.kind == "classic" else args_of_dist
+    read_args = args_and_vocab_size if folder.kind == "classic" else args_and_vocab_size_of_dist
     settings, args, vocab_size = read_args(folder.path)
     return _components(settings, args, vocab_size)
 

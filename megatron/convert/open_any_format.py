@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.convert.families.config_json import family_of
-from megatron.convert.formats.find_megatron_folder import check_readable, is_megatron_folder
+from megatron.convert.formats.find_megatron_folder import is_megatron_folder, refuse_unsupported_format
 from megatron.convert.formats.read_hf_folder import CONFIG, has_hf_config, read_json
 from megatron.convert.hf_origin import Provenance
 from megatron.convert.hf_reader import config_in, open_hf_folder, settings_by_component
@@ -82,7 +82,7 @@ def open_any(
         if world.is_first:
             is_of_other_project = is_foreign(root, iteration)
             if not is_of_other_project and not is_url(root):
-                check_readable(path_of(root))
+                refuse_unsupported_format(path_of(root))
             foreign = json.dumps(is_of_other_project)
     if json.loads(collectives.broadcast_text(foreign, world, device)):
         return open_foreign(root, world, device, iteration=iteration)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 
-class BatchCache:
+class RewindableBatches:
     """An iterator that caches what it returned since `begin`.
 
     After `rewind` it returns the cached batches again, then continues with new ones.
@@ -23,7 +23,7 @@ class BatchCache:
     def rewind(self) -> None:
         self._next = 0
 
-    def __iter__(self) -> "BatchCache":
+    def __iter__(self) -> "RewindableBatches":
         return self
 
     def __next__(self) -> Any:

@@ -82,7 +82,7 @@ def rank_part_of_mean_loss(total: Tensor, count: Tensor) -> Tensor:
     return total / count.clamp(min=1)
 
 
-def loss_report(losses: Tensor, loss_mask: Tensor, loss_sum: Tensor, num_tokens: Tensor) -> dict[str, Tensor]:
+def lm_loss_and_objective(losses: Tensor, loss_mask: Tensor, loss_sum: Tensor, num_tokens: Tensor) -> dict[str, Tensor]:
     """Return the report of a loss function: tensors [2] of (sum, count) over the tokens that the mask counts.
 
     lm loss: the cross entropy. lm objective: the trained loss, where it has more terms: with label smoothing or z-loss.

@@ -1,4 +1,4 @@
-"""Validation runs forwards of the training pipeline over a fixed window of another split, or over all of it."""
+"""Validation runs forwards of the training pipeline over a fixed first_sample_and_batches of another split, or over all of it."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +14,7 @@ from megatron.training.arguments.config import TrainingConfig
 from megatron.training.validation_sets import EvaluatedSet
 
 
-def window(number: int, num_batches: int, batch_size: int, set_size: int) -> tuple[int, int]:
+def first_sample_and_batches(number: int, num_batches: int, batch_size: int, set_size: int) -> tuple[int, int]:
     """Return (first sample, global batches) of validation `number` of a run.
 
     Windows follow each other and then start over. A set with fewer batches is read whole, up to its last complete
@@ -42,7 +42,7 @@ def samples_to_evaluate(
     if evaluated.split == "valid" and iteration and config.eval_interval:
         earlier = (iteration - 1) // config.eval_interval
 
-    first_sample, batches = window(earlier, config.eval_iters, batch_size, len(evaluated.samples))
+    first_sample, batches = first_sample_and_batches(earlier, config.eval_iters, batch_size, len(evaluated.samples))
     return first_sample, batches * (batch_size // samples_at_once)
 
 

@@ -3,7 +3,7 @@
 read_settings       this rank alone: parse the flags, check them, select the device, build the tokenizer
 start_distributed   join the process group
 agree_on_settings   all ranks: refuse invalid or different settings, before any other group is created
-initialize_model_parallel, seed_generators, build_runtime
+initialize_model_parallel, seed_generators_by_stage, build_runtime
 """
 
 import contextlib
@@ -151,7 +151,7 @@ def initialize_megatron(
     global_state = get_global_state()
     global_state.device = device.torch_device
     global_state.sequence_parallel = config.parallel.sequence_parallel_on
-    seed_generators(config.training.seed, mesh)
+    seed_generators_by_stage(config.training.seed, mesh)
 
     # build the runtime and print the layout
     runtime = build_runtime(settings, mesh)
@@ -536,7 +536,7 @@ def derived_settings(config: Config, mesh: Mesh, tokenizer: Tokenizer | None) ->
     }
 
 
-def seed_generators(seed: int, mesh: Mesh) -> None:
+def seed_generators_by_stage(seed: int, mesh: Mesh) -> None:
     """Seed python's, numpy's, torch's and the tracked generators, by stage as in Megatron.
 
     Only scripts draw from them.

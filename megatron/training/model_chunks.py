@@ -54,7 +54,7 @@ def make_chunks(model_provider: ModelProvider, runtime: Runtime) -> dict[int, nn
     for chunk_number, stage in enumerate(stages.of_rank(runtime.mesh["pp"].rank)):
         # call the provider; its parameters stay uninitialized, since their values are drawn later, independent of the layout
         get_global_state().virtual_rank = chunk_number
-        arguments = stacks_of_stage(model_provider, config, stage)
+        arguments = add_encoder_decoder_kwargs(model_provider, config, stage)
         if passes_vp_stage:
             arguments["vp_stage"] = chunk_number
         # torch's own modules create their tensors on the current default device
@@ -153,7 +153,7 @@ def takes_vp_stage(model_provider: ModelProvider, chunks: int) -> bool:
     return takes_kwargs and chunks > 1
 
 
-def stacks_of_stage(model_provider: ModelProvider, config: Config, stage: int) -> dict[str, bool]:
+def add_encoder_decoder_kwargs(model_provider: ModelProvider, config: Config, stage: int) -> dict[str, bool]:
     """Return which stacks of an encoder and a decoder have layers in a stage.
 
     They are for a provider with parameters for them, as Megatron's have. The last stage always has the decoder's end.

@@ -10,7 +10,7 @@ from megatron.core.optimizer.loss_scaler import DynamicGradScaler, GradScaler
 from megatron.core.pipeline_parallel.loss_func_results import ForwardStep, LossTotals
 from megatron.core.pipeline_parallel.schedules import Pipeline, SharedTotals
 from megatron.core.timers import Timers
-from megatron.training.batch_cache import BatchCache
+from megatron.training.batch_cache import RewindableBatches
 
 
 class NotFiniteError(FloatingPointError):
@@ -55,7 +55,7 @@ _NO_TIMERS = Timers()
 class StepWork:
     """The forwards and backwards of one step.
 
-    They are an object because the guard may compute them again to find the cause of wrong numbers: with `BatchCache`
+    They are an object because the guard may compute them again to find the cause of wrong numbers: with `RewindableBatches`
     iterators, a second `compute` uses the same weights, batches and dropout masks.
 
     num_microbatches: per rank. empty(level): see `train_step`.
@@ -80,7 +80,7 @@ class StepWork:
 
         # rewind the data: a second computation must read the same batches
         for iterator in self.data_iterators.values():
-            if isinstance(iterator, BatchCache):
+            if isinstance(iterator, RewindableBatches):
                 iterator.rewind()
 
         # clear the gradient buffers

@@ -20,7 +20,7 @@ from megatron.core.datasets.data_loader import loader
 from megatron.core.distributed.comm_volume import comm_volume_line
 from megatron.core.models.common.model_rules import NO_RULES
 from megatron.core.ops.attention.kernels import news_of_attention
-from megatron.core.ops.compile.compiled_region import compile_fallback_lines, compile_log_line
+from megatron.core.ops.compile.compiled_region import compile_log_line, whole_layer_fallback_lines
 from megatron.core.optimizer.lr_schedule import (
     AnySchedule,
     differences,
@@ -101,7 +101,9 @@ class Trainer:
         self.exits = ExitConditions(self.config.training, world, self.device, began)
 
         # refuse an unusable --load or --save now, since building the model may take minutes
-        save_and_load.choose_start(self.config.checkpoint, world, self.device)  # first: a refused run creates no folder
+        save_and_load.agree_where_to_start(
+            self.config.checkpoint, world, self.device
+        )  # first: a refused run creates no folder
         prepare_folder(self.config.checkpoint, world, self.device, runtime.resources)
         prepare_hf_folder(self.config.hf.save_hf, world, self.device, runtime.resources)
 
@@ -115,7 +117,7 @@ class Trainer:
                 self.optimizer = build_optimizer(self.chunks, runtime, group_of)
         runtime.device.return_freed()
         self.model = list(self.chunks.values())
-        for line in compile_fallback_lines(self.model):
+        for line in whole_layer_fallback_lines(self.model):
             print_rank_last(line)
 
         # watch the load of the cores and the memory

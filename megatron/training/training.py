@@ -164,7 +164,7 @@ def _run(script: Script, began: float, ctrl_c: keyboard_interrupt.ExitOnInterrup
         )
 
         # under NCCL, end this rank too if another fails, which collectives would not notice
-        listener = failure_shutdown.listen()
+        listener = failure_shutdown.start_failure_listener()
 
         # model, optimizer, checkpoint and data
         trainer = Trainer(

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.datasets.bert_and_t5_samples import BertDataset, T5Dataset, attention_masks
+from megatron.core.datasets.bert_and_t5_samples import BertDataset, T5Dataset, batched_attention_masks
 from megatron.core.datasets.blend import exhaustive_indices, normalized, weighted_indices
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.data_loader import loader
@@ -468,6 +468,8 @@ def test_t5_samples_are_equal(ask, tmp_path):
         names = ("text_enc", "text_dec", "labels", "loss_mask", "truncated", "enc_mask", "dec_mask")
         assert_same_items(dataset, answer, names)
         items = [dataset[i] for i in range(min(25, len(dataset)))]
-        masks = attention_masks(*(np.stack([item[name] for item in items]) for name in ("enc_mask", "dec_mask")))
+        masks = batched_attention_masks(
+            *(np.stack([item[name] for item in items]) for name in ("enc_mask", "dec_mask"))
+        )
         for name, mask in zip(("enc", "dec", "cross"), masks):
             assert_same(mask, answer[f"attention_{name}"])

@@ -12,7 +12,7 @@ from megatron.core.ops.compile.compiled_region import (
     CompileConfig,
     CompiledRegion,
     compile_cost,
-    compile_fallback_lines,
+    whole_layer_fallback_lines,
     why_not,
 )
 from megatron.core.parallel import collectives
@@ -105,7 +105,7 @@ class Ours:
             names = ", ".join(sorted({*self.eager_regions})) or "everything"
             reason = why_not(self.trainer.device.type) or "the log of a run says why"
             raise RuntimeError(f"--compile: {names} ran eager ({reason}); there is nothing to compare")
-        fallbacks = compile_fallback_lines(self.trainer.model)
+        fallbacks = whole_layer_fallback_lines(self.trainer.model)
         if fallbacks:
             raise RuntimeError(f"{fallbacks[0]}; there is nothing to compare")
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from megatron.core.base.dataclass_flags import ConfigError, FlagParser
-from megatron.core.models.common.model_rules import text_problems
+from megatron.core.models.common.model_rules import missing_text_settings
 from megatron.core.ops.cpu_half_precision_matmul import MATMUL_MODES, NATIVE, MatmulModes
 from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.dropout import DropoutKeys
@@ -62,7 +62,7 @@ def read(words: Sequence[str]) -> JobAndArgs:
         config, args = parse_args(words, add_flags, defaults)[:2]
     except ArgumentsError as error:
         config = with_default_components(error.parts)
-        further_problems = _problems_of(config, max(1, tool_flags.world_size)) + text_problems(config)
+        further_problems = _problems_of(config, max(1, tool_flags.world_size)) + missing_text_settings(config)
         raise _refusal(error.problems + drop_doubtful_problems(error.problems, error.parts, further_problems)) from None
 
     # check the settings as a run does

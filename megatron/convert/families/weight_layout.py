@@ -164,7 +164,7 @@ OPERATIONS = {
 }
 
 
-class CopyRange(NamedTuple):
+class FlatCopyRange(NamedTuple):
     """A contiguous range of our tensor's elements, row-major, that is contiguous in the Hugging Face tensors too."""
 
     start: int
@@ -172,7 +172,7 @@ class CopyRange(NamedTuple):
     hf_start: int  # where the range begins in the Hugging Face tensors, concatenated end to end
 
 
-def copy_ranges_of(operation: str, heads: HeadCounts, ours: Shape) -> list[CopyRange] | None:
+def copy_ranges_of(operation: str, heads: HeadCounts, ours: Shape) -> list[FlatCopyRange] | None:
     """Return the contiguous ranges that an operation copies, for a tensor of ours of shape `ours`.
 
     None if the operation separates neighbouring elements, as a transposition does.
@@ -186,7 +186,7 @@ def copy_ranges_of(operation: str, heads: HeadCounts, ours: Shape) -> list[CopyR
         is_contiguous_view = view.strides == View.of(0, view.shape).strides
         if run is None or not is_contiguous_view:
             return None
-        ranges.append(CopyRange(*run, first_elements[view.tensor_index] + view.start))
+        ranges.append(FlatCopyRange(*run, first_elements[view.tensor_index] + view.start))
     return ranges
 
 

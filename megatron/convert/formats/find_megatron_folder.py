@@ -115,7 +115,7 @@ def rank_files(path: Path) -> dict[tuple[int, int], str]:
 # ---------------------------------------------------------------- folders that are not read
 
 
-def check_readable(root: Path) -> None:
+def refuse_unsupported_format(root: Path) -> None:
     """Refuse a checkpoint of another trainer, naming the command that makes it readable. Raises ConfigError."""
     if not is_folder(root):
         return

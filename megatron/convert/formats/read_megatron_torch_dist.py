@@ -49,7 +49,7 @@ def read_dist(path: Path) -> MegatronModel:
     return MegatronModel(settings, args, parts, is_bert=has_bert_heads(parts))
 
 
-def args_of_dist(path: Path) -> tuple[ModelSettings, dict[str, Any], int]:
+def args_and_vocab_size_of_dist(path: Path) -> tuple[ModelSettings, dict[str, Any], int]:
     """Return (the model's settings, the run's args, the padded vocabulary size) of an iteration's folder."""
     folder = read_dcp(path)
     for megatron_name, x in folder.tensors.items():

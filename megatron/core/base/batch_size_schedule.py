@@ -106,7 +106,7 @@ def _first_of_stage(stage: int, length: float) -> int:
     return first
 
 
-def size_table(text: str, seq_length: int) -> BatchSizes:
+def parse_sizes_by_tokens(text: str, seq_length: int) -> BatchSizes:
     """Parse "0:768 250B:1536 ...": TOKENS:SIZE, the size from so many consumed tokens on (K, M, B, T: 10^3 to 10^12).
 
     Tokens // seq_length gives samples, as in Megatron. Raises ConfigError for other text.

@@ -161,7 +161,7 @@ class T5Dataset(_MaskedDataset):
         """Return item i, int64: text_enc, enc_mask [s]; text_dec, labels, loss_mask, dec_mask [t]; truncated, a scalar.
 
         s is seq_length, t is decoder_seq_length. labels are -1 at padding. enc_mask and dec_mask are 0 at padding,
-        where the text is token 0; `attention_masks` makes masks of pairs of them.
+        where the text is token 0; `batched_attention_masks` makes masks of pairs of them.
         """
         text = self._text(i)
         pieces = self.pieces
@@ -203,7 +203,7 @@ class T5Dataset(_MaskedDataset):
         }
 
 
-def attention_masks(enc_mask: np.ndarray, dec_mask: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def batched_attention_masks(enc_mask: np.ndarray, dec_mask: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the masks of the encoder, of the decoder, and of the decoder's cross-attention to the encoder.
 
     enc_mask [b, s], dec_mask [b, t]: 0 at padding, as T5's items have them. The masks: bool [b, 1, s, s], [b, 1, t, t]

@@ -17,7 +17,7 @@ from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.index_map import parse_split, split_ranges
 from megatron.core.datasets.mask_selection import MaskedDataConfig
-from megatron.core.datasets.megatron_dataset import WithMask
+from megatron.core.datasets.megatron_dataset import WithAttentionMask
 from megatron.core.datasets.utils import Split
 from megatron.core.parallel import collectives
 from megatron.core.parallel.global_state import get_global_state, model_parallel_is_initialized
@@ -36,7 +36,7 @@ def _build_gpt(config: GPTDatasetConfig, sizes: list[int | None], build_context:
             return None
         if isinstance(dataset, list):  # the sets of --multiple-validation-sets
             return [with_mask(one_set) for one_set in dataset]
-        return WithMask(dataset, config)
+        return WithAttentionMask(dataset, config)
 
     return [with_mask(dataset) for dataset in datasets]
 

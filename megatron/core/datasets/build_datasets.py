@@ -33,7 +33,12 @@ from megatron.core.datasets.data_usage_report import DataUsage, usage_lines
 from megatron.core.datasets.index_cache import IndexCache, content_fingerprint
 from megatron.core.datasets.index_map import SPLIT_NAMES, parse_split, split_ranges
 from megatron.core.datasets.mmap_indexed_dataset import IndexedDataset
-from megatron.core.datasets.read_megatron_index_cache import Described, MegatronCache, blend_order_problem, descriptions
+from megatron.core.datasets.read_megatron_index_cache import (
+    Described,
+    MegatronCache,
+    blend_order_problem,
+    caches_with_descriptions,
+)
 from megatron.core.storage.atomic_file import remove_abandoned
 
 Say = Callable[[str], None]
@@ -327,7 +332,7 @@ def _build(plans: list[SplitPlan | SeveralSets], kind: SampleKind, build_context
     for folder in folders:
         remove_abandoned(folder)
 
-    described = cache(descriptions)
+    described = cache(caches_with_descriptions)
     for plan in plans:
         plan.build(build_context, described)
 

@@ -10,7 +10,7 @@ from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.datasets import gpt_samples
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig, _check_pad
 from megatron.core.datasets.index_map import build_indices
-from megatron.core.datasets.megatron_dataset import LowLevelDataset, MegatronDataset, WithMask
+from megatron.core.datasets.megatron_dataset import LowLevelDataset, MegatronDataset, WithAttentionMask
 
 
 @dataclass(kw_only=True)
@@ -63,7 +63,7 @@ class GPTDataset(MegatronDataset):
         request = kind.request((first, past), self.num_samples)
         indices = build_indices(self.dataset.sequence_lengths, request)
         samples = gpt_samples.GPTDataset(self.dataset, indices, data.seq_length, rules)
-        self.samples = WithMask(samples, self.config)
+        self.samples = WithAttentionMask(samples, self.config)
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -83,7 +83,7 @@ class MockGPTDataset(MegatronDataset):
         rules = gpt_samples.token_rules(self.config.data, self.config.tokenizer)
         seed = (self.config.random_seed, self.index_split.value)
         samples = gpt_samples.MockGPTDataset(self.num_samples, self.config.sequence_length, seed, rules)
-        self.samples = WithMask(samples, self.config)
+        self.samples = WithAttentionMask(samples, self.config)
 
     __len__ = GPTDataset.__len__
     __getitem__ = GPTDataset.__getitem__

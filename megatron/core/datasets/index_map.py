@@ -343,11 +343,11 @@ def _megatron_order(request: IndexRequest, size: SplitSize) -> tuple[np.ndarray,
     rng = np.random.RandomState(request.seed)
     ids = np.arange(*request.ids_range, dtype=np.int32)
     document_index = build_document_index(ids, size.epochs, separate, rng)
-    _, num_samples_together = shuffled_together(request, size)
+    _, num_samples_together = shuffled_docs_and_samples(request, size)
     return document_index, build_shuffle_index(num_samples_together, size.samples, rng)
 
 
-def shuffled_together(request: IndexRequest, size: SplitSize) -> tuple[int, int]:
+def shuffled_docs_and_samples(request: IndexRequest, size: SplitSize) -> tuple[int, int]:
     """Return the numbers of documents and of samples that Megatron shuffles together.
 
     Those are all, or the ones before the last epoch where that is shuffled by itself:

@@ -46,7 +46,7 @@ class MegatronDataset(torch.utils.data.Dataset):
 
 
 @dataclass(eq=False)
-class WithMask:
+class WithAttentionMask:
     """Samples as tensors, with the attention mask that Megatron's data sets have unless their config says otherwise.
 
     The mask: bool [1, s, s], True where attention is masked.

@@ -1,11 +1,11 @@
-"""Find index caches that Megatron-LM left, by their descriptions, and take them if every number fits the data.
+"""Find index caches that Megatron-LM left, by their caches_with_descriptions, and take them if every number fits the data.
 
     FOLDER/{md5}-GPTDataset-{split}-description.txt          JSON whose md5 is in the name
     FOLDER/{md5}-GPTDataset-{split}-{document,sample,shuffle}_index.npy
     FOLDER/{md5}-BlendedDataset-{split}-{dataset,dataset_sample}_index.npy
     PREFIX_{split}_indexmap_{n}ns_{s}sl_{seed}s_{doc,sample,shuffle}_idx.npy     versions before 2023: no description
 
-Neither names nor descriptions depend on the content of the data, and no hash protects the arrays. Therefore every
+Neither names nor caches_with_descriptions depend on the content of the data, and no hash protects the arrays. Therefore every
 number is checked; only that the shuffled orders were drawn from the seed is taken on trust. A cache that passes is
 copied into an `IndexCache`, which later runs read.
 """
@@ -24,15 +24,15 @@ from megatron.core.datasets.index_map import (
     Indices,
     build_sample_index,
     shape_problem,
-    shuffled_together,
+    shuffled_docs_and_samples,
     split_size,
 )
 
-# The function `descriptions`, whose results are cached while a run builds.
+# The function `caches_with_descriptions`, whose results are cached while a run builds.
 Described = Callable[[Path, str], list[tuple[Path, dict[str, Any]]]]
 
 
-def descriptions(folder: Path, name: str) -> list[tuple[Path, dict[str, Any]]]:
+def caches_with_descriptions(folder: Path, name: str) -> list[tuple[Path, dict[str, Any]]]:
     """Return (path without its ending, description) of each cache of Megatron's in `folder`.
 
     name: of the class and split. A path to the data in a description is cut to its last part, since data move. A file
@@ -104,7 +104,7 @@ def index_problem(arrays: Sequence[np.ndarray], lengths: np.ndarray, request: In
     problem = shape_problem(indices, lengths, request)
     if problem is not None:
         return problem
-    num_documents_together, num_samples_together = shuffled_together(request, split_size(lengths, request))
+    num_documents_together, num_samples_together = shuffled_docs_and_samples(request, split_size(lengths, request))
 
     # each of the two parts that are shuffled by themselves holds each document equally often
     for documents in np.split(indices.document_index, [num_documents_together]):

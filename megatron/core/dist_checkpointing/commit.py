@@ -29,13 +29,13 @@ from megatron.core.storage import file_layer
 def begin(partial: Path) -> None:
     """Make the empty folder into which all ranks of a save write."""
     if file_layer.is_object(partial):
-        object_store_commit.begin_objects(partial)
+        object_store_commit.write_save_record(partial)
         return
     remove_or_rename(partial)
     file_layer.backend_of(partial).make_folder(partial)
 
 
-def pieces_file(partial: Path, rank: int) -> Path:
+def rank_data_file(partial: Path, rank: int) -> Path:
     """Return the path to which a rank writes its pieces.
 
     Raises OSError if the rank does not see what `begin` has made.
@@ -48,7 +48,7 @@ def pieces_file(partial: Path, rank: int) -> Path:
 
 
 def pieces_folder(partial: Path) -> Path:
-    """Return the folder of all ranks' `pieces_file`."""
+    """Return the folder of all ranks' `rank_data_file`."""
     return partial.with_suffix("") if file_layer.is_object(partial) else partial
 
 
@@ -76,7 +76,7 @@ def publish(partial: Path, iteration: int) -> None:
 
     # write the new pointer under a temporary name: a full disk must fail before anything is renamed
     pointer = root / (format.LATEST + format.PARTIAL)
-    file_layer.write_synced(pointer, pointer_text_with_check_digit(iteration))
+    file_layer.write_and_sync_content(pointer, pointer_text_with_check_digit(iteration))
 
     # free the final name
     if file_layer.exists(final):

@@ -50,7 +50,7 @@ class LocalTensor:
         return self.tensor.detach()[slices(local_box)].view(size_of(global_box))
 
 
-def part_of_global(
+def global_shape_offset_and_parts(
     shape: tuple[int, ...], divided: Mapping[int, Sequence[int]]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Return (shape of the global tensor, the offset of this part in it, number of parts along each axis).

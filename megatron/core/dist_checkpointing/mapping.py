@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.base.lazy_imports import names_of_megatron
-from megatron.core.dist_checkpointing.local_tensor import LocalTensor, part_of_global, tensor_at
+from megatron.core.dist_checkpointing.local_tensor import LocalTensor, global_shape_offset_and_parts, tensor_at
 from megatron.core.dist_checkpointing.state_dict_io import KeyedTensor
 from megatron.core.parallel.global_state import get_global_state
 
@@ -66,7 +66,7 @@ class ShardedTensor(KeyedTensor):
         """
         shape = (1,) * prepend_axis_num + tuple(data.shape)
         divided = {axis: part for axis, *part in rank_offsets}
-        global_shape, global_offset, axis_fragmentations = part_of_global(shape, divided)
+        global_shape, global_offset, axis_fragmentations = global_shape_offset_and_parts(shape, divided)
         return cls(
             key,
             data,

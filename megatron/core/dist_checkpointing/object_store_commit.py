@@ -26,7 +26,7 @@ _OBJECT = re.compile(r"rank_[0-9]{5,}\.[0-9a-f]{16}\.bin")
 _PARTIAL = re.compile(r"iter_[0-9]{7,}" + re.escape(format.PARTIAL))
 
 
-def begin_objects(partial: Path) -> None:
+def write_save_record(partial: Path) -> None:
     """Write the record of a new save, by which its objects can be removed if it does not end."""
     final = partial.with_suffix("")
     # If the iteration is saved again, the objects of its present manifest go when this save ends.
@@ -37,7 +37,7 @@ def begin_objects(partial: Path) -> None:
 def object_path(partial: Path, rank: int) -> Path:
     """Return the path to which a rank writes its pieces.
 
-    Raises OSError if it does not see what `begin_objects` wrote.
+    Raises OSError if it does not see what `write_save_record` wrote.
     """
     mark = _read_record(partial)["mark"]
     return partial.with_suffix("") / format.file_name(rank, f".{mark}.bin")
@@ -51,8 +51,10 @@ def holds_only_saved_objects(final: Path) -> bool:
 def publish_objects(partial: Path, iteration: int) -> None:
     """Make the manifest in `partial` the one of its iteration, and the iteration the latest."""
     text = checkpoint_folder.read_manifest(partial)
-    file_layer.write_synced(partial.with_suffix("") / format.MANIFEST, text)
-    file_layer.write_synced(partial.parent / format.LATEST, checkpoint_folder.pointer_text_with_check_digit(iteration))
+    file_layer.write_and_sync_content(partial.with_suffix("") / format.MANIFEST, text)
+    file_layer.write_and_sync_content(
+        partial.parent / format.LATEST, checkpoint_folder.pointer_text_with_check_digit(iteration)
+    )
 
 
 def set_aside_damaged_manifest(final: Path) -> Path:
@@ -135,7 +137,7 @@ def _objects_in_manifest(final: Path) -> list[str] | None:
 
 
 def _write_record(partial: Path, mark: str, remove: list[str]) -> None:
-    file_layer.write_synced(partial / _SAVE, json.dumps({"mark": mark, "remove": remove}))
+    file_layer.write_and_sync_content(partial / _SAVE, json.dumps({"mark": mark, "remove": remove}))
 
 
 def _read_record(partial: Path) -> dict[str, Any]:

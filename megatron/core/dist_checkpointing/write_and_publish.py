@@ -179,7 +179,7 @@ def _write_own_items(partial: Path, iteration: int, rank: int, items: dict[str, 
         return 0
     with _disk_errors_of(partial):
         try:
-            path = commit.pieces_file(partial, rank)
+            path = commit.rank_data_file(partial, rank)
         except FileNotFoundError as error:
             wrong = f"was made by the first rank but is not visible to rank {rank}"
             raise CheckpointError(partial, wrong, _NOT_SHARED) from error
@@ -187,7 +187,7 @@ def _write_own_items(partial: Path, iteration: int, rank: int, items: dict[str, 
         records, nbytes = _write_pieces(path, own_items)
         files = {path.name: nbytes} if nbytes else {}
         text = format.to_json(Manifest(iteration, {}, files, records))
-        file_layer.write_synced(partial / format.file_name(rank, ".json"), text)
+        file_layer.write_and_sync_content(partial / format.file_name(rank, ".json"), text)
         file_layer.backend_of(partial).sync_folder(partial)
     return len(text)
 
@@ -242,7 +242,7 @@ def _merge(partial: Path, iteration: int, state: dict[str, Any], bytes_by_rank: 
 
     # write it, and remove the ranks' manifests: two lists of the same pieces could disagree
     with _disk_errors_of(partial / format.MANIFEST):
-        file_layer.write_synced(partial / format.MANIFEST, text)
+        file_layer.write_and_sync_content(partial / format.MANIFEST, text)
         for name in expected:
             file_layer.backend_of(partial).remove(partial / name)
         file_layer.backend_of(partial).sync_folder(partial)

@@ -39,7 +39,7 @@ from megatron.core.distributed.collective_order import CollectiveOrderCheck
 from megatron.core.distributed.comm_volume import BufferSizes
 from megatron.core.distributed.contiguous_buffers import ACROSS_STAGES, ParamAndGradBuffer, grads_need_no_buffer
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
-from megatron.core.distributed.fixed_order_reduce import ReduceInFixedOrder
+from megatron.core.distributed.fixed_order_reduce import ReduceInMicrobatchOrder
 from megatron.core.distributed.grad_count import GradCounter
 from megatron.core.distributed.param_grad_state import ParamSlot, declared_num_grads, is_tied
 from megatron.core.distributed.zero import GradReduce, ParamGather, ReduceEachMicrobatch, ReduceOnce
@@ -169,7 +169,7 @@ class DistributedDataParallel(DataParallelBase):
 
         self._grad_reduce: GradReduce
         if config.fixed_order_grad_reduce:
-            self._grad_reduce = ReduceInFixedOrder(buckets, self.mesh[ACROSS_STAGES])
+            self._grad_reduce = ReduceInMicrobatchOrder(buckets, self.mesh[ACROSS_STAGES])
         elif config.zero.shards_grads:
             self._grad_reduce = ReduceEachMicrobatch(
                 buckets,

@@ -16,7 +16,7 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
 
 
-class ReduceInFixedOrder(GradReduce):
+class ReduceInMicrobatchOrder(GradReduce):
     """Stores each buffer's gradients by microbatch.
 
     ends: the axis of the first and last stage, which may share an embedding.

@@ -4,7 +4,7 @@
     0, 1          ReduceOnce, at the end of a step         ParamGather, after the update
     2             ReduceEachMicrobatch                     ParamGather
     3             ReduceEachMicrobatch                     ParamFetcher (`zero3_param_fetcher.py`), around each use
-    0, 1, fixed   ReduceInFixedOrder (`fixed_order_reduce.py`)    ParamGather
+    0, 1, fixed   ReduceInMicrobatchOrder (`fixed_order_reduce.py`)    ParamGather
 
 A step calls them in this order:
 

@@ -15,7 +15,7 @@ from megatron.core.base.lazy_imports import lazy_names
 if TYPE_CHECKING:
     from megatron.core.inference.checkpoint_settings import (
         SavedSettings as SavedSettings,
-        notes_on as notes_on,
+        notes_on_checkpoint as notes_on_checkpoint,
         read_saved_settings as read_saved_settings,
     )
     from megatron.core.inference.load_model import (
@@ -39,6 +39,6 @@ __getattr__, __dir__ = lazy_names(
     {
         ".sampling": "SamplingConfig chooser distribution greedy keep_top_k keep_top_p sample",
         ".load_model": "layout_problems load_gpt load_t5",
-        ".checkpoint_settings": "SavedSettings notes_on read_saved_settings",
+        ".checkpoint_settings": "SavedSettings notes_on_checkpoint read_saved_settings",
     },
 )

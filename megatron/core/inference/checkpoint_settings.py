@@ -47,7 +47,7 @@ def read_saved_settings(state: dict[str, Any], source: str) -> SavedSettings:
         raise ConfigError([f"{source}: {problem}; {advice}" for problem in error.problems]) from None
 
 
-def notes_on(state: dict[str, Any]) -> list[str]:
+def notes_on_checkpoint(state: dict[str, Any]) -> list[str]:
     """Return notes for the user: assumptions about the checkpoint, and saved settings that are ignored."""
     notes = []
     if "model" not in state:

@@ -11,7 +11,7 @@ all saved views of it keep their strides. A slot in the store is reused by stora
     StageActivations   a stage: which layers offload, and the hooks on their forward
     _LayerStorages     the offloaded storages of one layer, and the layer before it
     OffloadedStorage   one storage: offloaded, then loaded in the backward
-    OffloadSlots       its place in the store, and the transfers
+    OffloadBufferPool       its place in the store, and the transfers
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from megatron.core.base.async_handle import AsyncHandle
 from megatron.core.base.memory_category import ACTIVATIONS, set_memory_kind
-from megatron.core.offload.contiguous_activation_buffer import SlotBuffer, as_flat, strides_like
+from megatron.core.offload.contiguous_activation_buffer import RecomputeInputSlots, as_flat, strides_like
 from megatron.core.offload.offload_tiers import HostOffloadStore, OffloadAllocator
 from megatron.core.offload.stored_tensor import Stored, start_reading, start_writing
 from megatron.core.parallel.accelerator import to_device
@@ -54,10 +54,10 @@ class StageActivations:
         self.offloaded = offloaded
         self.smallest = smallest
         self.contiguous = contiguous
-        self.slots = SlotBuffer()
+        self.slots = RecomputeInputSlots()
         self.hooks = torch.autograd.graph.saved_tensors_hooks
         self._store = offload_store
-        self._offload_slots: OffloadSlots | None = None
+        self._offload_slots: OffloadBufferPool | None = None
         # A weak reference to the last layer: only the autograd graph may keep a layer's storages.
         self._last: Callable[[], _LayerStorages | None] = lambda: None
 
@@ -65,10 +65,10 @@ class StageActivations:
         """Offload to another store. Call before anything is offloaded."""
         self._store = store
 
-    def offload_slots(self, device: torch.device) -> "OffloadSlots":
+    def offload_slots(self, device: torch.device) -> "OffloadBufferPool":
         """Return the stage's slots in the store, made on first use."""
         if self._offload_slots is None:
-            self._offload_slots = OffloadSlots(self._store or HostOffloadStore(device), device)
+            self._offload_slots = OffloadBufferPool(self._store or HostOffloadStore(device), device)
         return self._offload_slots
 
     def input_saver(self, layer: int) -> InputSaver | None:
@@ -138,7 +138,7 @@ class HoldsActivations(nn.Module):
 
 
 def _offload_input(
-    layer: "_LayerStorages", slots_on: Callable[[torch.device], "OffloadSlots"], x: Tensor
+    layer: "_LayerStorages", slots_on: Callable[[torch.device], "OffloadBufferPool"], x: Tensor
 ) -> Callable[[], Tensor]:
     """Start to offload a recomputed layer's input.
 
@@ -156,7 +156,7 @@ class _LayerStorages:
         self.before = before
         self._storages: list[weakref.ref[OffloadedStorage]] = []
 
-    def offload(self, slots: "OffloadSlots", flat: Tensor, x: Tensor) -> "OffloadedStorage":
+    def offload(self, slots: "OffloadBufferPool", flat: Tensor, x: Tensor) -> "OffloadedStorage":
         """Start to offload `flat` [elements], the storage of x, which has any shape."""
         storage = OffloadedStorage(slots, flat, x, self)
         self._storages.append(weakref.ref(storage))
@@ -184,7 +184,7 @@ class OffloadedStorage:
     _leaving: AsyncHandle[Any] | None = None  # the transfer to the store
     _loading: AsyncHandle[Tensor] | None = None  # the transfer back
 
-    def __init__(self, slots: "OffloadSlots", flat: Tensor, x: Tensor, layer: _LayerStorages):
+    def __init__(self, slots: "OffloadBufferPool", flat: Tensor, x: Tensor, layer: _LayerStorages):
         self._slots = slots
         self._layer = layer
         self._slot = slots.take(flat.numel(), flat.dtype)
@@ -261,7 +261,7 @@ class OffloadedStorage:
                 in_flight.wait()
 
 
-class OffloadSlots:
+class OffloadBufferPool:
     """A stage's slots in a store, and the transfers to and from them.
 
     Transfers run in one order, so a freed slot may be reused while a transfer from it is in flight. An accelerator
@@ -329,7 +329,7 @@ class _Packer:
     """
 
     def __init__(
-        self, layer: _LayerStorages, slots: OffloadSlots, resident: set[int], smallest: int, device: torch.device
+        self, layer: _LayerStorages, slots: OffloadBufferPool, resident: set[int], smallest: int, device: torch.device
     ):
         self._layer = layer
         self._slots = slots

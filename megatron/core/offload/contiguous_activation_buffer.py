@@ -16,7 +16,7 @@ from torch import Tensor
 _ALIGN = 512  # bytes, as in torch's allocators: kernels see the same alignment with and without slots
 
 
-class SlotBuffer:
+class RecomputeInputSlots:
     """Slots of equal size in one buffer: as many as `reserve` sets, of the first tensor's size.
 
     Without `reserve` the buffer grows on demand.

@@ -25,7 +25,7 @@ class UpdateStep(NamedTuple):
 Tensors = list[Tensor]
 States = dict[str, Tensors]  # by name, each like the parameters
 # (parameters, gradients, states by name, step): updates parameters and states in place, and multiplies the gradients.
-# A whole-tensor update gets a list of FullMatrix as its last argument.
+# A whole-tensor update gets a list of ShardedMatrix as its last argument.
 Update = Callable[..., None]
 
 

@@ -28,7 +28,7 @@ from megatron.core.offload.stored_tensor import Stored, copy_stored
 from megatron.core.optimizer import optimizer_registry
 from megatron.core.optimizer.adam_and_sgd import UpdateStep, make_update
 from megatron.core.optimizer.cpu_offloading.sliced_update import Segment, SlicedUpdater
-from megatron.core.optimizer.full_matrix import FullMatrix, full_matrices_over_tp
+from megatron.core.optimizer.full_matrix import ShardedMatrix, full_matrices_over_tp
 from megatron.core.optimizer.loss_scaler import GradScaler
 from megatron.core.optimizer.param_groups import GroupRule, ParamGroup, default_group
 from megatron.core.optimizer.split_master import SplitMaster
@@ -81,7 +81,7 @@ class FlatOptimizer:
         # parameters whose update needs the full matrix
         matrices = self._full_matrix_params(offloads=offload_store is not None and offload_fraction > 0)
         replica_axes = {name: buffer.axes.replica for buffer in self.buffers for name in buffer.parameters}
-        self._full_matrices: dict[str, FullMatrix] = {}
+        self._full_matrices: dict[str, ShardedMatrix] = {}
         if matrices:
             self._full_matrices = full_matrices_over_tp(matrices, mesh, self.device, copies=replica_axes)
 

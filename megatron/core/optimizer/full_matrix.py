@@ -76,7 +76,7 @@ class MatrixOwners:
         return self._all_agree
 
 
-class FullMatrix:
+class ShardedMatrix:
     """One parameter, of which this rank has a part.
 
     local: shape of this rank's part, with padding; pieces: those of each rank of the axis, whose ranks call it
@@ -150,8 +150,8 @@ def full_matrices_over_tp(
     device: torch.device | str,
     *,
     copies: Mapping[str, Axis] | None = None,
-) -> dict[str, FullMatrix]:
-    """Return the FullMatrix of each parameter, of which each rank of tp must have a part.
+) -> dict[str, ShardedMatrix]:
+    """Return the ShardedMatrix of each parameter, of which each rank of tp must have a part.
 
     parameters: name -> [local shape]. The ranks exchange their pieces when the first matrix is gathered. copies: the
     axis of ranks that have the same part of a parameter and its state. Raises ConfigError for a parameter that is
@@ -181,5 +181,7 @@ def full_matrices_over_tp(
     for name, parameter in parameters.items():
         axis = tp if name in own_pieces else ALONE
         parameter_owners = owners[copies[name]] if copies else None
-        result[name] = FullMatrix(parameter.placement, tuple(parameter.shape), axis, pieces_of(name), parameter_owners)
+        result[name] = ShardedMatrix(
+            parameter.placement, tuple(parameter.shape), axis, pieces_of(name), parameter_owners
+        )
     return result

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.optimizer.adam_and_sgd import States, Tensors, UpdateStep
-from megatron.core.optimizer.full_matrix import FullMatrix, MatrixOwners
+from megatron.core.optimizer.full_matrix import MatrixOwners, ShardedMatrix
 from megatron.core.optimizer.muon_config import MuonConfig, ns_coefficients
 from megatron.core.parallel.accelerator import float32_products, multiplies_bfloat16
 
@@ -30,7 +30,7 @@ def muon_update(
     gradients: Tensors,
     states: States,
     step: UpdateStep,
-    matrices: list[FullMatrix],
+    matrices: list[ShardedMatrix],
     *,
     config: MuonConfig,
 ) -> None:
@@ -61,7 +61,7 @@ def _update_shared(
     parameters: Tensors,
     gradients: Tensors,
     momenta: Tensors,
-    matrices: list[FullMatrix],
+    matrices: list[ShardedMatrix],
     *,
     step: UpdateStep,
     config: MuonConfig,
@@ -94,7 +94,7 @@ def _update_shared(
     owners.share(work, direction, lambda i: torch.empty_like(parameters[i], dtype=dtype), update)
 
 
-def _orthogonalize_fused(full: Tensor, matrix: FullMatrix, dtype: torch.dtype, config: MuonConfig) -> Tensor:
+def _orthogonalize_fused(full: Tensor, matrix: ShardedMatrix, dtype: torch.dtype, config: MuonConfig) -> Tensor:
     """Return about U V^T of each matrix that is fused in `full`, [out, in] -> [out, in], in new memory."""
     result = torch.empty_like(full, dtype=dtype)
     inputs = matrix.matrices(full, split_groups=config.muon_split_qkv)
@@ -105,7 +105,7 @@ def _orthogonalize_fused(full: Tensor, matrix: FullMatrix, dtype: torch.dtype, c
     return result
 
 
-def _row_scales(matrix: FullMatrix, like: Tensor, config: MuonConfig) -> float | Tensor:
+def _row_scales(matrix: ShardedMatrix, like: Tensor, config: MuonConfig) -> float | Tensor:
     """Return the factor of each row of this rank's part, [rows, in]; a number if it is the same in all."""
     rows = matrix.rows_of_matrices(split_groups=config.muon_split_qkv)
     factors = [scale_factor((n, matrix.shape[1]), config.muon_scale_mode) for n in rows]

@@ -23,7 +23,7 @@ class UpdateRule:
 
     update: config -> `update_rules.Update`, which changes parameters in place.
     states: config -> names of the states per element, zeros at first; checkpoints use these names.
-    needs_full_matrix: the update needs whole tensors. It is passed a `full_matrix.FullMatrix` per parameter, and
+    needs_full_matrix: the update needs whole tensors. It is passed a `full_matrix.ShardedMatrix` per parameter, and
         requires ZeRO stage 0 or 1.
     scales: the update multiplies gradients by the step's factor, as a fused kernel can; otherwise they are multiplied
         first.

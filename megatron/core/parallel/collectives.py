@@ -100,7 +100,7 @@ def bytes_sent(call: Call) -> float:
 # ---------------------------------------------------------------- process groups
 
 
-class Group(Protocol):
+class Communicator(Protocol):
     """The communicator of an axis: torch.distributed in a job, a test double in tests. Calls start and do not wait.
 
     Every rank of the group must make each collective call, with tensors of one shape. Tensors are contiguous, and `out`
@@ -177,7 +177,7 @@ class as_peer_error:
 
 
 class TorchGroup:
-    """A torch.distributed process group as a `Group`.
+    """A torch.distributed process group as a `Communicator`.
 
     Peers are positions within the group, not global ranks. Calls and their `wait()` raise LostPeerError if a
     rank is lost.

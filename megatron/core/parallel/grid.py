@@ -17,7 +17,7 @@ class Axis:
     name: str
     ranks: tuple[int, ...]  # global ranks, in the order of their positions
     rank: int  # this rank's position among them
-    group: Any = field(default=None, repr=False)  # a collectives.Group; None when the axis has one rank
+    group: Any = field(default=None, repr=False)  # a collectives.Communicator; None when the axis has one rank
     ledger: Any = field(default=None, repr=False)  # the collectives.Ledger of the mesh
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.parallel.collectives import Group, TorchGroup, as_peer_error
+from megatron.core.parallel.collectives import Communicator, TorchGroup, as_peer_error
 from megatron.core.parallel.global_state import get_global_state, get_mesh, mesh_of_process, set_mesh_of_process
 from megatron.core.parallel.grid import AxisSizes
 from megatron.core.parallel.initialize_distributed import (
@@ -107,7 +107,7 @@ def _group_maker(sizes: AxisSizes, timeout: datetime.timedelta, options: dict[st
     """
     global _world_of_first_mesh
 
-    def make(name: str, ranks: tuple[int, ...], *, by_members: bool = True) -> Group:
+    def make(name: str, ranks: tuple[int, ...], *, by_members: bool = True) -> Communicator:
         with as_peer_error():
             group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=by_members, group_desc=name)
         return TorchGroup(group)

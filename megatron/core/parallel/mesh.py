@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.parallel.collectives import Group, Ledger
+from megatron.core.parallel.collectives import Communicator, Ledger
 from megatron.core.parallel.grid import ALONE, DATA_PARALLEL, EXPERT_DATA_PARALLEL, Axis, AxisSizes
 from megatron.core.parallel.stage_map import StageMap, loop
 
@@ -167,7 +167,7 @@ _GRADS = {  # by a placement's `reduce_over`
     EXPERT_DATA_PARALLEL: _GradNames("edp", "edp_outer", "edp_inner", "emp"),
 }
 
-MakeGroup = Callable[[str, tuple[int, ...]], Group]
+MakeGroup = Callable[[str, tuple[int, ...]], Communicator]
 StageRanks = Callable[[tuple[int, ...]], tuple[int, ...]]  # ranks of one pipeline -> a subset of them
 
 

@@ -65,7 +65,7 @@ class RefusedError(UnreachableError):
     """Rank 0 answers, and refuses this rank."""
 
 
-def connection_name(rank: int) -> str:
+def name_of_this_process(rank: int) -> str:
     """Return the name of this process in messages: "rank 3 (on gpu07, process 4711)"."""
     return f"rank {rank} (on {socket.gethostname()}, process {os.getpid()})"
 
@@ -215,7 +215,7 @@ class LivenessServer:
         peer.rank = rank
         peer.name = name
         self._peers[rank] = peer
-        _send(peer.socket, {"welcome": connection_name(0)})
+        _send(peer.socket, {"welcome": name_of_this_process(0)})
         if self._lost:
             _send(peer.socket, {"lost": self._lost})
         elif self._complete:
@@ -297,7 +297,9 @@ class LivenessClient:
         hosts = ["127.0.0.1", "::1"] if rank == 0 else [*near, *server["hosts"]]
         self._socket = _connect(hosts, server["port"])
         self._messages = self._socket.makefile("rb")
-        _send(self._socket, {"token": server["token"], "rank": rank, "ranks": ranks, "name": connection_name(rank)})
+        _send(
+            self._socket, {"token": server["token"], "rank": rank, "ranks": ranks, "name": name_of_this_process(rank)}
+        )
 
         # read the answer
         self._socket.settimeout(_ANSWER_SECONDS * 10)  # rank 0 may be busy

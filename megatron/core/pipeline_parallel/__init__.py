@@ -70,7 +70,9 @@ __getattr__, __dir__ = lazy_names(
         "split_and_defer_weight_grads forward_only forwards_over",
         ".schedule.zb_v": "zb_v",
         ".schedule.lower": "add_transfers add_reduce check_rendezvous partner DIRECTION_OF",
-        ".schedule.simulate": ("make_schedule bubble bubble_in_theory peak_live peak_live_in_theory peak_bytes show_around"),
+        ".schedule.simulate": (
+            "make_schedule bubble bubble_in_theory peak_live peak_live_in_theory peak_bytes show_around"
+        ),
         ".schedule.plot": "plot_text plot_svg chrome_trace",
         ".schedules": "get_forward_backward_func",
     },

@@ -53,7 +53,7 @@ def initialize_parameter(parameter: nn.Parameter, seed: int, name: str, mesh: Ma
             parameter[slices(local)].copy_(values[slices(box)])
 
 
-def seed_of_next_parameter() -> int:
+def draw_parameter_seed() -> int:
     """Draw a seed from torch's generator, whose own seed must be equal on all ranks of a model."""
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
 

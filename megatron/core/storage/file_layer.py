@@ -3,7 +3,7 @@
 No torch.
 
     backend_of(path)               the object for the file system, or the object store, that holds `path`
-    write_synced, read_start, remove_tree, make_folders, ...        functions made of its calls
+    write_and_sync_content, read_start, remove_tree, make_folders, ...        functions made of its calls
 
 A test replaces `local` by an object that fails, stops or cuts short any call; no file call of a checkpoint bypasses it.
 To add a file system: a class with the methods of `LocalFiles`. `ObjectFiles` is one, for all object stores of fsspec.
@@ -131,7 +131,7 @@ def write_all(file: BinaryIO, data: Any, path: Path) -> None:
         rest = rest[written:]
 
 
-def write_synced(path: Path, text: str) -> None:
+def write_and_sync_content(path: Path, text: str) -> None:
     """Write a file and sync its content; `sync_folder` syncs its name."""
     with backend_of(path).open(path, "wb") as file:
         write_all(file, text.encode(), path)
@@ -141,17 +141,17 @@ def write_synced(path: Path, text: str) -> None:
 def write_atomically(path: Path, text: str) -> None:
     """Write a file that appears, or replaces the previous one, only once all of it is on the disk."""
     if is_object(path):
-        write_synced(path, text)
+        write_and_sync_content(path, text)
         return
     partial = path.with_name(path.name + ".partial")
-    write_synced(partial, text)
+    write_and_sync_content(partial, text)
     backend_of(path).rename(partial, path)
     backend_of(path).sync_folder(path.parent)
 
 
 def check_writable(probe: Path) -> None:
     """Raise OSError unless a file can be written: `probe`, which is removed again."""
-    write_synced(probe, "")
+    write_and_sync_content(probe, "")
     remove_if_there(probe)
 
 

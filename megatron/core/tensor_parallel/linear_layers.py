@@ -19,7 +19,7 @@ from megatron.core.ops.cpu_half_precision_matmul import NATIVE, MatmulModes
 from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
-from megatron.core.sharding.initial_values import initialize_parameter, seed_of_next_parameter
+from megatron.core.sharding.initial_values import draw_parameter_seed, initialize_parameter
 from megatron.core.sharding.placement import Constant, InitialValue, Placement, Rows
 from megatron.core.tensor_parallel import autograd_collectives
 from megatron.core.tensor_parallel.autograd_collectives import AutogradCollective
@@ -73,7 +73,7 @@ class TensorParallel:
         parameter.placement = placement
         if self.fills:
             needs_seed = not isinstance(placement.init, Constant | None)
-            seed = seed_of_next_parameter() if needs_seed else 0
+            seed = draw_parameter_seed() if needs_seed else 0
             initialize_parameter(parameter, seed, "", {self.axis.name: self.axis})
         return parameter
 

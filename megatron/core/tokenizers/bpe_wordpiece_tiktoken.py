@@ -32,7 +32,7 @@ TIK_PATTERNS = {
 
 
 @dataclass(eq=False)
-class LibraryTokenizer:
+class FastTokenizer:
     """A tokenizer of the `tokenizers` library. path: the file that it was read from.
 
     special: token -> id of special tokens that the library does not know, so that no text gives them. word_pattern: a
@@ -127,7 +127,7 @@ class LibraryTokenizer:
             ) from None
 
 
-class WordPieceTokenizer(LibraryTokenizer):
+class WordPieceTokenizer(FastTokenizer):
     """BERT's word pieces, with [BOS], [EOS] and the <extra_id_...> sentinels after the ids of the file, as in Megatron.
 
     rows: of the model's embedding, None if it has as many as the tokenizer. A published BERT has a row for each line of
@@ -203,7 +203,7 @@ def bert_word_piece_tokenizer(config: Any) -> WordPieceTokenizer:
     return result
 
 
-def gpt2_bpe_tokenizer(config: Any) -> LibraryTokenizer:
+def gpt2_bpe_tokenizer(config: Any) -> FastTokenizer:
     """Build GPT-2's byte-level BPE.
 
     `<|endoftext|>` within a text is read as the characters it is made of, as in Megatron.
@@ -221,7 +221,7 @@ def gpt2_bpe_tokenizer(config: Any) -> LibraryTokenizer:
     eod = tokenizer.token_to_id(_GPT2_END)
     if eod is None:
         raise ValueError(f"{config.vocab_file} has no {_GPT2_END}, which ends documents; is it GPT-2's vocab.json?")
-    return LibraryTokenizer("GPT2BPETokenizer", config.vocab_file, tokenizer, eod, word_pattern=GPT2_PATTERN)
+    return FastTokenizer("GPT2BPETokenizer", config.vocab_file, tokenizer, eod, word_pattern=GPT2_PATTERN)
 
 
 def read_json(path: str, kind: str) -> Any:
@@ -233,7 +233,7 @@ def read_json(path: str, kind: str) -> Any:
         raise ValueError(f"{path} is not {kind}: {error}") from None
 
 
-def tik_tokenizer(config: Any) -> LibraryTokenizer:
+def tik_tokenizer(config: Any) -> FastTokenizer:
     """Build byte-level BPE from a JSON list of {"rank", "token_bytes" (base64), "token_str"} in the order of ranks.
 
     Ids: --tiktoken-num-special-tokens special ones, then the ranks, up to --vocab-size ids in all.
@@ -263,7 +263,7 @@ def tik_tokenizer(config: Any) -> LibraryTokenizer:
     names = list(config.tiktoken_special_tokens or TIK_SPECIAL[:count])
     names += [f"<SPECIAL_{i}>" for i in range(len(names), count)]
     special = {name: i for i, name in enumerate(names)}
-    return LibraryTokenizer(
+    return FastTokenizer(
         "TikTokenizer",
         config.tokenizer_model,
         tokenizer,

@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 from megatron.core.base.lazy_imports import optional_package
-from megatron.core.tokenizers.bpe_wordpiece_tiktoken import GPT2_PATTERN, LibraryTokenizer, check_exists
+from megatron.core.tokenizers.bpe_wordpiece_tiktoken import GPT2_PATTERN, FastTokenizer, check_exists
 from megatron.core.tokenizers.hf_special_tokens import (
     PREFIX_SPACE_CLASSES,
     SpecialTokens,
@@ -38,7 +38,7 @@ _USUAL_NAMES: dict[str, tuple[str, ...]] = {
 _SENTINEL = re.compile(r"<extra_id_(\d+)>")
 
 
-def huggingface_tokenizer(config: Any) -> LibraryTokenizer:
+def huggingface_tokenizer(config: Any) -> FastTokenizer:
     """Build a tokenizer with the ids that transformers' AutoTokenizer gives for the folder (see `hf_special_tokens`).
 
     Its end-of-document token is the eos_token, or where no file names one, the first of EOD_NAMES among the special
@@ -91,7 +91,7 @@ def huggingface_tokenizer(config: Any) -> LibraryTokenizer:
     pad_is_text = False
     if ids["pad"] is not None:
         pad_is_text = _is_in_texts(ids["pad"], tokenizer, json_tokens, named_ids, files.folder)
-    return LibraryTokenizer(
+    return FastTokenizer(
         "HuggingFaceTokenizer",
         path,
         tokenizer,

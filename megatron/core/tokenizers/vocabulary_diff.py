@@ -40,7 +40,7 @@ def checked(vocab: Any, *, empty: bool = False) -> dict[str, int]:
     return vocab
 
 
-def token_difference(saved: Vocabulary, current: Vocabulary) -> str:
+def changed_or_lost_tokens(saved: Vocabulary, current: Vocabulary) -> str:
     """Say which ids are other tokens in `current` than in `saved`; "" if none are.
 
     Further tokens of `current`, on ids that `saved` does not use, are no difference: no row of the embedding gets
@@ -68,7 +68,7 @@ def token_difference(saved: Vocabulary, current: Vocabulary) -> str:
 
 
 def rule_difference(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
-    """Say which rules cut text in another way; "" if none do. Both are `LibraryTokenizer.rules`.
+    """Say which rules cut text in another way; "" if none do. Both are `FastTokenizer.rules`.
 
     Further merges of `current`, after those of `saved`, are no difference: they make further tokens.
     """

@@ -13,7 +13,7 @@ is computed outside the programs, as a linear layer does: unrounded in half prec
 schedule that defers it.
 
 All layers of one shape share the programs. A layer that cannot be compiled whole falls back to `--compile regions`;
-`CompiledLayer.fallback_reason` says why.
+`WholeLayerPrograms.fallback_reason` says why.
 """
 
 from functools import cache
@@ -35,7 +35,7 @@ from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.norm import Norm
 
 
-class CompiledLayer:
+class WholeLayerPrograms:
     """The two compiled programs of a `ParallelTransformerLayer`, run on its parameters, on one tensor-parallel rank."""
 
     def __init__(self, layer: nn.Module, config: ModelConfig, tp: TensorParallel):
@@ -164,7 +164,7 @@ class _BeforeAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        layer: CompiledLayer,
+        layer: WholeLayerPrograms,
         epsilon: float,
         x: Tensor,
         norm_weight: Tensor,
@@ -195,7 +195,7 @@ class _AfterAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, layer: CompiledLayer, numbers: tuple, x: Tensor, heads: Tensor, *parameters: Tensor | None
+        ctx: Any, layer: WholeLayerPrograms, numbers: tuple, x: Tensor, heads: Tensor, *parameters: Tensor | None
     ) -> Tensor:
         """x: [s, b, h]. heads: [s, b, n d]. -> [s, b, h]
 

@@ -173,7 +173,7 @@ def tensor_parallel_problems(config: ShapeConfig, tensor_parallel_size: int) -> 
     return problems
 
 
-def by_layer(name: str, value: Any, layers: Any) -> Any:
+def canonical_layer_pattern(name: str, value: Any, layers: Any) -> Any:
     """Return the setting `name` in one spelling, so that two values can be compared.
 
     A pattern N becomes the list of each layer, and a pattern without an exception None. Other settings, and values that

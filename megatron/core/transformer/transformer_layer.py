@@ -17,7 +17,7 @@ from megatron.core.parallel.global_state import get_global_state
 from megatron.core.pipeline_parallel.layer_split import split_layers
 from megatron.core.transformer.attention import ParallelAttention
 from megatron.core.transformer.bias_dropout_add import get_bias_dropout_add
-from megatron.core.transformer.compiled_layer import CompiledLayer
+from megatron.core.transformer.compiled_layer import WholeLayerPrograms
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.layer_build_context import LayerContext, MakePart
 from megatron.core.transformer.mlp import ParallelMLP
@@ -76,7 +76,7 @@ class ParallelTransformerLayer(nn.Module):
         self.compiled = compiles(config, context.tp.device)
         self.compiled_layer = None
         if self.compiled and config.compile == "layers":
-            self.compiled_layer = CompiledLayer(self, config, context.tp)
+            self.compiled_layer = WholeLayerPrograms(self, config, context.tp)
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, angles: Tensor | None = None, cache: KeyValueCache | None = None

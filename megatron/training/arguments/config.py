@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal
 
-from megatron.core.base.batch_size_schedule import BatchSizes, constant_size, ramp, size_table
+from megatron.core.base.batch_size_schedule import BatchSizes, constant_size, parse_sizes_by_tokens, ramp
 from megatron.core.base.dataclass_flags import (
     ConfigError,
     Count,
@@ -290,7 +290,7 @@ class Config:
         at_once = self.samples_at_once(world_size)
         size = training.global_batch_size or at_once
         if training.step_batch_size_schedule is not None:
-            sizes = size_table(training.step_batch_size_schedule, self.data.seq_length)
+            sizes = parse_sizes_by_tokens(training.step_batch_size_schedule, self.data.seq_length)
         elif training.rampup_batch_size is not None:
             sizes = ramp(*training.rampup_batch_size, size)
         else:

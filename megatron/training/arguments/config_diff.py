@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from megatron.core.base.dataclass_flags import build, default_of, option_fields
 from megatron.core.datasets.data_config import DEFAULT_SPLIT
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
-from megatron.core.transformer.model_config import ModelConfig, by_layer
+from megatron.core.transformer.model_config import ModelConfig, canonical_layer_pattern
 from megatron.training.arguments.config import COMPONENTS
 
 Parts = Mapping[str, Mapping[str, Any]]  # component -> setting -> value, as `Config.as_json`
@@ -140,7 +140,9 @@ def compare(
             if name in ignored:
                 continue
             num_layers = run_values.get("num_layers")
-            is_equal = by_layer(name, before, num_layers) == by_layer(name, now, num_layers)
+            is_equal = canonical_layer_pattern(name, before, num_layers) == canonical_layer_pattern(
+                name, now, num_layers
+            )
             if is_equal and not change.is_unknown:
                 continue
 

@@ -121,7 +121,7 @@ def absent_parameters(
     return {f"{_MODEL}{name}" for name in lacking}
 
 
-def check_same_positions(
+def check_position_table_rows(
     config: Config, model: dict[str, LocalTensor], checkpoint: Checkpoint, world: Axis, device: torch.device
 ) -> None:
     """Refuse a learned position table [positions, h] with another number of rows. Raises ConfigError.

@@ -140,7 +140,7 @@ def _publish(partial: Path, final: Path) -> None:
 # ---------------------------------------------------------------- at the start
 
 
-def check_contents(root: Path) -> None:
+def refuse_foreign_files(root: Path) -> None:
     """Refuse a folder that holds anything but exports of this run. Call on one rank. Raises ConfigError."""
     others = []
     for name in file_layer.backend_of(root).names(root):

@@ -251,7 +251,7 @@ def local_checkpoint_common_state(config: CheckpointConfig, newest: int | None) 
     return open_checkpoint(slots_folder(config, 0) / pointer.slot, pointer.iteration).state
 
 
-def open_local_checkpoint(
+def open_non_persistent_checkpoint(
     config: CheckpointConfig, pointer: LocalCheckpointPointer, world: Axis, device: torch.device
 ) -> Checkpoint | RankCheckpoint:
     """Open this rank's part of a copy. Every rank must call.

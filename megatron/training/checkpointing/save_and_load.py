@@ -180,7 +180,7 @@ def saved_matmul_modes(config: CheckpointConfig, world: Axis, device: torch.devi
     return json.loads(collectives.broadcast_text(json.dumps(modes), world, device))
 
 
-def choose_start(config: CheckpointConfig, world: Axis, device: torch.device) -> Start | None:
+def agree_where_to_start(config: CheckpointConfig, world: Axis, device: torch.device) -> Start | None:
     """Return `where_to_start`, which the first rank decides for all. Every rank must call."""
     text = None
     with collectives.raise_together(world, device):
@@ -213,7 +213,7 @@ def load(runtime: Runtime, chunks: Chunks, optimizer: FlatOptimizer) -> Loaded:
         return TrainState(origin=provenance_of_new_run(runtime)), None
 
     # a newer copy for restarts
-    start = choose_start(config, world, device)
+    start = agree_where_to_start(config, world, device)
     loaded = _load_local_checkpoint(runtime, chunks, optimizer, start)
     if loaded is not None:
         return loaded
@@ -255,7 +255,7 @@ def _load_local_checkpoint(
     # open it: if that fails on any rank, nothing has been filled yet, and the run starts from the checkpoint
     checkpoint = None
     with non_persistent_checkpoint.falling_back(pointer, instead, world, device):
-        checkpoint = non_persistent_checkpoint.open_local_checkpoint(config, pointer, world, device)
+        checkpoint = non_persistent_checkpoint.open_non_persistent_checkpoint(config, pointer, world, device)
     if checkpoint is None:
         return None
 
@@ -300,7 +300,7 @@ def _load_checkpoint(
     absent: set[str] = set()
     if is_global:  # a rank's part names the boxes of its pieces, and reading it fails unless they are those wanted
         compatibility.refuse_unexpected_parameters(parameters, checkpoint, world, device)
-        compatibility.check_same_positions(runtime.config, parameters, checkpoint, world, device)
+        compatibility.check_position_table_rows(runtime.config, parameters, checkpoint, world, device)
         absent = compatibility.absent_parameters(
             runtime.config, parameters, checkpoint, source, world, device, load_optimizer=load_optimizer
         )

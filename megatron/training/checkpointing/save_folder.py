@@ -19,7 +19,7 @@ from megatron.core.storage.file_lock import locked
 from megatron.core.storage.paths import path_of
 from megatron.training.arguments.checkpoint_to_load import loads_what_it_saves
 from megatron.training.arguments.config import CheckpointConfig
-from megatron.training.checkpointing.hf_export import check_contents, clean_up_killed_export
+from megatron.training.checkpointing.hf_export import clean_up_killed_export, refuse_foreign_files
 from megatron.training.checkpointing.non_persistent_checkpoint import check_folders
 from megatron.training.global_vars import print_rank_0
 
@@ -44,7 +44,7 @@ def prepare_hf_folder(folder: str | None, world: Axis, device: torch.device, hel
             root = path_of(folder)
             with _write_errors_of("-hf", folder):
                 if file_layer.is_folder(root):
-                    check_contents(root)
+                    refuse_foreign_files(root)
                 if _make_and_lock("-hf", folder, root, held):
                     clean_up_killed_export(root)
 
@@ -62,7 +62,7 @@ def _write_errors_of(suffix: str, folder: str) -> Iterator[None]:
 
 def _prepare(folder: str, root: Path, held: contextlib.ExitStack) -> None:
     if file_layer.is_object(root):
-        file_layer.write_synced(root / (LATEST + PARTIAL), "")  # a name that every save removes
+        file_layer.write_and_sync_content(root / (LATEST + PARTIAL), "")  # a name that every save removes
         _clear(root)
     elif _make_and_lock("", folder, root, held):
         _clear(root)

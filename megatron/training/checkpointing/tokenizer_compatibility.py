@@ -25,16 +25,16 @@ from megatron.core.parallel import collectives
 from megatron.core.sharding.boxes import Box, size_of
 from megatron.core.storage.file_layer import is_file
 from megatron.core.storage.paths import is_url, path_of
-from megatron.core.tokenizers.bpe_wordpiece_tiktoken import LibraryTokenizer
+from megatron.core.tokenizers.bpe_wordpiece_tiktoken import FastTokenizer
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig, build_tokenizer
 from megatron.core.tokenizers.tokenizer_fingerprint import tokenizer_sha256
 from megatron.core.tokenizers.vocabulary_diff import (
     RowRun,
     Vocabulary,
+    changed_or_lost_tokens,
     rows_by_id,
     rows_by_token,
     rule_difference,
-    token_difference,
     vocabulary_of,
 )
 from megatron.training.global_vars import Runtime, print_rank_0
@@ -89,7 +89,7 @@ def _compare(runtime: Runtime, state: Mapping[str, Any], source: str, own_vocabu
         folder_vocabulary = _vocabulary_of_folder(state, source)
         if folder_vocabulary is None:
             return "", ""
-        difference = token_difference(folder_vocabulary, own_vocabulary)
+        difference = changed_or_lost_tokens(folder_vocabulary, own_vocabulary)
         if not difference:
             difference = _cutting_difference(runtime, state, source)
         return difference, ""
@@ -104,7 +104,7 @@ def _cutting_difference(runtime: Runtime, state: Mapping[str, Any], source: str)
     """
     config = runtime.config.tokenizer
     provenance = Provenance.in_state(state, source)
-    if provenance is None or is_url(provenance.folder) or not isinstance(runtime.tokenizer, LibraryTokenizer):
+    if provenance is None or is_url(provenance.folder) or not isinstance(runtime.tokenizer, FastTokenizer):
         return ""
     folder_file = path_of(provenance.folder) / "tokenizer.json"
     if runtime.tokenizer.name != "HuggingFaceTokenizer" or not is_file(folder_file):

@@ -32,7 +32,9 @@ _EXTRA_STATE = "_extra_state"  # the end of torch's name for what `get_extra_sta
 Digests = dict[str, str]
 
 
-def note_buffers(chunks: Collection[DistributedDataParallel], world: Axis, device: torch.device | str) -> None:
+def remember_and_warn_of_buffers(
+    chunks: Collection[DistributedDataParallel], world: Axis, device: torch.device | str
+) -> None:
     """Remember the first values of the model's buffers; warn of those that a checkpoint will lack.
 
     Every rank must call.

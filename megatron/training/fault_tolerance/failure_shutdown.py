@@ -179,7 +179,7 @@ class Listener:
                 return
 
 
-def listen() -> Listener | None:
+def start_failure_listener() -> Listener | None:
     """Start a `Listener` if collectives would not notice the failure of a peer (NCCL), else None."""
     if not parallel_state.has_joined() or parallel_state.notices_lost_ranks():
         return None

@@ -43,7 +43,7 @@ from megatron.training.arguments.config import Config
 from megatron.training.global_vars import Runtime, acting_as
 from megatron.training.memory.bytes_by_tier import Element
 from megatron.training.memory.memory_tracker import MemoryTracker
-from megatron.training.memory.shapes_only import META, Done, FakeGroup, ShapesOnly
+from megatron.training.memory.shapes_only import META, DoneWork, FakeGroup, ShapesOnly
 from megatron.training.model_chunks import ModelProvider, build_optimizer, build_pipeline, make_chunks, wrap_in_ddp
 from megatron.training.step import train_step
 
@@ -219,17 +219,17 @@ class ShapesTier:
         return tensor
 
     @memory_kind("slices")
-    def start_read(self, start: int, nbytes: int) -> Done:
+    def start_read(self, start: int, nbytes: int) -> DoneWork:
         """Return bytes [nbytes] in memory of whole blocks, because a file is read in whole blocks."""
         first = start // BLOCK * BLOCK
         last = -(-(start + nbytes) // BLOCK) * BLOCK
         blocks = torch.empty(last - first, dtype=torch.uint8)  # [last - first]
-        return Done(blocks[start - first :][:nbytes])  # [nbytes]
+        return DoneWork(blocks[start - first :][:nbytes])  # [nbytes]
 
-    def start_write(self, start: int, values: AsyncHandle[Tensor]) -> Done:
+    def start_write(self, start: int, values: AsyncHandle[Tensor]) -> DoneWork:
         """Wait for the copy, values [elements], and write nothing."""
         values.wait()
-        return Done()
+        return DoneWork()
 
     def side_stream(self, device: torch.device) -> "NoCopies | None":
         return NoCopies() if self.name == "host" and device.type != "cpu" else None

@@ -219,7 +219,7 @@ _DECISIONS: dict[Any, Callable] = {
 _DISTINCT = (Tensor.unique, torch.unique, Tensor.unique_consecutive)
 
 
-class Done:
+class DoneWork:
     """The handle of a transfer that is complete at once."""
 
     def __init__(self, value: Any = None):
@@ -242,43 +242,43 @@ class FakeGroup:
         self.size = size
         self.rank = rank
 
-    def all_reduce(self, x: Tensor, op: str) -> Done:
+    def all_reduce(self, x: Tensor, op: str) -> DoneWork:
         """Leave x [..] as it is: the others seem to have zeros."""
-        return Done()
+        return DoneWork()
 
-    def all_gather(self, out: Tensor, x: Tensor) -> Done:
+    def all_gather(self, out: Tensor, x: Tensor) -> DoneWork:
         """Fill out [ranks x elements of x], in any shape, with copies of x [..]."""
         if not out.is_meta:
             for shard in out.view(self.size, -1):
                 shard.copy_(x.view(-1))
-        return Done()
+        return DoneWork()
 
-    def reduce_scatter(self, out: Tensor, x: Tensor) -> Done:
+    def reduce_scatter(self, out: Tensor, x: Tensor) -> DoneWork:
         """Fill out [..] with the first part of x [ranks x elements of out], in any shape."""
         out.view(-1).copy_(x.view(self.size, -1)[0])
-        return Done()
+        return DoneWork()
 
-    def all_to_all(self, out: Tensor, x: Tensor) -> Done:
+    def all_to_all(self, out: Tensor, x: Tensor) -> DoneWork:
         """Copy x [..] to out [..]."""
         out.copy_(x)
-        return Done()
+        return DoneWork()
 
-    def broadcast(self, x: Tensor, source: int) -> Done:
+    def broadcast(self, x: Tensor, source: int) -> DoneWork:
         """Leave x [..] as it is on the source, else set it to zeros."""
         if source == self.rank:
-            return Done()
+            return DoneWork()
         return self.recv(x, source)
 
-    def shift(self, out: Tensor, x: Tensor, to: int, source: int) -> Done:
+    def shift(self, out: Tensor, x: Tensor, to: int, source: int) -> DoneWork:
         """Copy x [..] to out [..]."""
         out.copy_(x)
-        return Done()
+        return DoneWork()
 
-    def send(self, x: Tensor, to: int) -> Done:
+    def send(self, x: Tensor, to: int) -> DoneWork:
         """Send nothing of x [..]."""
-        return Done()
+        return DoneWork()
 
-    def recv(self, x: Tensor, source: int) -> Done:
+    def recv(self, x: Tensor, source: int) -> DoneWork:
         """Set x [..] to zeros."""
         x.zero_()
-        return Done()
+        return DoneWork()

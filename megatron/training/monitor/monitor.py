@@ -30,7 +30,13 @@ from megatron.training.monitor.health_files import HealthFiles
 from megatron.training.monitor.straggler_detector import StragglerDetector
 from megatron.training.monitor.tensor_statistics import Inspector, Statistics, TensorKey
 from megatron.training.monitor.torch_profiler import MemoryHistory, StepProfiler
-from megatron.training.monitor.training_log import Interval, StepNumbers, has_perplexity, perplexity, progress_line
+from megatron.training.monitor.training_log import (
+    Interval,
+    StepNumbers,
+    eta_and_throughput_line,
+    has_perplexity,
+    perplexity,
+)
 from megatron.training.monitor.writers import MetricsFile, Record, TensorBoardWriter, WandbWriter, Writer, WriterError
 
 # The timer of --timing-log-level 2 that counts an action's time.
@@ -181,7 +187,9 @@ class Monitor:
         if interval is not None:
             times = self._times()
             if self.config.log.log_throughput:
-                print_rank_last(progress_line(interval, self.config.data.tokens_per_sample, self._mfu(interval)))
+                print_rank_last(
+                    eta_and_throughput_line(interval, self.config.data.tokens_per_sample, self._mfu(interval))
+                )
             if self.writers:
                 self._send("interval", self._interval_values(interval) | times)
             self.memory.save()

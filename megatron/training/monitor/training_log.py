@@ -215,7 +215,7 @@ def training_line(interval: Interval) -> str:
     return " | ".join(parts) + " |"
 
 
-def progress_line(interval: Interval, tokens_per_sample: int, mfu: float | None) -> str:
+def eta_and_throughput_line(interval: Interval, tokens_per_sample: int, mfu: float | None) -> str:
     """Return share done, time left and speed, for people. Time left leaves out validations and checkpoints."""
     speeds = []
     if interval.tflops is not None:

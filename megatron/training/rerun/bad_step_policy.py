@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron.core.parallel import collectives
 from megatron.core.pipeline_parallel.loss_func_results import ForwardStep
-from megatron.training.batch_cache import BatchCache
+from megatron.training.batch_cache import RewindableBatches
 from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.global_vars import Runtime, print_rank_0
 from megatron.training.rerun.base_check import WrongNumbersError
@@ -70,7 +70,7 @@ class BadStepPolicy:
         action = finding.action
 
         # compute the step again
-        can_rerun = all(isinstance(batches, BatchCache | None) for batches in work.data_iterators.values())
+        can_rerun = all(isinstance(batches, RewindableBatches | None) for batches in work.data_iterators.values())
         if self.config.rerun_mode == "validate_results" and can_rerun:
             rerun_figures = work.compute()
             is_same, explanation = compare_rerun(figures, rerun_figures, self.mesh["world"], self.device)

@@ -6,7 +6,7 @@ from typing import Any
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.pipeline_parallel.schedules import Pipeline
-from megatron.training.batch_cache import BatchCache
+from megatron.training.batch_cache import RewindableBatches
 from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.global_vars import Runtime
 from megatron.training.rerun.bad_step_policy import BadStepPolicy
@@ -43,13 +43,13 @@ class Guard(StepGuard):
                 self.checks.append(check_class(runtime, chunks, optimizer))
         self._policy = BadStepPolicy(runtime, state)
         pipeline.forward_step = self._policy.record_losses_of(pipeline.forward_step)
-        self._cached_batches: list[BatchCache] = []
+        self._cached_batches: list[RewindableBatches] = []
 
     def keeping(self, data: dict[int, Iterator | None]) -> dict[int, Any]:
         """Return the training iterators by stage, which cache a step's batches as long as it may be computed again."""
         if self.config.rerun_mode == "disabled":
             return data
-        cached = {stage: None if batches is None else BatchCache(batches) for stage, batches in data.items()}
+        cached = {stage: None if batches is None else RewindableBatches(batches) for stage, batches in data.items()}
         self._cached_batches = [batches for batches in cached.values() if batches is not None]
         return cached
 

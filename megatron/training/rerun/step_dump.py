@@ -19,7 +19,7 @@ from megatron.core.parallel import collectives
 from megatron.core.pipeline_parallel.schedules import Pipeline
 from megatron.core.sharding.boxes import whole
 from megatron.core.storage.paths import path_of
-from megatron.training.batch_cache import BatchCache
+from megatron.training.batch_cache import RewindableBatches
 from megatron.training.checkpointing import save_and_load
 from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.global_vars import Runtime
@@ -69,7 +69,7 @@ def batch_tensors(work: StepWork) -> dict[str, LocalTensor]:
     micro_batch_size = pipeline.batch.micro_batch_size
     samples = pipeline.mesh.samples
     iterator = work.data_iterators.get(0)  # of the first stage
-    batches = iterator.kept if isinstance(iterator, BatchCache) else []
+    batches = iterator.kept if isinstance(iterator, RewindableBatches) else []
     if not batches or not all(isinstance(batch, dict) for batch in batches):
         return {}
 

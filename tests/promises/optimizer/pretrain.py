@@ -5,7 +5,7 @@ from torch import Tensor
 from megatron.core.enums import ModelType
 from megatron.core.optimizer import OPTIMIZERS, UpdateRule
 from megatron.core.optimizer.adam_and_sgd import UpdateStep
-from megatron.core.optimizer.full_matrix import FullMatrix
+from megatron.core.optimizer.full_matrix import ShardedMatrix
 from megatron.training import pretrain
 from pretrain_gpt import forward_step, model_provider, train_valid_test_datasets_provider
 
@@ -15,7 +15,7 @@ def level_update(
     gradients: list[Tensor],
     states: dict[str, list[Tensor]],
     step: UpdateStep,
-    wholes: list[FullMatrix],
+    wholes: list[ShardedMatrix],
 ) -> None:
     """m = 0.9 m + g; w -= lr (m / |m| + decay w). The tensors are what this rank holds of each parameter."""
     for parameter, gradient, momentum, whole in zip(parameters, gradients, states["momentum"], wholes):

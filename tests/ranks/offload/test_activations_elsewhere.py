@@ -31,8 +31,8 @@ from torch.utils._pytree import tree_leaves
 from megatron.core.base.async_handle import AsyncHandle
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.offload import activation_offload
-from megatron.core.offload.activation_offload import OffloadSlots, StageActivations
-from megatron.core.offload.contiguous_activation_buffer import SlotBuffer
+from megatron.core.offload.activation_offload import OffloadBufferPool, StageActivations
+from megatron.core.offload.contiguous_activation_buffer import RecomputeInputSlots
 from megatron.core.offload.offload_tiers import FileOffloadStore
 from megatron.core.offload.state_offload_config import OffloadConfig
 from megatron.core.parallel.mesh import Mesh
@@ -63,14 +63,14 @@ class LateCopies:
 @pytest.fixture
 def late(monkeypatch):
     """What an accelerator does with memory of the host."""
-    make = OffloadSlots.__init__
+    make = OffloadBufferPool.__init__
 
     def late_room(self, offload_store, device):
         make(self, offload_store, device)
         assert self.side is None, "what a CPU has"
         self.side = LateCopies(device)
 
-    monkeypatch.setattr(OffloadSlots, "__init__", late_room)
+    monkeypatch.setattr(OffloadBufferPool, "__init__", late_room)
 
 
 # ---------------------------------------------------------------- the same numbers
@@ -289,11 +289,11 @@ def test_a_received_input_lives_as_long_as_its_layers_keep_it():
 )
 def test_a_slot_gives_the_values_back_whatever_the_strides(make):
     x = make(torch.arange(24.0).view(4, 6))
-    assert torch.equal(SlotBuffer().keep(x)(), x)
+    assert torch.equal(RecomputeInputSlots().keep(x)(), x)
 
 
 def test_a_slot_is_free_when_nothing_looks_into_it():
-    buffer, x = SlotBuffer(), torch.arange(6.0).view(2, 3).t()
+    buffer, x = RecomputeInputSlots(), torch.arange(6.0).view(2, 3).t()
     buffer.reserve(2)
     first, second = buffer.keep(x), buffer.keep(x + 10)
     part = first()[1:]
@@ -359,7 +359,7 @@ def test_there_are_as_many_slots_as_inputs_at_once(schedule: str, v: int, peaks:
     def one_less(mesh: Mesh) -> None:
         pipeline = pipeline_of(mesh, config, layout)
         pipeline.schedule()
-        slots = layers_of(pipeline.chunks[0]).activations.slots if 0 in pipeline.chunks else SlotBuffer()
+        slots = layers_of(pipeline.chunks[0]).activations.slots if 0 in pipeline.chunks else RecomputeInputSlots()
         slots.reserve(peaks[0] * layers - 1)
         train_once(pipeline, mesh)
 
@@ -393,15 +393,17 @@ def scales(mesh: Mesh, log: list, n: int = 3, **settings) -> ParallelTransformer
 def test_an_input_is_sent_for_one_layer_ahead(monkeypatch):
     """Before layer 2 is computed again its input and that of layer 1 are on their way, and not yet that of layer 0."""
     log: list = []
-    fetch, send = OffloadSlots.fetch, OffloadSlots.send
+    fetch, send = OffloadBufferPool.fetch, OffloadBufferPool.send
     sent: list = []
-    monkeypatch.setattr(OffloadSlots, "send", lambda self, slot, flat: (sent.append(slot), send(self, slot, flat))[1])
+    monkeypatch.setattr(
+        OffloadBufferPool, "send", lambda self, slot, flat: (sent.append(slot), send(self, slot, flat))[1]
+    )
 
     def logged(self, slot):
         log.append(("fetch", next(i for i, x in enumerate(sent) if x is slot)))
         return fetch(self, slot)
 
-    monkeypatch.setattr(OffloadSlots, "fetch", logged)
+    monkeypatch.setattr(OffloadBufferPool, "fetch", logged)
 
     def work(mesh: Mesh) -> None:
         scales(mesh, log, **FULL)(torch.ones(2, 1, 8, requires_grad=True)).sum().backward()
@@ -483,8 +485,8 @@ def test_an_error_leaves_nothing_behind(settings: dict, recompute: str):
 
 
 def test_evaluation_keeps_nothing(monkeypatch):
-    monkeypatch.setattr(activation_offload, "OffloadSlots", None)
-    monkeypatch.setattr(SlotBuffer, "keep", None)
+    monkeypatch.setattr(activation_offload, "OffloadBufferPool", None)
+    monkeypatch.setattr(RecomputeInputSlots, "keep", None)
 
     def work(mesh: Mesh) -> float:
         pipeline = pipeline_of(mesh, replace(MODELS["dropout"], **FULL, **HALF, **SLOTS), Layout(recompute="uniform 1"))
@@ -511,8 +513,8 @@ def test_room_is_used_again():
 def test_queries_keys_and_values_come_back_once(monkeypatch):
     """What an operation reads in several views of one memory is brought back for all of them."""
     fetched: list = []
-    fetch = OffloadSlots.fetch
-    monkeypatch.setattr(OffloadSlots, "fetch", lambda self, slot: (fetched.append(slot), fetch(self, slot))[1])
+    fetch = OffloadBufferPool.fetch
+    monkeypatch.setattr(OffloadBufferPool, "fetch", lambda self, slot: (fetched.append(slot), fetch(self, slot))[1])
     kept, x = StageActivations(1, smallest=1), torch.arange(12.0).view(3, 4).requires_grad_()
     with kept.saving(0, x, ()):
         q, k, v = (x * 2).unbind()

@@ -21,7 +21,7 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed import DataParallelConfig
 from megatron.core.optimizer import ParamGroup
 from megatron.core.optimizer.adam_and_sgd import UpdateStep
-from megatron.core.optimizer.full_matrix import FullMatrix, MatrixOwners
+from megatron.core.optimizer.full_matrix import MatrixOwners, ShardedMatrix
 from megatron.core.optimizer.muon_config import NS_COEFFICIENTS, MuonConfig, ns_coefficients
 from megatron.core.optimizer.muon_matrix_update import SMALLEST_NORM, muon_update, orthogonalized, scale_factor
 from megatron.core.optimizer.optimizer_registry import OptimizerConfig
@@ -44,7 +44,7 @@ def number(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor
 def update(weight: Tensor, gradients: list[Tensor], config: MuonConfig, **parts) -> tuple[Tensor, Tensor]:
     """(weight, momentum) after a step for each gradient, at rate 0.1 and decay 0.5."""
     weight, momentum = weight.clone(), torch.zeros_like(weight)
-    whole = FullMatrix(Placement(tuple(weight.shape), None, **parts), tuple(weight.shape), ALONE)
+    whole = ShardedMatrix(Placement(tuple(weight.shape), None, **parts), tuple(weight.shape), ALONE)
     for count, gradient in enumerate(gradients):
         step = UpdateStep(0.1, 0.5, count)
         muon_update([weight], [gradient], {"momentum_buffer": [momentum]}, step, [whole], config=config)
@@ -280,7 +280,7 @@ def test_owners_send_the_bits_that_every_rank_would_find_and_in_bfloat16_if_all_
         states = {"momentum_buffer": [torch.zeros_like(weight) for weight in weights]}
         owners = MatrixOwners(mesh["dp"]) if shared else MatrixOwners()
         wholes = [
-            FullMatrix(Placement(shape, None, **fused.get(i, {})), shape, ALONE, owners=owners)
+            ShardedMatrix(Placement(shape, None, **fused.get(i, {})), shape, ALONE, owners=owners)
             for i, shape in enumerate(shapes)
         ]
         with mesh.ledger.record() as calls:

@@ -15,7 +15,7 @@ from local_ranks import run_ranks
 from torch import Tensor
 
 from megatron.core.parallel.mesh import Mesh
-from megatron.training.batch_cache import BatchCache
+from megatron.training.batch_cache import RewindableBatches
 from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.rerun import spike_detector
 from megatron.training.rerun.base_check import WrongNumbersError
@@ -239,7 +239,7 @@ def test_a_reported_step_is_trained_with_the_numbers_it_had(stage: str, monkeypa
 
 # ---------------------------------------------------------------- batches
 def test_kept_batches_come_again_and_go_on():
-    kept = BatchCache(iter(range(6)))
+    kept = RewindableBatches(iter(range(6)))
     kept.begin()
     assert [next(kept), next(kept)] == [0, 1]
     kept.rewind()

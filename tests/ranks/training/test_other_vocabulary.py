@@ -24,10 +24,10 @@ from megatron.core.sharding.boxes import whole
 from megatron.core.sharding.initial_values import normal_box
 from megatron.core.tokenizers.vocabulary_diff import (
     RowRun,
+    changed_or_lost_tokens,
     rows_by_id,
     rows_by_token,
     rule_difference,
-    token_difference,
 )
 from tools import checkpoint_convert, generate
 
@@ -169,10 +169,10 @@ def test_rules_in_words():
 
 def test_differences_in_words():
     theirs = {"a": 0, "b": 1, "c": 2}
-    assert token_difference(theirs, theirs) == token_difference(theirs, theirs | {"d": 3}) == ""
-    assert token_difference(theirs, {"a": 0, "c": 1, "b": 2}).count("id ") == 2
-    assert '"c"' in token_difference(theirs, {"a": 0, "b": 1})
-    assert token_difference(theirs, {"a": 0, "b": 1, "x": 2}) == 'id 2 is "c" there and "x" here'
+    assert changed_or_lost_tokens(theirs, theirs) == changed_or_lost_tokens(theirs, theirs | {"d": 3}) == ""
+    assert changed_or_lost_tokens(theirs, {"a": 0, "c": 1, "b": 2}).count("id ") == 2
+    assert '"c"' in changed_or_lost_tokens(theirs, {"a": 0, "b": 1})
+    assert changed_or_lost_tokens(theirs, {"a": 0, "b": 1, "x": 2}) == 'id 2 is "c" there and "x" here'
 
 
 def test_rows_that_stay_as_a_table():

@@ -17,7 +17,7 @@ from script_run import trainer_of
 
 import pretrain_gpt
 from megatron.core.parallel.mesh import Mesh
-from megatron.training.evaluate import window
+from megatron.training.evaluate import first_sample_and_batches
 from megatron.training.monitor.training_log import StepNumbers
 from megatron.training.trainer import Trainer
 
@@ -293,7 +293,7 @@ WINDOWS = [
 
 @pytest.mark.parametrize(("given", "expected"), WINDOWS)
 def test_a_validation_reads_its_part_of_the_set(given, expected):
-    assert window(*given) == expected
+    assert first_sample_and_batches(*given) == expected
 
 
 FLAGS_AND_PLACES = [

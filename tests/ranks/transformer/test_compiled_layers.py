@@ -15,13 +15,13 @@ from tiny_bert import BERT
 from tiny_run import GPT, Layout, Subject, assert_equal, build_chunks, run
 from torch import nn
 
-from megatron.core.ops.compile.compiled_region import compile_fallback_lines
+from megatron.core.ops.compile.compiled_region import whole_layer_fallback_lines
 from megatron.core.ops.cpu_half_precision_matmul import MatmulModes
 from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
-from megatron.core.transformer.compiled_layer import CompiledLayer
+from megatron.core.transformer.compiled_layer import WholeLayerPrograms
 from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.model_config import ModelConfig
@@ -49,8 +49,10 @@ def gradients(layer: nn.Module, dtype: torch.dtype = torch.float64) -> list[torc
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each forward of a layer took its programs."""
-    found, asked = [], CompiledLayer.can_run
-    monkeypatch.setattr(CompiledLayer, "can_run", lambda self, cache: found.append(asked(self, cache)) or found[-1])
+    found, asked = [], WholeLayerPrograms.can_run
+    monkeypatch.setattr(
+        WholeLayerPrograms, "can_run", lambda self, cache: found.append(asked(self, cache)) or found[-1]
+    )
     return found
 
 
@@ -104,7 +106,7 @@ def test_a_layer_in_parts_says_why():
     recomputes = replace(GELU, recompute_granularity="selective", recompute_modules=["mlp", "layernorm"])
     own = layer_of()
     own.mlp = OwnMLP(GELU, 0, LayerContext(TensorParallel(Axis("tp", (0,), 0), dtype=torch.float64), DropoutKeys(1)))
-    own.compiled_layer = CompiledLayer(own, GELU, TensorParallel(Axis("tp", (0,), 0)))
+    own.compiled_layer = WholeLayerPrograms(own, GELU, TensorParallel(Axis("tp", (0,), 0)))
     found = {
         "nothing": layer_of(),
         "--recompute-modules mlp layernorm recomputes what lies inside a program": layer_of(recomputes),
@@ -113,14 +115,14 @@ def test_a_layer_in_parts_says_why():
     }
     for why, layer in found.items():
         said = f"--compile layers: 1 of 1 layers run as with regions, since {why}"
-        assert compile_fallback_lines([layer]) == ([] if why == "nothing" else [said])
-    assert compile_fallback_lines([layer_of(replace(GELU, compile="regions"))]) == []
+        assert whole_layer_fallback_lines([layer]) == ([] if why == "nothing" else [said])
+    assert whole_layer_fallback_lines([layer_of(replace(GELU, compile="regions"))]) == []
 
 
 def test_tensor_parallel_layers_stay_in_parts():
     def lines(mesh: Mesh) -> list[str]:
         chunks, _, _ = build_chunks(mesh, GELU, Layout(tp=2, sp=True))
-        return compile_fallback_lines(chunks.values())
+        return whole_layer_fallback_lines(chunks.values())
 
     why = "the collectives of 2 tensor-parallel ranks lie inside a layer"
     assert run_ranks({"tp": 2}, lines) == [[f"--compile layers: 2 of 2 layers run as with regions, since {why}"]] * 2

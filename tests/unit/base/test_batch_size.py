@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from said import tells_each
 
-from megatron.core.base.batch_size_schedule import BatchSizes, constant_size, ramp, size_table
+from megatron.core.base.batch_size_schedule import BatchSizes, constant_size, parse_sizes_by_tokens, ramp
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.training.arguments.command_line import parse_args
 from megatron.training.arguments.config import Config
@@ -57,11 +57,11 @@ def test_a_ramp_is_megatrons_to_the_rounding_of_its_division(start, increment, s
 
 
 def test_a_table_is_read_in_tokens():
-    table = size_table("0:768 250B:1536 500B:3072 750B:6144", seq_length=8192)
+    table = parse_sizes_by_tokens("0:768 250B:1536 500B:3072 750B:6144", seq_length=8192)
     assert table.rows == ((0, 768), (30_517_578, 1536), (61_035_156, 3072), (91_552_734, 6144))
     assert [table.at(n) for n in (0, 30_517_577, 30_517_578, 10**9)] == [768, 768, 1536, 6144]
-    assert size_table("1.5k:8,0:4 2M:2K", 10).rows == ((0, 4), (150, 8), (200_000, 2000))
-    assert size_table("0:8 1T:16", 1).rows == ((0, 8), (10**12, 16))
+    assert parse_sizes_by_tokens("1.5k:8,0:4 2M:2K", 10).rows == ((0, 4), (150, 8), (200_000, 2000))
+    assert parse_sizes_by_tokens("0:8 1T:16", 1).rows == ((0, 8), (10**12, 16))
 
 
 # sizes, samples, steps that fit
@@ -72,8 +72,8 @@ LENGTHS = [
     (ramp(4, 4, 60, 16), 68 + 33, 12),  # 10 steps of the ramp, two of 16
     (ramp(4, 4, 60, 16), 67, 9),  # it ends within the ramp, before the second step of 12
     (ramp(2, 3, 1, 8), 26, 4),  # 2 8 8 8
-    (size_table("0:16 100:8", 1), 110, 6),  # after 96 a step of 16 does not fit, though one of 8 would
-    (size_table("0:16 100:8", 1), 120, 8),
+    (parse_sizes_by_tokens("0:16 100:8", 1), 110, 6),  # after 96 a step of 16 does not fit, though one of 8 would
+    (parse_sizes_by_tokens("0:16 100:8", 1), 120, 8),
 ]
 
 
@@ -107,11 +107,11 @@ MAKERS_AND_PROBLEMS = [
     (lambda: ramp(4, 0, 9, 8), "--rampup-batch-size 4 0 9 START INCREMENT SAMPLES 1"),
     (lambda: ramp(8, 4, 9, 8), "--rampup-batch-size 8 4 9 START --global-batch-size"),
     (lambda: ramp(4, 3, 9, 8), "--rampup-batch-size 4 3 9 --global-batch-size 8 START INCREMENT"),
-    (lambda: size_table("0:4 1X:8", 4), "--step-batch-size-schedule 0:4 1X:8 TOKENS:SIZE 250B:1536"),
-    (lambda: size_table("8:4", 4), "--step-batch-size-schedule 8:4 0 0:SIZE"),
-    (lambda: size_table("0:4 3:8", 4), "--step-batch-size-schedule 0:4 3:8 --seq-length 4"),
-    (lambda: size_table("0:0", 4), "--step-batch-size-schedule 0:0 1"),
-    (lambda: size_table("", 4), "--step-batch-size-schedule 0 0:SIZE"),
+    (lambda: parse_sizes_by_tokens("0:4 1X:8", 4), "--step-batch-size-schedule 0:4 1X:8 TOKENS:SIZE 250B:1536"),
+    (lambda: parse_sizes_by_tokens("8:4", 4), "--step-batch-size-schedule 8:4 0 0:SIZE"),
+    (lambda: parse_sizes_by_tokens("0:4 3:8", 4), "--step-batch-size-schedule 0:4 3:8 --seq-length 4"),
+    (lambda: parse_sizes_by_tokens("0:0", 4), "--step-batch-size-schedule 0:0 1"),
+    (lambda: parse_sizes_by_tokens("", 4), "--step-batch-size-schedule 0 0:SIZE"),
 ]
 
 

@@ -12,7 +12,7 @@ import torch
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.datasets import DataConfig
 from megatron.core.datasets.data_loader import CyclicDataset, batches, loader
-from megatron.training.evaluate import window
+from megatron.training.evaluate import first_sample_and_batches
 
 
 class Numbers:
@@ -119,7 +119,7 @@ def test_any_layout_goes_on_where_any_other_stopped(kind):
 def test_every_layout_validates_on_the_same_samples():
     """Batch by batch, for the first validations of a run; whoever reads, and however far ahead."""
     for number in range(4):
-        first, batches_of_it = window(number, 2, 8, 60)
+        first, batches_of_it = first_sample_and_batches(number, 2, 8, 60)
         for micro_batch, size, workers in LAYOUTS:
             places = [where(first, micro_batch, rank, size, workers) for rank in range(size)]
             blocks = 8 * batches_of_it // (micro_batch * size)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets import IndexedDataset, IndexedDatasetWriter
-from megatron.core.datasets.bert_and_t5_samples import BertDataset, T5Dataset, attention_masks
+from megatron.core.datasets.bert_and_t5_samples import BertDataset, T5Dataset, batched_attention_masks
 from megatron.core.datasets.mask_selection import MaskingRules, WordPieces
 from megatron.core.datasets.sentence_sample_map import SampleRequest, build_sample_map, mersenne_twister_64
 
@@ -145,12 +145,12 @@ def test_a_t5_item_asks_for_what_the_sentinels_stand_for(tmp_path):
 
 def test_padding_and_what_comes_later_are_hidden():
     """Two of three encoder tokens and one of two decoder tokens are there; x is hidden."""
-    encoder, decoder, cross = attention_masks(np.array([[1, 1, 0]]), np.array([[1, 0]]))
+    encoder, decoder, cross = batched_attention_masks(np.array([[1, 1, 0]]), np.array([[1, 0]]))
     pictures = [
         ["".join("x" if hidden else "." for hidden in row) for row in mask[0, 0]] for mask in (encoder, decoder, cross)
     ]
     assert pictures == [["..x", "..x", "xxx"], [".x", "xx"], ["..x", "xxx"]]
-    _, decoder, _ = attention_masks(np.ones((2, 1)), np.ones((2, 3)))
+    _, decoder, _ = batched_attention_masks(np.ones((2, 1)), np.ones((2, 3)))
     assert decoder[:, 0].tolist() == [[[False, True, True], [False, False, True], [False, False, False]]] * 2
 
 

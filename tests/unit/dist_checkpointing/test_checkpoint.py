@@ -26,7 +26,7 @@ from megatron.core.parallel.grid import ALONE, Axis, Grid
 from megatron.core.sharding.boxes import slices, whole
 from megatron.core.sharding.placement import Constant, Placement, is_counted, pieces
 from megatron.training.arguments.command_line import parse_args
-from megatron.training.checkpointing.compatibility import check_same_positions
+from megatron.training.checkpointing.compatibility import check_position_table_rows
 
 DTYPES = ["float64", "float32", "bfloat16", "float16", "int64", "int32", "uint8", "bool"]
 FILLER = 1  # what padding holds before a load, and after it
@@ -469,4 +469,4 @@ def test_other_learned_positions_are_refused_by_their_flag(flags: str, said: str
     save_checkpoint(tmp_path, 1, saved, {}, ALONE)
     refused = raises_telling(ConfigError, said) if said else contextlib.nullcontext()
     with refused:
-        check_same_positions(config, mine, open_checkpoint(tmp_path), ALONE, device)
+        check_position_table_rows(config, mine, open_checkpoint(tmp_path), ALONE, device)

@@ -10,7 +10,7 @@ import pytest
 from said import tells, tells_each
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.models.common.model_rules import text_problems
+from megatron.core.models.common.model_rules import missing_text_settings
 from megatron.core.pipeline_parallel.schedule.registry import SCHEDULES
 from megatron.training.arguments.command_line import Arguments, parse_args
 from megatron.training.arguments.config import COMPONENTS, Config
@@ -454,7 +454,7 @@ TOGETHER = {
 def test_all_problems_between_components_come_at_once(line: str, world_size: int, named: str):
     with pytest.raises(ConfigError) as error:
         check(config_of(line), world_size)
-    assert tells_each(error.value.problems + text_problems(config_of(line)), named)
+    assert tells_each(error.value.problems + missing_text_settings(config_of(line)), named)
 
 
 LINES_AND_WORLD_SIZES = [

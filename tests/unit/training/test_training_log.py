@@ -12,7 +12,7 @@ from megatron.training.monitor.training_log import (
     Interval,
     StepNumbers,
     TrainingLog,
-    progress_line,
+    eta_and_throughput_line,
     training_line,
     validation_line,
 )
@@ -74,11 +74,11 @@ def test_throughput_zeros_and_norm_have_megatrons_places():
 
 def test_a_progress_line_is_for_people_and_never_taken_for_a_log_line():
     of = Interval(StepNumbers(20, 160, 8, 1e-3, grad_norm=1.0), 100, 45_000.0, {"lm loss": 2.0}, tflops=412.345)
-    line = progress_line(of, tokens_per_sample=2048, mfu=0.4167)
+    line = eta_and_throughput_line(of, tokens_per_sample=2048, mfu=0.4167)
     assert line == (  # 80 steps of 45 s; 8 x 2048 tokens in each
         "   progress: 20.0% done, 1:00:00 left, 364 tokens/s, 412.3 TFLOP/s per device, MFU 41.7%"
     )
-    assert "MFU" not in progress_line(of, 2048, None)
+    assert "MFU" not in eta_and_throughput_line(of, 2048, None)
     for word in ("iteration ", "consumed samples", "grad norm:", "loss", "|"):
         assert word not in line
 
@@ -101,7 +101,9 @@ def test_speeds_count_the_samples_of_an_interval_whose_batch_grows(clock, capsys
         log.add({"lm loss": 1.0})
         interval = log.line_if_due(StepNumbers(iteration, 0, size, 1e-3, grad_norm=1.0))
     assert (interval.samples_per_second, interval.tflops, interval.milliseconds) == (2.0, 3 * 2.0, 2000.0)
-    assert interval.samples_per_second * 10 == float(re.search(r"(\d+) tokens/s", progress_line(interval, 10, None))[1])
+    assert interval.samples_per_second * 10 == float(
+        re.search(r"(\d+) tokens/s", eta_and_throughput_line(interval, 10, None))[1]
+    )
 
 
 def test_a_step_that_is_left_out_has_no_part_in_speeds(clock, capsys):

@@ -164,7 +164,7 @@ class LanguageModelStage(nn.Module):
         """Return the result of `losses`, [s, b] or [s, b, 2], as [b, s], as forward returns it.
 
         For [s, b, 2] it is the loss of training; the plain cross entropy [b, s] is its attribute `cross_entropy`, which
-        a loss function reports (`megatron.training.batch_utils.loss_report`).
+        a loss function reports (`megatron.training.batch_utils.lm_loss_and_objective`).
         """
         if losses.dim() == 2:
             return self._transposed(losses)

@@ -39,7 +39,7 @@ class ModelRules:
     is_bert: bool = False
 
 
-def text_problems(config: Any) -> list[str]:
+def missing_text_settings(config: Any) -> list[str]:
     """Return which settings of a run on text data, real or mock, are missing."""
     problems = []
     if not config.data.source_problems(needed=False):  # those are reported for every model
@@ -63,14 +63,14 @@ def _problems_of_one_stack(config: Any) -> list[str]:
 
 
 def _problems_of_gpt(config: Any, tokenizer: Tokenizer | None) -> list[str]:
-    problems = text_problems(config) + _problems_of_one_stack(config)
+    problems = missing_text_settings(config) + _problems_of_one_stack(config)
     if tokenizer is not None:
         problems += end_problems(config.data, tokenizer)
     return problems
 
 
 def _problems_of_bert(config: Any, tokenizer: Tokenizer | None) -> list[str]:
-    problems = text_problems(config) + bert_problems(config.data, config.masked_data, tokenizer)
+    problems = missing_text_settings(config) + bert_problems(config.data, config.masked_data, tokenizer)
     problems += _problems_of_one_stack(config)
     if config.fim.fim_data:
         problems.append("--fim-data rearranges documents for a GPT; a BERT has masked tokens instead: leave it out")
@@ -87,7 +87,7 @@ def _problems_of_bert(config: Any, tokenizer: Tokenizer | None) -> list[str]:
 
 
 def _problems_of_t5(config: Any, tokenizer: Tokenizer | None) -> list[str]:
-    problems = text_problems(config) + t5_problems(config.data, config.masked_data, tokenizer)
+    problems = missing_text_settings(config) + t5_problems(config.data, config.masked_data, tokenizer)
     if config.fim.fim_data:
         problems.append("--fim-data rearranges documents for a GPT; a T5 has spans to fill in any case: leave it out")
     model = config.transformer

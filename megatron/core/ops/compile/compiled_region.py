@@ -89,7 +89,7 @@ def agree_on_compiling(config: CompileConfig, device: torch.device | str, world:
     return [f"--compile {config.compile} is off: {reason or 'another rank lacks what it needs'}"]
 
 
-def compile_fallback_lines(models: Iterable[nn.Module]) -> list[str]:
+def whole_layer_fallback_lines(models: Iterable[nn.Module]) -> list[str]:
     """Return log lines about layers that --compile layers cannot compile whole, with the reason."""
     compiled_layers = []
     for model in models:
