@@ -12,7 +12,8 @@ T = TypeVar("T")
 class AsyncHandle(Generic[T]):
     """An operation in flight.
 
-    `wait()` blocks until it is done and returns its result; later calls return the same result.
+    `wait()` blocks until it is done and returns its result; later calls return the same result, which the handle
+    keeps alive.
 
     finish: called once; waits and returns the result. keep: objects kept alive until then. Tensors of the operation
     must not be read or written before `wait()`.

@@ -12,7 +12,7 @@ No torch.
 An object store cannot rename. There pieces and manifest have other places and the same order: `object_store_commit.py`.
 
 Each line is one step of a `SaveGroup`: if a rank fails, all ranks stop with its message, and `latest` still names
-the previous checkpoint. All ranks write below one folder, so it must be on a file system that they share; a rank
+the previous checkpoint, unless what fails comes after the pointer's rename. All ranks write below one folder, so it must be on a file system that they share; a rank
 that does not see it, or whose files rank 0 does not see, is reported. One job at a time may save below a root; the
 caller ensures that.
 

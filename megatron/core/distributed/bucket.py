@@ -104,7 +104,7 @@ class Bucket:
             self.grad_shard.zero_()
         elif self.buffer.grads_need_no_buffer and self._is_opened and not self.buffer.keeps_grads:
             self._release_grads()
-        else:
+        elif self._grads is None or self._grads.is_open:  # released gradients have nothing to clear
             self._clear()
         self._is_opened = False
 
@@ -128,7 +128,11 @@ class Bucket:
             self._clear()
 
     def complete(self) -> None:
-        """Set zeros where this step has added no gradient."""
+        """Set zeros where this step has added no gradient, before the sum or the update reads them.
+
+        Allocates a released bucket that got no gradient at all: of lazy gradients, which the update reads. Stages 2 and
+        3 do not reduce such a bucket.
+        """
         self.open()
         for slot in self.slots:
             if slot.is_unset:

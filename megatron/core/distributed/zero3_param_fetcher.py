@@ -11,8 +11,8 @@ report each use (`grad_count.py`):
 In a backward, a unit's parameters stay resident until their gradients are complete or deferred (zero-bubble schedules).
 Recomputation runs a forward inside a backward: its pre-hook gathers, and that backward releases.
 
-Two things follow for modules. A layer with a backward of its own must compute the gradient of its input before the
-last gradient of its parameters. A parent must use its children's parameters through the children, or pass them to a
+Two things follow for modules. A layer with a backward of its own must compute the gradient of its input before it
+reports the last gradient of its parameters: that report releases them (`bucket_done`). A parent must use its children's parameters through the children, or pass them to a
 module (otherwise `released_tensors.py` raises an error).
 """
 
@@ -82,7 +82,7 @@ class ParamFetcher(ParamGather):
         self._in_backward = False
         self._needs: dict[str, list[Bucket]] = {}  # the buckets of each unit's last use
         self._in_use: dict[object, list[Bucket]] = {}  # shared buckets, by the use whose backward has begun
-        self._order: list[str] = []  # units in the order of the first forward
+        self._order: list[str] = []  # units in the order of their first use; one that is used twice has one place
 
         # the buckets of each unit
         unit_of_module = _units_of_modules(module)
@@ -141,9 +141,8 @@ class ParamFetcher(ParamGather):
         self._needs[unit] = list(dict.fromkeys((*own, *passed)))
         if self._needs[unit]:
             self._fetch(unit, +1)
-        if not self._in_backward:
-            for bucket in self._needs[unit]:
-                self._counter.enter(bucket)
+        for bucket in self._needs[unit]:
+            self._counter.enter(bucket)  # which ignores a recomputation
 
     def _after_forward(self, unit: str, submodule: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """Release the unit's buckets, and set hooks on its output that gather them for its backward."""

@@ -209,7 +209,7 @@ class Executor:
             self.grads[action[1:]] = tensors
 
     def reduce_grads(self, action: Action) -> None:
-        """REDUCE: start to reduce the stage's gradients over data-parallel ranks."""
+        """REDUCE: start those reductions of the stage's gradients that its backwards have not started themselves."""
         self.reduce(action.stage)
 
     def _peer(self, transfer: Action) -> int:

@@ -4,7 +4,7 @@ Column-parallel, Y = X A with A = [A_1 .. A_t] split by columns:      backward  
     X is replicated, so dX is summed over the axis;
     under sequence parallelism X is sharded: it is gathered in the forward and, to save memory, again in the backward;
     dX is reduce-scattered.
-The reduction of dX (and the second gather) are in flight while the weight gradient dA_i = X^T dY_i is computed.
+The second gather is in flight while dX is computed, and the reduction of dX while the weight gradient dA_i = X^T dY_i is.
 
 A weight in a gradient buffer has `main_grad`, where its gradient accumulates; the gradient of others goes to autograd.
 """
@@ -54,7 +54,7 @@ class LinearFunction(torch.autograd.Function):
         ctx.restore_x, saved_for_x = save_or_recompute(x)
         ctx.producer = producer_of(x)
         ctx.save_for_backward(weight, *saved_for_x)
-        # save_for_backward returns a new object for the weight; only the object given here has `main_grad`.
+        # Under hooks on saved tensors (recomputation, offload) another object comes back, without `main_grad`.
         ctx.weight = weight
         ctx.store = store
         ctx.axis = axis
@@ -78,8 +78,9 @@ class LinearFunction(torch.autograd.Function):
         # bubble with them (ZB). That needs a `main_grad`, since autograd takes the gradient now or never.
         defers_wgrad = needs_wgrad and has_main_grad and ctx.store is not None and ctx.store.is_collecting
 
-        # The producer of x may recompute x in its own backward anyway: ask it to run the weight gradient with that x.
-        # Only where the weight gradient hides no communication: there it must run now.
+        # The producer of x reads, in its own backward, what x is recomputed from. If asked, it recomputes x in the same
+        # pass over memory, and runs the weight gradient with it. Only on one rank: on more, the weight gradient must run
+        # now, to hide the sum of dX.
         producer_runs_wgrad = False
         if needs_dgrad and needs_wgrad and has_main_grad and not defers_wgrad and ctx.axis.size == 1:
             producer_runs_wgrad = request_from_producer(
@@ -113,7 +114,8 @@ class LinearFunction(torch.autograd.Function):
         elif needs_wgrad and not producer_runs_wgrad:
             gathered_x = gathering.wait() if gathering else x  # [s, b, in]
             grad_weight = accumulate_wgrad(ctx.weight, grad, gathered_x, ctx.matmul_mode)
-            del gathered_x  # its memory is free while the sum is waited for
+            # What was gathered or recomputed is freed while the sum is waited for. A handle keeps its result alive.
+            gathered_x = x = gathering = None
 
         grad_x = summing.wait() if summing else None
         return grad_x, grad_weight, None, None, None, None

@@ -134,6 +134,22 @@ def test_weights_of_products_are_not_set_to_zero():
     assert not before["scale"].any()
 
 
+def test_a_step_that_begins_again_before_its_first_gradient_has_nothing_to_clear():
+    """After an error, or in a loop that clears twice: the gradients of the last step have been released already."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).double()
+    chunk = DistributedDataParallel(model, run_ranks({"dp": 1}, lambda mesh: mesh)[0], DataParallelConfig())
+    gradients = []
+    for _ in range(3):
+        chunk.zero_grad_buffer(1)
+        chunk.zero_grad_buffer(1)
+        chunk(batch(0, 0)).sum().backward()
+        chunk.finish_grad_reduce()
+        gradients.append([parameter.main_grad.clone() for parameter in model.parameters()])
+    expected = torch.autograd.grad(model(batch(0, 0)).sum(), list(model.parameters()))
+    for step in gradients:
+        torch.testing.assert_close(step, list(expected), rtol=1e-12, atol=1e-13)
+
+
 class Unannounced(torch.autograd.Function):
     """x weight^T by a fork's own backward, which adds to `main_grad` as if that were there."""
 
