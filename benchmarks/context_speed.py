@@ -56,7 +56,7 @@ def make_contenders(shape: tuple[int, int, int, str], length: int) -> dict[str, 
     from torch.nn.functional import scaled_dot_product_attention
 
     from megatron.core.context_parallel.cp_attention import METHODS, AttentionInputs, ContextParallel
-    from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
+    from megatron.core.ops.dropout import AttentionDropout, SampleDropoutKeys
     from megatron.core.ops.shard_sequence import shard_sequence
     from megatron.core.parallel.global_state import get_mesh
 
@@ -72,7 +72,7 @@ def make_contenders(shape: tuple[int, int, int, str], length: int) -> dict[str, 
 
     def ours(kind: str) -> list[torch.Tensor]:
         q, k, v = (x.detach().requires_grad_() for x in local_inputs[:3])
-        dropout = AttentionDropout(0.0, DropoutKeys(0), 0, 0)
+        dropout = AttentionDropout(0.0, SampleDropoutKeys(0), 0, 0)
         out = METHODS[kind].attend(AttentionInputs(q, k, v, None, dropout, "auto", plain), ContextParallel(axis))
         out.backward(local_inputs[3])
         return [out.detach(), q.grad, k.grad, v.grad]

@@ -32,7 +32,7 @@ from torch.distributed.fsdp import fully_shard
 from megatron.core import parallel_state
 from megatron.core.distributed.data_parallel import DataParallelConfig, DistributedDataParallel
 from megatron.core.models.gpt.gpt_stage import GPTModel
-from megatron.core.ops.dropout import DropoutKeys
+from megatron.core.ops.dropout import SampleDropoutKeys
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.parallel.mesh import Mesh
@@ -49,7 +49,7 @@ PAIRS = (("ours 0", "ddp"), ("ours 3", "fsdp2"))
 Step = Callable[[], float]  # one step; its loss on this rank
 
 
-def build_model(options: argparse.Namespace, mesh: Mesh) -> tuple[GPTModel, DropoutKeys]:
+def build_model(options: argparse.Namespace, mesh: Mesh) -> tuple[GPTModel, SampleDropoutKeys]:
     """Build the model; its weights are the same for every contender."""
     config = ModelConfig(
         num_layers=options.layers,
@@ -58,7 +58,7 @@ def build_model(options: argparse.Namespace, mesh: Mesh) -> tuple[GPTModel, Drop
         hidden_dropout=0.0,
         attention_dropout=0.0,
     )
-    keys = DropoutKeys(1)
+    keys = SampleDropoutKeys(1)
     model = GPTModel(
         config,
         vocab_size=options.vocab,

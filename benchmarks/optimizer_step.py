@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron.core import parallel_state
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.models.gpt.gpt_stage import GPTModel
-from megatron.core.ops.dropout import DropoutKeys
+from megatron.core.ops.dropout import SampleDropoutKeys
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.full_matrix import MatrixOwners, full_matrices_over_tp
 from megatron.core.optimizer.optimizer_registry import OptimizerConfig
@@ -57,7 +57,7 @@ def make_optimizer(options: argparse.Namespace, mesh: Mesh, settings: dict) -> F
         swiglu=True,
         add_bias_linear=False,
     )
-    context = LayerContext.from_mesh(mesh, config.params_dtype, DropoutKeys(1), fills=False)
+    context = LayerContext.from_mesh(mesh, config.params_dtype, SampleDropoutKeys(1), fills=False)
     model = GPTModel(config, vocab_size=options.vocab, positions=128, layers=range(options.layers), context=context)
     initialize_parameters(model, 1, mesh)
     given = OptimizerConfig(**settings)

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.ops.attention.kernels import AttentionCase, kernel_for
 from megatron.core.ops.attention.masks import with_window
-from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
+from megatron.core.ops.dropout import AttentionDropout, SampleDropoutKeys
 
 DEFAULT = [512, 2048]
 
@@ -34,7 +34,7 @@ def seconds(heads: list[torch.Tensor], grad: torch.Tensor, before: int | None) -
     for x in heads:
         x.grad = None
     mask = with_window(None, before, heads[1].shape[2])
-    dropout = AttentionDropout(0.0, DropoutKeys(0), 0, 0)
+    dropout = AttentionDropout(0.0, SampleDropoutKeys(0), 0, 0)
     start = time.perf_counter()
     cpu_start = time.process_time()
     kernel = kernel_for("fused", AttentionCase(*heads[:2], mask, 0.0))

@@ -15,7 +15,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.base.dataclass_flags import FlagConfig, option
-from megatron.core.datasets.eod_check import last_tokens
+from megatron.core.datasets.eod_check import sampled_last_tokens
 from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
 from megatron.core.datasets.mmap_indexed_dataset import IndexedDataset
 from tools.errors import missing, run_tool
@@ -78,7 +78,7 @@ def without_ends(prefixes: list[str]) -> list[str]:
     result = []
     for dataset in map(IndexedDataset, prefixes):
         is_sequence_per_document = len(dataset) == dataset.document_count
-        if is_sequence_per_document and len(set(last_tokens(dataset))) > 1:
+        if is_sequence_per_document and len(set(sampled_last_tokens(dataset))) > 1:
             result.append(dataset.prefix)
     return result
 

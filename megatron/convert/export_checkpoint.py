@@ -28,7 +28,7 @@ from megatron.convert.export_plan import (
     write_config_and_aux_files,
 )
 from megatron.convert.families.family import ParamMapping
-from megatron.convert.families.weight_layout import FlatCopyRange, copy_ranges_of
+from megatron.convert.families.weight_layout import FlatCopyRange, contiguous_copy_ranges
 from megatron.convert.formats.safetensors_header import header_of
 from megatron.convert.hf_origin import check_tokenizer_folder
 from megatron.core.base.dataclass_flags import ConfigError
@@ -156,7 +156,7 @@ def _copy_ranges(checkpoint: Checkpoint, plan: FolderPlan, mapping: ParamMapping
     """Return the ranges that can be copied while the parameter is read; None if it must be read in full first."""
     if not checkpoint.has_runs(plan.name_of(mapping)):
         return None
-    return copy_ranges_of(mapping.operation, plan.heads, plan.record_of(mapping).shape)
+    return contiguous_copy_ranges(mapping.operation, plan.heads, plan.record_of(mapping).shape)
 
 
 def _parts(

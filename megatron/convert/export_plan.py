@@ -27,7 +27,7 @@ from megatron.convert.formats.read_hf_folder import CONFIG, INDEX, WEIGHTS
 from megatron.convert.formats.safetensors_header import header_of
 from megatron.convert.hf_origin import GENERATION, Provenance, copy_aux_files
 from megatron.convert.hf_reader import head_counts_of, param_mappings
-from megatron.convert.hf_tokenizer_vocab import read_end_ids
+from megatron.convert.hf_tokenizer_vocab import read_bos_eos_ids
 from megatron.core.base.dataclass_flags import ConfigError, build
 from megatron.core.base.registry import FUNCTIONS
 from megatron.core.dist_checkpointing.format import ITEM_BYTES, CheckpointError, TensorRecord
@@ -301,7 +301,7 @@ def _end_ids_of_tokenizer(tokenizer_folder: Path, plan: FolderPlan, note: Callab
     if plan.origin is not None and "eos_token_id" in plan.origin.kept:
         return {}
     try:
-        end_ids = read_end_ids(tokenizer_folder)
+        end_ids = read_bos_eos_ids(tokenizer_folder)
     except (CheckpointError, ValueError, OSError, ImportError) as error:
         note(f"config.json names no bos_token_id and eos_token_id by the files of --tokenizer: {error}")
         return {}

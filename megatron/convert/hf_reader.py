@@ -127,7 +127,7 @@ def check_tied(folder: HFFolder, family: Family, config: ModelConfig, root: Path
 # ---------------------------------------------------------------- the checkpoint
 
 
-def config_in(root: Path) -> dict[str, Any]:
+def read_config_with_true_tying(root: Path) -> dict[str, Any]:
     """Return the config.json of a folder.
 
     Reads the headers of the weights where only they say whether weights are tied.

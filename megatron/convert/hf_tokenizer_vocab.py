@@ -29,7 +29,7 @@ def read_vocabulary(folder: Path) -> dict[str, int] | None:
     return None
 
 
-def read_end_ids(folder: Path) -> dict[str, int]:
+def read_bos_eos_ids(folder: Path) -> dict[str, int]:
     """Return bos_token_id and eos_token_id, by the tokens that the folder's files name.
 
     An id that they do not name is absent. Raises ValueError, OSError, ImportError or CheckpointError for a file

@@ -11,7 +11,7 @@ from megatron.convert.families.config_json import family_of
 from megatron.convert.formats.find_megatron_folder import is_megatron_folder, refuse_unsupported_format
 from megatron.convert.formats.read_hf_folder import CONFIG, has_hf_config, read_json
 from megatron.convert.hf_origin import Provenance
-from megatron.convert.hf_reader import config_in, open_hf_folder, settings_by_component
+from megatron.convert.hf_reader import open_hf_folder, read_config_with_true_tying, settings_by_component
 from megatron.convert.megatron_reader import open_megatron, settings_of_megatron
 from megatron.convert.strided_checkpoint import StridedCheckpoint
 from megatron.convert.torchtitan_reader import open_titan
@@ -37,7 +37,7 @@ def is_foreign(root: Path | str, iteration: int | None = None) -> bool:
 def settings_of_foreign_folder(root: Path, iteration: int | None = None) -> dict[str, dict[str, Any]]:
     """Return the settings that another project's folder gives to a run, by component."""
     if has_hf_config(root):
-        return settings_by_component(config_in(root), root / CONFIG, root)
+        return settings_by_component(read_config_with_true_tying(root), root / CONFIG, root)
     return settings_of_megatron(root, iteration)
 
 

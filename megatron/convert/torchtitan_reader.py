@@ -10,10 +10,10 @@ from megatron.convert.hf_reader import manifest_with, tensor_records
 from megatron.convert.megatron_reader import checkpoint_from_text, manifest_as_text
 from megatron.convert.strided_checkpoint import StridedCheckpoint
 from megatron.convert.torchtitan_to_hf import (
-    as_one_tensor,
     check_tied_chunks,
-    chunks_of_titan,
+    chunks_by_hf_name,
     family_of_titan,
+    placeholder_tensor_of,
     split_into_chunks,
 )
 from megatron.core.parallel import collectives
@@ -39,12 +39,12 @@ def open_titan(root: Path, world: Axis = ALONE, device: torch.device | str = "cp
             family = family_of_titan(family_of(raw, CONFIG), str(raw["model_type"]), config.rotary_percent)
 
             # the chunks of each tensor
-            chunks = chunks_of_titan(root)
+            chunks = chunks_by_hf_name(root)
             if not config.untie_embeddings_and_output_weights:
                 check_tied_chunks(root, chunks, *family.output_and_embedding_weights())
 
             # our tensors, made of full tensors first, which are then replaced by their chunks
-            full_tensors = {name: as_one_tensor(name, parts) for name, parts in chunks.items()}
+            full_tensors = {name: placeholder_tensor_of(name, parts) for name, parts in chunks.items()}
             records = {}
             for name, record in tensor_records(family, config, full_tensors, root).items():
                 records[name] = split_into_chunks(record, chunks)

@@ -71,7 +71,7 @@ def _replaced(name: str, table: tuple[tuple[str, str], ...]) -> str:
     return name
 
 
-def chunks_of_titan(root: Path) -> dict[str, list[BoxInFile]]:
+def chunks_by_hf_name(root: Path) -> dict[str, list[BoxInFile]]:
     """Return the chunks of each weight, by its name in a Hugging Face folder. Raises CheckpointError."""
     folder = read_dcp(root)
     chunks_by_name: dict[str, list[BoxInFile]] = {}
@@ -89,7 +89,7 @@ def chunks_of_titan(root: Path) -> dict[str, list[BoxInFile]]:
     return chunks_by_name
 
 
-def as_one_tensor(name: str, chunks: list[BoxInFile]) -> TensorInFile:
+def placeholder_tensor_of(name: str, chunks: list[BoxInFile]) -> TensorInFile:
     """Return a tensor as if it were row-major in a file of its name; `split_into_chunks` replaces this file again."""
     shape = tuple(max(stop for _, stop in spans) for spans in zip(*(box for box, _ in chunks)))
     return TensorInFile(name, chunks[0].tensor.dtype, shape, 0)
@@ -113,7 +113,7 @@ def family_of_titan(family: Family, kind: str, rotary_percent: float) -> Family:
 
 
 def split_into_chunks(record: TensorRecord, chunks: Mapping[str, list[BoxInFile]]) -> TensorRecord:
-    """Return a tensor of ours that is made of full tensors (`as_one_tensor`) as one made of their chunks."""
+    """Return a tensor of ours that is made of full tensors (`placeholder_tensor_of`) as one made of their chunks."""
     pieces: list[StridedPiece] = []
     for piece in record.pieces:
         pieces += _pieces_in_chunks(piece, chunks[piece.file])

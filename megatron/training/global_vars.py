@@ -17,7 +17,7 @@ from megatron.core.datasets.vocab_check import cap_vocab_size
 from megatron.core.offload.offload_tiers import OffloadAllocator
 from megatron.core.ops.cpu_half_precision_matmul import NATIVE, MatmulModes
 from megatron.core.ops.deferred_wgrad import WeightGradStore
-from megatron.core.ops.dropout import DropoutKeys
+from megatron.core.ops.dropout import SampleDropoutKeys
 from megatron.core.parallel import collectives
 from megatron.core.parallel.accelerator import Device
 from megatron.core.parallel.global_state import get_global_state, mesh_override
@@ -45,7 +45,7 @@ class Runtime:
     mesh: Mesh
     device: Device
     tokenizer: Tokenizer | None  # None for scripts with their own data
-    dropout_keys: DropoutKeys
+    dropout_keys: SampleDropoutKeys
     weight_grads: WeightGradStore
     timers: Timers = field(default_factory=Timers)
     offload_store: OffloadAllocator | None = None  # for offloaded state

@@ -1,8 +1,8 @@
 """A `Runtime` is built from the command line: parse, check, join the other ranks, agree on the settings.
 
-read_settings       this rank alone: parse the flags, check them, select the device, build the tokenizer
-start_distributed   join the process group
-agree_on_settings   all ranks: refuse invalid or different settings, before any other group is created
+parse_and_check_settings    this rank alone: parse the flags, check them, select the device, build the tokenizer
+start_distributed           join the process group
+agree_on_settings           all ranks: refuse invalid or different settings, before any other group is created
 initialize_model_parallel, seed_generators_by_stage, build_runtime
 """
 
@@ -33,7 +33,7 @@ from megatron.core.offload.state_offload_config import make_offload_store
 from megatron.core.ops import cpu_half_precision_matmul as matmul
 from megatron.core.ops.compile.compiled_region import agree_on_compiling
 from megatron.core.ops.deferred_wgrad import WeightGradStore
-from megatron.core.ops.dropout import DropoutKeys
+from megatron.core.ops.dropout import SampleDropoutKeys
 from megatron.core.parallel import collectives
 from megatron.core.parallel.accelerator import Device, DeviceConfig
 from megatron.core.parallel.global_state import get_global_state
@@ -56,7 +56,7 @@ from megatron.training.arguments.config import Config
 from megatron.training.arguments.hf_config import hf_config_problems
 from megatron.training.arguments.monitor_config import watch_notes
 from megatron.training.arguments.validation import check, drop_doubtful_problems, with_default_components
-from megatron.training.checkpointing.save_and_load import saved_matmul_modes
+from megatron.training.checkpointing.save_and_load import load_saved_matmul_modes
 from megatron.training.fault_tolerance import hang_watch
 from megatron.training.fault_tolerance.exit_conditions import listen_for_requests
 from megatron.training.global_vars import Runtime, print_rank_0, print_rank_last, set_runtime, vocab_size_of
@@ -101,7 +101,7 @@ def initialize_megatron(
     output_streams.keep_running(parallel_state.launched_rank())
     rank_status.enter("reading settings")
     try:
-        settings = read_settings(extra_args_provider, args_defaults, argv, rules)
+        settings = parse_and_check_settings(extra_args_provider, args_defaults, argv, rules)
     except ConfigError as error:
         if parallel_state.launched_world_size() == 1:
             raise
@@ -197,7 +197,7 @@ def build_runtime(settings: Settings, mesh: Mesh) -> Runtime:
         mesh,
         device,
         settings.tokenizer,
-        DropoutKeys(config.training.seed),
+        SampleDropoutKeys(config.training.seed),
         WeightGradStore(),
         timers,
         offload_store,
@@ -222,14 +222,14 @@ def choose_matmul_modes(config: Config, world: Axis, device: Device, notes: list
     requested = config.transformer.cpu_half_products
     saved = None
     if requested == "auto" and matmul.is_half_precision_on_cpu(dtype, device.torch_device):
-        saved = saved_matmul_modes(config.checkpoint, world, device.torch_device)
+        saved = load_saved_matmul_modes(config.checkpoint, world, device.torch_device)
     modes, note = matmul.select_matmul_modes(dtype, device.torch_device, world, requested=requested, saved=saved)
     if note:
         notes.append(note)
     return modes
 
 
-def read_settings(
+def parse_and_check_settings(
     extra_args_provider: ExtraArgs | None,
     args_defaults: Mapping[str, Any] | None,
     argv: Sequence[str] | None,
@@ -242,14 +242,14 @@ def read_settings(
     try:
         parsed = parse_command_line(argv, extra_args_provider, args_defaults, rules.unread)
     except ArgumentsError as error:
-        other_problems = examine(with_default_components(error.parts), world_size, rules).problems
+        other_problems = collect_config_problems(with_default_components(error.parts), world_size, rules).problems
         raise ConfigError(
             error.problems + drop_doubtful_problems(error.problems, error.parts, other_problems)
         ) from None
 
     # check
     config = parsed.config
-    examined = examine(config, world_size, rules)
+    examined = collect_config_problems(config, world_size, rules)
     if examined.problems:
         raise ConfigError(examined.problems)
     device = examined.device
@@ -308,7 +308,7 @@ class Examined(NamedTuple):
     tokenizer: Tokenizer | None
 
 
-def examine(config: Config, world_size: int, rules: ModelRules) -> Examined:
+def collect_config_problems(config: Config, world_size: int, rules: ModelRules) -> Examined:
     """Check settings against each other and against this host's files and devices."""
     problems, tokenizer = examine_without_device(config, world_size, rules)
     device = None

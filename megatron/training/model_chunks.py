@@ -49,7 +49,7 @@ def make_chunks(model_provider: ModelProvider, runtime: Runtime) -> dict[int, nn
     """
     stages = runtime.mesh.stages
     config = runtime.config
-    passes_vp_stage = takes_vp_stage(model_provider, stages.chunks)
+    passes_vp_stage = should_pass_vp_stage(model_provider, stages.chunks)
     chunks: dict[int, nn.Module] = {}
     for chunk_number, stage in enumerate(stages.of_rank(runtime.mesh["pp"].rank)):
         # call the provider; its parameters stay uninitialized, since their values are drawn later, independent of the layout
@@ -140,7 +140,7 @@ def wrap_in_ddp(
     return chunks
 
 
-def takes_vp_stage(model_provider: ModelProvider, chunks: int) -> bool:
+def should_pass_vp_stage(model_provider: ModelProvider, chunks: int) -> bool:
     """Whether to pass `vp_stage` to a provider.
 
     It gets it if it has that parameter, or takes **kwargs and a rank has several chunks. (Megatron passes it to

@@ -121,7 +121,7 @@ class StepWork:
         return StepFigures(shared, norm, factor, totals)
 
 
-class StepGuard:
+class NonFiniteStepGuard:
     """Checks each step before its update. This base class stops at numbers that are not finite.
 
     Every rank must call.
@@ -143,7 +143,7 @@ class StepGuard:
         """Called when the gradients are complete and no parameter has changed."""
 
 
-_NO_GUARD = StepGuard()
+_NO_GUARD = NonFiniteStepGuard()
 
 
 def train_step(
@@ -159,7 +159,7 @@ def train_step(
     check_finite: bool = True,
     timers: Timers = _NO_TIMERS,
     empty: Callable[[int], None] = lambda level: None,
-    guard: StepGuard = _NO_GUARD,
+    guard: NonFiniteStepGuard = _NO_GUARD,
 ) -> StepResult:
     """Update the parameters once.
 

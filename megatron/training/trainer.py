@@ -17,10 +17,10 @@ from torch import nn
 from megatron.core import parallel_state
 from megatron.core.base import rank_status
 from megatron.core.datasets.data_loader import loader
-from megatron.core.distributed.comm_volume import comm_volume_line
+from megatron.core.distributed.comm_volume import comm_volume_by_stage_line
 from megatron.core.models.common.model_rules import NO_RULES
 from megatron.core.ops.attention.kernels import news_of_attention
-from megatron.core.ops.compile.compiled_region import compile_log_line, whole_layer_fallback_lines
+from megatron.core.ops.compile.compiled_region import compile_cost_line, whole_layer_fallback_lines
 from megatron.core.optimizer.lr_schedule import (
     AnySchedule,
     differences,
@@ -394,7 +394,7 @@ class Trainer:
 
         Return the memory that compiling took or that steps have fragmented.
         """
-        compile_line = compile_log_line()
+        compile_line = compile_cost_line()
         if compile_line:
             print_rank_last(compile_line)
         for line in news_of_attention():
@@ -567,7 +567,7 @@ class Trainer:
         if axes.reduce.size > 1:
             buffer_sizes = [size for chunk in self.model for size in chunk.buffer_sizes()]
             inner = axes.shard.size
-            line = comm_volume_line(
+            line = comm_volume_by_stage_line(
                 buffer_sizes,
                 config.stage,
                 inner=inner,

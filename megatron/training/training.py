@@ -228,7 +228,7 @@ def _run(script: Script, began: float, ctrl_c: keyboard_interrupt.ExitOnInterrup
     del runtime
     rank_status.enter("ending")
     if code:
-        failure_shutdown.leave(code)
+        failure_shutdown.leave_job_and_exit(code)
     parallel_state.stop_distributed()
 
 

@@ -44,7 +44,7 @@ PRODUCT = {
     "bert": "megatron.core.models.bert.bert_stage:BertModel",
     "t5": "megatron.core.models.T5.t5_stage:T5Model",
     "layer context": "megatron.core.transformer.layer_build_context:LayerContext",
-    "dropout keys": "megatron.core.ops.dropout:DropoutKeys",
+    "dropout keys": "megatron.core.ops.dropout:SampleDropoutKeys",
     "norm placements": "megatron.core.transformer.activation_and_norm_config:NORM_PLACEMENTS",
     "seed": "megatron.core.sharding.initial_values:seed_of",
     "seed of dropout": "megatron.core.ops.dropout:seed_of",

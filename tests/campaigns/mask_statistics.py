@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "support"))
 sys.path.insert(2, str(Path(__file__).resolve().parents[1] / "campaigns"))
 
-from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
+from megatron.core.ops.dropout import AttentionDropout, SampleDropoutKeys
 from megatron.core.ops.dropout_masks import MaskWords, column_words, keep_mask, numbered_keys, pairs_of_words
 
 CPU = torch.device("cpu")
@@ -44,7 +44,7 @@ def masks(p: float, number: int, size: int = 512) -> Tensor:
     """Dropped bits [16, size, size] of two neighbouring seeds, layers, samples and heads each."""
     found = []
     for seed, layer in product((1234, 1235), (number, number + 1)):
-        keys = DropoutKeys(seed)
+        keys = SampleDropoutKeys(seed)
         keys.samples = 2 * number, 2 * number + 1
         words = AttentionDropout(p, keys, layer, first_head=1).words_for((2, 2, size, size), CPU)
         found.append(~keep_mask(words, p).flatten(0, 1))

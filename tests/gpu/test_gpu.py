@@ -20,9 +20,9 @@ from local_ranks import run_ranks
 from sentence_files import write_sentences
 
 from megatron.core.context_parallel.cp_attention import METHODS, AttentionInputs, ContextParallel
-from megatron.core.ops.attention.kernels import fused_attention, plain_attention
+from megatron.core.ops.attention.kernels import fused_attention, unfused_attention
 from megatron.core.ops.attention.masks import Documents, Window
-from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
+from megatron.core.ops.dropout import AttentionDropout, SampleDropoutKeys
 from megatron.core.ops.shard_sequence import shard_sequence
 from megatron.core.optimizer.adam_and_sgd import UpdateStep, adam_update
 from megatron.core.parallel.grid import ALONE, Axis
@@ -52,7 +52,7 @@ def test_fused_attention_equals_the_plain_kernel_in_float64(groups: int, masked:
     """Both ways. The bounds are a few roundings of the type, relative to values near one."""
     tensors = [on_device(2, heads, 128, 64, seed=i, dtype=dtype) for i, heads in enumerate((8, groups, groups))]
     grad = on_device(2, 8, 128, 64, seed=3, dtype=dtype)
-    none = AttentionDropout(0.0, DropoutKeys(0), 0, 0)
+    none = AttentionDropout(0.0, SampleDropoutKeys(0), 0, 0)
     mask = {
         "": None,
         "by hand": torch.ones(128, 128, dtype=torch.bool, device=DEVICE).triu(1)[None, None],
@@ -60,7 +60,7 @@ def test_fused_attention_equals_the_plain_kernel_in_float64(groups: int, masked:
         "window of documents": Window(40, Documents((torch.arange(128, device=DEVICE) // 50).expand(2, 128))),
     }[masked]
     results = []
-    for kernel, wide in ((fused_attention, dtype), (plain_attention, torch.float64)):
+    for kernel, wide in ((fused_attention, dtype), (unfused_attention, torch.float64)):
         inputs = [x.to(wide, copy=True).requires_grad_() for x in tensors]
         out = kernel(*inputs, mask, none)
         out.backward(grad.to(wide))
@@ -76,7 +76,7 @@ def test_fused_attention_equals_the_plain_kernel_in_float64(groups: int, masked:
 def test_attention_of_a_shared_sequence_equals_the_plain_kernel_in_float64(kind: str, width: int, mask, dtype, bound):
     """Four ranks are threads here, on one device."""
     whole = [on_device(128, 2, heads, width, seed=i, dtype=dtype) for i, heads in enumerate((8, 4, 4, 8))]
-    none = AttentionDropout(0.0, DropoutKeys(0), 0, 0)
+    none = AttentionDropout(0.0, SampleDropoutKeys(0), 0, 0)
 
     def work(mesh: Mesh) -> list[torch.Tensor]:
         q, k, v, grad = (shard_sequence(x, mesh["cp"], dim=0) for x in whole)
@@ -94,7 +94,7 @@ def test_attention_of_a_shared_sequence_equals_the_plain_kernel_in_float64(kind:
 
     *inputs, grad = (x.double() for x in whole)
     inputs = [x.requires_grad_() for x in inputs]
-    expected = rows_first(plain_attention)(*inputs, mask)
+    expected = rows_first(unfused_attention)(*inputs, mask)
     expected.backward(grad)
     for rank, got in enumerate(run_ranks({"cp": 4, "cp_heads": 2}, work)):
         mine = Axis("cp", tuple(range(4)), rank)

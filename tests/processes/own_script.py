@@ -20,7 +20,7 @@ sys.path.insert(2, str(Path(__file__).resolve().parents[1] / "campaigns"))
 from megatron.core import mpu, tensor_parallel
 from megatron.core.enums import ModelType
 from megatron.core.models.common.output_layer import LanguageModelHead
-from megatron.core.ops.dropout import DropoutKeys
+from megatron.core.ops.dropout import SampleDropoutKeys
 from megatron.core.tensor_parallel.layers import tensor_parallel_of
 from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.utils import init_method_normal
@@ -74,7 +74,7 @@ class MixerModel(nn.Module):
         layers = range(rank * per_stage, (rank + 1) * per_stage)
         self.layers = nn.ModuleDict({str(i): Mixer(config, args.activation_power) for i in layers})
         if post_process:
-            context = LayerContext(tensor_parallel_of(config), DropoutKeys(args.seed))
+            context = LayerContext(tensor_parallel_of(config), SampleDropoutKeys(args.seed))
             self.head = LanguageModelHead(get_runtime().config.transformer, args.padded_vocab_size, context)
         self.input_tensor = None
 

@@ -21,7 +21,7 @@ from benchmarks.context_speed import of_torch
 
 from megatron.core import parallel_state
 from megatron.core.context_parallel.cp_attention import METHODS, AttentionInputs, ContextParallel
-from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
+from megatron.core.ops.dropout import AttentionDropout, SampleDropoutKeys
 from megatron.core.ops.shard_sequence import shard_sequence
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
@@ -40,7 +40,7 @@ def ours(kind: str, cp: ContextParallel) -> list[Tensor]:
     """The result and the gradients of q, k and v, of my rows."""
     *inputs, grad = (shard_sequence(x, cp.axis, dim=0) for x in whole_tensors())
     q, k, v = (x.requires_grad_() for x in inputs)
-    dropout = AttentionDropout(0.0, DropoutKeys(0), 0, 0)
+    dropout = AttentionDropout(0.0, SampleDropoutKeys(0), 0, 0)
     out = METHODS[kind].attend(AttentionInputs(q, k, v, None, dropout, "auto", _whole_samples), cp)
     out.backward(grad)
     return [out.detach(), q.grad, k.grad, v.grad]

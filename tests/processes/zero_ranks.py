@@ -31,7 +31,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.offload.state_offload_config import OffloadConfig
-from megatron.core.ops.dropout import DropoutKeys
+from megatron.core.ops.dropout import SampleDropoutKeys
 from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.schedules import BatchShape
@@ -206,7 +206,7 @@ def build_plain(mesh: Mesh, model: ModelConfig) -> torch.nn.Module:
         positions=SEQ,
         vocab_size=VOCAB,
         layers=range(model.num_layers),
-        context=LayerContext.from_mesh(mesh, model.params_dtype, DropoutKeys(SEED), fills=False),
+        context=LayerContext.from_mesh(mesh, model.params_dtype, SampleDropoutKeys(SEED), fills=False),
     )
     initialize_parameters(module, SEED, mesh)
     return module

@@ -13,7 +13,7 @@ import torch
 from megatron.core.offload.state_offload_config import make_offload_store
 from megatron.core.ops.attention.kernels import KERNELS
 from megatron.core.ops.deferred_wgrad import WeightGradStore
-from megatron.core.ops.dropout import DropoutKeys
+from megatron.core.ops.dropout import SampleDropoutKeys
 from megatron.core.optimizer import OPTIMIZERS
 from megatron.core.optimizer.param_groups import default_group
 from megatron.core.parallel.accelerator import Device
@@ -81,7 +81,7 @@ def trainer_of(
     check(config, mesh["world"].size)
     mesh.stages = config.stages
     get_global_state().sequence_parallel = config.parallel.sequence_parallel_on
-    keys = DropoutKeys(config.training.seed)
+    keys = SampleDropoutKeys(config.training.seed)
     tokenizer = build_tokenizer(config.tokenizer) if config.tokenizer.tokenizer_type else None
     offload_store = make_offload_store(config.offload, mesh["world"].rank, torch.device("cpu"), block=4096)
     runtime = Runtime(

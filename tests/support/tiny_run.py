@@ -23,7 +23,7 @@ from megatron.core.offload.stored_tensor import start_reading
 from megatron.core.ops.attention.masks import Documents
 from megatron.core.ops.cpu_half_precision_matmul import NATIVE
 from megatron.core.ops.deferred_wgrad import WeightGradStore
-from megatron.core.ops.dropout import DropoutKeys
+from megatron.core.ops.dropout import SampleDropoutKeys
 from megatron.core.ops.shard_sequence import shard_sequence
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.loss_scaler import DynamicGradScaler
@@ -158,9 +158,9 @@ def build_chunks(
     offload_store: OffloadAllocator | None = None,
     frozen: str = "",
     full_matrix_params: Callable[[dict[str, Placement]], Collection[str]] = lambda placements: (),
-) -> tuple[dict[int, DistributedDataParallel], DropoutKeys, WeightGradStore]:
+) -> tuple[dict[int, DistributedDataParallel], SampleDropoutKeys, WeightGradStore]:
     """This rank's stages in their buffers. frozen: parameters whose names have this in them are not trained."""
-    keys, store, chunks = DropoutKeys(SEED), WeightGradStore(), {}
+    keys, store, chunks = SampleDropoutKeys(SEED), WeightGradStore(), {}
     config, stages = layout.applied_to(config), layout.stages
     poisoned = replace(layout.data_parallel, poison_released_buffers=layout.poison)
     options = {"sequence_parallel": layout.sp, "weight_grads": store, "fills": False, "cp_types": layout.cp_types}
@@ -192,7 +192,9 @@ def build_chunks(
     return chunks, keys, store
 
 
-def build(mesh: Mesh, config: ModelConfig, sp: bool, vocab: int = VOCAB) -> tuple[DistributedDataParallel, DropoutKeys]:
+def build(
+    mesh: Mesh, config: ModelConfig, sp: bool, vocab: int = VOCAB
+) -> tuple[DistributedDataParallel, SampleDropoutKeys]:
     """This rank's only stage in its buffers."""
     chunks, keys, _ = build_chunks(mesh, config, Layout(sp=sp, pp=mesh["pp"].size), vocab)
     return chunks[mesh["pp"].rank], keys
@@ -203,7 +205,7 @@ def build_pipeline(
     config: ModelConfig,
     layout: Layout,
     batch: BatchShape,
-    parts: tuple[dict[int, DistributedDataParallel], DropoutKeys, WeightGradStore],
+    parts: tuple[dict[int, DistributedDataParallel], SampleDropoutKeys, WeightGradStore],
     forward_step: Callable = forward_step,
     tokens: int = SEQ,
 ) -> Pipeline:

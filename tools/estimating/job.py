@@ -8,7 +8,7 @@ from megatron.core.base.dataclass_flags import ConfigError, FlagParser
 from megatron.core.models.common.model_rules import missing_text_settings
 from megatron.core.ops.cpu_half_precision_matmul import MATMUL_MODES, NATIVE, MatmulModes
 from megatron.core.ops.deferred_wgrad import WeightGradStore
-from megatron.core.ops.dropout import DropoutKeys
+from megatron.core.ops.dropout import SampleDropoutKeys
 from megatron.core.parallel.accelerator import Device
 from megatron.core.tokenizers import build_tokenizer
 from megatron.core.tokenizers.tokenizer_config import NO_TOKENIZER
@@ -85,7 +85,7 @@ def read(words: Sequence[str]) -> JobAndArgs:
     way = config.transformer.cpu_half_products
     matmul_modes = MatmulModes.all(way) if way in MATMUL_MODES else NATIVE  # by the flags, not by a trial on this CPU
     mesh = mesh_of(config, args.world_size, 0)
-    keys = DropoutKeys(1)
+    keys = SampleDropoutKeys(1)
     runtime = Runtime(config, args, mesh, Device("cpu"), tokenizer, keys, WeightGradStore(), matmul_modes=matmul_modes)
     # The prediction is for the accelerators that will train, whatever this machine has, unless the flags choose a CPU.
     accelerator = config.device.device != "cpu" and not args.measure

@@ -172,7 +172,7 @@ class FlatCopyRange(NamedTuple):
     hf_start: int  # where the range begins in the Hugging Face tensors, concatenated end to end
 
 
-def copy_ranges_of(operation: str, heads: HeadCounts, ours: Shape) -> list[FlatCopyRange] | None:
+def contiguous_copy_ranges(operation: str, heads: HeadCounts, ours: Shape) -> list[FlatCopyRange] | None:
     """Return the contiguous ranges that an operation copies, for a tensor of ours of shape `ours`.
 
     None if the operation separates neighbouring elements, as a transposition does.

@@ -272,7 +272,7 @@ def fits(value: Any, kind: Any) -> bool:
     return type(value) is kind
 
 
-def misfits(config_class: type, values: typing.Mapping[str, Any]) -> list[str]:
+def type_mismatches(config_class: type, values: typing.Mapping[str, Any]) -> list[str]:
     """Return the `values` from JSON that do not have the type of the field of their name in the dataclass."""
     problems = []
     for name, kind in _types_of(config_class).items():

@@ -196,10 +196,10 @@ def lose(output: str, why: object) -> None:
     reason = why.strerror if isinstance(why, OSError) else None
     loss = Loss(output, reason or str(why))
     losses.append(loss)
-    write_now(f"WARNING: rank {_rank}: {loss}\n")
+    write_to_stderr_or_stdout(f"WARNING: rank {_rank}: {loss}\n")
 
 
-def write_now(text: str) -> None:
+def write_to_stderr_or_stdout(text: str) -> None:
     """Write on standard error, or if that is lost on standard output.
 
     It is a system call, since a signal may have interrupted a print in the middle of its line.

@@ -15,7 +15,7 @@ from megatron.core.context_parallel.ring_attention import (
     KVCommStrategy,
     Ring,
     attention_over_blocks,
-    to_sample_order,
+    zigzag_to_sample_order,
 )
 from megatron.core.context_parallel.ulysses import heads_to_rows, rows_to_heads
 from megatron.core.ops.attention.kernels import SOFTMAX, attention_function
@@ -202,7 +202,7 @@ def _mask_of_all_rows(mask: Mask, axis: Axis) -> Mask:
         return mask
     rows_first = mask.movedim(-2, 0).to(torch.uint8)  # bytes travel, not bools
     gathered = collectives.all_gather(rows_first, axis)
-    return to_sample_order(gathered.chunk(axis.size)).movedim(0, -2).bool()
+    return zigzag_to_sample_order(gathered.chunk(axis.size)).movedim(0, -2).bool()
 
 
 METHODS: Registry[Method] = Registry(

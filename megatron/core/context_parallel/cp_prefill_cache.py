@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron.core.context_parallel.ring_attention import to_sample_order
+from megatron.core.context_parallel.ring_attention import zigzag_to_sample_order
 from megatron.core.ops.attention.kv_cache import KeyValueCache
 from megatron.core.ops.attention.masks import Documents
 from megatron.core.ops.shard_sequence import positions_of, shard_sequence
@@ -71,7 +71,9 @@ class AllGatherKeyValueCache(KeyValueCache):
         if not self.shares:
             return super().append(layer, k, v)
         kv = collectives.all_gather(torch.stack((k, v), dim=1), self.sharing)  # [c new, 2, b, groups/t, d], by rank
-        kv = to_sample_order(kv.chunk(self.sharing.size))  # [c new, 2, b, groups/t, d], in the order of the columns
+        kv = zigzag_to_sample_order(
+            kv.chunk(self.sharing.size)
+        )  # [c new, 2, b, groups/t, d], in the order of the columns
         super().append(layer, *kv[self._left_padding :].unbind(1))
         return k, v
 

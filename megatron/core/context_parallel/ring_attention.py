@@ -110,21 +110,21 @@ class Gathered:
     def forward(self, kv: Tensor, visit: Visit) -> Tensor:
         """Gather kv [2, b, groups, s / c, d], visit all, and return them: [2, b, groups, s, d]."""
         # In one expression, so that the ranks' parts are freed before the visit.
-        gathered = to_sample_order(collectives.all_gather(kv, self.axis).chunk(self.axis.size), dim=-2)
+        gathered = zigzag_to_sample_order(collectives.all_gather(kv, self.axis).chunk(self.axis.size), dim=-2)
         visit(self.chunks, gathered)
         return gathered
 
     def backward(self, saved: Tensor, visit: VisitBackward) -> Tensor:
         """Visit `saved` [2, b, groups, s, d]; return the gradient [2, b, s / c, groups, d] of this rank's part."""
         grad = visit(self.chunks, saved, None)  # [2, b, s, groups, d], float32 or wider
-        grad = to_rank_order(grad, self.axis.size, dim=-3).flatten(0, 1)  # [c 2, b, s / c, groups, d]
+        grad = sample_to_zigzag_order(grad, self.axis.size, dim=-3).flatten(0, 1)  # [c 2, b, s / c, groups, d]
         if saved.dtype == grad.dtype:
             return collectives.reduce_scatter(grad, self.axis)
         # Half precision travels, and is summed in float32.
         return collectives.start_reduce_scatter_in(grad.dtype, grad.to(saved.dtype), self.axis).wait()
 
 
-def to_sample_order(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+def zigzag_to_sample_order(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
     """Put the rows of each rank, [s / c, ..] with `dim` 0, into the order of the sample: [s, ..].
 
     A rank has two chunks, one from each end of the sample: rank r of c has chunks r and 2 c - 1 - r.
@@ -133,8 +133,8 @@ def to_sample_order(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
     return torch.cat([*first_chunks, *reversed(last_chunks)], dim)
 
 
-def to_rank_order(x: Tensor, ranks: int, dim: int = 0) -> Tensor:
-    """Invert `to_sample_order`: [s, ..] with `dim` 0 -> [c, s / c, ..], the rows of each rank.
+def sample_to_zigzag_order(x: Tensor, ranks: int, dim: int = 0) -> Tensor:
+    """Invert `zigzag_to_sample_order`: [s, ..] with `dim` 0 -> [c, s / c, ..], the rows of each rank.
 
     Autograd does not see it.
     """

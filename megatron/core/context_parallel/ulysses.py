@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.context_parallel.ring_attention import to_rank_order, to_sample_order
+from megatron.core.context_parallel.ring_attention import sample_to_zigzag_order, zigzag_to_sample_order
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
 
@@ -47,10 +47,10 @@ class _AllToAll(torch.autograd.Function):
 def _to_heads(x: Tensor, axis: Axis) -> Tensor:
     by_rank = torch.stack(x.chunk(axis.size, dim=2))  # [c, s / c, b, n / c, d], heads for each rank
     received = collectives.all_to_all(by_rank, axis)  # [c, s / c, b, n / c, d], rows of each rank
-    return to_sample_order(received)  # [s, b, n / c, d]
+    return zigzag_to_sample_order(received)  # [s, b, n / c, d]
 
 
 def _to_rows(x: Tensor, axis: Axis) -> Tensor:
     # [c, s / c, b, n / c, d]: rows for each rank -> heads of each rank
-    received = collectives.all_to_all(to_rank_order(x, axis.size), axis)
+    received = collectives.all_to_all(sample_to_zigzag_order(x, axis.size), axis)
     return torch.cat(received.unbind(0), dim=2)  # [s / c, b, n, d]

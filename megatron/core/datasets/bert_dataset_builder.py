@@ -22,7 +22,7 @@ _SPECIAL = 3  # tokens of a sample that are not text: [CLS], and [SEP] after eac
 
 
 @dataclass(eq=False)
-class BertSamples(SentenceSamples):
+class BertDatasetBuilder(SentenceSamples):
     """The kind of BERT's samples: two parts of a document with masked words, or one without the binary head."""
 
     name = "BertDataset"
@@ -74,7 +74,7 @@ def build_bert_datasets(
         raise ConfigError(problems)
     pieces = _word_pieces(tokenizer, made_up=config.mock_data)
     if not config.mock_data:
-        kind = BertSamples(config.seq_length, masking, pieces, seed)
+        kind = BertDatasetBuilder(config.seq_length, masking, pieces, seed)
         return build_datasets(config, kind, num_samples, BuildContext(**build_context))
     datasets: list[BertDataset | None] = []
     for split, count in enumerate(num_samples):

@@ -9,7 +9,7 @@ from megatron.core.datasets.mmap_indexed_dataset import IndexedDataset
 _MAX_CHECKED = 8  # documents of a file; one that ends with the token is enough
 
 
-def last_tokens(indexed: IndexedDataset) -> Iterator[int]:
+def sampled_last_tokens(indexed: IndexedDataset) -> Iterator[int]:
     """Yield the last token of a few documents, spread from the first to the last of the file.
 
     Empty ones are left out.
@@ -24,11 +24,11 @@ def last_tokens(indexed: IndexedDataset) -> Iterator[int]:
             yield int(indexed.get(past - 1, length - 1, 1)[0])
 
 
-def note_without_ends(files: Iterable[IndexedDataset], eod_id: int) -> str | None:
+def files_without_eod_note(files: Iterable[IndexedDataset], eod_id: int) -> str | None:
     """Return a note about the files in which no checked document ends with `eod_id`; None if there is no such file."""
     names = []
     for file in files:
-        tokens = list(last_tokens(file))
+        tokens = list(sampled_last_tokens(file))
         if tokens and eod_id not in tokens:
             names.append(file.prefix)
     if not names:

@@ -28,7 +28,7 @@ from megatron.core.datasets.build_datasets import (
 )
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.data_usage_report import DataUsage, data_usage
-from megatron.core.datasets.eod_check import note_without_ends
+from megatron.core.datasets.eod_check import files_without_eod_note
 from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle, FimConfig
 from megatron.core.datasets.index_map import (
     IndexRequest,
@@ -280,7 +280,7 @@ class GPTSamples(SampleKind):
             )
         if self.rules.eod_id == _NO_TOKEN:
             return  # no document can end with it, and no flag acts on the ends
-        note = note_without_ends(files, self.rules.eod_id)
+        note = files_without_eod_note(files, self.rules.eod_id)
         if note is None:
             return
         flags = _eod_flags(self.config)

@@ -24,7 +24,7 @@ _NO_TOKEN = -1  # the id of a token that no sample has
 
 
 @dataclass(eq=False)
-class T5Samples(SentenceSamples):
+class T5DatasetBuilder(SentenceSamples):
     """The kind of T5's samples: a text with hidden spans for the encoder, and the spans for the decoder."""
 
     name = "T5Dataset"
@@ -81,7 +81,7 @@ def build_t5_datasets(
         raise ConfigError(problems)
     pieces = _word_pieces(tokenizer, config, masking)
     if not config.mock_data:
-        kind = T5Samples(config, masking, pieces, seed)
+        kind = T5DatasetBuilder(config, masking, pieces, seed)
         return build_datasets(config, kind, num_samples, BuildContext(**build_context))
     datasets: list[T5Dataset | None] = []
     for split, count in enumerate(num_samples):

@@ -60,7 +60,7 @@ def find(root: Path, iteration: int | None = None) -> CheckpointChoice:
 def saved_iterations(root: Path) -> list[int]:
     """Return the iterations with a manifest, ascending."""
     iterations = set()
-    for path in iterations_in(root):
+    for path in paths_with_iter_prefix(root):
         iteration = format.iteration_of(path.name.removesuffix(format.REPLACED))
         if iteration is not None and file_layer.is_file(path / format.MANIFEST):
             iterations.add(iteration)
@@ -165,7 +165,7 @@ def is_complete(folder: Path) -> bool:
     return True
 
 
-def iterations_in(root: Path) -> list[Path]:
+def paths_with_iter_prefix(root: Path) -> list[Path]:
     """Return all paths below `root` whose names begin like an iteration's, sorted by name; none without a folder."""
     if not file_layer.is_folder(root):
         return []

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing import format, object_store_commit
 from megatron.core.dist_checkpointing.checkpoint_folder import (
     damaged_folder,
     is_complete,
-    iterations_in,
+    paths_with_iter_prefix,
     pointer_text_with_check_digit,
     remove,
     replaced_folder,
@@ -47,7 +47,7 @@ def rank_data_file(partial: Path, rank: int) -> Path:
     return partial / format.file_name(rank, ".bin")
 
 
-def pieces_folder(partial: Path) -> Path:
+def rank_data_folder(partial: Path) -> Path:
     """Return the folder of all ranks' `rank_data_file`."""
     return partial.with_suffix("") if file_layer.is_object(partial) else partial
 
@@ -65,7 +65,7 @@ def is_ours(final: Path) -> bool:
 def publish(partial: Path, iteration: int) -> None:
     """Make the complete folder `partial` the latest checkpoint. A kill at any point leaves a complete checkpoint.
 
-    A previous folder of the same iteration is renamed; `clear_leftovers` removes it.
+    A previous folder of the same iteration is renamed; `try_clear_leftovers` removes it.
     """
     if file_layer.is_object(partial):
         object_store_commit.publish_objects(partial, iteration)
@@ -82,7 +82,7 @@ def publish(partial: Path, iteration: int) -> None:
     if file_layer.exists(final):
         replaced = replaced_folder(final)
         if file_layer.is_file(replaced / format.MANIFEST):
-            # `replaced` is complete and `final` is damaged; otherwise `clear_leftovers` had removed `replaced`.
+            # `replaced` is complete and `final` is damaged; otherwise `try_clear_leftovers` had removed `replaced`.
             remove_or_rename(final)
         else:
             remove_or_rename(replaced)
@@ -122,7 +122,7 @@ def delete(folder: Path) -> None:
         remove(rename_to_leftover(folder))
 
 
-def set_aside(folder: Path) -> Path:
+def set_aside_damaged(folder: Path) -> Path:
     """Rename a damaged checkpoint, so that it is never read and its iteration can be saved again.
 
     Return its new path.
@@ -134,7 +134,7 @@ def set_aside(folder: Path) -> Path:
     return free
 
 
-def clear_leftovers(root: Path) -> list[str]:
+def try_clear_leftovers(root: Path) -> list[str]:
     """Remove the leftovers of killed saves; return problems for a warning.
 
     The only complete folder of an iteration stays. Only one process may save below `root`.
@@ -172,4 +172,4 @@ def _restore(leftover: Path) -> bool:
 def _folders_with(root: Path, suffix: str) -> list[Path]:
     """Return the folders `iter_N` with this suffix, and the numbered ones of `rename_to_leftover`."""
     name = re.compile(rf"iter_[0-9]{{7,}}(\.[0-9]+)?{re.escape(suffix)}")
-    return [path for path in iterations_in(root) if name.fullmatch(path.name)]
+    return [path for path in paths_with_iter_prefix(root) if name.fullmatch(path.name)]

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron.core.dist_checkpointing import format
 from megatron.core.dist_checkpointing.format import CheckpointError
 from megatron.core.dist_checkpointing.local_tensor import LocalTensor, problems_of_tensors
-from megatron.core.dist_checkpointing.write_and_publish import SaveRequest, WriteItem, save_step, write_and_publish
+from megatron.core.dist_checkpointing.write_and_publish import SaveRequest, TensorToWrite, save_step, write_and_publish
 from megatron.core.dist_checkpointing.write_balance import balance_writes
 from megatron.core.offload.stored_tensor import Stored, StoredTensor
 from megatron.core.parallel import collectives
@@ -67,7 +67,7 @@ def save_checkpoint(
     request = SaveRequest(path_of(root), iteration, state, warn)
     with save_step(request.root, ranks):
         check_tensors_and_state(request, tensors, is_first=world.is_first)
-    items = {name: write_item_of(local) for name, local in balance_writes(tensors).items()}
+    items = {name: tensor_to_write(local) for name, local in balance_writes(tensors).items()}
     write_and_publish(request, items, ranks)
     return request.partial.with_suffix("")
 
@@ -89,7 +89,7 @@ def check_tensors_and_state(request: SaveRequest, tensors: dict[str, LocalTensor
         raise CheckpointError(request.root, problems, "nothing was written")
 
 
-def write_item_of(local: LocalTensor) -> WriteItem:
+def tensor_to_write(local: LocalTensor) -> TensorToWrite:
     """Return a tensor of any shape for `write_and_publish`.
 
     That copies it to the host one bounded buffer at a time.
@@ -99,7 +99,7 @@ def write_item_of(local: LocalTensor) -> WriteItem:
         for piece in local.pieces:
             global_box = piece[0]
             pieces.append((global_box, partial(_host_buffers, local, piece)))
-    return WriteItem(local.dtype, tuple(local.shape), local.is_writer, pieces)
+    return TensorToWrite(local.dtype, tuple(local.shape), local.is_writer, pieces)
 
 
 def _host_buffers(local: LocalTensor, piece: tuple[Box, Box]) -> Iterator[memoryview]:

@@ -12,9 +12,9 @@ No torch.
 An object store cannot rename. There pieces and manifest have other places and the same order: `object_store_commit.py`.
 
 Each line is one step of a `SaveGroup`: if a rank fails, all ranks stop with its message, and `latest` still names
-the previous checkpoint, unless what fails comes after the pointer's rename. All ranks write below one folder, so it must be on a file system that they share; a rank
-that does not see it, or whose files rank 0 does not see, is reported. One job at a time may save below a root; the
-caller ensures that.
+the previous checkpoint, unless what fails comes after the pointer's rename. All ranks write below one folder, so it
+must be on a file system that they share; a rank that does not see it, or whose files rank 0 does not see, is reported.
+One job at a time may save below a root; the caller ensures that.
 
 The training ranks run these steps themselves (`save_sharded.py`), or a process beside each of them does
 (`writer_process.py`).
@@ -56,7 +56,7 @@ class SaveGroup(Protocol):
 
 
 @dataclass(frozen=True)
-class WriteItem:
+class TensorToWrite:
     """One rank's part of a tensor, in host memory or copied there piece by piece while it is written."""
 
     dtype: str
@@ -80,7 +80,7 @@ class SaveRequest:
         return self.root / (format.folder_name(self.iteration) + format.PARTIAL)
 
 
-def write_and_publish(request: SaveRequest, items: dict[str, WriteItem], ranks: SaveGroup) -> None:
+def write_and_publish(request: SaveRequest, items: dict[str, TensorToWrite], ranks: SaveGroup) -> None:
     """Run all steps of a save. Every rank must call.
 
     When this returns on any rank, the checkpoint is on disk and is the latest. If a rank fails, all raise.
@@ -94,7 +94,7 @@ def write_and_publish(request: SaveRequest, items: dict[str, WriteItem], ranks: 
     except Exception:
         if ranks.rank == 0:
             with contextlib.suppress(OSError):  # the first error is the one to report
-                commit.clear_leftovers(request.root)
+                commit.try_clear_leftovers(request.root)
         raise
 
 
@@ -142,14 +142,14 @@ def _make_empty_folder(request: SaveRequest) -> None:
 
 
 def _clear_leftovers(request: SaveRequest) -> None:
-    for problem in commit.clear_leftovers(request.root):
+    for problem in commit.try_clear_leftovers(request.root):
         request.warn(problem)
 
 
 # ---------------------------------------------------------------- every rank: its pieces
 
 
-def write(request: SaveRequest, items: dict[str, WriteItem], ranks: SaveGroup) -> None:
+def write(request: SaveRequest, items: dict[str, TensorToWrite], ranks: SaveGroup) -> None:
     """Write every rank's pieces, then the manifest of all of them. Every rank must call, after `_make_empty_folder`."""
     partial = request.partial
 
@@ -172,7 +172,7 @@ def write(request: SaveRequest, items: dict[str, WriteItem], ranks: SaveGroup) -
         _check_nothing_lost(partial, items, json.loads(summary))
 
 
-def _write_own_items(partial: Path, iteration: int, rank: int, items: dict[str, WriteItem]) -> int:
+def _write_own_items(partial: Path, iteration: int, rank: int, items: dict[str, TensorToWrite]) -> int:
     """Write the items of which this rank is the writer; return the bytes of their manifest, 0 if there are none."""
     own_items = {name: item for name, item in items.items() if item.is_writer}
     if not own_items:
@@ -192,7 +192,7 @@ def _write_own_items(partial: Path, iteration: int, rank: int, items: dict[str, 
     return len(text)
 
 
-def _write_pieces(path: Path, items: dict[str, WriteItem]) -> tuple[dict[str, TensorRecord], int]:
+def _write_pieces(path: Path, items: dict[str, TensorToWrite]) -> tuple[dict[str, TensorRecord], int]:
     """Write all pieces to `path`; return their records and the file's size. Without pieces no file is made."""
     records = {name: TensorRecord(item.dtype, item.shape, ()) for name, item in items.items()}
     if not any(item.pieces for item in items.values()):
@@ -235,7 +235,7 @@ def _merge(partial: Path, iteration: int, state: dict[str, Any], bytes_by_rank: 
         _add_records(merged.tensors, part.tensors, partial / name)
 
     # check that the raw files are there and that the pieces cover each tensor once
-    _check_sizes(commit.pieces_folder(partial), merged.files)
+    _check_sizes(commit.rank_data_folder(partial), merged.files)
     format.check_complete(merged, partial, ONE_WRITER)
     text = format.to_json(merged)
     format.parse_manifest(text, partial / format.MANIFEST)  # what cannot be read must not become the latest
@@ -267,7 +267,7 @@ def _add_records(merged: dict[str, TensorRecord], part: dict[str, TensorRecord],
         merged[name] = TensorRecord(known.dtype, known.shape, known.pieces + record.pieces)
 
 
-def _check_nothing_lost(partial: Path, items: dict[str, WriteItem], saved: dict[str, list]) -> None:
+def _check_nothing_lost(partial: Path, items: dict[str, TensorToWrite], saved: dict[str, list]) -> None:
     """Raise CheckpointError if a tensor of this rank has no writer: otherwise only a later load would notice."""
     problems = []
     for name, item in items.items():

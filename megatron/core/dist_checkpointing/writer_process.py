@@ -31,13 +31,13 @@ from typing import Any
 import megatron
 from megatron.core.base import output_streams
 from megatron.core.dist_checkpointing.format import CheckpointError
-from megatron.core.dist_checkpointing.write_and_publish import SaveRequest, WriteItem, write_and_publish
+from megatron.core.dist_checkpointing.write_and_publish import SaveRequest, TensorToWrite, write_and_publish
 from megatron.core.dist_checkpointing.writer_sockets import (
     MessageSocket,
     OtherRankError,
     WriterGroup,
     WriterServer,
-    connect_to_server,
+    connect_to_first_writer,
 )
 from megatron.core.storage.paths import path_of
 
@@ -107,7 +107,7 @@ def _connect_writers(rank: MessageSocket) -> WriterGroup:
     """Connect to the other ranks' writers. Writer 0 tells its rank the address, which the ranks pass on."""
     hello = rank.receive()
     if hello["rank"]:
-        return connect_to_server(hello["address"], hello["rank"])
+        return connect_to_first_writer(hello["address"], hello["rank"])
     server = WriterServer()
     rank.send({"address": server.address})
     return server.accept_all(hello["ranks"])
@@ -141,7 +141,7 @@ def _mapped(handle: int) -> Iterator[memoryview]:
         os.close(handle)  # the map itself is freed with the last buffer that views it
 
 
-def _write_items(listed: list[list[Any]], memory: memoryview) -> dict[str, WriteItem]:
+def _write_items(listed: list[list[Any]], memory: memoryview) -> dict[str, TensorToWrite]:
     """Return the tensors that `async_save.snapshot` has listed; their elements are in `memory`."""
     items = {}
     for name, dtype, shape, is_writer, listed_pieces in listed:
@@ -149,7 +149,7 @@ def _write_items(listed: list[list[Any]], memory: memoryview) -> dict[str, Write
         for box, offset, nbytes in listed_pieces:
             box = tuple(map(tuple, box))  # JSON has made lists of the tuples
             pieces.append((box, partial(_buffers, memory[offset : offset + nbytes])))
-        items[name] = WriteItem(dtype, tuple(shape), is_writer, pieces)
+        items[name] = TensorToWrite(dtype, tuple(shape), is_writer, pieces)
     return items
 
 

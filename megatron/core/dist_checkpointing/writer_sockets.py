@@ -162,7 +162,7 @@ class WriterServer:
 
     @property
     def address(self) -> dict[str, Any]:
-        """Everything that `connect_to_server` needs, as plain JSON."""
+        """Everything that `connect_to_first_writer` needs, as plain JSON."""
         hosts = [socket.gethostname()]
         with contextlib.suppress(OSError):
             hosts += socket.gethostbyname_ex(hosts[0])[2]
@@ -189,7 +189,7 @@ class WriterServer:
         return WriterGroup(0, [sockets[rank] for rank in range(1, ranks)])
 
 
-def connect_to_server(address: dict[str, Any], rank: int) -> WriterGroup:
+def connect_to_first_writer(address: dict[str, Any], rank: int) -> WriterGroup:
     """Connect to the first writer at this address; return the group, for `rank`.
 
     Raises OSError if it is unreachable.

@@ -68,7 +68,7 @@ def step_comm_volume(
     return _without_zeros(sent)
 
 
-def comm_volume_line(
+def comm_volume_by_stage_line(
     buffers: Iterable[BufferSizes], stage: int, *, inner: int, outer: int, microbatches: int, divides_outer: bool
 ) -> str:
     """Return a log line that says what each stage would send in this layout, the chosen one marked."""

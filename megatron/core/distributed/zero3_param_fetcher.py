@@ -12,8 +12,8 @@ In a backward, a unit's parameters stay resident until their gradients are compl
 Recomputation runs a forward inside a backward: its pre-hook gathers, and that backward releases.
 
 Two things follow for modules. A layer with a backward of its own must compute the gradient of its input before it
-reports the last gradient of its parameters: that report releases them (`bucket_done`). A parent must use its children's parameters through the children, or pass them to a
-module (otherwise `released_tensors.py` raises an error).
+reports the last gradient of its parameters: that report releases them (`bucket_done`). A parent must use its children's
+parameters through the children, or pass them to a module (otherwise `released_tensors.py` raises an error).
 """
 
 from collections import Counter

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron.core.ops.compile.compiled_region import CompiledRegion
-from megatron.core.ops.region_formula_helpers import add_bias, sum_over_rows, widen
+from megatron.core.ops.region_formula_helpers import sum_over_rows, widen, widened_add_bias
 
 
 class Activation(NamedTuple):
@@ -80,10 +80,10 @@ def _plain_region(name: str) -> CompiledRegion:
         return activation.eager(x if bias is None else x + bias)
 
     def forward(x: Tensor, bias: Tensor | None) -> tuple[Tensor]:
-        return (activation.value(add_bias(x, bias)).to(x.dtype),)
+        return (activation.value(widened_add_bias(x, bias)).to(x.dtype),)
 
     def backward(grad: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor | None, ...]:
-        grad_x = widen(grad) * activation.slope(add_bias(x, bias))
+        grad_x = widen(grad) * activation.slope(widened_add_bias(x, bias))
         return grad_x.to(x.dtype), sum_over_rows(grad_x, bias)
 
     return CompiledRegion(eager, forward, backward, saved_inputs=(0, 1))
@@ -109,11 +109,11 @@ def gated_region(name: str, bound: float | None = None, offset: float = 0.0) -> 
         return activation.eager(gate) * (up + offset if offset else up)
 
     def forward(x: Tensor, bias: Tensor | None) -> tuple[Tensor]:
-        gate, up = split(add_bias(x, bias))
+        gate, up = split(widened_add_bias(x, bias))
         return ((activation.value(gate) * (up + offset)).to(x.dtype),)
 
     def backward(grad: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor | None, ...]:
-        wide = add_bias(x, bias)
+        wide = widened_add_bias(x, bias)
         grad = widen(grad)
         gate, up = split(wide)
         grad_gate = grad * (up + offset) * activation.slope(gate)

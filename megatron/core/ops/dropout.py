@@ -16,7 +16,7 @@ from megatron.core.parallel.sequence_shard import SequenceShard
 from megatron.core.sharding.initial_values import seed_of
 
 
-class DropoutKeys:
+class SampleDropoutKeys:
     """The dropout keys of one model chunk: its seed, and the samples of the running microbatch.
 
     `samples`: the number within the run of each sample of the microbatch. The pipeline sets them before each action.
@@ -59,13 +59,13 @@ class DropoutKeys:
         return self._words[device, len(samples)][:rows]
 
 
-def own_dropout_keys(module: nn.Module) -> DropoutKeys | None:
+def own_dropout_keys(module: nn.Module) -> SampleDropoutKeys | None:
     """Return the dropout keys of a module, ours or a script's; None: it has none.
 
     (A ModuleDict's `keys` are its names.)
     """
     keys = getattr(module, "keys", None)
-    return keys if isinstance(keys, DropoutKeys) else None
+    return keys if isinstance(keys, SampleDropoutKeys) else None
 
 
 class KeyedDropout(nn.Module):
@@ -74,7 +74,7 @@ class KeyedDropout(nn.Module):
     The masks are the same on any rank and device, and in any dtype.
     """
 
-    def __init__(self, probability: float, keys: DropoutKeys, site: str, layer: int):
+    def __init__(self, probability: float, keys: SampleDropoutKeys, site: str, layer: int):
         super().__init__()
         self.probability = probability
         self.keys = keys
@@ -103,7 +103,7 @@ class HiddenDropout(KeyedDropout):
     rows: which rows of a sample are on this rank.
     """
 
-    def __init__(self, probability: float, keys: DropoutKeys, site: str, layer: int, rows: SequenceShard):
+    def __init__(self, probability: float, keys: SampleDropoutKeys, site: str, layer: int, rows: SequenceShard):
         super().__init__(probability, keys, site, layer)
         self.rows = rows
 
@@ -129,7 +129,7 @@ class AttentionDropout(KeyedDropout):
     first_head: the number of this rank's first head in the model.
     """
 
-    def __init__(self, probability: float, keys: DropoutKeys, layer: int, first_head: int):
+    def __init__(self, probability: float, keys: SampleDropoutKeys, layer: int, first_head: int):
         super().__init__(probability, keys, "attention", layer)
         self.first_head = first_head
 

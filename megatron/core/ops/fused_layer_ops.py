@@ -13,7 +13,7 @@ from torch.nn import functional
 from megatron.core.ops.activations import OTHER_ACTIVATIONS, gated_region
 from megatron.core.ops.compile.compiled_region import CompiledRegion
 from megatron.core.ops.dropout_masks import MaskWords, dropped
-from megatron.core.ops.region_formula_helpers import add_bias, sum_over_rows, widen
+from megatron.core.ops.region_formula_helpers import sum_over_rows, widen, widened_add_bias
 from megatron.core.ops.rotary_formulas import Rotation, rotated, rotated_interleaved
 from megatron.core.parallel.accelerator import is_accelerator
 
@@ -125,12 +125,12 @@ _TWICE, _CUBED = 2 * math.sqrt(2 / math.pi), 0.044715
 
 
 def _gelu(x: Tensor, bias: Tensor | None) -> tuple[Tensor]:
-    wide = add_bias(x, bias)
+    wide = widened_add_bias(x, bias)
     return ((wide * torch.sigmoid(_TWICE * wide * (1 + _CUBED * wide * wide))).to(x.dtype),)
 
 
 def _gelu_backward(grad: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor | None, ...]:
-    wide = add_bias(x, bias)
+    wide = widened_add_bias(x, bias)
     square = wide * wide
     sigmoid = torch.sigmoid(_TWICE * wide * (1 + _CUBED * square))
     slope = _TWICE * wide * (1 + 3 * _CUBED * square)  # x times the derivative of the sigmoid's argument
@@ -145,12 +145,12 @@ def gated_silu(x: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _gated_silu(x: Tensor, bias: Tensor | None) -> tuple[Tensor]:
-    gate, up = add_bias(x, bias).chunk(2, dim=-1)
+    gate, up = widened_add_bias(x, bias).chunk(2, dim=-1)
     return ((gate * torch.sigmoid(gate) * up).to(x.dtype),)
 
 
 def _gated_silu_backward(grad: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor | None, ...]:
-    gate, up = add_bias(x, bias).chunk(2, dim=-1)
+    gate, up = widened_add_bias(x, bias).chunk(2, dim=-1)
     sigmoid = torch.sigmoid(gate)
     grad = widen(grad)
     grad_gate = grad * up * sigmoid * (1 + gate * (1 - sigmoid))
@@ -206,7 +206,7 @@ def _split_heads_by(rotate: Rotation) -> CompiledRegion:
     def heads(
         fused: Tensor, bias: Tensor | None, cos: Tensor | None, sin: Tensor | None, queries: int
     ) -> tuple[Tensor, ...]:
-        wide = add_bias(fused, None if bias is None else bias.view(fused.shape[2:]))
+        wide = widened_add_bias(fused, None if bias is None else bias.view(fused.shape[2:]))
         q, k, v = (x.to(fused.dtype) for x in split(wide, cos, sin, queries))
         return q.contiguous(), _as_kernels_read(k), _as_kernels_read(v)
 

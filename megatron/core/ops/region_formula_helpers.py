@@ -25,6 +25,6 @@ def sum_over_rows(grad: Tensor, vector: Tensor | None) -> Tensor | None:
     return rows.sum(dim=0).to(vector.dtype)
 
 
-def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
+def widened_add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
     """Return x + bias, widened; without a bias, x widened. x: [.., h], bias: [h] or the last dimensions of x."""
     return widen(x) if bias is None else widen(x) + widen(bias)

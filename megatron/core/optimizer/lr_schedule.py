@@ -21,8 +21,8 @@ from megatron.core.base.dataclass_flags import (
     Positive,
     Share,
     WholeNumber,
-    misfits,
     option,
+    type_mismatches,
 )
 
 DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
@@ -294,7 +294,7 @@ def read_schedule(kind: type[AnySchedule], saved: Mapping[str, Any], *, what: st
     required = [f.name for f in fields(kind) if f.default is MISSING]
     problems = [f"{name} is missing" for name in required if name not in saved]
     problems += [f"{name} is unknown" for name in saved if name not in known]
-    problems += misfits(kind, saved)
+    problems += type_mismatches(kind, saved)
     if not problems:
         schedule = kind(**saved)
         problems = list(schedule.problems())

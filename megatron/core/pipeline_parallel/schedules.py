@@ -23,7 +23,7 @@ from megatron.core.base.memory_category import memory_kind
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.offload.activation_offload import HoldsActivations
 from megatron.core.ops.deferred_wgrad import WeightGradStore
-from megatron.core.ops.dropout import DropoutKeys, own_dropout_keys
+from megatron.core.ops.dropout import SampleDropoutKeys, own_dropout_keys
 from megatron.core.ops.main_grad_interface import DataParallelBase
 from megatron.core.parallel import collectives
 from megatron.core.parallel.global_state import get_global_state
@@ -94,7 +94,7 @@ class Pipeline:
         *,
         boundary: tuple[TensorSpec, ...],
         forward_step: ForwardStep,
-        keys: DropoutKeys | None = None,
+        keys: SampleDropoutKeys | None = None,
         weight_grads: WeightGradStore | None = None,
         schedule_name: str = "1f1b",
         copies_over: Axis | None = None,
@@ -227,9 +227,9 @@ def _modules_of(chunk: Any) -> list[nn.Module]:
     return list(chunk.modules()) if isinstance(chunk, nn.Module) else []
 
 
-def _keys_in(chunks: Mapping[int, nn.Module]) -> set[DropoutKeys]:
+def _keys_in(chunks: Mapping[int, nn.Module]) -> set[SampleDropoutKeys]:
     """Return the dropout keys of all layers of the chunks."""
-    keys: set[DropoutKeys | None] = set()
+    keys: set[SampleDropoutKeys | None] = set()
     for chunk in chunks.values():
         keys |= {own_dropout_keys(module) for module in _modules_of(chunk)}
     return keys - {None}

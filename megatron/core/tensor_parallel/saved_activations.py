@@ -9,7 +9,7 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
 
 
-def keep_copy(x: Tensor) -> Callable[[], Tensor]:
+def keep_clone(x: Tensor) -> Callable[[], Tensor]:
     """Save a shard [numel / t], or any tensor, in the memory of its device; return the function that gives it back.
 
     It is the default `keep` of a `SavedActivation`.
@@ -26,7 +26,7 @@ class SavedActivation:
     order. Raises ValueError if the ranks do not divide the elements of x.
     """
 
-    def __init__(self, x: Tensor, axis: Axis | None, keep: InputSaver = keep_copy):
+    def __init__(self, x: Tensor, axis: Axis | None, keep: InputSaver = keep_clone):
         self._unsharded: Tensor | None = x  # until the forward takes it
         self._axis = axis
         self._shape = x.shape

@@ -26,7 +26,7 @@ from megatron.core.ops.compile.compiled_region import Compiled
 from megatron.core.ops.dropout import HiddenDropout
 from megatron.core.ops.dropout_masks import MaskWords, dropped
 from megatron.core.ops.fused_layer_ops import REGIONS
-from megatron.core.ops.region_formula_helpers import add_bias, sum_over_rows, widen
+from megatron.core.ops.region_formula_helpers import sum_over_rows, widen, widened_add_bias
 from megatron.core.tensor_parallel.linear_autograd import accumulate_or_defer_wgrad
 from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear, RowParallelLinear, TensorParallel
 from megatron.core.transformer.attention import ParallelAttention
@@ -284,7 +284,7 @@ def _linear(x: Tensor, matrix: Tensor, vector: Tensor | None) -> Tensor:
 
 def _add_residual(x: Tensor, out: Tensor, vector: Tensor | None, words: tuple, probability: float) -> Tensor:
     """Return x + dropout(out + vector), computed in float32 or wider."""
-    wide = add_bias(out, vector)
+    wide = widened_add_bias(out, vector)
     if words[0] is not None:
         wide = dropped(wide, MaskWords(*words), probability)
     return (x + wide).to(torch.promote_types(x.dtype, out.dtype))

@@ -14,7 +14,7 @@ from megatron.core.context_parallel.cp_attention import ContextParallel
 from megatron.core.context_parallel.cp_prefill_cache import AllGatherKeyValueCache
 from megatron.core.offload.offload_tiers import OffloadAllocator
 from megatron.core.ops.attention.kv_cache import KeyValueCache
-from megatron.core.ops.dropout import DropoutKeys, HiddenDropout
+from megatron.core.ops.dropout import HiddenDropout, SampleDropoutKeys
 from megatron.core.ops.shard_sequence import positions_of
 from megatron.core.parallel.grid import ALONE, Axis
 from megatron.core.parallel.sequence_shard import SequenceShard
@@ -32,7 +32,7 @@ class LayerContext:
     """
 
     tp: TensorParallel  # the ranks that share a layer; dtype, device and matmul modes of its tensors
-    keys: DropoutKeys
+    keys: SampleDropoutKeys
     ends: Axis | None = None  # the first and the last stage, which share a tied embedding weight
     offload_store: OffloadAllocator | None = None  # storage of offloaded activations; None: host memory
     cp: ContextParallel = ContextParallel()  # the ranks that share each sample
@@ -44,7 +44,7 @@ class LayerContext:
         cls,
         mesh: Mapping[str, Axis],
         dtype: torch.dtype,
-        keys: DropoutKeys | None = None,
+        keys: SampleDropoutKeys | None = None,
         *,
         offload_store: OffloadAllocator | None = None,
         cp_types: tuple[str, ...] = ("p2p",),
@@ -59,7 +59,7 @@ class LayerContext:
         """
         tp = TensorParallel(mesh["tp"], dtype=dtype, kv=mesh["kv"], **tensor_parallel_fields)
         cp = ContextParallel(mesh["cp"], cp_types, longest, heads=mesh["cp_heads"], ring=mesh["cp_ring"])
-        return cls(tp, keys or DropoutKeys(0), mesh["embd"], offload_store, cp, restarts_positions)
+        return cls(tp, keys or SampleDropoutKeys(0), mesh["embd"], offload_store, cp, restarts_positions)
 
     @property
     def rows(self) -> SequenceShard:

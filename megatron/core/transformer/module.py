@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.ops.cpu_half_precision_matmul import NATIVE
-from megatron.core.ops.dropout import DropoutKeys
+from megatron.core.ops.dropout import SampleDropoutKeys
 from megatron.core.parallel.global_state import get_global_state
 from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
@@ -29,7 +29,7 @@ def context_of(model_config: ModelConfig, config: Any) -> LayerContext:
     if state.run is not None:
         return state.run.layer_context
     if state.dropout_keys is None:
-        state.dropout_keys = DropoutKeys(state.seed or torch.initial_seed() % 2**31)
+        state.dropout_keys = SampleDropoutKeys(state.seed or torch.initial_seed() % 2**31)
     sequence_parallel = state.sequence_parallel or getattr(config, "sequence_parallel", False)
     return LayerContext.from_mesh(
         state.mesh,

@@ -8,16 +8,16 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron.core.offload.activation_offload import InputSaver
-from megatron.core.ops.dropout import DropoutKeys
+from megatron.core.ops.dropout import SampleDropoutKeys
 from megatron.core.ops.torch_function_overrides import checkpoint_determinism_check
 from megatron.core.parallel.grid import Axis
 from megatron.core.storage.resize_storage import resize
-from megatron.core.tensor_parallel.saved_activations import SavedActivation, keep_copy
+from megatron.core.tensor_parallel.saved_activations import SavedActivation, keep_clone
 
 
 def recompute_in_backward(
     run: Callable[..., Tensor],
-    keys: DropoutKeys,
+    keys: SampleDropoutKeys,
     *inputs: Any,
     shard_over: Axis | None = None,
     keep: InputSaver | None = None,
@@ -37,7 +37,7 @@ def recompute_in_backward(
     axis = shard_over if shard_over is not None and shard_over.size > 1 else None
     take_first_input = None
     if axis is not None or keep is not None:
-        take_first_input = SavedActivation(inputs[0], axis, keep or keep_copy).take
+        take_first_input = SavedActivation(inputs[0], axis, keep or keep_clone).take
         inputs = inputs[1:]
 
     def run_with_forward_masks(*saved_inputs: Any) -> Tensor:

@@ -16,7 +16,12 @@ from megatron.core.base.dataclass_flags import (
 from megatron.core.ops.attention.kernels import KERNELS, attention_function
 from megatron.core.sharding.placement import Normal, XavierUniform
 from megatron.core.transformer.layer_freq_pattern import layer_pattern, read_pattern
-from megatron.core.transformer.sliding_window_config import parse_window_size, read_window, window_left, window_problems
+from megatron.core.transformer.sliding_window_config import (
+    parse_window_size,
+    read_window,
+    window_left,
+    window_skip_freq_problems,
+)
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,7 @@ class ShapeConfig(FlagConfig):
             yield f"--num-attention-heads {heads} is not a multiple of --num-query-groups {groups}; change one"
         if self.num_query_groups != 1 and not self.group_query_attention:
             yield "--num-query-groups needs --group-query-attention"
-        yield from window_problems(self.window_size, self.window_attn_skip_freq, self.num_layers)
+        yield from window_skip_freq_problems(self.window_size, self.window_attn_skip_freq, self.num_layers)
 
     @property
     def decoder_layers(self) -> int:

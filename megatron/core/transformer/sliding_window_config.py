@@ -20,7 +20,7 @@ def window_left(size: str | None, skip_freq: str | None, layer: int) -> int | No
     return left
 
 
-def window_problems(size: str | None, skip_freq: str | None, num_layers: int) -> Iterator[str]:
+def window_skip_freq_problems(size: str | None, skip_freq: str | None, num_layers: int) -> Iterator[str]:
     """Yield one line for each violated rule between the two settings and the model's layers."""
     if skip_freq is None:
         return

@@ -9,11 +9,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from megatron.core.ops.dropout import DropoutKeys
+from megatron.core.ops.dropout import SampleDropoutKeys
 from megatron.core.transformer.recompute import recompute_in_backward
 
 
-def run_tiled(run: Callable[..., Tensor], tiles: int, keys: DropoutKeys, *inputs: Tensor) -> Tensor:
+def run_tiled(run: Callable[..., Tensor], tiles: int, keys: SampleDropoutKeys, *inputs: Tensor) -> Tensor:
     """Return run(*inputs), computed for `tiles` parts of dimension 0 of all inputs, or fewer if there are fewer rows.
 
     inputs: [rows, ..] each; run returns [rows, ..] for the rows of a tile. One tile is run without recomputation. Ranks

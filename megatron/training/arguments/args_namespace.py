@@ -47,7 +47,7 @@ class Arguments(argparse.Namespace):
         return Arguments(values, self._fixed)
 
 
-def flags_without_a_setting(given: Mapping[str, Any]) -> dict[str, Any]:
+def unsupported_flag_values(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of Megatron's flags that are no settings here, by Megatron's names.
 
     They are given, or Megatron's defaults.

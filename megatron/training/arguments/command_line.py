@@ -28,9 +28,9 @@ from megatron.core.tokenizers.tokenizer_registry import TOKENIZERS
 from megatron.training.arguments.args_namespace import (
     Arguments,
     flag_that_sets,
-    flags_without_a_setting,
     other_names_of,
     switch_that_clears,
+    unsupported_flag_values,
 )
 from megatron.training.arguments.checkpoint_args import taken_from_checkpoint
 from megatron.training.arguments.config import COMPONENTS, Config
@@ -216,7 +216,7 @@ def parse_args(
     for component_values in config.component_values().values():
         fixed |= component_values
     fixed["log_interval"] = config.log.steps_between_lines  # scripts use it as a number, as in Megatron
-    values = flags_without_a_setting(others) | settings | fixed | other_names_of(config)
+    values = unsupported_flag_values(others) | settings | fixed | other_names_of(config)
     return ParsedArgs(config, Arguments(values, fixed=fixed), notes)
 
 

@@ -20,7 +20,7 @@ from megatron.convert.check_missing_keys import (
     with_hf_names,
 )
 from megatron.convert.hf_origin import provenance_problems
-from megatron.core.base.dataclass_flags import ConfigError, build, flags_of, misfits, option_fields
+from megatron.core.base.dataclass_flags import ConfigError, build, flags_of, option_fields, type_mismatches
 from megatron.core.base.registry import FUNCTIONS
 from megatron.core.dist_checkpointing import Checkpoint, CheckpointError, LocalTensor
 from megatron.core.dist_checkpointing.lost_buffers import BUFFERS_AT_START, LOST_BUFFERS
@@ -43,7 +43,7 @@ from megatron.training.checkpointing.registry_compatibility import (
     attention_problem,
     optimizer_problem,
     rotary_restart_began,
-    tokenizer_problem,
+    tokenizer_type_problem,
 )
 from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.global_vars import Runtime, print_rank_0
@@ -329,7 +329,7 @@ def _vocabulary_problem(runtime: Runtime, saved: dict[str, Any], source: str, *,
             f"{source} holds a model of another tokenizer: {_flags_then_and_now(runtime, saved, 'tokenizer', BY_TOKENIZER)}; "
             "give that tokenizer, or --allow-tokenizer-change if its ids mean the same or will be learned anew"
         )
-    return tokenizer_problem(runtime.config, saved, source)
+    return tokenizer_type_problem(runtime.config, saved, source)
 
 
 def _changes(runtime: Runtime, saved: dict[str, Any]) -> Changes:
@@ -395,7 +395,7 @@ def _optimizer_state_problem(config: Config, saved: dict[str, Any]) -> str | Non
         return "no optimizer state (saved with --no-save-optim)"
     now = config.as_json()["optimizer"]
     before = {"optimizer": "adam"} | saved["optimizer"]
-    wrong = misfits(OptimizerConfig, before)
+    wrong = type_mismatches(OptimizerConfig, before)
     if wrong:
         raise ConfigError([f"holds a state that no run has written: config/optimizer/{problem}" for problem in wrong])
     if now["optimizer"] != before["optimizer"]:

@@ -10,7 +10,7 @@ import torch
 from megatron.convert import open_any
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing import Checkpoint, open_checkpoint
-from megatron.core.dist_checkpointing.commit import set_aside
+from megatron.core.dist_checkpointing.commit import set_aside_damaged
 from megatron.core.dist_checkpointing.format import DAMAGED, MANIFEST, CheckpointError, folder_name
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
@@ -109,7 +109,7 @@ def _set_aside(root: Path, iterations: list[int]) -> None:
         try:
             if file_layer.exists(proof):
                 print_rank_0(
-                    f"WARNING: {folder} is damaged and is now {set_aside(folder).name}: look at it, then remove it"
+                    f"WARNING: {folder} is damaged and is now {set_aside_damaged(folder).name}: look at it, then remove it"
                 )
         except OSError as error:
             print_rank_0(f"WARNING: {folder} is damaged and cannot be renamed ({error}); remove it by hand")

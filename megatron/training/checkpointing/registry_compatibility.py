@@ -59,7 +59,7 @@ def attention_problem(config: Config, state: Mapping[str, Any], source: str) -> 
     )
 
 
-def tokenizer_problem(config: Config, state: Mapping[str, Any], source: str) -> str | None:
+def tokenizer_type_problem(config: Config, state: Mapping[str, Any], source: str) -> str | None:
     """Return why a checkpoint's tokenizer type is not this run's type of the same name; None if it is."""
     kind = config.tokenizer.tokenizer_type
     before = function_before(state, "tokenizer_type")

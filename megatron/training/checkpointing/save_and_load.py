@@ -163,7 +163,7 @@ def record_save(runtime: Runtime, state: TrainState, iteration: int) -> None:
 # ---------------------------------------------------------------- what to load
 
 
-def saved_matmul_modes(config: CheckpointConfig, world: Axis, device: torch.device) -> dict[str, Any] | None:
+def load_saved_matmul_modes(config: CheckpointConfig, world: Axis, device: torch.device) -> dict[str, Any] | None:
     """Return the checkpoint's record of how half-precision products are computed; every rank must call.
 
     None if there is no record, or if the checkpoint cannot be read, which `load` reports.
@@ -293,7 +293,7 @@ def _load_checkpoint(
     check_lost_buffers(lost_buffers(checkpoint.state), source, allowed=config.allow_lost_buffers)
     saved_buffers = checkpoint.state.get(BUFFERS_AT_START, {})
     note_other_buffers(saved_buffers, first_buffers(chunks, world, device), source)
-    is_other_tokenizer = tokenizer_compatibility.check_same_tokens(runtime, checkpoint.state, source)
+    is_other_tokenizer = tokenizer_compatibility.is_allowed_tokenizer_change(runtime, checkpoint.state, source)
 
     # refuse other parameters and other optimizer state
     parameters = sharded_model_state(chunks, mesh)

@@ -10,7 +10,7 @@ import torch
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing.checkpoint_folder import newest_iteration
-from megatron.core.dist_checkpointing.commit import clear_leftovers
+from megatron.core.dist_checkpointing.commit import try_clear_leftovers
 from megatron.core.dist_checkpointing.format import LATEST, PARTIAL, folder_name
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
@@ -82,7 +82,7 @@ def _make_and_lock(suffix: str, folder: str, root: Path, held: contextlib.ExitSt
 
 
 def _clear(root: Path) -> None:
-    for problem in clear_leftovers(root):
+    for problem in try_clear_leftovers(root):
         print_rank_0(f"WARNING: {problem}")
 
 

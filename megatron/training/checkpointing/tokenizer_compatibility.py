@@ -44,7 +44,7 @@ _FLAG = "--resize-token-embeddings"
 _BY_TOKEN = (WORD_EMBEDDINGS, f"{OUTPUT_LAYER}.weight", f"{OUTPUT_LAYER}.bias", "word_bias.bias")
 
 
-def check_same_tokens(runtime: Runtime, state: Mapping[str, Any], source: str) -> bool:
+def is_allowed_tokenizer_change(runtime: Runtime, state: Mapping[str, Any], source: str) -> bool:
     """Refuse a folder's weights under another tokenizer than the folder's; return True if it is another but allowed.
 
     Every rank must call: the first reads the folder's files for all. A run whose tokenizer has no tokens by name, such

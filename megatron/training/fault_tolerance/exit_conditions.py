@@ -111,7 +111,7 @@ def _remember(number: int, frame: FrameType | None) -> None:
 def _say(number: int, frame: FrameType | None) -> None:
     name = signal.Signals(number).name
     text = f"{name}: this job's time may be nearly up. The run goes on; --exit-signal-handler would save and stop now\n"
-    output_streams.write_now(text)
+    output_streams.write_to_stderr_or_stdout(text)
 
 
 _note: Callable[[int, FrameType | None], None] = _remember

@@ -59,8 +59,8 @@ def explains_itself(error: BaseException) -> bool:
 def report(error: BaseException, farewell: str | None = None) -> int:
     """Print this rank's part of the report of `error`, and return the exit code.
 
-    Each failing rank of a multi-process job calls it, then `leave`. farewell: of an interrupted rank, printed instead
-    of the error if the rank is the first.
+    Each failing rank of a multi-process job calls it, then `leave_job_and_exit`. farewell: of an interrupted rank,
+    printed instead of the error if the rank is the first.
     """
     rank = parallel_state.launched_rank()
     store = parallel_state.job_store()
@@ -114,7 +114,7 @@ def message_or_traceback(error: BaseException) -> str:
     return f"\n{''.join(traceback.format_exception(error))}"
 
 
-def leave(code: int) -> NoReturn:
+def leave_job_and_exit(code: int) -> NoReturn:
     """Leave the job in order and exit with `code`.
 
     The rank that hosts the store closes its groups, by which the others notice the failure, and stays until they have

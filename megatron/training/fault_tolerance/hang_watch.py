@@ -64,7 +64,7 @@ class HangWatch:
     ):
         """Start to watch. Raises OSError if the folder cannot be created."""
         started = process_state(os.getpid()).started
-        self._status = hang_watch_folder.enter_run_folder(folder, rank, ranks, started)
+        self._status = hang_watch_folder.create_status_in_run_folder(folder, rank, ranks, started)
         self._folder = folder
         self._rank = rank
         self._end = end

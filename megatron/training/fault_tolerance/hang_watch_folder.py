@@ -57,7 +57,7 @@ def folder_of_job(environment: Mapping[str, str], *, alone: bool) -> Path:
 def make_run_folder(folder: Path) -> None:
     """Create the folder, for this user alone, and remove what killed runs have left. Raises OSError.
 
-    Other ranks of the job, and other jobs, may do the same at this moment: see `enter_run_folder`.
+    Other ranks of the job, and other jobs, may do the same at this moment: see `create_status_in_run_folder`.
     """
     for other in folder.parent.glob(f"megatron-{os.getuid()}-*"):
         with contextlib.suppress(OSError):
@@ -71,7 +71,7 @@ def make_run_folder(folder: Path) -> None:
     os.utime(folder)  # a folder of the same name, left by a killed run, is in use again
 
 
-def enter_run_folder(folder: Path, rank: int, ranks: int, started: int) -> RankStatusWriter:
+def create_status_in_run_folder(folder: Path, rank: int, ranks: int, started: int) -> RankStatusWriter:
     """Create the folder, and this rank's status in it. Raises OSError.
 
     A rank of another job that took the folder for a killed run's, or one of this job that has ended already, may remove

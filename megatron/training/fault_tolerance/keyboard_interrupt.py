@@ -90,7 +90,7 @@ class ExitOnInterrupt:
                     self._end("once more")
 
     def _end(self, why: str) -> None:
-        output_streams.write_now(f"rank {self._rank}: interrupted, {why}: ended at once\n")
+        output_streams.write_to_stderr_or_stdout(f"rank {self._rank}: interrupted, {why}: ended at once\n")
         os._exit(CODE)
 
 

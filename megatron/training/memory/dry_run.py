@@ -29,7 +29,7 @@ from megatron.core.offload.offload_fraction import SLICE, SLICES_IN_FLIGHT
 from megatron.core.offload.offload_tiers import FileTensor
 from megatron.core.offload.stored_tensor import Stored
 from megatron.core.ops.deferred_wgrad import WeightGradStore
-from megatron.core.ops.dropout import DropoutKeys
+from megatron.core.ops.dropout import SampleDropoutKeys
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.parallel.accelerator import Device
@@ -108,7 +108,7 @@ def alone(runtime: Runtime, mesh: Mesh, **changed: Any) -> Iterator[Runtime]:
     rank_runtime = replace(
         runtime,
         mesh=mesh,
-        dropout_keys=DropoutKeys(1),
+        dropout_keys=SampleDropoutKeys(1),
         weight_grads=WeightGradStore(),
         timers=Timers(),
         resources=contextlib.ExitStack(),

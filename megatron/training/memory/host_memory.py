@@ -19,7 +19,7 @@ def free_on_machine(proc: Path = Path("/proc"), cgroup: Path = _CGROUP) -> int |
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def free_to_process(proc: Path = Path("/proc")) -> int | None:
+def free_below_rlimit_data(proc: Path = Path("/proc")) -> int | None:
     """Return the bytes that `ulimit -d` leaves this process; None without such a limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
     used = _line_bytes(proc / "self" / "status", "VmData:")

@@ -20,7 +20,7 @@ from megatron.core.sharding.boxes import size_of
 from megatron.core.sharding.placement import pieces
 from megatron.training.global_vars import Runtime, print_rank_0
 from megatron.training.memory.bytes_by_tier import Element, amount, bytes_by_tier
-from megatron.training.memory.host_memory import free_on_machine, free_to_process
+from megatron.training.memory.host_memory import free_below_rlimit_data, free_on_machine
 from megatron.training.memory.memory_advice import capacity_warning, less_with
 from megatron.training.memory.peak_along_schedule import ACTIVATIONS, STATE, Forecast
 
@@ -83,7 +83,7 @@ class MemoryCapacity:
 
     @classmethod
     def now(cls, runtime: Runtime) -> "MemoryCapacity":
-        return cls(free_on_machine(), free_to_process(), runtime.device.memory_bytes)
+        return cls(free_on_machine(), free_below_rlimit_data(), runtime.device.memory_bytes)
 
 
 def check_capacity(

@@ -180,7 +180,7 @@ class TrainingLog:
         )
         self._last_line = time.monotonic()
         if not ends:
-            print_rank_last(line_between(interval, self.progress_in_tokens))
+            print_rank_last(progress_line(interval, self.progress_in_tokens))
             return None
         print_rank_last(training_line(interval))
         self._begin()
@@ -226,7 +226,7 @@ def eta_and_throughput_line(interval: Interval, tokens_per_sample: int, mfu: flo
     return _progress(done, interval, tokens_per_sample, speeds)
 
 
-def line_between(interval: Interval, tokens_per_sample: int) -> str:
+def progress_line(interval: Interval, tokens_per_sample: int) -> str:
     """Return step, time left, speed and mean losses so far, for people who wait for the next log line."""
     losses = [f"{name} {value:.4f}" for name, value in interval.losses.items()]
     done = f"step {interval.last.iteration} of {interval.train_iters}"

@@ -40,7 +40,7 @@ class Finding(NamedTuple):
 
 
 class BadStepPolicy:
-    """Decide what becomes of each step of a run (`StepGuard.judge`). Every rank must call: all get the same answer."""
+    """Decide what becomes of each step of a run (`NonFiniteStepGuard.judge`). Every rank must call: all get the same answer."""
 
     def __init__(self, runtime: Runtime, state: TrainState):
         self.runtime = runtime

@@ -14,7 +14,7 @@ from megatron.training.rerun.base_check import Check
 from megatron.training.rerun.bit_flip_check import StateCheck
 from megatron.training.rerun.replica_check import ReplicaCheck
 from megatron.training.rerun.rerun_microbatch import RerunCheck
-from megatron.training.step import StepFigures, StepGuard, StepWork
+from megatron.training.step import NonFiniteStepGuard, StepFigures, StepWork
 
 # A check runs if its setting is given.
 CHECKS: dict[str, type[Check]] = {
@@ -24,7 +24,7 @@ CHECKS: dict[str, type[Check]] = {
 }
 
 
-class Guard(StepGuard):
+class Guard(NonFiniteStepGuard):
     """Run the checks that the settings turn on. `Check` says when each method is called; every rank must call."""
 
     def __init__(

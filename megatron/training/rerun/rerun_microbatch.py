@@ -38,7 +38,7 @@ _SENDING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send") 
 _RECEIVING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "recv")
 
 
-class TensorTrace:
+class CommHashTrace:
     """Hashes of what a rank has sent, received and computed in one run, in order."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class FirstDifference(NamedTuple):
     what: str
 
 
-def first_difference(first: TensorTrace, second: TensorTrace) -> FirstDifference | None:
+def first_difference(first: CommHashTrace, second: CommHashTrace) -> FirstDifference | None:
     """Return the first tensor whose hash differs between two runs; None if there is none."""
     if first.places != second.places:
         return FirstDifference(0, COMPUTED, "other calls")
@@ -180,12 +180,12 @@ def least_microbatches(pipeline: Pipeline, m: int) -> int:
     return m
 
 
-def trace_of(work: StepWork, injection: "Injection", run: int) -> TensorTrace:
+def trace_of(work: StepWork, injection: "Injection", run: int) -> CommHashTrace:
     """Run the microbatches, and return what this rank sent, received and computed. Every rank must call.
 
     run: its number, from 0.
     """
-    trace = TensorTrace()
+    trace = CommHashTrace()
     ledger = work.pipeline.mesh.ledger
     ledger.listener = trace.on_call
     try:

@@ -15,8 +15,8 @@ from tiny_run import LLAMA, SEQ, assert_equal, run
 
 from megatron.core.base.async_handle import AsyncHandle
 from megatron.core.context_parallel.cp_attention import METHODS, AttentionInputs, ContextParallel
-from megatron.core.ops.attention.kernels import plain_attention
-from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
+from megatron.core.ops.attention.kernels import unfused_attention
+from megatron.core.ops.dropout import AttentionDropout, SampleDropoutKeys
 from megatron.core.ops.shard_sequence import shard_sequence
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
@@ -120,9 +120,9 @@ def attention_of(kind: str, dtype: torch.dtype, mesh: Mesh) -> list[torch.Tensor
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     inputs = [shard_sequence(draw(24, 2, heads, 4), mesh["cp"], dim=0).to(dtype) for heads in (6, 3, 3)]
     q, k, v = (x.requires_grad_() for x in inputs)
-    dropout = AttentionDropout(0.0, DropoutKeys(0), 0, 0)
+    dropout = AttentionDropout(0.0, SampleDropoutKeys(0), 0, 0)
     cp = ContextParallel(mesh["cp"])
-    out = METHODS[kind].attend(AttentionInputs(q, k, v, None, dropout, "auto", plain_attention), cp)
+    out = METHODS[kind].attend(AttentionInputs(q, k, v, None, dropout, "auto", unfused_attention), cp)
     out.backward(out.detach().sin())
     return [out.detach(), q.grad, k.grad, v.grad]
 
@@ -133,7 +133,7 @@ def test_a_row_that_sees_no_key_gives_0_and_no_gradient(kind: str):
     draw = partial(torch.randn, 8, 2, 4, 3, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
     whole, hidden = [draw() for _ in range(3)], torch.zeros(2, 1, 8, 8, dtype=torch.bool)
     hidden[0, :, 6:], hidden[0, :, :, 6:], hidden[1, :, 2] = True, True, True
-    dropout = AttentionDropout(0.0, DropoutKeys(0), 0, 0)
+    dropout = AttentionDropout(0.0, SampleDropoutKeys(0), 0, 0)
 
     def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         heads = (x.permute(1, 2, 0, 3) for x in (q, k, v))

@@ -11,7 +11,7 @@ from local_ranks import run_ranks
 
 from megatron.convert import copy_checkpoint, export_checkpoint, open_any, write_hf_folder
 from megatron.convert.export_plan import to_hf_tensors
-from megatron.convert.families.weight_layout import OPERATIONS, HeadCounts, copy_ranges_of
+from megatron.convert.families.weight_layout import OPERATIONS, HeadCounts, contiguous_copy_ranges
 from megatron.core.dist_checkpointing import CheckpointError, LocalTensor, open_checkpoint, save_checkpoint
 from megatron.core.sharding.boxes import whole
 
@@ -37,7 +37,7 @@ def test_stretches_are_what_the_operation_does(operation: str, more: tuple[int, 
         pytest.skip("of one dimension")
     theirs = torch.cat([one.reshape(-1) for one in to_hf_tensors(operation, HEADS, x)])
     scatters = {"qkv_pairs"} | ({"transpose", "qkv_transpose"} if more else set())
-    if (stretches := copy_ranges_of(operation, HEADS, tuple(x.shape))) is None:
+    if (stretches := contiguous_copy_ranges(operation, HEADS, tuple(x.shape))) is None:
         assert operation in scatters
         return
     assert operation not in scatters

@@ -13,11 +13,11 @@ from tiny_run import TINY_GPT2, TINY_LLAMA, Layout, assert_equal, run
 from torch import Tensor
 
 from megatron.core.ops.activations import OTHER_ACTIVATIONS, gated_region
-from megatron.core.ops.attention.kernels import plain_attention
+from megatron.core.ops.attention.kernels import unfused_attention
 from megatron.core.ops.attention.tiled_compiled import tiled_causal_attention
 from megatron.core.ops.compile import compiled_region
 from megatron.core.ops.compile.compiled_region import CompileConfig, compile_cost, compiles
-from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
+from megatron.core.ops.dropout import AttentionDropout, SampleDropoutKeys
 from megatron.core.ops.dropout_masks import column_words, numbered_keys, pairs_of_words
 from megatron.core.ops.fused_layer_ops import REGIONS
 from megatron.core.parallel.grid import ALONE
@@ -112,13 +112,13 @@ def test_bounded_and_shifted_gates_are_their_eager_form(traced: None):
 def test_attention_in_tiles_is_the_plain_one(dropout: float, traced: None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("megatron.core.ops.attention.tiled_compiled._QUERIES", 4)
     monkeypatch.setattr("megatron.core.ops.attention.tiled_compiled._ELEMENTS", 40)
-    keys = DropoutKeys(5)
+    keys = SampleDropoutKeys(5)
     keys.samples = (11, 4)
     masks = AttentionDropout(dropout, keys, 1, 0)
     heads = [values(2, n, 10, 6, seed=n) for n in (4, 2, 2)]
     plain, tiled = (
         both_directions(lambda q, k, v, f=f: f(q, k, v, None, masks), heads)
-        for f in (plain_attention, tiled_causal_attention)
+        for f in (unfused_attention, tiled_causal_attention)
     )
     assert max(map(error, tiled, plain)) < 1e-12
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.ops.dropout import AttentionDropout, DropoutKeys, HiddenDropout
+from megatron.core.ops.dropout import AttentionDropout, HiddenDropout, SampleDropoutKeys
 from megatron.core.ops.dropout_masks import MaskWords, dropped, keep_mask, mixed, pairs_of_words, threshold_of
 from megatron.core.parallel.sequence_shard import SequenceShard
 from megatron.core.sharding.initial_values import seed_of
@@ -16,8 +16,8 @@ from megatron.core.sharding.initial_values import seed_of
 WORD = 2**32 - 1
 
 
-def keys_of(*samples: int) -> DropoutKeys:
-    keys = DropoutKeys(7)
+def keys_of(*samples: int) -> SampleDropoutKeys:
+    keys = SampleDropoutKeys(7)
     keys.samples = samples
     return keys
 

@@ -9,7 +9,7 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.ops.attention import kernels
 from megatron.core.ops.attention.kernels import KERNELS, AttentionCase, Kernel, kernel_for, news_of_attention
 from megatron.core.ops.attention.masks import Documents
-from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
+from megatron.core.ops.dropout import AttentionDropout, SampleDropoutKeys
 from megatron.core.parallel.grid import ALONE
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.dot_product_attention import CoreAttention
@@ -71,7 +71,7 @@ def test_a_kernel_of_a_script_is_a_value_of_the_flag_and_is_asked_before_each_us
     monkeypatch.setitem(KERNELS, "mean", Kernel(mean_of_values, refuses))
     assert parse_args(["--attention-backend", "mean"])[0].transformer.attention_backend == "mean"
     config = ModelConfig(attention_backend="mean", attention_dropout=0.5)
-    attention = CoreAttention(config, 0, LayerContext(TensorParallel(ALONE), DropoutKeys(0)))
+    attention = CoreAttention(config, 0, LayerContext(TensorParallel(ALONE), SampleDropoutKeys(0)))
     q, k, v = torch.randn(3, 5, 2, 4, 8).unbind()
     torch.testing.assert_close(attention(q, k, v), v.mean(dim=0, keepdim=True).expand_as(v).flatten(2))
     (case,) = asked

@@ -23,7 +23,7 @@ from megatron.core.ops.cpu_half_precision_matmul import (
     modes_from_json,
     select_matmul_modes,
 )
-from megatron.core.ops.dropout import DropoutKeys
+from megatron.core.ops.dropout import SampleDropoutKeys
 from megatron.core.parallel.grid import ALONE
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tensor_parallel import linear_autograd
@@ -112,7 +112,9 @@ def test_widened_attention_is_as_good_as_rounding_its_result(backend: str, maske
 
     def run(*factors: Tensor, way: str) -> tuple[Tensor, ...]:
         attention = CoreAttention(
-            config, 0, LayerContext(TensorParallel(ALONE, matmul_modes=MatmulModes(attention=way)), DropoutKeys(0))
+            config,
+            0,
+            LayerContext(TensorParallel(ALONE, matmul_modes=MatmulModes(attention=way)), SampleDropoutKeys(0)),
         )
         out = attention(*factors, mask)
         return out, *torch.autograd.grad((out * out.detach()).sum(), factors)

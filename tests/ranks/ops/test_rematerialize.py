@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.ops.compile import compiled_region
-from megatron.core.ops.dropout import DropoutKeys
+from megatron.core.ops.dropout import SampleDropoutKeys
 from megatron.core.ops.fused_layer_ops import REGIONS, activation_of
 from megatron.core.ops.rematerialize import save_or_recompute
 from megatron.core.parallel.grid import ALONE
@@ -167,7 +167,7 @@ def test_a_norm_by_itself_is_kept_by_its_readers():
     if compiled_region.why_not("cpu"):
         pytest.skip("no C++ compiler")  # without, norms run eager
     config = ModelConfig(hidden_size=8, num_layers=1, num_attention_heads=1, compile="regions")
-    norm, x = make_norm(config, LayerContext(TensorParallel(ALONE), DropoutKeys(0))), drawn(4, 2, 8)
+    norm, x = make_norm(config, LayerContext(TensorParallel(ALONE), SampleDropoutKeys(0))), drawn(4, 2, 8)
     assert not hasattr(norm(x), "recompute_recipe") and hasattr(norm(x, with_input=True)[1], "recompute_recipe")
 
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from megatron.core.ops.attention import tiled_eager
-from megatron.core.ops.attention.kernels import plain_attention
+from megatron.core.ops.attention.kernels import unfused_attention
 from megatron.core.ops.attention.masks import Documents, Mask, Window
 from megatron.core.ops.attention.tiled_eager import eager_tiled_attention
 from megatron.core.ops.attention.tiles import tiles_of
-from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
+from megatron.core.ops.dropout import AttentionDropout, SampleDropoutKeys
 
 PADDING = torch.arange(10).view(1, 1, 1, 10) >= torch.tensor([7, 10]).view(2, 1, 1, 1)
 OF_HEADS = torch.ones(2, 4, 10, 10).tril(3).roll((1, 2), (2, 3)) == 0
@@ -30,7 +30,7 @@ MASKS: dict[str, Mask] = {
 
 
 def dropout_of(probability: float, first_head: int = 0) -> AttentionDropout:
-    keys = DropoutKeys(5)
+    keys = SampleDropoutKeys(5)
     keys.samples = (11, 4)
     return AttentionDropout(probability, keys, 1, first_head)
 
@@ -38,7 +38,7 @@ def dropout_of(probability: float, first_head: int = 0) -> AttentionDropout:
 def both_kernels(mask: Mask, dropout: AttentionDropout, *heads: Tensor) -> list[list[Tensor]]:
     """Results and gradients of the plain kernel, then of tiles."""
     found = []
-    for kernel in (plain_attention, eager_tiled_attention):
+    for kernel in (unfused_attention, eager_tiled_attention):
         inputs = [x.detach().requires_grad_() for x in heads]
         out = kernel(*inputs, mask, dropout)
         out.backward(torch.sin(torch.arange(out.numel())).view(out.shape).to(out.dtype))

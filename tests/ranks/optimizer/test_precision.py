@@ -23,7 +23,7 @@ from megatron.core.distributed.data_parallel import DataParallelConfig, Distribu
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.ops.cpu_half_precision_matmul import NATIVE, MatmulMode, MatmulModes
 from megatron.core.ops.deferred_wgrad import WeightGradStore
-from megatron.core.ops.dropout import DropoutKeys
+from megatron.core.ops.dropout import SampleDropoutKeys
 from megatron.core.optimizer import FlatOptimizer
 from megatron.core.optimizer.loss_scaler import LossScaleConfig, make_grad_scaler
 from megatron.core.optimizer.optimizer_registry import OptimizerConfig
@@ -105,7 +105,7 @@ class Rank:
 
 
 def start(mesh: Mesh, run: Run) -> Rank:
-    pp, keys, store, config, layout = mesh["pp"], DropoutKeys(SEED), WeightGradStore(), run.config, run.layout
+    pp, keys, store, config, layout = mesh["pp"], SampleDropoutKeys(SEED), WeightGradStore(), run.config, run.layout
     options = {"sequence_parallel": layout.sp, "weight_grads": store, "matmul_modes": run.matmul_modes, "fills": False}
     model = GPTModel(
         config,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.ops.dropout import DropoutKeys
+from megatron.core.ops.dropout import SampleDropoutKeys
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.parallel import collectives
@@ -402,7 +402,12 @@ def test_the_older_pair_gives_the_mean_of_microbatch_means(p: int, dp: int, m: i
         chunk = DistributedDataParallel(Stage(rank), mesh)
         adam = FlatOptimizer(chunk.buffers, OptimizerConfig(clip_grad=0.0), mesh)
         pipeline = Pipeline(
-            {rank: chunk}, mesh, BatchShape(ROWS, m), boundary=BOUNDARY, forward_step=pair_step, keys=DropoutKeys(0)
+            {rank: chunk},
+            mesh,
+            BatchShape(ROWS, m),
+            boundary=BOUNDARY,
+            forward_step=pair_step,
+            keys=SampleDropoutKeys(0),
         )
         mine = [i * dp + mesh["dp"].rank for i in range(m)]
         data = {rank: iter([(batch(i), keeps[i]) for i in mine])}

@@ -27,7 +27,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
-from megatron.core.ops.dropout import DropoutKeys
+from megatron.core.ops.dropout import SampleDropoutKeys
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, optimizer_registry
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parallel.global_state import get_global_state
@@ -81,7 +81,7 @@ def megatrons_chunks(mesh, config, layout):
     """This rank's chunks in Megatron's wrapper."""
     get_global_state().sequence_parallel, stages = layout.sp, layout.stages
     context = LayerContext.from_mesh(
-        mesh, config.params_dtype, DropoutKeys(SEED), sequence_parallel=layout.sp, fills=False
+        mesh, config.params_dtype, SampleDropoutKeys(SEED), sequence_parallel=layout.sp, fills=False
     )
     split = split_layers(config.num_layers, stages.last + 1)
     make = partial(GPT.make, config, vocab_size=VOCAB, context=context)

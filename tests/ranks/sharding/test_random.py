@@ -13,7 +13,7 @@ from tiny_run import GPT2, LLAMA, SEED, VOCAB, Layout, build, my_pieces, put_tog
 from torch import Tensor, nn
 
 import pretrain_gpt
-from megatron.core.ops.dropout import AttentionDropout, DropoutKeys, HiddenDropout
+from megatron.core.ops.dropout import AttentionDropout, HiddenDropout, SampleDropoutKeys
 from megatron.core.parallel.sequence_shard import SequenceShard
 from megatron.core.sharding import initial_values as draws
 from megatron.core.sharding.boxes import slices
@@ -196,8 +196,8 @@ def test_keys_give_seeds_that_generators_take():
 # ---------------------------------------------------------------- dropout
 
 
-def keys_of(*samples: int, seed: int = SEED) -> DropoutKeys:
-    keys = DropoutKeys(seed)
+def keys_of(*samples: int, seed: int = SEED) -> SampleDropoutKeys:
+    keys = SampleDropoutKeys(seed)
     keys.samples = samples
     return keys
 
@@ -289,7 +289,7 @@ def test_heads_keep_their_masks_wherever_they_lie(t: int):
 
 
 def test_no_dropout_in_evaluation_or_at_probability_zero():
-    x, keys = torch.ones(2, 1, 4), DropoutKeys(SEED)  # no sample is named: a mask could not be drawn
+    x, keys = torch.ones(2, 1, 4), SampleDropoutKeys(SEED)  # no sample is named: a mask could not be drawn
     assert HiddenDropout(0.0, keys, "embedding", 0, SequenceShard())(x) is x
     assert HiddenDropout(0.5, keys, "embedding", 0, SequenceShard()).eval()(x) is x
     assert AttentionDropout(0.5, keys, 0, 0).eval()(x) is x

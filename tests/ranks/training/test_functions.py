@@ -20,9 +20,9 @@ from megatron.core.ops.attention.kernels import (
     Kernel,
     attention_function,
     kernel_for,
-    plain_attention,
+    unfused_attention,
 )
-from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
+from megatron.core.ops.dropout import AttentionDropout, SampleDropoutKeys
 from megatron.core.optimizer import OPTIMIZERS, UpdateRule
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tokenizers.tokenizer_registry import TOKENIZERS, NullTokenizer, TokenizerType
@@ -89,11 +89,11 @@ def test_kernels_of_one_function_are_exchanged_freely(trained, said, monkeypatch
 
 
 def test_a_kernel_that_names_one_of_ours_in_its_place_computes_the_same(trained, said, monkeypatch):
-    faster = Kernel(lambda *case: plain_attention(*case), instead="unfused")
+    faster = Kernel(lambda *case: unfused_attention(*case), instead="unfused")
     root = trained(KERNELS, "faster", faster, "--attention-backend faster")
     assert functions_in(root)["attention_backend"] == SOFTMAX
     assert "loaded checkpoint" in said(f"{MORE} --load {root}")
-    monkeypatch.setitem(KERNELS, "ours", Kernel(plain_attention, refuses=lambda case: None))
+    monkeypatch.setitem(KERNELS, "ours", Kernel(unfused_attention, refuses=lambda case: None))
     assert attention_function("ours") == SOFTMAX and {attention_function(name) for name in KERNELS} == {SOFTMAX}
     for name, other in (("one", "two"), ("two", "one")):
         monkeypatch.setitem(KERNELS, name, Kernel(lambda *case: None, instead=other))
@@ -117,7 +117,7 @@ def test_no_folder_is_written_of_attention_that_no_config_json_says(
 
 def test_a_folder_is_written_of_a_script_s_kernel_that_computes_what_ours_do(trained, tmp_path):
     llama = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --hidden-dropout 0 --ffn-hidden-size 32"
-    root = trained(KERNELS, "mine", Kernel(plain_attention), f"--attention-backend mine {llama}")
+    root = trained(KERNELS, "mine", Kernel(unfused_attention), f"--attention-backend mine {llama}")
     assert checkpoint_convert.main(["--load", str(root), "--save-hf", str(tmp_path / "folder")]) == 0
     assert json.loads((tmp_path / "folder" / "config.json").read_text())["model_type"] == "llama"
 
@@ -165,7 +165,7 @@ def test_keys_that_travel_are_refused_by_a_kernel_of_another_function(monkeypatc
     monkeypatch.setitem(KERNELS, "auto", MEAN)
 
     def attend(mesh: Mesh) -> None:
-        context = LayerContext.from_mesh(mesh, torch.float32, DropoutKeys(0), fills=False)
+        context = LayerContext.from_mesh(mesh, torch.float32, SampleDropoutKeys(0), fills=False)
         CoreAttention(ModelConfig(attention_dropout=0.0), 0, context)(*torch.randn(3, 4, 1, 2, 8))
 
     with pytest.raises(Exception, match=r"--attention-backend auto computes 'auto of a script'.*--cp-comm-type a2a"):

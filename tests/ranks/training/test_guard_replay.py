@@ -13,8 +13,8 @@ from megatron.training.rerun.rerun_microbatch import (
     COMPUTED,
     RECEIVED,
     SENT,
+    CommHashTrace,
     FirstDifference,
-    TensorTrace,
     first_difference,
 )
 from megatron.training.trainer import Trainer
@@ -130,8 +130,8 @@ def test_a_rejected_result_that_comes_again_stops_nothing(capfd):
 
 
 def test_a_rank_is_at_fault_where_it_had_received_the_same():
-    def trail(*values: float) -> TensorTrace:
-        made = TensorTrace()
+    def trail(*values: float) -> CommHashTrace:
+        made = CommHashTrace()
         for how, value in zip((SENT, RECEIVED, COMPUTED), values, strict=True):
             made.note(how, "x", torch.tensor([value]))
         return made
@@ -139,4 +139,4 @@ def test_a_rank_is_at_fault_where_it_had_received_the_same():
     assert first_difference(trail(1, 2, 3), trail(1, 2, 3)) is None
     assert first_difference(trail(1, 2, 3), trail(1, 4, 5)) == FirstDifference(1, RECEIVED, "x")
     assert first_difference(trail(1, 2, 3), trail(0, 4, 5)).how == SENT
-    assert first_difference(trail(1, 2, 3), TensorTrace()).what == "other calls"
+    assert first_difference(trail(1, 2, 3), CommHashTrace()).what == "other calls"

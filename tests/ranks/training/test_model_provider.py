@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron.training.model_chunks import takes_vp_stage
+from megatron.training.model_chunks import should_pass_vp_stage
 
 
 @pytest.mark.parametrize(
@@ -16,4 +16,4 @@ from megatron.training.model_chunks import takes_vp_stage
     ],
 )
 def test_a_provider_is_told_its_chunk_if_it_takes_it(provider: Callable, of_one: bool, of_two: bool):
-    assert [takes_vp_stage(provider, chunks) for chunks in (1, 2)] == [of_one, of_two]
+    assert [should_pass_vp_stage(provider, chunks) for chunks in (1, 2)] == [of_one, of_two]

@@ -22,7 +22,7 @@ from megatron.core.models.common.model_rules import GPT_RULES
 from megatron.core.storage import file_layer
 from megatron.core.storage.file_layer import LocalFiles
 from megatron.training.checkpointing.train_state import TrainState
-from megatron.training.initialize import read_settings
+from megatron.training.initialize import parse_and_check_settings
 
 
 def rates(text: str) -> dict[int, float]:
@@ -350,7 +350,7 @@ def test_a_folder_that_cannot_be_removed_does_not_end_the_run_and_goes_with_the_
 
 def refusal(flags: str, **defaults: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        read_settings(None, defaults, shlex.split(flags), GPT_RULES)
+        parse_and_check_settings(None, defaults, shlex.split(flags), GPT_RULES)
     return caught.value.problems
 
 

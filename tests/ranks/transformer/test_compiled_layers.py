@@ -17,7 +17,7 @@ from torch import nn
 
 from megatron.core.ops.compile.compiled_region import whole_layer_fallback_lines
 from megatron.core.ops.cpu_half_precision_matmul import MatmulModes
-from megatron.core.ops.dropout import DropoutKeys
+from megatron.core.ops.dropout import SampleDropoutKeys
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
@@ -35,7 +35,7 @@ GELU, GATED = replace(GELU, compile="layers"), replace(GATED, compile="layers")
 def layer_of(config: ModelConfig = GELU, **of_tensors) -> ParallelTransformerLayer:
     torch.manual_seed(0)
     tp = TensorParallel(Axis("tp", (0,), 0), dtype=torch.float64, **of_tensors)
-    return ParallelTransformerLayer(config, 0, LayerContext(tp, DropoutKeys(1)))
+    return ParallelTransformerLayer(config, 0, LayerContext(tp, SampleDropoutKeys(1)))
 
 
 def gradients(layer: nn.Module, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
@@ -105,7 +105,9 @@ class OwnMLP(ParallelMLP):
 def test_a_layer_in_parts_says_why():
     recomputes = replace(GELU, recompute_granularity="selective", recompute_modules=["mlp", "layernorm"])
     own = layer_of()
-    own.mlp = OwnMLP(GELU, 0, LayerContext(TensorParallel(Axis("tp", (0,), 0), dtype=torch.float64), DropoutKeys(1)))
+    own.mlp = OwnMLP(
+        GELU, 0, LayerContext(TensorParallel(Axis("tp", (0,), 0), dtype=torch.float64), SampleDropoutKeys(1))
+    )
     own.compiled_layer = WholeLayerPrograms(own, GELU, TensorParallel(Axis("tp", (0,), 0)))
     found = {
         "nothing": layer_of(),

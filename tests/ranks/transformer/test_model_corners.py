@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing import open_checkpoint, save_checkpoint
-from megatron.core.ops.dropout import DropoutKeys
+from megatron.core.ops.dropout import SampleDropoutKeys
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.sharding.boxes import slices
@@ -125,7 +125,7 @@ def test_an_axis_of_another_size_is_refused(kv: int):
 
 def test_a_layer_without_the_axis_is_refused():
     def attention(mesh):
-        return ParallelAttention(ONE_GROUP, 0, LayerContext(TensorParallel(mesh["tp"]), DropoutKeys(0)))
+        return ParallelAttention(ONE_GROUP, 0, LayerContext(TensorParallel(mesh["tp"]), SampleDropoutKeys(0)))
 
     with pytest.raises(RuntimeError, match=r"(?s)1.*initialize_model_parallel"):
         run_ranks({"tp": 2}, attention, ranks_per_kv_head=2)

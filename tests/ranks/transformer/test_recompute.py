@@ -22,7 +22,7 @@ from tiny_run import (
     run,
 )
 
-from megatron.core.ops.dropout import DropoutKeys
+from megatron.core.ops.dropout import SampleDropoutKeys
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.schedules import BatchShape
 from megatron.core.transformer.model_config import ModelConfig
@@ -153,7 +153,7 @@ def test_the_whole_input_is_given_up():
         start = torch.ones(4, 2, dtype=torch.float64, requires_grad=True)
         x = start * 2
         seen = weakref.ref(x)
-        y = recompute_in_backward(lambda x: (x * x).exp(), DropoutKeys(0), x, shard_over=mesh["tp"])
+        y = recompute_in_backward(lambda x: (x * x).exp(), SampleDropoutKeys(0), x, shard_over=mesh["tp"])
         del x
         gc.collect()
         is_gone = seen() is None

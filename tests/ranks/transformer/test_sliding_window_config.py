@@ -18,7 +18,7 @@ from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.models.common.model_rules import BERT_RULES, GPT_RULES
 from megatron.core.ops.attention import sliding_window
-from megatron.core.ops.attention.kernels import KERNELS, AttentionCase, fused_attention, kernel_for, plain_attention
+from megatron.core.ops.attention.kernels import KERNELS, AttentionCase, fused_attention, kernel_for, unfused_attention
 from megatron.core.ops.attention.kv_cache import KeyValueCache
 from megatron.core.ops.attention.masks import Documents, Mask, Window, hidden_keys, with_window
 from megatron.core.ops.attention.sliding_window import blocks_of
@@ -153,7 +153,7 @@ def test_the_fused_kernel_equals_the_plain_one_forward_and_backward(within: str,
         generator = torch.Generator().manual_seed(before)
         shapes = [(2, 4, s, 8), (2, groups, s, 8), (2, groups, s, 8), (2, 4, s, 8)]
         *heads, grad = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
-        for kernel in (plain_attention, fused_attention):
+        for kernel in (unfused_attention, fused_attention):
             q, k, v = (x.clone().requires_grad_() for x in heads)
             out = kernel(q, k, v, mask, lambda probabilities: probabilities)
             results.append((out, *torch.autograd.grad(out, (q, k, v), grad)))
@@ -164,11 +164,11 @@ def test_later_tokens_of_a_cache_see_their_window(monkeypatch):
     """Queries that are the last of the keys, causal and with a mask, in one block and in several."""
     monkeypatch.setattr(sliding_window, "_ROWS_ON_CPU", 2)
     q, k, v = (torch.randn(2, heads, 9, 8, dtype=torch.float64) for heads in (4, 2, 2))
-    whole = plain_attention(q, k, v, Window(3, None), lambda probabilities: probabilities)
+    whole = unfused_attention(q, k, v, Window(3, None), lambda probabilities: probabilities)
     hidden = torch.ones(9, 9, dtype=torch.bool).triu(1)
     for new in (1, 3, 5, 7):
         mask = None if new == 1 else hidden[None, None, -new:]
-        for kernel in (plain_attention, fused_attention):
+        for kernel in (unfused_attention, fused_attention):
             out = kernel(q[:, :, -new:], k, v, with_window(mask, 3, 9), lambda probabilities: probabilities)
             torch.testing.assert_close(out, whole[:, :, -new:], rtol=1e-12, atol=1e-12)
 

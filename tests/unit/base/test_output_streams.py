@@ -78,7 +78,7 @@ def test_standard_error_that_is_lost_is_said_on_standard_output(how: str, tmp_pa
     make, number = LOST[how]
     handle = make()
     code, losses, said, _ = process(
-        'outputs.print_stderr("a"); outputs.write_now("b\\n"); print("c"); end()', tmp_path, err=handle
+        'outputs.print_stderr("a"); outputs.write_to_stderr_or_stdout("b\\n"); print("c"); end()', tmp_path, err=handle
     )
     os.close(handle)
     why = os.strerror(number)

@@ -5,7 +5,7 @@ import re
 import pytest
 from said import tells
 
-from megatron.core.distributed.comm_volume import BufferSizes, comm_volume_line, step_comm_volume
+from megatron.core.distributed.comm_volume import BufferSizes, comm_volume_by_stage_line, step_comm_volume
 
 P = 3 * 2**20
 ONE = BufferSizes(P, shared_numel=0, param_bytes=1, sum_bytes=1, sent_bytes=1)  # bytes are elements
@@ -41,8 +41,8 @@ def test_bytes_follow_the_types():
 
 def test_the_line_marks_the_chosen_stage():
     sizes = {"inner": 2, "microbatches": 2}
-    line = comm_volume_line([ONE, ONE], 1, outer=1, divides_outer=False, **sizes)
+    line = comm_volume_by_stage_line([ONE, ONE], 1, outer=1, divides_outer=False, **sizes)
     stages = re.findall(r"(\d): ([\d.]+) MiB( \(chosen\))?", line)
     assert stages == [("0", "6.0", ""), ("1", "6.0", " (chosen)"), ("2", "9.0", ""), ("3", "18.0", "")]
-    line = comm_volume_line([ONE], 3, outer=2, divides_outer=True, **sizes)
+    line = comm_volume_by_stage_line([ONE], 3, outer=2, divides_outer=True, **sizes)
     assert "2 groups of 2 ranks" in line and tells(line, "--outer-dp-sharding-strategy 10.5 MiB")

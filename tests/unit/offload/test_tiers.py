@@ -32,7 +32,7 @@ from megatron.core.optimizer.cpu_offloading.sliced_update import Segment, Sliced
 from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.parallel.grid import ALONE
 from megatron.training.memory.bytes_by_tier import Element, amount, bytes_by_tier, bytes_line
-from megatron.training.memory.host_memory import free_on_machine, free_to_process
+from megatron.training.memory.host_memory import free_below_rlimit_data, free_on_machine
 from megatron.training.memory.memory_check import problems_of_needs
 
 ROOT = Path(__file__).parents[3]
@@ -433,7 +433,7 @@ def test_free_memory_is_the_container_s_where_it_has_less(tmp_path):
     (tmp_path / "memory.stat").write_text("anon 100\nactive_file 300\ninactive_file 200\n")
     assert free_on_machine(tmp_path, tmp_path) == 4500, "pages of files are given up"
     assert free_on_machine(tmp_path / "no", tmp_path / "no") is None
-    assert free_to_process(tmp_path) is None
+    assert free_below_rlimit_data(tmp_path) is None
 
 
 LINES_AND_PAGES = [

@@ -19,7 +19,7 @@ from megatron.core.enums import ModelType
 from megatron.core.models.common.model_rules import BERT_RULES, GPT_RULES, T5_RULES
 from megatron.core.parallel.collectives import PeerError
 from megatron.training import pretrain
-from megatron.training.initialize import read_settings, stop_with
+from megatron.training.initialize import parse_and_check_settings, stop_with
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def launched(tmp_path, monkeypatch):
 def test_what_cannot_work_is_refused_in_words(launched, tmp_path, capsys, ranks, flags, said):
     words = launched(ranks, flags)
     with pytest.raises(ConfigError) as error:
-        read_settings(None, None, words, GPT_RULES)
+        parse_and_check_settings(None, None, words, GPT_RULES)
     assert tells(error.value, said.replace("{tmp}", str(tmp_path)))
     assert len(error.value.problems) <= 2, "one mistake, or two that go together"
     if ranks == 1:
@@ -58,7 +58,7 @@ def test_what_cannot_work_is_refused_in_words(launched, tmp_path, capsys, ranks,
 def test_what_bert_cannot_do_is_refused_before_the_ranks_meet(launched, tmp_path, ranks, flags, said):
     words = launched(ranks, flags)
     with pytest.raises(ConfigError) as error:
-        read_settings(None, None, words, BERT_RULES)
+        parse_and_check_settings(None, None, words, BERT_RULES)
     assert tells(error.value, said.replace("{tmp}", str(tmp_path)))
 
 
@@ -67,14 +67,14 @@ def test_what_bert_cannot_do_is_refused_before_the_ranks_meet(launched, tmp_path
 def test_what_t5_cannot_do_is_refused_before_the_ranks_meet(launched, tmp_path, ranks, flags, said):
     words = launched(ranks, flags)
     with pytest.raises(ConfigError) as error:
-        read_settings(None, pretrain_t5.DEFAULTS | {"decoder_num_layers": 0}, words, T5_RULES)
+        parse_and_check_settings(None, pretrain_t5.DEFAULTS | {"decoder_num_layers": 0}, words, T5_RULES)
     assert tells(error.value, said.replace("{tmp}", str(tmp_path)))
 
 
 @pytest.mark.parametrize("rules", [GPT_RULES, BERT_RULES], ids=["gpt", "bert"])
 def test_flags_of_two_stacks_are_refused_by_models_of_one(launched, rules):
     with pytest.raises(ConfigError) as error:
-        read_settings(None, None, launched(1, MOCK + ONE_STACK), rules)
+        parse_and_check_settings(None, None, launched(1, MOCK + ONE_STACK), rules)
     refused = [problem.split()[0] for problem in error.value.problems if "pretrain_t5.py" in problem]
     assert refused == [word for word in ONE_STACK.split() if word.startswith("--")]
 
@@ -90,15 +90,15 @@ def test_the_script_of_bert_refuses_by_its_rules(launched, monkeypatch, capsys):
 
 def test_flags_of_masked_words_are_without_effect_on_a_gpt_and_it_says_so(launched):
     words = launched(1, MOCK + "--mask-prob 0.15 --bert-no-binary-head --seed 3")
-    notes = read_settings(None, None, words, GPT_RULES).notes
+    notes = parse_and_check_settings(None, None, words, GPT_RULES).notes
     assert tells_each(notes, "--mask-prob --bert-no-binary-head")
-    assert read_settings(None, None, words, BERT_RULES).notes == []
+    assert parse_and_check_settings(None, None, words, BERT_RULES).notes == []
 
 
 def test_a_run_of_masters_in_two_bytes_is_told_where_they_are_not_exact(launched):
     notes = {}
     for flags in ("--bf16", "--bf16 --reuse-fp32-param"):
-        settings = read_settings(None, None, launched(1, MOCK + flags))
+        settings = parse_and_check_settings(None, None, launched(1, MOCK + flags))
         settings.device.restore()  # as the end of the run would
         notes[flags] = settings.notes
     assert notes["--bf16"] == []
@@ -107,7 +107,7 @@ def test_a_run_of_masters_in_two_bytes_is_told_where_they_are_not_exact(launched
 
 
 def test_a_line_without_mistakes_is_read(launched):
-    assert read_settings(None, None, launched(1, MOCK), GPT_RULES).tokenizer.vocab_size == 61
+    assert parse_and_check_settings(None, None, launched(1, MOCK), GPT_RULES).tokenizer.vocab_size == 61
 
 
 def test_problems_of_settings_and_of_files_come_together(launched, tmp_path):
@@ -117,7 +117,7 @@ def test_problems_of_settings_and_of_files_come_together(launched, tmp_path):
         "GPT2BPETokenizer --vocab-file {tmp}/v --merge-file {tmp}/m",
     )
     with pytest.raises(ConfigError) as error:
-        read_settings(None, None, words, GPT_RULES)
+        parse_and_check_settings(None, None, words, GPT_RULES)
     assert [problem.split()[0] for problem in error.value.problems] == shlex.split(
         "--global-batch-size --data-path --save --vocab-file"
     )
@@ -163,7 +163,7 @@ TOGETHER = [
 def test_mistakes_in_several_components_are_said_at_once(launched, tmp_path, ranks, flags, named):
     words = launched(ranks, flags)
     with pytest.raises(ConfigError) as error:
-        read_settings(None, None, words, GPT_RULES)
+        parse_and_check_settings(None, None, words, GPT_RULES)
     problems, expected = error.value.problems, named.replace("{tmp}", str(tmp_path)).split("|")
     assert len(problems) == len(expected), problems
     assert all(any(tells(problem, part) for problem in problems) for part in expected), problems
@@ -173,23 +173,23 @@ def test_a_back_end_of_another_device_is_refused_where_a_group_will_be_made(laun
     """Not in a process alone, where classic scripts may name nccl, nor in a job that the caller has joined over his own."""
     words = launched(2, MOCK + "--distributed-backend nccl")
     with pytest.raises(ConfigError, match="--device"):
-        read_settings(None, None, words, GPT_RULES)
+        parse_and_check_settings(None, None, words, GPT_RULES)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    assert read_settings(None, None, words, GPT_RULES).config.device.distributed_backend == "nccl"
+    assert parse_and_check_settings(None, None, words, GPT_RULES).config.device.distributed_backend == "nccl"
     monkeypatch.undo()
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert read_settings(None, None, words, GPT_RULES).config.device.distributed_backend == "nccl"
+    assert parse_and_check_settings(None, None, words, GPT_RULES).config.device.distributed_backend == "nccl"
 
 
 def test_a_package_that_a_tokenizer_lacks_is_a_problem_like_others(launched, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "sentencepiece", None)  # what makes its import fail
     words = launched(1, " --mock-data --seed -1 --tokenizer-type Llama2Tokenizer --tokenizer-model {tmp}/file")
     with pytest.raises(ConfigError) as error:
-        read_settings(None, None, words, GPT_RULES)
+        parse_and_check_settings(None, None, words, GPT_RULES)
     assert [problem.split()[0] for problem in error.value.problems] == ["--seed", "--tokenizer-type"]
     assert tells(error.value, "Llama2Tokenizer")
 
@@ -198,14 +198,14 @@ def test_a_folder_that_allows_no_files_is_named(launched, tmp_path, monkeypatch)
     """The user who runs the tests may be allowed everything."""
     monkeypatch.setattr("os.access", lambda *_: False)
     with pytest.raises(ConfigError) as error:
-        read_settings(None, None, launched(1, MOCK + "--save {tmp}/a/b"), GPT_RULES)
+        parse_and_check_settings(None, None, launched(1, MOCK + "--save {tmp}/a/b"), GPT_RULES)
     assert tells(error.value, f"--save {tmp_path}/a/b {tmp_path}")
 
 
 @pytest.mark.parametrize(("ranks", "notes"), [(2, 1), (4, 0)])
 def test_shards_over_one_rank_are_noted(ranks, notes, launched):
     words = launched(ranks, MOCK + "--zero-stage 2 --num-distributed-optimizer-instances 2")
-    told = read_settings(None, None, words, GPT_RULES).notes
+    told = parse_and_check_settings(None, None, words, GPT_RULES).notes
     assert sum(tells(note, "--num-distributed-optimizer-instances 2") for note in told) == notes
 
 
@@ -213,7 +213,7 @@ def test_shards_over_one_rank_are_noted(ranks, notes, launched):
 def test_a_link_that_leads_nowhere_is_named(flag, launched, tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     with pytest.raises(ConfigError) as error:
-        read_settings(None, None, launched(1, MOCK + f"{flag} {{tmp}}/link/a"), GPT_RULES)
+        parse_and_check_settings(None, None, launched(1, MOCK + f"{flag} {{tmp}}/link/a"), GPT_RULES)
     assert tells(error.value, f"{flag} {tmp_path}/link/a {tmp_path}/link {tmp_path}/gone")
 
 
@@ -221,15 +221,17 @@ def test_a_cache_that_is_built_may_be_read_only(launched, tmp_path, monkeypatch)
     monkeypatch.setattr("os.access", lambda *_: False)
     words = launched(1, MOCK + "--data-cache-path {tmp}/cache")
     with pytest.raises(ConfigError, match="--data-cache-path"):
-        read_settings(None, None, words, GPT_RULES)
+        parse_and_check_settings(None, None, words, GPT_RULES)
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "ab-GPTDataset-train-description.txt").touch()
-    read_settings(None, None, words, GPT_RULES)
+    parse_and_check_settings(None, None, words, GPT_RULES)
 
 
 def test_nothing_is_written_where_something_is_refused(launched, tmp_path):
     with pytest.raises(ConfigError):
-        read_settings(None, None, launched(1, MOCK + "--save {tmp}/new --max-position-embeddings 3"), GPT_RULES)
+        parse_and_check_settings(
+            None, None, launched(1, MOCK + "--save {tmp}/new --max-position-embeddings 3"), GPT_RULES
+        )
     assert {path.name for path in Path(tmp_path).iterdir()} == {"file"}
 
 
@@ -237,7 +239,7 @@ def test_a_stage_split_with_two_mistakes_counts_as_two_problems(launched):
     flags = "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 --num-layers 16 "
     flags += "--decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 5 --global-batch-size 8"
     with pytest.raises(ConfigError) as error:
-        read_settings(None, None, launched(4, MOCK + flags), GPT_RULES)
+        parse_and_check_settings(None, None, launched(4, MOCK + flags), GPT_RULES)
     assert tells_each(
         error.value.problems[:2], "--decoder-first-pipeline-num-layers 3 | --decoder-last-pipeline-num-layers 5"
     )

@@ -19,7 +19,7 @@ from small_checkpoints import good, loaded, one, refused, save_one, tried_by_ran
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing import CheckpointError, format as disk, open_checkpoint, save_checkpoint
 from megatron.core.dist_checkpointing.checkpoint_folder import find, saved_iterations
-from megatron.core.dist_checkpointing.commit import clear_leftovers, delete, set_aside
+from megatron.core.dist_checkpointing.commit import delete, set_aside_damaged, try_clear_leftovers
 from megatron.core.storage import file_layer, object_store, read_ahead
 from megatron.core.storage.object_store import ObjectFiles
 from megatron.core.storage.paths import ObjectPath, is_url, path_of
@@ -240,7 +240,7 @@ def test_a_removal_that_ends_anywhere_leaves_nothing_that_looks_complete():
             else:
                 break
             assert value(ROOT, 1) in (None, 1) and value(ROOT) == 2
-            assert clear_leftovers(path_of(ROOT)) == []
+            assert try_clear_leftovers(path_of(ROOT)) == []
             assert names() == of_checkpoints(*saved_iterations(path_of(ROOT)))
     assert dies_at > 4
 
@@ -272,7 +272,7 @@ def test_a_damaged_checkpoint_is_set_aside_where_it_is_and_its_iteration_saved_a
     STORE[damaged].getbuffer()[0] ^= 1
     with refused("sha256"):
         loaded(ROOT)
-    assert set_aside(path_of(ROOT) / "iter_0000002").name == "iter_0000002.damaged"
+    assert set_aside_damaged(path_of(ROOT) / "iter_0000002").name == "iter_0000002.damaged"
     assert saved_iterations(path_of(ROOT)) == [1]
     save(2, 3), save(2, 4)
     assert value(ROOT) == 4 and damaged in STORE and "iter_0000002.damaged/manifest.json" in names()

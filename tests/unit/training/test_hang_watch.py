@@ -26,7 +26,11 @@ from megatron.training.arguments.hang_config import HangConfig
 from megatron.training.fault_tolerance import hang_watch, hang_watch_folder
 from megatron.training.fault_tolerance.hang_diagnosis import RankSnapshot, diagnose, hang_report
 from megatron.training.fault_tolerance.hang_watch import HangWatch
-from megatron.training.fault_tolerance.hang_watch_folder import enter_run_folder, leave_run_folder, make_run_folder
+from megatron.training.fault_tolerance.hang_watch_folder import (
+    create_status_in_run_folder,
+    leave_run_folder,
+    make_run_folder,
+)
 from megatron.training.fault_tolerance.process_stat import ProcessState, process_state, seconds_without_core
 
 SLEEPS, STOPPED = ProcessState("S"), ProcessState("T")
@@ -239,7 +243,7 @@ def test_a_rank_enters_the_folder_again_when_another_removed_it_meanwhile(tmp_pa
             path.rmdir()
 
     monkeypatch.setattr(hang_watch_folder, "make_run_folder", make_and_lose)
-    enter_run_folder(folder, 1, 2, 1)
+    create_status_in_run_folder(folder, 1, 2, 1)
     assert not removals and [path.name for path in folder.iterdir()] == ["rank_00001"]
 
 

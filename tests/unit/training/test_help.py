@@ -10,7 +10,7 @@ from megatron.core.models.common.model_rules import BERT_RULES, GPT_RULES
 from megatron.training.arguments.command_line import parse_args
 from megatron.training.arguments.config import COMPONENTS
 from megatron.training.arguments.ignored_and_refused_flags import NO_EFFECT, REFUSED
-from megatron.training.initialize import examine
+from megatron.training.initialize import collect_config_problems
 
 NEEDED = [
     *("--micro-batch-size", "--seq-length", "--lr", "--train-iters", "--train-samples"),
@@ -81,7 +81,7 @@ def test_the_example_of_help_is_a_run(shown):
     (words,) = re.findall(r"try things out:\n(.*?)\n\n", text, re.S)
     for rules in (GPT_RULES, BERT_RULES):
         config, _, notes = parse_args(words.split(), unread=rules.unread)
-        problems = examine(config, 1, rules).problems
+        problems = collect_config_problems(config, 1, rules).problems
         assert (problems, notes) == ([], [])
     with pytest.raises(ConfigError):
         parse_args([*words.split(), "--help-al"])

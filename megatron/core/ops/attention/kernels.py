@@ -26,7 +26,7 @@ from megatron.core.ops.attention.tiled_eager import eager_tiled_attention
 from megatron.core.ops.dropout import AttentionDropout
 
 
-def plain_attention(
+def unfused_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: AttentionDropout, options: SoftmaxOptions | None = None
 ) -> Tensor:
     """Attention by plain operations, the reference of all kernels.
@@ -130,7 +130,7 @@ class AttentionCase(NamedTuple):
 class Kernel:
     """A value of --attention-backend.
 
-    compute(q, k, v, mask, dropout): with the shapes of `plain_attention`; softmax options follow if the kernel
+    compute(q, k, v, mask, dropout): with the shapes of `unfused_attention`; softmax options follow if the kernel
     `takes_softmax_options`. refuses(case): the reason why the kernel cannot compute this case, None if it can.
     instead: the name of a kernel for refused cases, which computes the same function; without it, a refusal ends the
     run. computes: the function, in words that are equal for kernels of equal results; default: that of `instead`, else
@@ -179,7 +179,7 @@ def _not_for_fused(case: AttentionCase) -> str | None:
 
 
 SOFTMAX = "softmax(q k / sqrt(d)) v"  # the function of all kernels here: each scores, masks and drops alike
-_PLAIN = Kernel(plain_attention, takes_softmax_options=True, computes=SOFTMAX)
+_PLAIN = Kernel(unfused_attention, takes_softmax_options=True, computes=SOFTMAX)
 _TILED = Kernel(tiled_causal_attention, _not_for_tiles, instead="tiled-eager", computes=SOFTMAX)
 _EAGER_TILES = Kernel(
     eager_tiled_attention, _not_for_eager_tiles, instead="unfused", takes_softmax_options=True, computes=SOFTMAX

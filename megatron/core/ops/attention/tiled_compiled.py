@@ -19,7 +19,7 @@ from megatron.core.parallel.accelerator import is_accelerator
 
 
 def tiled_causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: AttentionDropout) -> Tensor:
-    """`plain_attention` of q [b, n, s, d] and k, v [b, groups, s, d] under a causal mask -> [b, n, s, d].
+    """`unfused_attention` of q [b, n, s, d] and k, v [b, groups, s, d] under a causal mask -> [b, n, s, d].
 
     Asserts that there is no other mask and that there are as many queries as keys.
     """

@@ -1,7 +1,7 @@
 """Attention in tiles by torch operations, for any mask, with dropout or without: no scores are saved for the backward.
 
 The forward saves q, k, v and the words of dropout's masks. The backward computes a tile's softmax again, by the
-operations of the forward, and its gradient by those of autograd: the numbers are those of `plain_attention` but for
+operations of the forward, and its gradient by those of autograd: the numbers are those of `unfused_attention` but for
 the order of sums.
 """
 
@@ -23,7 +23,7 @@ from megatron.core.ops.dropout_masks import MaskWords, clear_dropped, ones_where
 def eager_tiled_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: AttentionDropout, options: SoftmaxOptions | None = None
 ) -> Tensor:
-    """`plain_attention` of q [b, n, s, d] and k, v [b, groups, s, d] -> [b, n, s, d].
+    """`unfused_attention` of q [b, n, s, d] and k, v [b, groups, s, d] -> [b, n, s, d].
 
     As many queries as keys: a cache is not supported (AssertionError).
     """

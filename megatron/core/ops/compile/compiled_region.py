@@ -153,7 +153,7 @@ def compile_cost() -> CompileCost:
 _logged_programs = 0
 
 
-def compile_log_line() -> str | None:
+def compile_cost_line() -> str | None:
     """Return a log line if something was compiled, or read from the cache folder, since the last call."""
     global _logged_programs
     cost = compile_cost()
