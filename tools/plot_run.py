@@ -37,7 +37,10 @@ class PlotRunConfig(FlagConfig):
     """Plot of a run."""
 
     log: list[str] | None = option(
-        None, "logs or metrics files of training runs, each drawn under its file name", metavar="FILE", required=True
+        None,
+        "logs or metrics files of training runs; each curve is labelled with its file's name",
+        metavar="FILE",
+        required=True,
     )
     output: str | None = option(None, "PNG to write", metavar="FILE", required=True)
 

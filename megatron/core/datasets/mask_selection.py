@@ -26,7 +26,7 @@ class MaskedDataConfig(FlagConfig):
     short_seq_prob: Share = option(0.1, "share of samples shorter than --seq-length")
     bert_binary_head: bool = option(
         True,
-        "masked words only: no sentence-order head, and single-sentence documents are used",
+        "train only on masked words: no sentence-order head, and documents of one sentence are used too",
         flags=("--bert-no-binary-head",),
     )
 

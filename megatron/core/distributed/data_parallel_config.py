@@ -28,30 +28,33 @@ class DataParallelConfig(FlagConfig):
 
     overlap_grad_reduce: bool = option(False, "overlap gradient reduction with the last backward, bucket by bucket")
     ddp_bucket_size: Count | None = option(
-        None, "elements per bucket; default: max(40,000,000, 1,000,000 x data-parallel size)"
+        None, "elements per gradient bucket; default: max(40,000,000, 1,000,000 x data-parallel size)"
     )
     use_distributed_optimizer: bool = option(False, "shard optimizer state over data-parallel ranks: ZeRO stage 1")
     zero_stage: Literal[0, 1, 2, 3] | None = option(
         None, "shard over data-parallel ranks: 1: optimizer state; 2: also gradients; 3: also parameters"
     )
     data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] | None = option(
-        None, "the ZeRO stage by its name in Megatron-FSDP"
+        None, "the ZeRO stage under its name in Megatron-FSDP"
     )
     num_distributed_optimizer_instances: Count = option(
-        1, "groups of data-parallel ranks, each with all shards (hybrid sharding)"
+        1, "number of groups of data-parallel ranks; each group has a full set of shards (hybrid sharding)"
     )
     outer_dp_sharding_strategy: Literal["no_shard", "optim"] = option(
-        "no_shard", "optim: also shard optimizer state over those groups (ZeRO stage 3)"
+        "no_shard",
+        "optim: shard optimizer state also over the groups of --num-distributed-optimizer-instances (ZeRO stage 3)",
     )
     overlap_param_gather: bool = option(
         False, "overlap the all-gather of updated parameters with the next forward; needs sharded optimizer state"
     )
     grad_reduce_in_bf16: bool = option(
-        False, "communicate gradients in bfloat16: half the bytes, sums rounded to 8 bits; accumulation stays in fp32"
+        False,
+        "communicate gradients in bfloat16: half the bytes, with sums rounded to 8 significant bits; "
+        "gradients are still accumulated in fp32",
     )
     reduce_scatter_with_fp32_accumulation: bool = option(
         False,
-        "with --grad-reduce-in-bf16: add up the bfloat16 parts in fp32; needs sharded optimizer state",
+        "with --grad-reduce-in-bf16: sum the bfloat16 gradients of the ranks in fp32; needs sharded optimizer state",
         flags=("--reduce-scatter-with-fp32-accumulation", "--ddp-reduce-scatter-with-fp32-accumulation"),
     )
     main_grads_dtype: Literal["fp32", "bf16"] = option(
@@ -61,8 +64,8 @@ class DataParallelConfig(FlagConfig):
     )
     fixed_order_grad_reduce: bool = option(
         False,
-        "sum gradients in the same order for any data- and pipeline-parallel size, so that layouts agree bit for bit; stores the "
-        "gradients of every microbatch (debugging)",
+        "sum gradients in the same order for any data- and pipeline-parallel size, so that layouts agree bit for "
+        "bit; keeps the gradients of every microbatch in memory (debugging)",
     )
     poison_released_buffers: bool = option(
         False,

@@ -30,7 +30,11 @@ class SamplingConfig(FlagConfig):
     """Choice of the next token."""
 
     greedy: bool = option(False, "take the most probable token")
-    temperature: Positive = option(1.0, "divide logits by this: below 1 sharper, above 1 flatter; for 0 give --greedy")
+    temperature: Positive = option(
+        1.0,
+        "temperature: divide logits by this; below 1 sharpens the distribution, above 1 flattens it; instead of "
+        "0 give --greedy",
+    )
     top_k: Count | None = option(None, "sample from the k most probable tokens", flags=("--top-k", "--top_k"))
     top_p: Annotated[float, "(0, 1]"] | None = option(
         None, "sample from the smallest set of tokens with at least this probability", flags=("--top-p", "--top_p")

@@ -18,7 +18,7 @@ class OffloadConfig(FlagConfig):
         False, "keep optimizer state in host memory and update it there, slice by slice"
     )
     optimizer_offload_fraction: Share = option(
-        1.0, "share of the optimizer state to offload, rounded up to whole parameters"
+        1.0, "share of the optimizer state to offload, rounded up to complete parameters"
     )
     offload_dir: str | None = option(
         None,
@@ -26,7 +26,7 @@ class OffloadConfig(FlagConfig):
         metavar="DIR",
     )
     offload_params: bool = option(
-        False, "with --zero-stage 3 and --optimizer-cpu-offload or --offload-dir: offload parameter shards too"
+        False, "offload the parameter shards too; needs --zero-stage 3 and --optimizer-cpu-offload or --offload-dir"
     )
 
     def problems(self) -> Iterator[str]:

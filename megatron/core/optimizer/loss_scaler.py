@@ -24,8 +24,8 @@ class LossScaleConfig(FlagConfig):
     loss_scale: NotNegative | None = option(None, "static loss scale; 0 or unset: dynamic with --fp16")
     initial_loss_scale: float = option(2.0**32, "initial dynamic loss scale")
     min_loss_scale: Positive = option(1.0, "smallest dynamic loss scale")
-    loss_scale_window: Count = option(1000, "iterations without overflow before the scale doubles")
-    hysteresis: Count = option(2, "overflows before the scale is halved")
+    loss_scale_window: Count = option(1000, "iterations without an overflow after which the loss scale is doubled")
+    hysteresis: Count = option(2, "overflows after which the loss scale is halved")
 
     def problems(self) -> Iterator[str]:
         scales = {"initial_loss_scale": self.initial_loss_scale, "min_loss_scale": self.min_loss_scale}

@@ -42,18 +42,25 @@ class LearningRateConfig(FlagConfig):
         None, "final learning rate of embedding and output layer; default: --min-lr"
     )
     lr_decay_style: DecayStyle = option(
-        "linear", "decay after the warm-up; WSD: constant, then --lr-wsd-decay-style at the end"
+        "linear", "learning rate decay after the warm-up; WSD: constant, and at the end decay by --lr-wsd-decay-style"
     )
     lr_decay_iters: Count | None = option(None, "iterations until --min-lr; default: all")
-    lr_decay_samples: Count | None = option(None, "samples until --min-lr, with --train-samples; default: all")
-    lr_wsd_decay_style: WsdStyle = option("exponential", "decay at the end of WSD")
-    lr_wsd_decay_iters: Count | None = option(None, "iterations of the decay of WSD")
-    lr_wsd_decay_samples: Count | None = option(None, "samples of the decay of WSD, with --train-samples")
+    lr_decay_samples: Count | None = option(
+        None, "samples until the learning rate reaches --min-lr, with --train-samples; default: all"
+    )
+    lr_wsd_decay_style: WsdStyle = option("exponential", "shape of the final decay of --lr-decay-style WSD")
+    lr_wsd_decay_iters: Count | None = option(None, "iterations of the final decay of --lr-decay-style WSD")
+    lr_wsd_decay_samples: Count | None = option(
+        None, "samples of the final decay of --lr-decay-style WSD; needs --train-samples"
+    )
     lr_warmup_iters: WholeNumber = option(0, "iterations of warm-up")
     lr_warmup_samples: WholeNumber = option(0, "samples of warm-up, with --train-samples")
-    lr_warmup_fraction: Share | None = option(None, "warm-up as a share of the decay iterations or samples")
+    lr_warmup_fraction: Share | None = option(None, "warm-up as a share of the iterations or samples of the decay")
     lr_warmup_init: NotNegative = option(0.0, "learning rate at the start of the warm-up")
-    lr_warmup_style: WarmupStyle = option("linear", "warm-up by iterations, or by the logarithm of 1 + iterations")
+    lr_warmup_style: WarmupStyle = option(
+        "linear",
+        "growth of the learning rate in the warm-up: linear in the iterations, or in the logarithm of 1 + iterations",
+    )
     override_opt_param_scheduler: bool = option(
         False,
         "resume with this run's learning rate and weight decay schedules instead of the checkpoint's",

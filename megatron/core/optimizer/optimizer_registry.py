@@ -85,8 +85,8 @@ class OptimizerConfig(MuonConfig):
 
     optimizer: str = option(
         "adam",
-        "AdamW; Adam with L2 decay; SGD with momentum; or Muon for the layers' matrices, with "
-        "--muon-scalar-optimizer for the rest",
+        "adam: AdamW; adam-l2: Adam with L2 decay; sgd: SGD with momentum; muon: Muon for the layers' matrices, and "
+        "--muon-scalar-optimizer for the other parameters",
         names=OPTIMIZERS,
         read=_read_optimizer,
     )
@@ -98,17 +98,19 @@ class OptimizerConfig(MuonConfig):
     )
     start_weight_decay: float | None = option(None, "initial weight decay, with --weight-decay-incr-style")
     end_weight_decay: float | None = option(None, "final weight decay, instead of --weight-decay")
-    weight_decay_incr_style: IncreaseStyle = option("constant", "increase of the weight decay over the run")
-    adam_beta1: BelowOne = option(0.9, "decay rate of the first moment")
-    adam_beta2: BelowOne = option(0.999, "decay rate of the second moment")
-    adam_eps: Positive = option(1e-8, "Adam's epsilon, added to the root of the second moment")
+    weight_decay_incr_style: IncreaseStyle = option(
+        "constant",
+        "growth of weight decay over the run, from --start-weight-decay to --end-weight-decay; constant: none",
+    )
+    adam_beta1: BelowOne = option(0.9, "decay rate of Adam's first moment")
+    adam_beta2: BelowOne = option(0.999, "decay rate of Adam's second moment")
+    adam_eps: Positive = option(1e-8, "Adam's epsilon, added to the square root of the second moment")
     sgd_momentum: BelowOne = option(0.9, "momentum of sgd")
     clip_grad: NotNegative = option(1.0, "clip the global gradient norm to this; 0: no clipping")
     reuse_fp32_param: bool = option(
         False,
-        "with --bf16: store an fp32 master as the bf16 weight and its 16 missing bits, 2 bytes less per "
-        "parameter; ties (1 in "
-        "131,072) lose one unit in the last place",
+        "with --bf16: store an fp32 master weight as the bf16 weight plus 16 more bits, which saves 2 bytes per "
+        "parameter; 1 in 131,072 masters, halfway between two bf16 values, loses one unit in its last place",
     )
 
     def problems(self) -> Iterator[str]:

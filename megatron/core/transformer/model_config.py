@@ -26,42 +26,50 @@ class RecomputeConfig(FlagConfig):
     """Activations: kept for the backward, where, or computed again."""
 
     recompute_granularity: Literal["full", "selective"] | None = option(
-        None, "activation recomputation in the backward: full: whole layers; selective: --recompute-modules"
+        None, "recompute activations in the backward pass: full: of whole layers; selective: of --recompute-modules"
     )
     recompute_modules: list[str] = option(
         ["core_attn"],
-        "selective: core_attn (attention scores and softmax), mlp, layernorm (outputs of the norms)",
+        "with --recompute-granularity selective, what to recompute: core_attn (attention scores and softmax), mlp, "
+        "layernorm (outputs of the norms)",
         metavar="NAME",
     )
     recompute_method: Literal["uniform", "block"] | None = option(
-        None, "full: uniform: save the input of each group of layers; block: recompute the first layers of each stage"
+        None,
+        "with --recompute-granularity full: uniform: recompute all layers, in groups of which only the "
+        "inputs are saved; block: recompute only the first layers of each stage",
     )
     recompute_num_layers: Count | None = option(
         None,
-        "layers per group (uniform), or recomputed layers per stage (block)",
+        "with --recompute-method uniform: layers per group; with block: layers to recompute per stage",
         flags=("--recompute-num-layers", "--checkpoint-num-layers"),
     )
     distribute_saved_activations: bool = option(
-        False, "full: shard the saved inputs of recomputed layers over tensor-parallel ranks"
+        False,
+        "with --recompute-granularity full: shard the saved inputs of recomputed layers over tensor-parallel ranks",
     )
     contiguous_checkpointing: bool = option(
         False,
-        "full: save the inputs of recomputed layers in one preallocated buffer per stage",
+        "with --recompute-granularity full: save the inputs of recomputed layers in one preallocated buffer per stage",
         flags=("--contiguous-checkpointing", "--contigious-checkpointing"),
     )
     tiled_mlp: Count = option(
-        1, "compute the MLP in N tiles of a rank's tokens, recomputed in the backward: 1/N of its activations at a time"
+        1,
+        "compute the MLP in N tiles of a rank's tokens, and recompute each in the backward: only 1/N of its "
+        "activations is in memory at a time",
     )
     tiled_loss: Count = option(
         1,
-        "compute output layer and loss in N tiles of a rank's tokens, recomputed in the backward: 1/N of the logits at a time",
+        "compute output layer and loss in N tiles of a rank's tokens, and recompute each in the backward: only 1/N "
+        "of the logits is in memory at a time",
     )
     cpu_offloading_num_layers: WholeNumber = option(
         0,
-        "offload the saved activations of this many first layers of each stage to host memory, or with --offload-dir to files",
+        "offload the saved activations of the first N layers of each stage, to host memory or with --offload-dir to "
+        "files",
     )
     min_offloaded_tensor_size: WholeNumber = option(
-        2**20, "offload tensors of at least this many elements, in layers that are not recomputed"
+        2**20, "offload only activations of at least this many elements, in layers that are not recomputed"
     )
 
     def problems(self) -> Iterator[str]:
@@ -102,9 +110,11 @@ class LossConfig(FlagConfig):
     """The loss of a token."""
 
     label_smoothing: BelowOne = option(
-        0.0, "label smoothing, in training: probability spread over the other tokens of the vocabulary"
+        0.0, "label smoothing, in training only: probability spread evenly over the other tokens of the vocabulary"
     )
-    z_loss_coeff: NotNegative = option(0.0, "coefficient of the z-loss, in training: squared log-sum-exp of the logits")
+    z_loss_coeff: NotNegative = option(
+        0.0, "coefficient of the z-loss, the squared log-sum-exp of the logits; applies in training only"
+    )
 
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -119,11 +129,11 @@ class PrecisionConfig(FlagConfig):
     fp16: bool = option(False, "train in float16, with fp32 master weights and loss scaling")
     cpu_half_products: Literal["auto", "measure", "native", "widened"] = option(
         "auto",
-        "matrix products of --bf16 or --fp16 on a CPU: native; widened: in fp32, rounded once; measure: the "
-        "faster per kind; "
-        "auto: the resumed run's choice, else measure",
+        "how a CPU multiplies bf16 or fp16 matrices: native: in that dtype; widened: in fp32, with the result "
+        "rounded once; measure: time both, and use the faster for each kind of product; auto: what the resumed run "
+        "used, else measure",
     )
-    fp64: bool = option(False, "train in float64: slow; for comparing layouts without rounding")
+    fp64: bool = option(False, "train in float64: slow; to compare layouts without rounding errors")
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()

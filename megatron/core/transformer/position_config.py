@@ -170,34 +170,43 @@ class PositionConfig(ShapeConfig):
     """Positions of tokens."""
 
     position_embedding_type: Literal["learned_absolute", "rope", "relative", "none"] = option(
-        "learned_absolute", "position embedding; relative: T5's bias of attention scores, by buckets of distances"
+        "learned_absolute",
+        "position embedding; relative: T5's bias of the attention scores, one for each bucket of distances",
     )
     relative_attention_num_buckets: Count = option(32, "relative positions: number of buckets of distances")
     relative_attention_max_distance: Count = option(
-        128, "relative positions: distances from this one on share the last bucket"
+        128, "relative positions: all distances from this one on share the last bucket"
     )
     rotary_base: Positive = option(10000.0, "base of the rotary frequencies")
-    rotary_percent: Annotated[float, "(0, 1]"] = option(1.0, "share of each head that is rotated")
+    rotary_percent: Annotated[float, "(0, 1]"] = option(
+        1.0, "share of a head's features to which rotary positions apply"
+    )
     rotary_interleaved: bool = option(
-        False, "rotate features 2j and 2j + 1 of a head together, instead of j and j + half of its width"
+        False, "rotate features 2j and 2j + 1 of a head as a pair, instead of features j and j + half of the width"
     )
     rotary_base_of_windows: Positive | None = option(
-        None, "base of layers with a window, whose frequencies are not scaled; default: --rotary-base for all layers"
+        None,
+        "base of the rotary frequencies in layers with a sliding window, where no frequency scaling applies; "
+        "default: --rotary-base for all layers",
     )
     no_rope_freq: str | None = option(
         None,
-        "layers without rotary positions: N: each Nth; or a list with 1 for each of them, 0 for others, such as [0,0,0,1]*4",
+        "which layers have no rotary positions: N: every Nth layer; or a list with 1 for those layers and 0 for the "
+        "others, such as [0,0,0,1]*4",
         metavar="N|LIST",
         read=read_pattern,
     )
-    rotary_seq_len_interpolation_factor: Positive | None = option(None, "divide the rotary frequencies by this")
+    rotary_seq_len_interpolation_factor: Positive | None = option(None, "divide the rotary frequencies by this number")
     use_rope_scaling: bool = option(
-        False, "scale the rotary frequencies as Llama 3.1 does, by --rope-scaling-factor, from a context of 8192"
+        False,
+        "scale the rotary frequencies as Llama 3.1 does, by --rope-scaling-factor, for an original context "
+        "of 8192 tokens",
     )
     rope_scaling_factor: Positive = option(8.0, "factor of --use-rope-scaling")
     rope_scaling: str | None = option(
         None,
-        "scale the rotary frequencies as config.json says: rope_type linear, dynamic, llama3, yarn or longrope, and its numbers",
+        "scale the rotary frequencies by the rope_scaling object of a Hugging Face config.json, in JSON: rope_type "
+        "(linear, dynamic, llama3, yarn or longrope) and its parameters",
         metavar="JSON",
         read=read_rope_scaling,
     )
