@@ -142,7 +142,7 @@ def write_dcp_folder(checkpoint: Checkpoint, out: Path, dtype: str | None = None
     """
     partial = out.with_name(out.name + ".partial")
     if exists(out):
-        raise ConfigError(f"{out} is there already; a folder is written anew: choose another")
+        raise ConfigError(f"{out} exists already; give a folder that does not exist")
     if exists(partial):
         remove_tree(partial)
 

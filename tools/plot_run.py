@@ -149,7 +149,7 @@ def read_log(path: str, text: str) -> Curves:
     try:
         curves = read_metrics(text) if text.lstrip().startswith("{") else read_curves(text)
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{path} holds JSON, but is no --metrics-file: {error} is missing or invalid") from None
+        raise ValueError(f"{path} contains JSON, but is not a --metrics-file: {error} is missing or invalid") from None
     if not any(curves.of.values()):
         raise ValueError(
             f"{path} has no line of a run; give the output of pretrain_gpt.py, which has lines such as 'iteration 10/ 100 | "

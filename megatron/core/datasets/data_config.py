@@ -102,7 +102,7 @@ class DataConfig(FlagConfig):
                 yield f"{flag_of(name)}: {problem}"
         if self.split is not None:
             if self.has_own_splits:
-                yield f"--split {self.split} has no meaning with data of each split's own; leave it out"
+                yield f"--split {self.split} has no effect if each split has data of its own; leave it out"
             try:
                 parse_split(self.split)
             except ValueError as error:
@@ -113,21 +113,21 @@ class DataConfig(FlagConfig):
         names = self.validation_set_names
         if names is not None:
             if not self.multiple_validation_sets:
-                yield "--validation-set-names names the sets of --multiple-validation-sets; give both, or leave it out"
+                yield "--validation-set-names needs --multiple-validation-sets; give both, or leave it out"
             repeated = sorted({name for name in names if names.count(name) > 1})
             if repeated:
-                yield f"--validation-set-names gives {', '.join(repeated)} twice; each set needs a name of its own"
+                yield f"--validation-set-names gives {', '.join(repeated)} twice; give each set a name of its own"
         if self.multiple_validation_sets and not (self.valid_data_path or self.per_split_data_args_path):
             yield (
-                "--multiple-validation-sets needs files of validation's own: give --valid-data-path A B, or a list under "
-                "valid in --per-split-data-args-path"
+                "--multiple-validation-sets needs validation data of its own; give --valid-data-path A B, or a list "
+                "under valid in --per-split-data-args-path"
             )
         if self.dataloader_type == "external":
             for name in ("full_validation", "multiple_validation_sets"):
                 if getattr(self, name):
                     yield (
-                        f"{flag_of(name)} counts the samples of a set, and a loader of --dataloader-type external does not "
-                        "tell them; leave one of them out"
+                        f"{flag_of(name)} needs the number of samples, which --dataloader-type external does not "
+                        "tell; leave one of them out"
                     )
 
     def validation_problems(self) -> list[str]:
@@ -254,7 +254,7 @@ def _read_words(path: str) -> list[str]:
     try:
         text = Path(path).read_text(encoding="utf-8-sig")  # without the byte order mark that some editors put first
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}, the list of data, cannot be read ({error}); give a text file") from None
+        raise ConfigError(f"{path}, the file of --data-args-path, cannot be read ({error}); give a text file") from None
     without_comments = re.sub(r"(?m)(?<!\S)#.*", "", text)  # a word that begins with # begins a comment
     return without_comments.split()
 
@@ -268,9 +268,11 @@ def _read_split_lists(path: str) -> list[list[str] | None]:
         lists = json.loads(Path(path).read_text())
         is_valid = isinstance(lists, dict) and set(lists) <= set(SPLIT_NAMES)
         if not is_valid or not all(isinstance(words, list | None) for words in lists.values()):
-            raise ValueError("it is not an object with lists under train, valid and test")
+            raise ValueError("it must be an object with the lists train, valid and test")
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}, the lists of data, cannot be read ({error}); give a JSON file") from None
+        raise ConfigError(
+            f"{path}, the file of --per-split-data-args-path, cannot be read ({error}); give a JSON file"
+        ) from None
     result: list[list[str] | None] = []
     for split in SPLIT_NAMES:
         words = lists.get(split)

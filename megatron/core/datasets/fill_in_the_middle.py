@@ -51,11 +51,11 @@ class FimConfig(FlagConfig):
 
     def problems(self) -> Iterator[str]:
         if (self.fim_split_sample is None) != (self.fim_fragment_rate is None):
-            yield "--fim-split-sample and --fim-fragment-rate need each other; give both or none"
+            yield "--fim-split-sample and --fim-fragment-rate need each other; give both, or leave both out"
         if not self.fim_data:
             for field in fields(self):
                 if getattr(self, field.name) != field.default:
-                    yield f"{flag_of(field.name)} is about documents that --fim-data rearranges; give it too"
+                    yield f"{flag_of(field.name)} needs --fim-data; give both, or leave it out"
 
 
 def token_id(tokenizer: Any, token: str) -> int | None:
@@ -100,7 +100,8 @@ class FillInTheMiddle:
         for name, token in tokens.items():
             if token is not None and ids[name] is None:
                 problems.append(
-                    f"{flag_of(name)} {token} is no token of the tokenizer; add it to the vocabulary, or name another"
+                    f"{flag_of(name)} {token} is not a token of the tokenizer; add it to the vocabulary, or give "
+                    "another"
                 )
         for name, i in ids.items():
             if i in ids_without_row(tokenizer):

@@ -80,18 +80,27 @@ class DataParallelConfig(FlagConfig):
         bf16 = self.main_grads_dtype == "bf16"
         instances = self.num_distributed_optimizer_instances
         if len(set(requested.values())) > 1:
-            yield f"{' and '.join(requested)} ask for different ZeRO stages: {', '.join(map(str, requested.values()))}"
+            yield (
+                f"{' and '.join(requested)} give different ZeRO stages: "
+                f"{', '.join(map(str, requested.values()))}; give only one of them"
+            )
         elif self.use_distributed_optimizer and 0 in requested.values():
-            yield f"--use-distributed-optimizer asks for ZeRO stage 1, but {next(iter(requested))} for none; leave one out"
+            yield (
+                f"--use-distributed-optimizer means ZeRO stage 1, but {next(iter(requested))} means that nothing "
+                "is sharded; leave one of them out"
+            )
         if instances > 1 and not shards:
             yield f"--num-distributed-optimizer-instances {instances} needs --use-distributed-optimizer"
         if self.overlap_param_gather and not shards:
-            yield "--overlap-param-gather gathers what sharded optimizer state updates; give --use-distributed-optimizer too"
+            yield "--overlap-param-gather needs sharded optimizer state; give --use-distributed-optimizer too"
         if bf16 and not shards:
-            yield "--main-grads-dtype bf16 needs --use-distributed-optimizer or --zero-stage 1 to 3: its float32 sums are shards"
+            yield (
+                "--main-grads-dtype bf16 needs sharded optimizer state, where sums are kept in float32; give "
+                "--use-distributed-optimizer or --zero-stage 1 to 3"
+            )
         if self.reduce_scatter_with_fp32_accumulation and not (shards and (bf16 or self.grad_reduce_in_bf16)):
             yield (
-                "--reduce-scatter-with-fp32-accumulation sums shards of gradients sent in bfloat16; give "
+                "--reduce-scatter-with-fp32-accumulation needs gradients sent in bfloat16 and sharded; give "
                 "--grad-reduce-in-bf16 and --use-distributed-optimizer (or --zero-stage 1 to 3) too, or leave it out"
             )
         if self.outer_dp_sharding_strategy == "optim" and (not self.zero.shards_params or instances < 2):
@@ -104,7 +113,10 @@ class DataParallelConfig(FlagConfig):
             }  # flag -> whether it is set to a value that is excluded
             for flag, is_set in excluded.items():
                 if is_set:
-                    yield f"--fixed-order-grad-reduce sums fp32 gradients of whole steps, in ZeRO stage 0 or 1; leave out {flag}"
+                    yield (
+                        "--fixed-order-grad-reduce needs fp32 gradients, ZeRO stage 0 or 1, and one reduction at "
+                        f"the end of each step; leave out {flag}"
+                    )
 
     def _requested_stages(self) -> dict[str, int]:
         """Return the stages that --zero-stage and --data-parallel-sharding-strategy name, by flag with value."""

@@ -32,14 +32,14 @@ class OffloadConfig(FlagConfig):
     def problems(self) -> Iterator[str]:
         fraction = self.optimizer_offload_fraction
         if self.optimizer_cpu_offload and self.offload_dir is not None:
-            yield "--optimizer-cpu-offload and --offload-dir exclude each other; give one"
+            yield "--optimizer-cpu-offload and --offload-dir exclude each other; give only one of them"
         if fraction != 1 and self.tier == "device":
             yield "--optimizer-offload-fraction needs --offload-dir DIR or --optimizer-cpu-offload"
         if self.offload_params and self.tier == "device":
             yield "--offload-params needs --offload-dir DIR or --optimizer-cpu-offload"
         elif self.offload_params and 0 <= fraction < 1:
             share = f"--optimizer-offload-fraction is {fraction}"
-            yield f"--offload-params offloads all parameters, but {share}; omit one of them"
+            yield f"--offload-params offloads all parameters, but {share}; leave one of them out"
 
     @property
     def tier(self) -> str:

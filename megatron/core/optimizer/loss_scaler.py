@@ -32,7 +32,10 @@ class LossScaleConfig(FlagConfig):
         for name, value in scales.items():
             mantissa, _ = math.frexp(value)
             if mantissa != 0.5:
-                yield f"{flag_of(name)} is {value}; it must be a power of two, so that scaling rounds nothing, such as 65536"
+                yield (
+                    f"{flag_of(name)} is {value}; it must be a power of two, so that scaling does not round, "
+                    "such as 65536"
+                )
         initial = self.initial_loss_scale
         if self.min_loss_scale > initial:
             yield f"--min-loss-scale is {self.min_loss_scale}; it must be at most --initial-loss-scale ({initial})"
@@ -117,10 +120,10 @@ def problems_of_scaler(state: Mapping[str, Any]) -> Iterator[str]:
     if "scale" not in state:
         return
     if not (fits(state["scale"], float) and state["scale"] > 0):
-        yield f"grad_scaler/scale is {state['scale']!r:.40}, not a number above 0"
+        yield f"grad_scaler/scale is {state['scale']!r:.40}; it must be a number above 0"
     for name in ("growth_tracker", "hysteresis_tracker"):
         if not fits(state.get(name), int):
-            yield f"grad_scaler/{name} is {state.get(name)!r:.40}, not a whole number"
+            yield f"grad_scaler/{name} is {state.get(name)!r:.40}; it must be a whole number"
 
 
 def make_grad_scaler(config: LossScaleConfig, *, fp16: bool) -> GradScaler | None:

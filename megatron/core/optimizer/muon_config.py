@@ -81,8 +81,8 @@ class MuonConfig(FlagConfig):
         most = len(NS_COEFFICIENTS[kind])
         if steps > most:
             yield (
-                f"--muon-num-ns-steps is {steps}, and --muon-coefficient-type {kind} has {most} steps; give at most {most}, or "
-                f"one of {', '.join(_LAST_REPEATS)}"
+                f"--muon-num-ns-steps is {steps}, but --muon-coefficient-type {kind} has coefficients for only "
+                f"{most} steps; give at most {most}, or one of the types {', '.join(_LAST_REPEATS)}"
             )
 
 

@@ -74,7 +74,7 @@ OPTIMIZERS: Registry[UpdateRule] = Registry("OPTIMIZERS", UpdateRule, _OURS)
 def _read_optimizer(name: str) -> str:
     if name == "dist_muon":  # of Megatron-LM
         raise argparse.ArgumentTypeError(
-            f"{name!r} is --optimizer muon --use-distributed-optimizer (ZeRO stage 1) here"
+            f"{name!r} is spelled --optimizer muon --use-distributed-optimizer (ZeRO stage 1) here"
         )
     return one_of(OPTIMIZERS)(name)
 
@@ -117,18 +117,21 @@ class OptimizerConfig(MuonConfig):
         yield from super().problems()
         scalar_optimizer = self.muon_scalar_optimizer
         if scalar_optimizer in OPTIMIZERS and OPTIMIZERS[scalar_optimizer].others is not None:
-            yield f"--muon-scalar-optimizer {scalar_optimizer} updates matrices alone; use adam or sgd"
+            yield f"--muon-scalar-optimizer {scalar_optimizer} updates only matrices; use adam or sgd"
         start = self.start_weight_decay
         end = self.end_weight_decay
         if self.weight_decay_incr_style == "constant":
             for flag, value in {"--start-weight-decay": start, "--end-weight-decay": end}.items():
                 if value is not None:
-                    yield f"{flag} needs --weight-decay-incr-style linear or cosine; a constant one is --weight-decay"
+                    yield (
+                        f"{flag} needs --weight-decay-incr-style linear or cosine; for a constant weight decay "
+                        "give --weight-decay"
+                    )
         elif start is None or end is None:
             style = self.weight_decay_incr_style
             yield f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay"
         elif not 0 <= start <= end < math.inf:
-            yield f"--start-weight-decay ({start}) must not be negative, nor above --end-weight-decay ({end})"
+            yield f"--start-weight-decay ({start}) must be between 0 and --end-weight-decay ({end})"
 
     def weight_decay_schedule(self, samples: int) -> WeightDecaySchedule:
         """Return the weight decay over a run of `samples` samples."""
@@ -149,7 +152,7 @@ class OptimizerConfig(MuonConfig):
         states = OPTIMIZERS[name].states(self)
         if not isinstance(states, tuple) or not all(isinstance(state, str) for state in states):
             raise ConfigError(
-                f"OPTIMIZERS[{name!r}]: its states are {states!r}; they must be a tuple of names, () for none"
+                f"OPTIMIZERS[{name!r}]: `states` is {states!r}; it must be a tuple of names, or () for no states"
             )
         return OPTIMIZERS[name]
 

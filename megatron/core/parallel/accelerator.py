@@ -86,8 +86,8 @@ class Device:
         count = processes if self.module is None else self.module.device_count()
         if processes > count > 1:
             raise ConfigError(
-                f"{processes} processes on this machine see {count} devices (--device {self.name}); start at most {count}, "
-                "or let them share devices with --distributed-backend gloo"
+                f"{processes} processes on this machine see {count} devices (--device {self.name}); start at most "
+                f"{count}, or let them share devices with --distributed-backend gloo"
             )
 
     @property
@@ -232,7 +232,8 @@ class Device:
         record = getattr(getattr(self.module, "memory", None), "_record_memory_history", None)
         if record is None:
             raise ConfigError(
-                f"--record-memory-history needs an accelerator's allocator; {self.name} has none; omit the flag"
+                f"--record-memory-history needs an accelerator's allocator, which {self.name} does not have; leave "
+                "it out"
             )
         record()
 

@@ -85,11 +85,14 @@ class ParallelConfig(FlagConfig):
         uneven = [flag_of(name) for name in _UNEVEN_STAGES if getattr(self, name)]
         if split is not None and uneven:
             yield (
-                f"--pipeline-model-parallel-split-rank {split} shares each stack evenly among its ranks, and "
-                f"{' and '.join(uneven)} would share otherwise; leave out one or the other"
+                f"--pipeline-model-parallel-split-rank {split} divides encoder and decoder each evenly among its "
+                f"ranks, which contradicts {' and '.join(uneven)}; leave out one or the other"
             )
         if None not in (self.num_layers_per_virtual_pipeline_stage, self.num_virtual_stages_per_pipeline_rank):
-            yield "give --num-layers-per-virtual-pipeline-stage or --num-virtual-stages-per-pipeline-rank, not both"
+            yield (
+                "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank exclude each "
+                "other; give only one of them"
+            )
 
     @property
     def ranks_per_sample(self) -> int:

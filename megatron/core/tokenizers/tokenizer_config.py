@@ -78,7 +78,7 @@ class TokenizerConfig(FlagConfig):
         vocab_size = self.vocab_size or 0
         eod = self.null_tokenizer_eod_id
         if vocab_size >= 0 and eod is not None and not 0 <= eod <= vocab_size:
-            yield f"--null-tokenizer-eod-id ({eod}) must lie between 0 and --vocab-size ({self.vocab_size})"
+            yield f"--null-tokenizer-eod-id ({eod}) must be between 0 and --vocab-size ({self.vocab_size})"
         if self.vocab_extra_ids < 0:
             yield f"--vocab-extra-ids ({self.vocab_extra_ids}) must not be negative"
         elif self.vocab_extra_ids and kind and "vocab_extra_ids" not in kind.reads:
@@ -93,14 +93,14 @@ class TokenizerConfig(FlagConfig):
         names = self.tiktoken_special_tokens or []
         has_repeated = len(set(names)) < len(names)
         if has_repeated or (names and not {"<unk>", "<s>", "</s>"} <= set(names)):
-            yield "--tiktoken-special-tokens must be different names, with <unk>, <s> and </s> among them"
+            yield "--tiktoken-special-tokens must be different names, and must include <unk>, <s> and </s>"
         count = self.tiktoken_num_special_tokens
         needed = max(len(names), 3)
         is_below_vocab_size = not self.vocab_size or count < self.vocab_size
         if count < needed or not is_below_vocab_size:
             yield (
-                f"--tiktoken-num-special-tokens ({count}) must have room for the special tokens "
-                f"({needed} at least) and lie below --vocab-size ({self.vocab_size})"
+                f"--tiktoken-num-special-tokens ({count}) must have room for the special tokens, at least {needed}, "
+                f"and must be below --vocab-size ({self.vocab_size})"
             )
 
     @property
@@ -122,5 +122,5 @@ class TokenizerConfig(FlagConfig):
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """Build the tokenizer that `config` names. Raises as its `TokenizerType.build` does."""
     if config.type is None:
-        raise ValueError(f"no tokenizer; set --tokenizer-type to one of {', '.join(TOKENIZERS)}")
+        raise ValueError(f"no tokenizer was given; set --tokenizer-type to one of {', '.join(TOKENIZERS)}")
     return config.type.build(config)

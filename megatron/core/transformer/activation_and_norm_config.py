@@ -66,20 +66,26 @@ class BlockConfig(PositionConfig):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         if self.swiglu and (self.gated or self.activation != "gelu-tanh"):
-            yield f"--swiglu is --gated --activation silu, and --activation is {self.activation}; leave one of them out"
+            yield (
+                f"--swiglu means --gated --activation silu, but --activation is {self.activation}; leave one of "
+                "them out"
+            )
         gate_options = {
             "--activation-func-clamp-value": self.activation_func_clamp_value is not None,
             "--glu-linear-offset": self.glu_linear_offset != 0,
         }
         for flag, is_set in gate_options.items():
             if is_set and not self.is_gated:
-                yield f"{flag} is about a gated MLP; give --gated or --swiglu too, or leave it out"
+                yield f"{flag} needs a gated MLP; give --gated or --swiglu too, or leave it out"
         if not self.norm_bias and self.normalization != "LayerNorm":
-            yield f"--no-norm-bias: {self.normalization} has no bias; give --normalization LayerNorm, or leave it out"
+            yield (
+                f"--no-norm-bias: {self.normalization} has no bias; give --normalization LayerNorm, or leave out "
+                "--no-norm-bias"
+            )
         if self.apply_residual_connection_post_layernorm and self.norm_placement != "pre":
             yield (
-                "--apply-residual-connection-post-layernorm is about --norm-placement pre, and that is "
-                f"{self.norm_placement}; leave one of them out"
+                f"--apply-residual-connection-post-layernorm needs --norm-placement pre, not {self.norm_placement}; "
+                "leave one of them out"
             )
 
     @property

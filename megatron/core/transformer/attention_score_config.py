@@ -31,9 +31,9 @@ class AttentionConfig(BlockConfig):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         if self.qk_norm_over != "head" and not self.qk_layernorm:
-            yield f"--qk-norm-over {self.qk_norm_over} needs --qk-layernorm; give that too, or leave it out"
+            yield f"--qk-norm-over {self.qk_norm_over} needs --qk-layernorm; give both, or leave out --qk-norm-over"
         if self.qk_norm_over == "width" and self.normalization != "RMSNorm":
-            yield f"--qk-norm-over width is built for --normalization RMSNorm, which is {self.normalization}; change one"
+            yield f"--qk-norm-over width needs --normalization RMSNorm, not {self.normalization}; change one"
 
     def query_factor(self, layer: int) -> float:
         """Return the factor of a layer's queries; kernels divide scores by the square root of a head's width after it.

@@ -85,18 +85,27 @@ class RecomputeConfig(FlagConfig):
         }
         for flag, is_set in of_full.items():
             if is_set and not full:
-                yield f"{flag} applies to the inputs that --recompute-granularity full saves"
+                yield f"{flag} needs --recompute-granularity full; give both, or leave it out"
         if self.cpu_offloading_num_layers > 0 and self.recomputes("layernorm"):
-            yield "--recompute-modules layernorm frees what --cpu-offloading-num-layers would move; leave one of them out"
+            yield (
+                "--recompute-modules layernorm recomputes tensors that --cpu-offloading-num-layers would "
+                "offload; leave one of them out"
+            )
         if self.cpu_offloading_num_layers == 0 and self.min_offloaded_tensor_size != 2**20:
-            yield "--min-offloaded-tensor-size is about what --cpu-offloading-num-layers moves, which is 0; give that too"
+            yield (
+                "--min-offloaded-tensor-size selects among the tensors of --cpu-offloading-num-layers layers, "
+                "which is 0; give --cpu-offloading-num-layers too"
+            )
         if self.recompute_modules != ["core_attn"] and self.recompute_granularity != "selective":
             yield "--recompute-modules needs --recompute-granularity selective"
         if self.tiled_mlp > 1 and self.recomputes("mlp"):
-            yield f"--tiled-mlp {self.tiled_mlp} computes the MLP again, as --recompute-modules mlp does; leave one of them out"
+            yield (
+                f"--tiled-mlp {self.tiled_mlp} recomputes the MLP, and so does --recompute-modules mlp; leave "
+                "one of them out"
+            )
         for name in self.recompute_modules:
             if name in _NOT_HERE:
-                yield f"--recompute-modules {name}: there is no {_NOT_HERE[name]} to compute again; leave it out"
+                yield f"--recompute-modules {name} recomputes {_NOT_HERE[name]}, which no model here has; leave it out"
             elif name not in _RECOMPUTED:
                 yield f"--recompute-modules {name} is not one of {', '.join(_RECOMPUTED)}"
 
@@ -139,9 +148,9 @@ class PrecisionConfig(FlagConfig):
         yield from super().problems()
         dtypes = [f"--{name}" for name in _DTYPES if getattr(self, name)]
         if len(dtypes) > 1:
-            yield f"{' and '.join(dtypes)} exclude each other; give one"
+            yield f"{' and '.join(dtypes)} exclude each other; give only one of them"
         if self.fp32_residual_connection and not (self.bf16 or self.fp16):
-            yield "--fp32-residual-connection needs --bf16 or --fp16; without them the residual is not rounded"
+            yield "--fp32-residual-connection needs --bf16 or --fp16; in fp32 the residual is not rounded anyway"
 
     @property
     def params_dtype(self) -> torch.dtype:
@@ -167,7 +176,10 @@ class ModelConfig(CompileConfig, PrecisionConfig, LossConfig, RecomputeConfig, A
             elif self.norm_placement not in ("pre", "sandwich", "parallel"):
                 conflict = f"--norm-placement {self.norm_placement}"
             if conflict is not None:
-                yield f"--recompute-modules layernorm frees no norm's result with {conflict}; leave one of them out"
+                yield (
+                    f"--recompute-modules layernorm saves no memory with {conflict}, where more than one layer "
+                    "reads the output of a norm; leave one of them out"
+                )
 
 
 def tensor_parallel_problems(config: ShapeConfig, tensor_parallel_size: int) -> list[str]:

@@ -98,11 +98,17 @@ class ShapeConfig(FlagConfig):
         heads = self.num_attention_heads
         groups = self.query_groups
         if self.kv_channels is None and self.hidden_size % heads:
-            yield f"--hidden-size {self.hidden_size} must be a multiple of --num-attention-heads {heads}, or give --kv-channels"
+            yield (
+                f"--hidden-size {self.hidden_size} must be a multiple of --num-attention-heads {heads}; change "
+                "one, or give --kv-channels"
+            )
         if self.ffn_size < 1:
-            yield f"--swiglu with --hidden-size {self.hidden_size} gives an MLP of width 0; give 24 or more, or --ffn-hidden-size"
+            yield (
+                f"--swiglu with --hidden-size {self.hidden_size} gives an MLP of width 0; give --hidden-size 24 "
+                "or more, or --ffn-hidden-size"
+            )
         if heads % groups:
-            yield f"--num-attention-heads {heads} is not a multiple of --num-query-groups {groups}; change one"
+            yield f"--num-attention-heads {heads} must be a multiple of --num-query-groups {groups}; change one"
         if self.num_query_groups != 1 and not self.group_query_attention:
             yield "--num-query-groups needs --group-query-attention"
         yield from window_problems(self.window_size, self.window_attn_skip_freq, self.num_layers)

@@ -87,7 +87,7 @@ class TrainingConfig(FlagConfig):
     def problems(self) -> Iterator[str]:
         if self.rampup_batch_size is not None and len(self.rampup_batch_size) != 3:
             numbers = " ".join(map(str, self.rampup_batch_size))
-            yield f"--rampup-batch-size {numbers}: it needs three numbers, START INCREMENT SAMPLES"
+            yield f"--rampup-batch-size {numbers}: give three numbers, START INCREMENT SAMPLES"
 
 
 @dataclass(frozen=True)
@@ -206,37 +206,42 @@ class CheckpointConfig(FlagConfig):
         interval = self.non_persistent_save_interval
         if kind == "in_memory":
             yield (
-                "--non-persistent-ckpt-type in_memory: memory of the process does not outlive it; give local with "
-                "--non-persistent-local-ckpt-dir /dev/shm/NAME, which is memory that outlives the processes of a machine"
+                "--non-persistent-ckpt-type in_memory is not built: the memory of a process is lost when it ends; "
+                "give local with --non-persistent-local-ckpt-dir /dev/shm/NAME, which is in memory and stays after "
+                "the processes of a machine end"
             )
         if self.non_persistent_local_ckpt_algo != "atomic":
             yield (
-                "--non-persistent-local-ckpt-algo fully_parallel divides what ranks hold alike, so that each "
-                "needs the others' "
-                "disks to go on; it is not built: leave it out"
+                "--non-persistent-local-ckpt-algo fully_parallel is not built: it divides replicated state among "
+                "ranks, so that each rank needs the disks of the others to resume; leave it out"
             )
         if (kind is None) != (interval is None):
-            yield "--non-persistent-save-interval N and --non-persistent-ckpt-type local or global go together; give both"
+            yield (
+                "--non-persistent-save-interval N and --non-persistent-ckpt-type local or global need each "
+                "other; give both"
+            )
         if interval is not None and self.save is None:
-            yield "--non-persistent-save-interval needs --save, whose folder names the copy that counts"
+            yield "--non-persistent-save-interval needs --save, the folder that records the latest checkpoint"
         for folder in (self.save, self.non_persistent_local_ckpt_dir, self.non_persistent_global_ckpt_dir):
             if interval is not None and folder is not None and is_url(folder):
                 yield (
-                    "--non-persistent-save-interval needs folders for --save and its copies, where names are changed at once, "
-                    f"and {folder} is an object store; leave it out"
+                    "--non-persistent-save-interval needs file systems with atomic renames for --save and for its "
+                    f"own folder, but {folder} is an object store; leave out --non-persistent-save-interval"
                 )
         if interval is not None and not self.save_optim:
-            yield "--no-save-optim leaves a copy for restarts nothing to go on from; leave out --non-persistent-save-interval"
+            yield (
+                "--no-save-optim saves no optimizer state, which a restart from a non-persistent checkpoint "
+                "needs; leave out --non-persistent-save-interval"
+            )
         if self.allow_tokenizer_change and self.resize_token_embeddings is not None:
             yield (
-                "--allow-tokenizer-change keeps every row of the word table, --resize-token-embeddings those of "
-                "the tokens or "
-                "ids that both tokenizers have; leave one of them out"
+                "--allow-tokenizer-change keeps every row of the word embedding, but --resize-token-embeddings keeps "
+                "only the rows of tokens or ids that both tokenizers have; leave one of them out"
             )
         if (kind == "local") != (self.non_persistent_local_ckpt_dir is not None):
-            yield "--non-persistent-ckpt-type local and --non-persistent-local-ckpt-dir DIR go together; give both"
+            yield "--non-persistent-ckpt-type local and --non-persistent-local-ckpt-dir DIR need each other; give both"
         if kind != "global" and self.non_persistent_global_ckpt_dir is not None:
-            yield "--non-persistent-global-ckpt-dir is the folder of --non-persistent-ckpt-type global; give both"
+            yield "--non-persistent-global-ckpt-dir needs --non-persistent-ckpt-type global; give both"
 
     def copy_is_due(self, iteration: int) -> bool:
         """Whether a copy for restarts is due after this iteration. If a checkpoint is due too, only that is saved."""
@@ -355,9 +360,9 @@ class Config:
         per_pass = parallel.num_layers_per_virtual_pipeline_stage * parallel.pipeline_model_parallel_size
         if num_layers % per_pass:
             raise ConfigError(
-                f"--num-layers ({num_layers}) must be a multiple of {per_pass} = --num-layers-per-virtual-pipeline-stage "
-                f"({parallel.num_layers_per_virtual_pipeline_stage}) x --pipeline-model-parallel-size "
-                f"({parallel.pipeline_model_parallel_size})"
+                f"--num-layers ({num_layers}) must be a multiple of {per_pass} = "
+                f"--num-layers-per-virtual-pipeline-stage ({parallel.num_layers_per_virtual_pipeline_stage}) x "
+                f"--pipeline-model-parallel-size ({parallel.pipeline_model_parallel_size}); change one"
             )
         return num_layers // per_pass
 

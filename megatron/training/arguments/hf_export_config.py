@@ -16,7 +16,7 @@ def bytes_of(text: str) -> int:
     """Return the bytes of a size: 5,000,000,000 for "5GB". Raises ArgumentTypeError."""
     match = re.fullmatch(r"([1-9][0-9]{0,8}) ?(B|KB|MB|GB)", text)
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 500MB or 5GB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500MB or 5GB")
     number, unit = match.groups()
     return int(number) * _UNITS[unit]
 

@@ -144,8 +144,8 @@ class ProfileConfig(FlagConfig):
     def problems(self) -> Iterator[str]:
         if self.profile_step_start < 0 or self.profile_step_end <= self.profile_step_start:
             yield (
-                f"--profile-step-start {self.profile_step_start} and --profile-step-end {self.profile_step_end} select no step; "
-                "the end must be larger than the start"
+                f"--profile-step-start {self.profile_step_start} and --profile-step-end {self.profile_step_end} "
+                "select no step; the end must be larger than the start"
             )
 
 
@@ -154,20 +154,23 @@ def watch_problems(
 ) -> Iterator[str]:
     """Yield problems across these settings, and a missing wandb package. (A missing tensorboard is only a note.)"""
     if curves.wandb_project is not None and not _is_installed("wandb"):
-        yield "--wandb-project needs the package wandb: pip install wandb; --metrics-file needs no package"
+        yield "--wandb-project needs the package wandb (pip install wandb); --metrics-file needs no package"
     if log.log_progress and save is None:
         yield "--log-progress needs --save, the folder of progress.txt"
     writes_curves = writes_tensorboard(curves) or curves.wandb_project is not None
     if log.inspect is not None and log.metrics_file is None and not writes_curves:
-        yield "--inspect needs an output: give --metrics-file FILE (or --tensorboard-dir DIR, with the package tensorboard)"
+        yield (
+            "--inspect needs an output; give --metrics-file FILE (or --tensorboard-dir DIR, with the package "
+            "tensorboard)"
+        )
     if curves.log_timers_to_tensorboard and log.timing_log_level == 0:
-        yield "--log-timers-to-tensorboard needs timers: give --timing-log-level 1 or 2"
+        yield "--log-timers-to-tensorboard needs timers; give --timing-log-level 1 or 2"
     if profile.profile and curves.tensorboard_dir is None and save is None:
-        yield "--profile needs a folder for its trace: give --tensorboard-dir or --save"
+        yield "--profile needs a folder for its trace; give --tensorboard-dir or --save"
     wrong = [rank for rank in profile.profile_ranks if not 0 <= rank < world_size]
     if wrong:
         ranks = f"0 to {world_size - 1}" if world_size > 1 else "0 only"
-        yield f"--profile-ranks {', '.join(map(str, wrong))}: this run has ranks {ranks}"
+        yield f"--profile-ranks {', '.join(map(str, wrong))}: there is no such rank; this run has the ranks {ranks}"
 
 
 def watch_notes(curves: TensorBoardConfig, profile: ProfileConfig, train_iters: int | None) -> list[str]:

@@ -77,8 +77,14 @@ class GuardConfig(FlagConfig):
     def problems(self) -> Iterator[str]:
         wrong = [number for number in self.iterations_to_skip if number < 1]
         if wrong:
-            yield f"--iterations-to-skip {' '.join(map(str, wrong))}: iterations are counted from 1, as the log does"
+            yield f"--iterations-to-skip {' '.join(map(str, wrong))}: iterations are counted from 1, as in the log"
         if self.rerun_interval is not None and self.rerun_mode == "disabled":
-            yield "--rerun-interval computes microbatches twice, and --rerun-mode disabled none; leave one of them out"
+            yield (
+                "--rerun-interval computes microbatches twice, but --rerun-mode disabled forbids that; leave one "
+                "of them out"
+            )
         if self.error_injection_rate and self.replay_every is None:
-            yield "--error-injection-rate needs microbatches that are computed twice: give --rerun-interval N"
+            yield (
+                "--error-injection-rate changes microbatches that are computed twice, and none are; give "
+                "--rerun-interval N"
+            )

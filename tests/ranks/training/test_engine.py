@@ -166,7 +166,7 @@ def test_a_parameter_of_two_groups_and_a_module_of_two_engines_are_refused():
         with pytest.raises(ConfigError, match="in more than one group"):
             Engine(model, ("adam", groups), EngineConfig(), mesh)
         Engine(model, ("adam", groups[:1]), EngineConfig(), mesh)
-        with pytest.raises(ConfigError, match="an engine's buffers already"):
+        with pytest.raises(ConfigError, match="already in the buffers of an engine"):
             Engine(model, ("adam", groups[:1]), EngineConfig(), mesh)
 
     run_ranks({"dp": 1}, work)
