@@ -399,7 +399,7 @@ def _optimizer_state_problem(config: Config, saved: dict[str, Any]) -> str | Non
     if wrong:
         raise ConfigError([f"holds a state that no run has written: config/optimizer/{problem}" for problem in wrong])
     if now["optimizer"] != before["optimizer"]:
-        return f"the state of --optimizer {before['optimizer']}, this run has {now['optimizer']}"
+        return f"the state of --optimizer {before['optimizer']}, but this run uses {now['optimizer']}"
 
     # Compare part by part: Muon's momentum_buffer is of matrices alone, and sgd beside it has one of the other parameters.
     lacking: list[str] = []
