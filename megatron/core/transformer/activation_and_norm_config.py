@@ -56,7 +56,9 @@ class BlockConfig(PositionConfig):
     add_attention_output_bias: bool = option(False, "bias in attention's output layer, even with --disable-bias-linear")
     add_mlp_bias: bool = option(False, "biases in the MLP, even with --disable-bias-linear")
     add_output_bias: bool = option(False, "bias of the logits, one for each token of the vocabulary")
-    embedding_multiplier: Positive = option(1.0, "multiply token embeddings by this, rounded to their dtype")
+    embedding_multiplier: Positive = option(
+        1.0, "multiply token embeddings by this number, which is first rounded to their dtype"
+    )
     residual_multiplier: Positive = option(
         1.0, "multiply the result of each attention and MLP block by this before adding it to the residual stream"
     )
