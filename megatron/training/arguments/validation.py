@@ -257,7 +257,7 @@ def _model_problems(config: Config, _: int) -> Iterator[str]:
             precision = "--fp16, whose weights are not the upper half of a float32"
         else:
             precision = f"{'float64' if model.fp64 else 'float32'}, whose weights are the masters"
-        yield f"--reuse-fp32-param needs --bf16, but the model's dtype is that of {precision}; leave it out"
+        yield f"--reuse-fp32-param needs --bf16, but this run uses {precision}; leave it out"
 
     # activations
     if model.distribute_saved_activations and (tp == 1 or sequence_parallel):
