@@ -337,7 +337,8 @@ def test_a_vector_that_a_fork_gives_to_muon_is_refused():
 def test_settings_that_cannot_be_are_refused():
     with pytest.raises(
         ConfigError,
-        match=r"--muon-num-ns-steps is 5, but --muon-coefficient-type aol has coefficients for only 4 steps; .*polar_express",
+        match=r"--muon-num-ns-steps is 5, but --muon-coefficient-type aol has coefficients for only 4 steps; "
+        ".*polar_express",
     ):
         MuonConfig(muon_coefficient_type="aol")
     with pytest.raises(ConfigError, match="--muon-scalar-optimizer muon updates only matrices; use adam or sgd"):
